@@ -1,0 +1,48 @@
+"""What a user may do wrong, each told in one sentence that names the field and the mend."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MmaccelError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class RecipeError(MmaccelError, ValueError):
+    """A field of a recipe or of a policy is wrong, or two choices exclude each other."""
+
+
+class UnknownName(RecipeError):
+    """A name that no registry holds; the message has the nearest one and the whole list."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        super().__init__(f"unknown {kind} {name!r}: {hint}There are: {', '.join(names) or 'none'}.")
+
+
+class ModelError(MmaccelError):
+    """A model, a checkpoint folder or a model call that this package cannot serve."""
+
+
+class DraftError(MmaccelError):
+    """A draft that cannot serve its target: another vocabulary, a missing model, a wrong proposal."""
+
+
+class VideoError(MmaccelError):
+    """A video, image or stream that cannot be read."""
+
+
+class WorldError(MmaccelError, ValueError):
+    """A wrong request to the synthetic world."""
+
+
+class MmaccelWarning(UserWarning):
+    """Root of the warnings of this package."""
+
+
+class VideoWarning(MmaccelWarning):
+    """Frames were lost; the message says how many."""

@@ -1,0 +1,188 @@
+"""What a world decides: cards, scenes, questions, captions, words."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from mmaccel.core.errors import WorldError
+from mmaccel.world import COLOURS, KINDS, NUMBERS, SCENES, SHAPES, Card, Question, Segment, World, vocabulary
+
+LENGTHS = (1, 2, 3, 8, 33, 256)
+
+
+def worlds(count: int = 60, style: str = "needle") -> list[World]:
+    return [World.generate(seed, frames, style) for frames in LENGTHS for seed in range(count)]
+
+
+def recompute(world: World, question: Question) -> str:
+    """The answer read off the records, from the words of the question alone."""
+    words = question.text.split()
+    named = [w for w in words if w in SHAPES]
+    by_shape = {card.shape: card for card in world.cards}
+    colours = {card.shape: card.colour for card in world.cards}
+    if question.kind == "needle":
+        return colours[named[0]]
+    if question.kind == "order":
+        return min(named, key=lambda shape: by_shape[shape].frame)
+    if question.kind == "count":
+        return NUMBERS[len({card.frame for card in world.cards}) - 1]
+    if question.kind == "combine":
+        return "yes" if len({colours[shape] for shape in named}) == 1 else "no"
+    if question.kind == "after":
+        later = [card for card in world.cards if card.frame > by_shape[named[0]].frame]
+        return min(later, key=lambda card: card.frame).colour
+    # By frame rather than by segment: walk to the first frame that shows the named scene.
+    shown = [s.scene for s in world.segments for _ in range(s.start, s.stop)]
+    return shown[shown.index(words[-2]) - 1]
+
+
+def test_same_seed_same_world() -> None:
+    for style in ("needle", "caption"):
+        first, second = World.generate(2**39, 64, style), World.generate(2**39, 64, style)
+        assert first.truth() == second.truth()
+        assert all(column.equal(second.table()[name]) for name, column in first.table().items())
+    assert World.generate(1, 64).truth() != World.generate(2, 64).truth()
+
+
+def test_cards_and_segments_are_well_formed() -> None:
+    for style in ("needle", "caption"):
+        for world in worlds(style=style):
+            frames = [card.frame for card in world.cards]
+            assert frames == sorted(set(frames))
+            assert min(frames) >= 0 and max(frames) < world.frames
+            assert [s.start for s in world.segments] == [0, *(s.stop for s in world.segments[:-1])]
+            assert world.segments[-1].stop == world.frames
+            assert all(s.start < s.stop for s in world.segments)
+            assert all(a.scene != b.scene for a, b in zip(world.segments, world.segments[1:], strict=False))
+            pairs = [(card.colour, card.shape) for card in world.cards]
+            assert len(set(pairs)) == len(pairs)
+            if style == "needle":
+                assert len({card.shape for card in world.cards}) == len(world.cards) <= 8
+
+
+def test_answers_agree_with_an_independent_reading() -> None:
+    asked: Counter[str] = Counter()
+    for style in ("needle", "caption"):
+        for world in worlds(style=style):
+            for question in world.questions():
+                assert recompute(world, question) == question.answer, (world.seed, question)
+                assert all(0 <= frame < world.frames for frame in question.frames)
+                asked[question.kind] += 1
+    assert set(asked) == set(KINDS)
+    assert min(asked.values()) >= 100
+
+
+def test_evidence_frames_hold_the_evidence() -> None:
+    for world in worlds(20):
+        at = {card.frame: card for card in world.cards}
+        for question in world.questions(["needle", "combine", "order", "after"]):
+            shown = {at[frame].shape for frame in question.frames}
+            assert shown >= set(question.text.split()).intersection(SHAPES)
+
+
+def test_scenes_return_in_long_videos() -> None:
+    long = [World.generate(seed, 256) for seed in range(60)]
+    returning = [w for w in long if len({s.scene for s in w.segments}) < len(w.segments)]
+    assert len(returning) > 20
+
+
+def test_answers_are_balanced() -> None:
+    long = [World.generate(seed, 64) for seed in range(600)]
+    combine = [q.answer for w in long for q in w.questions("combine")]
+    assert 0.4 <= combine.count("yes") / len(combine) <= 0.6
+    pairs = [w for w in long if len(w.cards) == 2]
+    same = [w.cards[0].colour == w.cards[1].colour for w in pairs]
+    assert 0.3 <= sum(same) / len(same) <= 0.7
+
+    order = [q for w in long for q in w.questions("order")]
+    first_named = [q.answer == next(x for x in q.text.split() if x in SHAPES) for q in order]
+    assert 0.45 <= sum(first_named) / len(order) <= 0.55
+
+    counts = Counter(w.questions("count")[0].answer for w in long)
+    assert set(counts) == set(NUMBERS)
+    assert min(counts.values()) > 0.6 * len(long) / len(NUMBERS)
+
+    for kind, answers in (("needle", COLOURS), ("after", COLOURS), ("scene", SCENES)):
+        tally = Counter(q.answer for w in long for q in w.questions(kind))
+        assert set(tally) == set(answers)
+        assert max(tally.values()) < 2 * min(tally.values()), kind
+
+
+def test_after_is_not_answered_by_the_named_card() -> None:
+    for world in worlds(30):
+        colours = {card.shape: card.colour for card in world.cards}
+        for question in world.questions("after"):
+            assert colours[question.text.split()[-2]] != question.answer
+
+
+def test_ambiguous_questions_are_not_asked() -> None:
+    cards = (Card(0, "red", "star"), Card(2, "blue", "star"), Card(3, "green", "ring"))
+    world = World(0, 4, "caption", cards, (Segment(0, 4, "beach"),))
+    assert [(q.kind, q.answer) for q in world.questions()] == [("needle", "green"), ("count", "three")]
+
+
+def test_asking_for_fewer_kinds_changes_no_question() -> None:
+    world = World.generate(11, 64)
+    everything = world.questions()
+    for kind in KINDS:
+        assert world.questions(kind) == world.questions([kind]) == [q for q in everything if q.kind == kind]
+
+
+def test_caption_tells_every_event_in_order() -> None:
+    segments = (Segment(0, 2, "beach"), Segment(2, 4, "forest"))
+    cards = (Card(1, "red", "star"), Card(2, "orange", "ring"))
+    assert World(0, 4, "needle", cards, segments).caption() == (
+        "the video opens on the beach . then a red star appears . then the scene changes to the forest . "
+        "then an orange ring appears . the end ."
+    )
+
+
+@pytest.mark.parametrize("max_words", [16, 30, 100, 480, 512])
+def test_caption_keeps_to_its_words(max_words: int) -> None:
+    lengths = []
+    for seed in range(80):
+        world = World.generate(seed, 200, "caption", max_words=max_words)
+        lengths.append(len(world.caption().split()))
+    assert max(lengths) <= max_words
+    # Long captions are the point of the style: some come within one card and one scene of the bound.
+    assert max(lengths) > max_words - 14
+
+
+def test_vocabulary_is_closed() -> None:
+    words = set(vocabulary())
+    assert len(words) == len(vocabulary()) < 256
+    for style in ("needle", "caption"):
+        for world in worlds(20, style):
+            asked = [f"{q.text} {q.answer}" for q in world.questions()]
+            assert words.issuperset(" ".join([world.caption(), *asked]).split())
+    assert all(word == word.lower() and " " not in word for word in words)
+
+
+def test_truth_is_plain_json() -> None:
+    truth = World.generate(4, 30).truth()
+    assert json.loads(json.dumps(truth)) == truth
+    assert set(truth) == {"seed", "frames", "fps", "style", "cards", "scenes", "questions", "caption"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"seed": -1}, "seed must be 0 or more, not -1."),
+        ({"frames": 0}, "frames must be 1 or more, not 0."),
+        ({"style": "film"}, "unknown style 'film'; choose from needle, caption."),
+        ({"style": "caption", "max_words": 15}, "max_words must be 16 or more, not 15."),
+    ],
+)
+def test_bad_request(arguments: dict[str, object], sentence: str) -> None:
+    with pytest.raises(WorldError) as caught:
+        World.generate(**{"seed": 0, "frames": 8, **arguments})  # type: ignore[arg-type]
+    assert str(caught.value) == sentence
+
+
+def test_unknown_kind() -> None:
+    with pytest.raises(WorldError) as caught:
+        World.generate(0, 8).questions(["needle", "weather"])
+    assert str(caught.value) == f"unknown question kind 'weather'; choose from {', '.join(KINDS)}."

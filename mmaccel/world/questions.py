@@ -61,28 +61,22 @@ def _scene(cards: list[Card], world: World, rng: Random) -> list[Question]:
 
 def _combine(cards: list[Card], world: World, rng: Random) -> list[Question]:
     pairs = list(combinations(cards, 2))
-    rng.shuffle(pairs)
-    same = [pair for pair in pairs if pair[0].colour == pair[1].colour]
-    apart = [pair for pair in pairs if pair[0].colour != pair[1].colour]
-    # As many of one answer as of the other; a world that has one answer only asks it once.
-    share = min(PAIRS // 2, len(same), len(apart)) or 1
     asked = []
-    for first, second in same[:share] + apart[:share]:
-        names = [first.shape, second.shape]
+    for first, second in rng.sample(pairs, min(PAIRS, len(pairs))):
+        pair = [first, second]
         if rng.random() < 0.5:
-            names.reverse()
-        answer = "yes" if first.colour == second.colour else "no"
-        asked.append(_question("combine", names, answer, [first.frame, second.frame]))
+            pair.reverse()
+        answer = f"{pair[0].colour} and {pair[1].colour}"
+        asked.append(_question("combine", [card.shape for card in pair], answer, [first.frame, second.frame]))
     return asked
 
 
 def _after(cards: list[Card], world: World, rng: Random) -> list[Question]:
     named = set(cards)
-    # Where the next card repeats the colour, the named card alone would give the answer away.
     return [
-        _question("after", [card.shape], following.colour, [card.frame, following.frame])
-        for card, following in zip(world.cards, world.cards[1:], strict=False)
-        if card in named and card.colour != following.colour
+        _question("after", [card.shape], f"{later.shape} in {later.colour}", [card.frame, later.frame])
+        for card, later in zip(world.cards, world.cards[1:], strict=False)
+        if card in named
     ]
 
 

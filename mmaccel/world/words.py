@@ -52,14 +52,15 @@ QUESTIONS: dict[str, str] = {
     "order": "which came first , the {0} or the {1} ?",
     "count": "how many cards were shown ?",
     "scene": "which scene came just before the {0} ?",
-    "combine": "do the {0} and the {1} have the same colour ?",
-    "after": "what colour was the card right after the {0} ?",
+    "combine": "what colours were the {0} and the {1} ?",
+    "after": "which card came right after the {0} ?",
 }
 NOTE_QUESTION = "what colour is the {0} in the notes ?"
 
 OPENING = "the video opens on the {0} ."
 CHANGE = "then the scene changes to the {0} ."
-APPEAR = "then {0} {1} {2} appears ."
+# The shape comes first: its colour is then asked of the picture as a question asks it.
+APPEAR = "then {0} {1} appears in {2} ."
 ENDING = "the end ."
 
 NOTE = "the note says the {0} is {1} ."

@@ -20,7 +20,7 @@ from mmaccel.world.table import make_table
 from mmaccel.world.words import APPEAR, CHANGE, COLOURS, ENDING, NUMBERS, OPENING, SCENES, SHAPES, article
 
 STYLES: tuple[str, ...] = ("needle", "caption")
-FPS = 2.0
+FPS = 1.0
 
 _COLOURS = tuple(COLOURS)
 _OPENING_WORDS, _ENDING_WORDS = len(OPENING.split()), len(ENDING.split())
@@ -33,7 +33,7 @@ class World:
     """One video: `frames` frames at `fps` frames per second, its cards and its scene segments.
 
     Cards stand in order of frame, at most one a frame; segments follow each other without a gap from 0 to
-    `frames`. Two styles: "needle" has one to eight cards, each shape at most once, colours often shared;
+    `frames`. Two styles: "needle" has one to eight cards, each shape at most once, colours as they fall;
     "caption" has many cards, each pair of colour and shape at most once, so that its caption is long.
     """
 
@@ -74,7 +74,7 @@ class World:
     def caption(self) -> str:
         """What happens, in order: the opening scene, each card and each change of scene."""
         events = [(s.start, 0, CHANGE.format(s.scene)) for s in self.segments[1:]]
-        events += [(c.frame, 1, APPEAR.format(article(c.colour), c.colour, c.shape)) for c in self.cards]
+        events += [(c.frame, 1, APPEAR.format(article(c.shape), c.shape, c.colour)) for c in self.cards]
         told = [text for _, _, text in sorted(events)]
         return " ".join([OPENING.format(self.segments[0].scene), *told, ENDING])
 
@@ -131,14 +131,7 @@ def _segments(rng: Random, frames: int, most: int) -> tuple[Segment, ...]:
 def _needles(rng: Random, frames: int) -> tuple[Card, ...]:
     count = rng.randint(1, min(len(NUMBERS), frames))
     shapes = rng.sample(SHAPES, count)
-    colours: list[str] = []
-    for _ in range(count):
-        # Half the cards repeat a colour, so that "the same colour ?" is as often yes as no for any number of
-        # cards.
-        if colours and rng.random() < 0.5:
-            colours.append(rng.choice(colours))
-        else:
-            colours.append(rng.choice([c for c in _COLOURS if c not in colours]))
+    colours = [rng.choice(_COLOURS) for _ in shapes]
     return _placed(rng, frames, list(zip(colours, shapes, strict=True)))
 
 

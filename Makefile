@@ -1,0 +1,54 @@
+# Every target makes its own virtual environment, so that a fresh machine needs nothing but Python and make.
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+OUT ?= runs/tiny
+SECONDS_EACH ?= 540
+# One thread a process: the tests run in several, and the models are small.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+WORKERS ?= auto
+# The worlds of `make demo`: so many, of seeds from this one on.
+WORLDS ?= 20
+SEED ?= 100
+
+.PHONY: install demo test check lint types train bench clean
+
+install: $(STAMP)
+
+$(PY):
+	@set -e; for python in python3 python3.11 python3.12 python3.13; do \
+		if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			echo "making $(VENV) with $$($$python --version)"; exec $$python -m venv $(VENV); \
+		fi; \
+	done; echo "error: no Python 3.11 or newer with venv was found; install one and run make again." >&2; exit 1
+
+# torch first, by itself: the build that pip finds for this machine is the one everything else must accept.
+$(STAMP): pyproject.toml constraints.txt | $(PY)
+	$(PY) -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(VENV)/bin/mmaccel demo --worlds $(WORLDS) --seed0 $(SEED)
+
+test: $(STAMP)
+	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(STAMP)
+	$(PY) -m mypy
+
+check: lint types test
+
+train: $(STAMP)
+	$(PY) -m mmaccel.train all --out $(OUT) --seconds $(SECONDS_EACH)
+
+bench: $(STAMP)
+	$(TEST_ENV) $(PY) -m pytest bench -o addopts='' --benchmark-only
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -1,0 +1,121 @@
+"""Take times honestly, and write them down with the conditions they were taken under."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of repeated runs."""
+
+    seconds: tuple[float, ...]
+
+    def row(self, prefix: str = "") -> dict[str, float | int]:
+        """Median, quartiles and number of runs, for a result row."""
+        low, middle, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return {
+            f"{prefix}median_s": middle,
+            f"{prefix}low_s": low,
+            f"{prefix}high_s": high,
+            f"{prefix}repeats": len(self.seconds),
+        }
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def measure(
+    run: Callable[[], Any], *, warmup: int = 2, repeats: int = 7, device: torch.device | str = "cpu"
+) -> Times:
+    """Times of `run`, after `warmup` runs that do not count; a CUDA device is waited for."""
+    return compare({"run": run}, warmup=warmup, repeats=repeats, device=device)["run"]
+
+
+def compare(
+    runs: dict[str, Callable[[], Any]],
+    *,
+    warmup: int = 2,
+    repeats: int = 7,
+    device: torch.device | str = "cpu",
+) -> dict[str, Times]:
+    """Times of several things that take turns, so that what disturbs one disturbs all."""
+    if repeats < 2:
+        raise ValueError(f"repeats: {repeats}; a spread needs at least 2.")
+    place = torch.device(device)
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(warmup + repeats):
+        for name, run in runs.items():
+            _wait(place)
+            began = time.perf_counter()
+            run()
+            _wait(place)
+            if turn >= warmup:
+                taken[name].append(time.perf_counter() - began)
+    return {name: Times(tuple(times)) for name, times in taken.items()}
+
+
+def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What a reader has to know to believe a number."""
+    place = torch.device(device)
+    found: dict[str, Any] = {
+        "command": " ".join(sys.argv),
+        "commit": _commit(),
+        "device": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
+    if place.type == "cuda":
+        card = torch.cuda.get_device_properties(place)
+        found |= {"device": card.name, "device_bytes": card.total_memory, "cuda": torch.version.cuda}
+    for package in ("mmaccel", "torch", "transformers", "triton", "flash-attn"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+class Log:
+    """A file of result rows: the environment first, then one JSON object a line, each written at once."""
+
+    def __init__(self, path: str | Path, device: torch.device | str = "cpu") -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._write({"environment": environment(device)})
+
+    def row(self, **fields: Any) -> None:
+        """One result."""
+        self._write(fields)
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(fields) + "\n")
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,61 @@
+"""Vision-language models made fast on long video.
+
+``accelerate(model, recipe)`` lays a recipe (a sparse prefill pattern, a memory, a draft) through an unmodified
+Hugging Face model; leaving it, or ``detach()``, gives the model back as it was. Importing this package registers the
+policies and the model families and does nothing else: no model code is loaded and nothing is patched.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from mmaccel import models, policies
+from mmaccel.core.attach import Accelerated, accelerate, attached
+from mmaccel.core.errors import MmaccelError, MmaccelWarning
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.recipe import names as list_recipes
+from mmaccel.core.registry import KINDS, register, registry
+from mmaccel.core.report import Report
+from mmaccel.models.loading import load_model, load_processor
+from mmaccel.models.tiny import NAMES as _SHIPPED
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Accelerated",
+    "MmaccelError",
+    "MmaccelWarning",
+    "Recipe",
+    "Report",
+    "__version__",
+    "accelerate",
+    "attached",
+    "list_models",
+    "list_policies",
+    "list_recipes",
+    "load_model",
+    "load_processor",
+    "models",
+    "policies",
+    "register",
+]
+
+_ROOMS = ("eval", "media", "world")
+
+
+def list_policies(kind: str | None = None) -> dict[str, list[str]]:
+    """The registered names of each kind (sparse, kv, draft, prune, model), or of one; `UnknownName` for another."""
+    return {one: list(registry(one)) for one in (KINDS if kind is None else (kind,))}
+
+
+def list_models() -> tuple[str, ...]:
+    """The models that are shipped with the package; `load_model` takes these names, folders and hub names."""
+    return _SHIPPED
+
+
+def __getattr__(name: str) -> ModuleType:
+    # Rooms that need PyAV or more are opened when they are first asked for.
+    if name in _ROOMS:
+        return import_module(f"mmaccel.{name}")
+    raise AttributeError(f"module 'mmaccel' has no attribute {name!r}")

@@ -1,0 +1,233 @@
+"""Exact causal attention with the best SDPA kernel at hand; the scores of all pairs are never held.
+
+Rules, in one place. Query row i stands at column ``start + i``; key n stands at column n, or at ``column[n]``. A query
+sees a valid key iff the key's column is not after its own, and, under a window, the key is less than `window` columns
+back or one of the first `sinks` columns. Padded query rows, and rows that see nothing, give zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+ROWS = 256
+"""Query rows of a block where a mask has to be written out."""
+
+FEW = 16
+"""Fewer rows than this are taken together for the heads of a group on a CPU."""
+
+MASK = 1 << 26
+"""Most entries of such a mask, the heads of a group counted."""
+
+FASTEST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""Kernels for square causal attention on CUDA, in the order in which they are tried."""
+
+
+def dense_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    start: int = 0,
+    valid: Tensor | None = None,
+    sinks: int = 0,
+    window: int | None = None,
+    column: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of query [B, H, Sq, D] over key and value [B, G, Sk, D], H a multiple of G; [B, H, Sq, D].
+
+    start   column of the first query row; a row's own key, if there, stands at the same column
+    valid   bool [B, Sk], False on padding; a query row is padding iff the key of its own column is
+    window  a query sees the last `window` columns, its own counted, and the first `sinks` columns of its sequence
+    column  [Sk] or [B, Sk] integer columns of the keys, ascending or not, for caches that hold chosen keys; `sinks`
+            then counts columns from 0, otherwise from the first valid one
+
+    With `valid` its extent is read on the host, once; nothing else is. Padding that is one run at either end costs no
+    mask; padding in the middle, and `column`, cost a mask of `ROWS` rows at a time.
+    """
+    if column is not None:
+        return _by_columns(query, key, value, scale, start, valid, sinks, window, column)
+    if valid is None:
+        return _unpadded(query, key, value, scale, start, sinks, window)
+    spans = _extent(valid)
+    if spans is None:
+        columns, rank = torch.arange(key.shape[2], device=key.device), valid.long().cumsum(1) - 1
+        return _by_columns(query, key, value, scale, start, valid, sinks, window, columns, rank)
+    if all(span == (0, valid.shape[1]) for span in spans):
+        return _unpadded(query, key, value, scale, start, sinks, window)
+    n = query.shape[2]
+    out = value.new_zeros(*query.shape[:3], value.shape[-1])
+    for (first, end), members in _alike(spans):
+        lo, hi = max(first - start, 0), min(end - start, n)
+        if lo < hi:
+            b = members if len(members) < len(spans) else slice(None)
+            part = (query[b, :, lo:hi], key[b, :, first:end], value[b, :, first:end])
+            out[b, :, lo:hi] = _unpadded(*part, scale, start + lo - first, sinks, window)
+    return out
+
+
+def _extent(valid: Tensor) -> list[tuple[int, int]] | None:
+    """(first, end) of the valid columns of each sequence; None when those of some sequence are not one run."""
+    n = valid.shape[1]
+    count = valid.sum(1)
+    first = valid.to(torch.uint8).argmax(1)
+    end = n - valid.flip(1).to(torch.uint8).argmax(1)
+    rows = torch.stack([torch.where(count > 0, first, 0), torch.where(count > 0, end, 0), count], 1).tolist()
+    if any(e - f != c for f, e, c in rows):
+        return None
+    return [(f, e) for f, e, _ in rows]
+
+
+def _alike(spans: list[tuple[int, int]]) -> list[tuple[tuple[int, int], list[int]]]:
+    groups: dict[tuple[int, int], list[int]] = {}
+    for b, span in enumerate(spans):
+        groups.setdefault(span, []).append(b)
+    return [(span, members) for span, members in groups.items() if span[1] > span[0]]
+
+
+def _unpadded(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, start: int, sinks: int, window: int | None
+) -> Tensor:
+    n = query.shape[2]
+    end = min(start + n, key.shape[2])
+    key, value = key[:, :, :end], value[:, :, :end]
+    if end == 0:
+        return value.new_zeros(*query.shape[:3], value.shape[-1])
+    if window is not None and window < start + n:
+        return _windowed(query, key, value, scale, start, sinks, window)
+    if n == 1:
+        # A single row has no mask, so the heads of a group can be rows: keys are then read once for all of them.
+        rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+        return _sdpa(rows, key, value, scale).reshape(*query.shape[:3], -1)
+    if start == 0 and end == n:
+        return _square(query, key, value, scale)
+    if end == start + n and _flash(query, key, value):
+        return _sdpa(query, key, value, scale, mask=causal_lower_right(n, end))
+    columns = torch.arange(end, device=query.device)
+    out, step = [], _rows(query, key, end)
+    for r in range(0, n, step):
+        at = torch.arange(start + r, start + min(r + step, n), device=query.device)
+        seen = min(start + r + len(at), end)
+        mask = columns[:seen] <= at[:, None]
+        rows = query[:, :, r : r + step]
+        out.append(_masked(rows, key[:, :, :seen], value[:, :, :seen], scale, mask[None]))
+    return torch.cat(out, 2)
+
+
+def _windowed(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, start: int, sinks: int, window: int
+) -> Tensor:
+    n, end = query.shape[2], key.shape[2]
+    columns = torch.arange(end, device=query.device)
+    out, step = [], _rows(query, key, min(end, window + sinks + ROWS))
+    for r in range(0, n, step):
+        first = start + r
+        at = torch.arange(first, min(first + step, start + n), device=query.device)
+        near = min(max(0, first - window + 1), end)
+        stop, sunk = min(first + len(at), end), min(sinks, near)
+        if sunk:
+            k = torch.cat([key[:, :, :sunk], key[:, :, near:stop]], 2)
+            v = torch.cat([value[:, :, :sunk], value[:, :, near:stop]], 2)
+            c = torch.cat([columns[:sunk], columns[near:stop]])
+        else:
+            k, v, c = key[:, :, near:stop], value[:, :, near:stop], columns[near:stop]
+        gap = at[:, None] - c
+        mask = (gap >= 0) & ((gap < window) | (c < sinks))
+        out.append(_masked(query[:, :, r : r + step], k, v, scale, mask[None]))
+    return torch.cat(out, 2)
+
+
+def _by_columns(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    start: int,
+    valid: Tensor | None,
+    sinks: int,
+    window: int | None,
+    column: Tensor,
+    rank: Tensor | None = None,
+) -> Tensor:
+    """Any columns, any padding. `rank` [B, Sk] of a key among the valid ones of its sequence: windows count in it."""
+    n, n_key = query.shape[2], key.shape[2]
+    own = column.expand(1 if column.dim() == 1 and valid is None else query.shape[0], n_key)[:, None]
+    place = own if rank is None else rank[:, None]
+    out, step = [], _rows(query, key, n_key)
+    for r in range(0, n, step):
+        at = torch.arange(start + r, start + min(r + step, n), device=query.device)
+        mask = own <= at[:, None]
+        if window is not None:
+            back = at if rank is None else rank[:, at.clamp(max=n_key - 1)]
+            mask = mask & ((back[..., None] - place < window) | (place < sinks))
+        if valid is not None:
+            padding = ((own == at[:, None]) & ~valid[:, None]).any(-1, keepdim=True)
+            mask = mask & valid[:, None] & ~padding
+        out.append(_masked(query[:, :, r : r + step], key, value, scale, mask))
+    return torch.cat(out, 2)
+
+
+def _rows(query: Tensor, key: Tensor, width: int) -> int:
+    """Rows of a block so that its mask, written out for a group of heads, stays under `MASK` entries."""
+    return max(16, min(ROWS, MASK // (width * (query.shape[1] // key.shape[1]))))
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor) -> Tensor:
+    """SDPA under a bool mask [B or 1, rows, keys]; rows that see nothing, of which kernels disagree, give zeros."""
+    if key.shape[2] == 0:
+        return value.new_zeros(*query.shape[:3], value.shape[-1])
+    blind = ~mask.any(-1, keepdim=True)
+    mask = (mask | blind)[:, None]
+    B, H, n, D = query.shape
+    group = H // key.shape[1]
+    if group > 1 and (query.is_cuda or n < FEW):
+        # The heads of a group become rows: on CUDA because masked kernels know no groups and keys would be repeated, for
+        # few rows because keys are then read once for all of them.
+        rows = query.reshape(B, -1, group * n, D)
+        out = _sdpa(rows, key, value, scale, mask=mask.repeat(1, 1, group, 1)).reshape(B, H, n, -1)
+    else:
+        out = _sdpa(query, key, value, scale, mask=mask)
+    return out.masked_fill(blind[:, None], 0.0)
+
+
+def _square(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    if not query.is_cuda:
+        return _sdpa(query, key, value, scale, causal=True)
+    B, H, n, D = query.shape
+    if _flash(query, key, value) or key.shape[1] == H:
+        with sdpa_kernel(FASTEST, set_priority=True):
+            return _sdpa(query, key, value, scale, causal=True)
+    # What is left on CUDA for groups would hold every score: each head of a group goes by itself, keys not repeated.
+    heads = query.reshape(B, key.shape[1], -1, n, D).unbind(2)
+    return torch.stack([_sdpa(q, key, value, scale, causal=True) for q in heads], 2).reshape(B, H, n, -1)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch's flash kernel for CUDA takes these, groups and all."""
+    grouped = query.shape[1] != key.shape[1]
+    return query.is_cuda and can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, grouped))
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )

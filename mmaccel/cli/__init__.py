@@ -1,0 +1,46 @@
+"""The command line. Commands import what they need when they run, so that asking for help is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from mmaccel.cli import ask, catalog, evaluate, worlds
+from mmaccel.cli.console import quiet, sentence
+
+app = typer.Typer(
+    name="mmaccel",
+    help="Vision-language models made fast on long video.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("ask")(ask.ask)
+app.command("list")(catalog.list_names)
+app.command("describe")(catalog.describe)
+app.command("world")(worlds.world)
+app.command("demo")(worlds.demo)
+app.add_typer(evaluate.app, name="eval")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and leave the process: 0, 1 (the answers were not good enough), 2 (a user's error), 130 (stopped).
+
+    A user's error is one sentence on standard error; with MMACCEL_DEBUG=1 it is the traceback.
+    """
+    quiet()
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(args=arguments if arguments is None else list(arguments), standalone_mode=False)
+    except KeyboardInterrupt:
+        status = 130
+    except Exception as error:
+        told = sentence(error)
+        if told is None or os.environ.get("MMACCEL_DEBUG") == "1":
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        status = 2
+    sys.exit(status if isinstance(status, int) else 0)

@@ -1,0 +1,224 @@
+"""`mmaccel ask`: a video file in, an answer out, with what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmaccel.cli import choices
+from mmaccel.cli.console import bars, counter, number, out, print_json, size
+from mmaccel.core.errors import VideoError
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.progress import Progress
+    from torch import nn
+
+    from mmaccel.core.recipe import Recipe
+    from mmaccel.eval.answer import Answer
+    from mmaccel.media import Video
+
+MAX_FRAMES = 4096
+
+Model = Annotated[str, typer.Option("--model", help="A shipped model's name, a folder, or a hub name.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
+Draft = Annotated[str | None, typer.Option("--draft", help="Folder or name of the draft model.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
+
+
+def ask(
+    video: Annotated[str, typer.Argument(help="A video file or URL.")],
+    question: Annotated[str, typer.Argument(help="What to ask about it.")],
+    model: Model = "tiny-ov",
+    recipe: Annotated[
+        list[str] | None, typer.Option("--recipe", help="A name or a YAML file; several stand side by side.")
+    ] = None,
+    draft: Draft = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Dense first, the recipe beside it.")] = False,
+    as_json: Json = False,
+    fps: Annotated[float | None, typer.Option("--fps", help="Frames a second to look at.")] = None,
+    frames: Annotated[int | None, typer.Option("--frames", help="So many frames, evenly spaced.")] = None,
+    max_frames: Annotated[
+        int | None,
+        typer.Option(
+            "--max-frames", help=f"At most so many frames (the model's own bound, or {MAX_FRAMES})."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")] = 128,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Ask a question about a video; the answer, and seconds, tokens a second, share kept, memory."""
+    if not question.strip():
+        raise VideoError("the question is empty; ask something.")
+    chosen = choices.recipes(recipe or ["dense" if draft is None else "sequential"], model, draft)
+    if compare:
+        chosen = {"dense": choices.recipe("dense"), **chosen}
+    place, kind = choices.where(device), choices.dtype(dtype)
+    processor = choices.processor(model)
+    with bars() as progress:
+        seen = watch(video, processor, progress, fps=fps, frames=frames, max_frames=max_frames)
+        loaded = choices.load(model, place, kind)
+        answers = compared(loaded, processor, seen, question, chosen, progress, max_new_tokens)
+    facts = {"model": model, "video": video, "question": question, "frames": len(seen)}
+    if as_json:
+        print_json(as_object(answers, facts, compare))
+    else:
+        out().print(side_by_side(answers, facts))
+
+
+def watch(
+    path: str,
+    processor: Any,
+    progress: Progress,
+    *,
+    fps: float | None = None,
+    frames: int | None = None,
+    max_frames: int | None = None,
+) -> Video:
+    """The frames a model is to see: as asked, or at the rate of its processor, or every one."""
+    from mmaccel import media
+
+    if frames is not None and (fps is not None or max_frames is not None):
+        raise VideoError(
+            "--frames says how many frames, --fps and --max-frames bound them; give one or the other."
+        )
+    if frames is not None:
+        return media.read(path, count=frames, progress=counter(progress, "decode", "frames"))
+    most = max_frames if max_frames is not None else processor.video.max_frames or MAX_FRAMES
+    rate = fps if fps is not None else processor.video.fps
+    return media.read(path, fps=rate, max_frames=most, progress=counter(progress, "decode", "frames"))
+
+
+def compared(
+    model: nn.Module,
+    processor: Any,
+    video: Video,
+    question: str,
+    recipes: Mapping[str, Recipe],
+    progress: Progress,
+    max_new_tokens: int,
+) -> dict[str, Answer]:
+    """The answer under each recipe, in order; a short run goes ahead so that the first one pays for no warm-up."""
+    from mmaccel.eval.answer import ask as answer
+    from mmaccel.eval.answer import prompt
+    from mmaccel.eval.cases import cut
+
+    text = {"type": "text", "text": question}
+    if len(recipes) > 1:
+        few = prompt(processor, [{"type": "video", "video": cut(video, 0, min(8, len(video)))}, text], model)
+        answer(model, processor, few, max_new_tokens=2)
+    inputs = prompt(processor, [{"type": "video", "video": video}, text], model)
+    found = {}
+    for name, recipe in recipes.items():
+        with _layers(model, recipe, progress, max_new_tokens) as streamer:
+            found[name] = answer(
+                model, processor, inputs, recipe, max_new_tokens=max_new_tokens, streamer=streamer
+            )
+    return found
+
+
+class _Counted:
+    """A streamer that moves a bar for each token after the prompt."""
+
+    def __init__(self, progress: Progress, most: int) -> None:
+        self.progress, self.most, self.prompt = progress, most, True
+        self.task: Any = None
+
+    def put(self, value: Any) -> None:
+        # The prompt comes first, before it is run.
+        if self.prompt:
+            self.prompt = False
+            return
+        if self.task is None:
+            self.task = self.progress.add_task("answer", total=self.most, unit="tokens")
+        self.progress.advance(self.task, value.numel())
+
+    def end(self) -> None:
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+
+
+@contextmanager
+def _layers(model: nn.Module, recipe: Recipe, progress: Progress, most: int) -> Iterator[_Counted]:
+    """Bars that follow one generation: a step a layer for frames and prompt, then a step a token."""
+    from torch.nn import ModuleList
+
+    from mmaccel.core.attach import adapter_for
+
+    adapter = adapter_for(model)
+    text = adapter.text(model)
+    inside = set(text.modules())
+    stacks = [m for m in adapter.multimodal(model).modules() if isinstance(m, ModuleList) and m not in inside]
+    vision = list(max(stacks, key=len, default=()))
+    streamer = _Counted(progress, most)
+    hooks = []
+    for name, layers in (("encode", vision), ("prefill", list(adapter.layers(model)))):
+        whole = len(layers) if recipe.chunk is None or name == "encode" else None
+        task = progress.add_task(name, total=whole, unit="layers")
+
+        def step(*_: Any, task: Any = task) -> None:
+            if streamer.task is None:
+                progress.advance(task)
+
+        hooks += [layer.register_forward_hook(step) for layer in layers]
+    try:
+        yield streamer
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for task in progress.task_ids:
+            progress.remove_task(task)
+
+
+def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any]) -> Group:
+    """What people read: the question, and a table with a column a recipe."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    prompt = next(iter(answers.values())).report.prompt_tokens
+    head = Text(
+        f"{facts['question']}\n{facts['model']}, {facts['frames']} frames, {prompt} tokens", overflow="fold"
+    )
+    table = Table()
+    table.add_column("")
+    for name in answers:
+        table.add_column(name, overflow="fold")
+    rows: Sequence[tuple[str, Any]] = (
+        ("answer", lambda a: a.text or "(nothing)"),
+        ("first token", lambda a: number(a.report.ttft_s, ".2f", " s")),
+        ("then", lambda a: number(a.report.tokens_per_s, ".1f", " tokens/s")),
+        ("kept", lambda a: number(a.report.kept, ".1%")),
+        ("heads", lambda a: ", ".join(f"{name} x {n}" for name, n in sorted(a.report.heads().items()))),
+        ("drafted", _drafted),
+        ("peak memory", lambda a: size(a.report.peak_bytes)),
+    )
+    for label, show in rows:
+        cells = [show(answer) for answer in answers.values()]
+        if any(cells):
+            table.add_row(label, *(Text(cell) for cell in cells))
+    return Group(head, table)
+
+
+def _drafted(answer: Answer) -> str:
+    draft = answer.report.draft
+    return f"{draft['accepted']} of {draft['proposed']} accepted" if draft.get("rounds") else ""
+
+
+def as_object(
+    answers: Mapping[str, Answer], facts: Mapping[str, Any], compare: bool = False
+) -> dict[str, Any]:
+    """One object: the figures of the first recipe on top; `dense` beside it when compared; `runs` when there are several."""
+    runs = [{"recipe": name, **answer.figures()} for name, answer in answers.items()]
+    others = [run for run in runs if not (compare and run["recipe"] == "dense")] or runs
+    result = {**others[0], **facts}
+    if compare:
+        result["dense"] = next(run for run in runs if run["recipe"] == "dense")
+    if len(others) > 1:
+        result["runs"] = others
+    return result

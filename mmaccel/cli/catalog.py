@@ -1,0 +1,108 @@
+"""`mmaccel list` and `mmaccel describe`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from importlib import resources
+from typing import Annotated, Any
+
+import typer
+
+from mmaccel.cli.console import out, print_json
+from mmaccel.core.errors import UnknownName
+from mmaccel.core.recipe import presets
+from mmaccel.core.registry import KINDS, registry
+
+DESCRIBED = tuple(kind for kind in KINDS if kind != "model")
+
+
+def catalogue() -> dict[str, Any]:
+    """Kind -> names; of a backend, whether it can run here (None) or why not."""
+    import torch
+
+    from mmaccel.backends import select
+    from mmaccel.models import tiny
+    from mmaccel.models.shapes import SHAPES
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[str, Any] = {kind: list(registry(kind)) for kind in DESCRIBED}
+    found["recipe"] = list(presets())
+    found["model"] = list(tiny.NAMES)
+    found["family"] = list(registry("model"))
+    found["shape"] = sorted(SHAPES)
+    found["backend"] = select.usable(device)
+    return found
+
+
+def list_names(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object: kind -> names.")] = False,
+) -> None:
+    """What there is to choose from."""
+    from rich.table import Table
+
+    found = catalogue()
+    if as_json:
+        print_json(found)
+        return
+    table = Table("kind", "names", box=None, pad_edge=False)
+    for kind, names in found.items():
+        if kind == "backend":
+            names = [name if reason is None else f"{name} (no: {reason})" for name, reason in names.items()]
+        table.add_row(kind, ", ".join(names) or "(none)")
+    out().print(table)
+
+
+def describe(
+    name: Annotated[str, typer.Argument(help="A policy, a preset, a model, a shape or a backend.")],
+) -> None:
+    """What a name stands for: its text, its fields with types and defaults, or its YAML."""
+    found = catalogue()
+    told = [_preset(name)] if name in found["recipe"] else []
+    told += [_class(kind, name) for kind in DESCRIBED if name in registry(kind)]
+    told += [_class("model", name)] if name in registry("model") else []
+    told += [_other(kind, name) for kind in ("model", "shape", "backend") if name in found[kind]]
+    if not told:
+        known = {one for kind in found for one in found[kind]}
+        raise UnknownName("name", name, known)
+    console = out()
+    console.print("\n\n".join(told), markup=False, highlight=False, soft_wrap=True)
+
+
+def _preset(name: str) -> str:
+    text = resources.files("mmaccel").joinpath("recipes", f"{name}.yaml").read_text()
+    return f"{name} (recipe)\n\n{text.rstrip()}"
+
+
+def _class(kind: str, name: str) -> str:
+    cls = registry(kind)[name]
+    lines = [f"{name} ({'family' if kind == 'model' else kind})", "", inspect.getdoc(cls) or ""]
+    if dataclasses.is_dataclass(cls):
+        fields = [f for f in dataclasses.fields(cls) if f.init]
+        shown = [f"  {f.name}: {f.type} = {_default(f)}" for f in fields]
+        lines += ["", "fields", *(shown or ["  none"])]
+    return "\n".join(lines)
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return repr(field.default)
+    return "(required)" if field.default_factory is dataclasses.MISSING else repr(field.default_factory())
+
+
+def _other(kind: str, name: str) -> str:
+    if kind == "shape":
+        from mmaccel.models.shapes import SHAPES
+
+        sizes = "\n".join(f"  {key}: {value}" for key, value in dataclasses.asdict(SHAPES[name]).items())
+        return f"{name} (shape)\n\nA published configuration with random weights, for benchmarks.\n\n{sizes}"
+    if kind == "backend":
+        from importlib import import_module
+
+        from mmaccel.backends.select import BACKENDS
+
+        return f"{name} (backend)\n\n{inspect.getdoc(import_module(BACKENDS[name])) or ''}"
+    from mmaccel.models import tiny
+
+    card = tiny.path(name) / "README.md"
+    return f"{name} (model)\n\n{card.read_text(encoding='utf-8') if card.is_file() else tiny.path(name)}"

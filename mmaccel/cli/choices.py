@@ -1,0 +1,107 @@
+"""From the words of a command line to a model, a processor and recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmaccel.core.errors import ModelError, RecipeError, UnknownName
+from mmaccel.core.recipe import Recipe, fields_of
+from mmaccel.core.registry import registry
+from mmaccel.models import tiny
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def recipe(text: str, model: str = "", draft: str | None = None) -> Recipe:
+    """The recipe of a name or a YAML file.
+
+    A draft strategy that wants a model and names none gets `draft`, or else the draft shipped beside a shipped `model`;
+    `draft` beside a recipe that drafts nothing turns sequential drafting on.
+    """
+    fields = fields_of(text)
+    wanted = fields.get("draft")
+    chosen: dict[str, Any] = dict(wanted) if isinstance(wanted, dict) else {"name": wanted or "off"}
+    name = chosen.get("name")
+    if draft is not None and name == "off":
+        chosen = {"name": "sequential", "model": _folder(draft)}
+    elif isinstance(name, str) and name in registry("draft") and _takes_model(name):
+        if draft is not None:
+            chosen["model"] = _folder(draft)
+        elif chosen.get("model") is None:
+            if f"{model}-draft" not in tiny.NAMES:
+                raise RecipeError(f"recipe {text!r} names no draft model; give its folder with --draft.")
+            chosen["model"] = _folder(f"{model}-draft")
+        else:
+            chosen["model"] = _folder(str(chosen["model"]))
+    else:
+        return Recipe.load(fields)
+    return Recipe.load({**fields, "draft": chosen})
+
+
+def recipes(texts: Sequence[str], model: str, draft: str | None = None) -> dict[str, Recipe]:
+    """Recipes by the name they are shown under: the text given, or a file's name without its ending."""
+    found: dict[str, Recipe] = {}
+    for text in texts:
+        name = Path(text).stem if text.endswith((".yaml", ".yml")) else text
+        if name in found:
+            raise RecipeError(f"recipe {name!r} is given twice; give each once, or rename one of the files.")
+        found[name] = recipe(text, model, draft)
+    return found
+
+
+def _takes_model(name: str) -> bool:
+    return "model" in {f.name for f in dataclasses.fields(registry("draft")[name])}
+
+
+def _folder(name: str) -> str:
+    return str(tiny.path(name)) if name in tiny.NAMES else name
+
+
+def processor(model: str) -> Any:
+    """Our processor for a model's name or folder."""
+    from mmaccel.models.loading import load_processor
+
+    return load_processor(model)
+
+
+def load(model: str, device: str, dtype: str) -> nn.Module:
+    """The model on a device, in a dtype ("auto": float32 on a CPU, the checkpoint's own elsewhere)."""
+    import torch
+
+    from mmaccel.models.loading import load_model
+
+    if dtype == "auto":
+        return load_model(model, dtype=torch.float32 if device == "cpu" else "auto", device=device)
+    return load_model(model, dtype=getattr(torch, dtype), device=device)
+
+
+def dtype(name: str) -> str:
+    """A known dtype's name; raises `UnknownName` for another."""
+    if name not in DTYPES:
+        raise UnknownName("dtype", name, DTYPES)
+    return name
+
+
+def where(device: str) -> str:
+    """A device that is there: "auto" is the first CUDA device, or else the CPU."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"--device: {device!r} is no device; give auto, cpu, cuda or cuda:1.") from error
+    if kind.type == "cuda" and (
+        not torch.cuda.is_available() or (kind.index or 0) >= torch.cuda.device_count()
+    ):
+        raise ModelError(
+            f"--device: {device} is not there; this machine has {torch.cuda.device_count()} CUDA devices."
+        )
+    return device

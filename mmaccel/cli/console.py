@@ -1,0 +1,102 @@
+"""What every command shares: where things are printed, how errors are told, progress bars."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mmaccel.core.errors import MmaccelError, MmaccelWarning
+
+
+def out() -> Console:
+    """Results: standard output."""
+    # A pipe has no width; a table in a file should not be cut to a terminal's.
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def err() -> Console:
+    """Progress and remarks: standard error."""
+    return Console(stderr=True)
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """One JSON object on standard output."""
+    sys.stdout.write(json.dumps(result, indent=2, allow_nan=False) + "\n")
+
+
+def quiet() -> None:
+    """Keep the libraries below from talking; our own warnings become one line each."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    shown = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:
+        if issubclass(category, MmaccelWarning):
+            print(f"warning: {message}", file=sys.stderr)
+        elif os.environ.get("MMACCEL_DEBUG") == "1":
+            shown(message, category, *rest, **more)
+
+    warnings.showwarning = show
+
+
+def sentence(error: Exception) -> str | None:
+    """The one sentence of a user's error; None for an error that is ours."""
+    if isinstance(error, MmaccelError):
+        return str(error)
+    if hasattr(error, "format_message"):
+        # Wrong usage; the class is typer's own in some versions and click's in others.
+        told = str(error.format_message())
+        return told if told.endswith((".", "?", "!")) else told + "."
+    if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
+        return "there is not enough memory; take fewer frames with --max-frames, or a recipe with chunk set."
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {(error.strerror or type(error).__name__).lower()}."
+    return None
+
+
+@contextmanager
+def bars(show: bool = True) -> Iterator[Progress]:
+    """Progress bars on standard error, where that is a terminal; they are gone when they are done."""
+    columns = (
+        TextColumn("{task.description:<8}"),
+        BarColumn(bar_width=32),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[unit]}"),
+        TimeElapsedColumn(),
+    )
+    console = err()
+    with Progress(
+        *columns, console=console, transient=True, disable=not (show and console.is_terminal)
+    ) as progress:
+        yield progress
+
+
+def counter(
+    progress: Progress, name: str, unit: str, total: int | None = None
+) -> Callable[[int, int | None], None]:
+    """A new bar as a callback ``(done, total)``."""
+    task = progress.add_task(name, total=total, unit=unit)
+
+    def update(done: int, known: int | None) -> None:
+        progress.update(task, completed=done, total=known if known is not None else total)
+
+    return update
+
+
+def number(value: float | None, form: str, unit: str = "") -> str:
+    """A figure for a table; a dash for None."""
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def size(count: int) -> str:
+    """Bytes, for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

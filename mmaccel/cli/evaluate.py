@@ -1,0 +1,264 @@
+"""`mmaccel eval needle | caption | table`: measured accuracy, through real video files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmaccel.cli import choices
+from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model
+from mmaccel.cli.console import bars, err, number, out, print_json
+from mmaccel.core.errors import WorldError
+
+if TYPE_CHECKING:
+    from mmaccel.eval.needle import Tally
+
+app = typer.Typer(
+    no_args_is_help=True, help="Measure accuracy on the synthetic world, through real video files."
+)
+
+OneRecipe = Annotated[str, typer.Option("--recipe", help="A name or a YAML file.")]
+Frames = Annotated[str, typer.Option("--frames", help="Lengths in frames, with commas.")]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Questions of each kind and length.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the first world.")]
+Videos = Annotated[
+    Path | None, typer.Option("--videos", help="Keep the mp4 files here and use those that are there.")
+]
+
+
+@app.command()
+def needle(
+    model: Model = "tiny-ov",
+    recipe: OneRecipe = "dense",
+    frames: Frames = "8,32,128,512,2048",
+    samples: Samples = 20,
+    seed: Seed = 0,
+    kind: Annotated[str, typer.Option("--kind", help="Kinds with commas, or all.")] = "needle",
+    documents: Annotated[
+        bool, typer.Option("--documents", help="Text between video segments (MM-NIAH).")
+    ] = False,
+    segments: Annotated[int, typer.Option("--segments", min=1, help="Video segments of a document.")] = 4,
+    videos: Videos = None,
+    draft: Draft = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Questions with one-word answers: the share right at each length. Ctrl-C shows what there is so far."""
+    from mmaccel.eval.cases import DOCUMENT_KINDS, Film, cases, tokens_per_frame
+    from mmaccel.eval.needle import Tally, judge
+    from mmaccel.world.document import DOCUMENT_KINDS as ALL_DOCUMENT_KINDS
+    from mmaccel.world.questions import KINDS, checked_kinds
+
+    known = ALL_DOCUMENT_KINDS if documents else KINDS
+    asked: tuple[str, ...] = DOCUMENT_KINDS if documents and kind == "needle" else ()
+    asked = asked or checked_kinds(None if kind == "all" else _parts(kind), known)
+    lengths = _lengths(frames)
+    uneven = [length for length in lengths if documents and length % segments]
+    if uneven:
+        raise WorldError(
+            f"--frames: {uneven[0]} does not divide into {segments} segments; give a multiple of it."
+        )
+    chosen = choices.recipe(recipe, model, draft)
+    place, kept_in = choices.where(device), choices.dtype(dtype)
+    processor = choices.processor(model)
+    loaded = choices.load(model, place, kept_in)
+    tally = Tally(recipe)
+    stopped = False
+    with Film(videos) as film, bars() as progress:
+        per_frame = tokens_per_frame(processor) if documents else 0
+        try:
+            for length in lengths:
+                bar = progress.add_task(f"{length:>5}", total=samples * len(asked), unit="questions")
+                todo = cases(
+                    length,
+                    samples,
+                    seed,
+                    asked,
+                    documents=segments if documents else 0,
+                    tokens_per_frame=per_frame or 16,
+                )
+                for judged in judge(loaded, processor, {recipe: chosen}, todo, film):
+                    tally.add(judged)
+                    progress.advance(bar)
+        except KeyboardInterrupt:
+            stopped = True
+    rows = tally.rows()
+    if as_json:
+        print_json(
+            {
+                "model": model,
+                "recipe": recipe,
+                "seed": seed,
+                "kinds": list(asked),
+                "documents": documents,
+                "accuracy": {str(row["frames"]): row["accuracy"] for row in rows},
+                "lengths": rows,
+                "complete": not stopped,
+            }
+        )
+    else:
+        out().print(_rows(tally, asked))
+    if stopped:
+        err().print("stopped: these are the answers so far.", highlight=False)
+        raise typer.Exit(130)
+
+
+@app.command()
+def caption(
+    model: Model = "tiny-ov",
+    recipe: OneRecipe = "dense",
+    frames: Annotated[int, typer.Option("--frames", min=1, help="Frames of each video.")] = 128,
+    samples: Samples = 10,
+    seed: Seed = 0,
+    words: Annotated[int, typer.Option("--words", help="Longest caption, in words.")] = 480,
+    videos: Videos = None,
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="Folder or name of a draft: how often does it agree?")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Long true captions under teacher forcing: the share of tokens right, and on how many a draft agrees."""
+    from mmaccel.eval.caption import agreement, caption_cases, caption_scores
+    from mmaccel.eval.cases import Film
+
+    chosen = choices.recipe(recipe, model)
+    place, kept_in = choices.where(device), choices.dtype(dtype)
+    processor = choices.processor(model)
+    loaded = choices.load(model, place, kept_in)
+    second = choices.load(draft, place, kept_in) if draft is not None else None
+    rows: list[dict[str, int]] = []
+    stopped = False
+    with Film(videos) as film, bars() as progress:
+        bar = progress.add_task("captions", total=samples, unit="videos")
+        try:
+            told = caption_cases(frames, samples, seed, words)
+            for row in caption_scores(loaded, processor, told, film, recipe=chosen, draft=second):
+                rows.append(row)
+                progress.advance(bar)
+        except KeyboardInterrupt:
+            stopped = True
+    shares = agreement(rows)
+    result = {"model": model, "recipe": recipe, "frames": frames, **shares, "complete": not stopped}
+    if as_json:
+        print_json(result)
+    else:
+        told_line = f"{result['captions']} captions, {result['tokens']} tokens: {number(shares['accuracy'], '.1%')} right"
+        if second is not None:
+            told_line += f", the draft agrees on {number(shares['agreement'], '.1%')}"
+        out().print(told_line, highlight=False, soft_wrap=True)
+    if stopped:
+        raise typer.Exit(130)
+
+
+@app.command()
+def table(
+    model: Model = "tiny-ov",
+    recipe: OneRecipe = "dense",
+    samples: Samples = 50,
+    seed: Seed = 0,
+    most_tokens: Annotated[int, typer.Option("--max-tokens", help="Leave longer rows out.")] = 65536,
+    videos: Videos = None,
+    draft: Draft = None,
+    output: Annotated[
+        Path | None, typer.Option("--out", help="Also write the rows, as JSON, to this file.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Every row of the model card's table, as Markdown or JSON; a row that was measured is never lost."""
+    import json
+
+    from mmaccel.eval.cases import Film
+    from mmaccel.eval.table import ENTRIES, markdown, measure
+    from mmaccel.models import tiny
+
+    chosen = choices.recipe(recipe, model)
+    place, kept_in = choices.where(device), choices.dtype(dtype)
+    processor = choices.processor(model)
+    loaded = choices.load(model, place, kept_in)
+    partner = draft or (f"{model}-draft" if f"{model}-draft" in tiny.NAMES else None)
+    second = choices.load(partner, place, kept_in) if partner is not None else None
+    entries = [entry for entry in ENTRIES if entry.tokens <= most_tokens]
+    lines = []
+    stopped = False
+    with Film(videos) as film, bars() as progress:
+        bar = progress.add_task("table", total=None, unit="")
+
+        def told(task: str, done: int, total: int) -> None:
+            progress.update(bar, description=task, completed=done, total=total)
+
+        measured = measure(
+            loaded,
+            processor,
+            film,
+            samples=samples,
+            seed=seed,
+            recipe=chosen,
+            draft=second,
+            entries=entries,
+            progress=told,
+        )
+        try:
+            for line in measured:
+                lines.append(line)
+                if output is not None:
+                    output.write_text(
+                        json.dumps([one.to_dict() for one in lines], indent=2) + "\n", encoding="utf-8"
+                    )
+        except KeyboardInterrupt:
+            stopped = True
+    if as_json:
+        rows = [line.to_dict() for line in lines]
+        print_json(
+            {
+                "model": model,
+                "recipe": recipe,
+                "draft": partner,
+                "seed": seed,
+                "lines": rows,
+                "complete": not stopped,
+            }
+        )
+    else:
+        out().print(markdown(lines), markup=False, highlight=False, soft_wrap=True)
+    if stopped:
+        raise typer.Exit(130)
+
+
+def _rows(tally: Tally, kinds: tuple[str, ...]) -> Any:
+    from rich.table import Table
+
+    shown = Table(title=f"accuracy under {tally.recipe}")
+    for head in ("frames", "tokens", "accuracy", "kept", *(kinds if len(kinds) > 1 else ())):
+        shown.add_column(head, justify="right")
+    for row in tally.rows():
+        per_kind = [row["kinds"].get(kind) for kind in kinds] if len(kinds) > 1 else []
+        cells = ["-" if one is None else f"{one['right']}/{one['asked']}" for one in per_kind]
+        shown.add_row(
+            str(row["frames"]),
+            str(row["tokens"]),
+            f"{row['accuracy']:.1%}",
+            number(row["kept"], ".1%"),
+            *cells,
+        )
+    return shown
+
+
+def _parts(text: str) -> list[str]:
+    return text.replace(",", " ").split()
+
+
+def _lengths(text: str) -> list[int]:
+    parts = _parts(text)
+    wrong = [part for part in parts if not part.isdigit() or int(part) < 1]
+    if wrong or not parts:
+        raise WorldError(
+            f"--frames: {wrong[0] if wrong else text!r} is no number of frames; give for example 8,32,128."
+        )
+    return [int(part) for part in parts]

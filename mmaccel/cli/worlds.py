@@ -1,0 +1,150 @@
+"""`mmaccel world` writes a synthetic video; `mmaccel demo` asks about several and shows who was right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmaccel.cli import choices
+from mmaccel.cli.ask import Device, Dtype, Json, Model, compared, side_by_side, watch
+from mmaccel.cli.console import bars, counter, number, out, print_json
+from mmaccel.core.errors import WorldError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mmaccel.eval.cases import Case
+    from mmaccel.eval.needle import Judged
+
+ENOUGH = 0.9
+"""The share of right answers under which the demonstration ends with status 1."""
+
+
+def world(
+    output: Annotated[Path, typer.Option("--out", help="The mp4 file to write.")],
+    seed: Annotated[int, typer.Option("--seed", help="The world's seed.")] = 0,
+    frames: Annotated[int, typer.Option("--frames", help="How many frames.")] = 128,
+    truth: Annotated[
+        Path | None, typer.Option("--truth", help="Also write what is true of it, as JSON.")
+    ] = None,
+    style: Annotated[str, typer.Option("--style", help="needle: few cards; caption: many.")] = "needle",
+) -> None:
+    """Write a synthetic video with ground truth: real H.264, the same for the same seed."""
+    from mmaccel.world import World, write_mp4
+
+    made = World.generate(seed, frames, style=style)
+    if truth is not None and not truth.parent.is_dir():
+        raise WorldError(f"the folder {truth.parent} does not exist; create it first.")
+    with bars() as progress:
+        write_mp4(made, output, progress=counter(progress, "world", "frames", frames))
+    if truth is not None:
+        truth.write_text(json.dumps(made.truth(), indent=2) + "\n", encoding="utf-8")
+    told = f"{output}: {frames} frames, {len(made.cards)} cards, {len(made.segments)} scenes"
+    out().print(told, markup=False, highlight=False, soft_wrap=True)
+
+
+def demo(
+    model: Model = "tiny-ov",
+    recipe: Annotated[list[str] | None, typer.Option("--recipe", help="Beside dense.")] = None,
+    worlds: Annotated[int, typer.Option("--worlds", min=1, help="How many worlds.")] = 20,
+    seed0: Annotated[int, typer.Option("--seed0", min=0, help="Seed of the first; the others follow.")] = 100,
+    frames: Annotated[int, typer.Option("--frames", min=4, help="Frames of each world.")] = 128,
+    kinds: Annotated[
+        str, typer.Option("--kinds", help="Kinds of question, with commas.")
+    ] = "needle,order,count",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """The road from an mp4 to a right answer: one world in detail, then several, dense beside sparse.
+
+    Ends with status 1 when fewer than nine in ten answers are right under any recipe.
+    """
+    from mmaccel.eval.cases import Film
+    from mmaccel.eval.needle import Tally, judge
+    from mmaccel.world.questions import KINDS, checked_kinds
+
+    asked = checked_kinds(kinds.replace(",", " ").split(), KINDS)
+    chosen = choices.recipes(["dense", *(recipe or ["a_shape-short", "grid"])], model)
+    place, kept_in = choices.where(device), choices.dtype(dtype)
+    processor = choices.processor(model)
+    loaded = choices.load(model, place, kept_in)
+    seen: list[Judged] = []
+    tallies = {name: Tally(name) for name in chosen}
+    console = out()
+    with Film() as film, bars() as progress:
+        todo = _todo(seed0, worlds, frames, asked)
+        first = todo[0]
+        film.watch(first.world)
+        path = str(film.path(first.world))
+        video = watch(path, processor, progress)
+        answers = compared(loaded, processor, video, first.question, chosen, progress, 8)
+        facts = {"model": model, "question": first.question, "frames": len(video)}
+        if not as_json:
+            console.print(side_by_side(answers, facts))
+            console.print(f"the truth: {first.answer} (world {first.world.seed})\n", highlight=False)
+        bar = progress.add_task("worlds", total=len(todo), unit="questions")
+        for judged in judge(loaded, processor, chosen, todo, film):
+            seen.append(judged)
+            for tally in tallies.values():
+                tally.add(judged)
+            progress.advance(bar)
+    shares = {name: tally.share() or 0.0 for name, tally in tallies.items()}
+    if as_json:
+        print_json(
+            {"model": model, "frames": frames, "accuracy": shares, "cases": [_told(one) for one in seen]}
+        )
+    else:
+        console.print(_table(seen, list(chosen)))
+        rows = {name: tally.rows() for name, tally in tallies.items()}
+        for name, share in shares.items():
+            kept = number(rows[name][0]["kept"], ".1%")
+            console.print(f"{name}: {share:.1%} of {len(seen)} right, kept {kept}", highlight=False)
+    if min(shares.values()) < ENOUGH:
+        raise typer.Exit(1)
+
+
+def _todo(seed: int, worlds: int, frames: int, kinds: tuple[str, ...]) -> list[Case]:
+    """Questions of every kind about the first `worlds` worlds from `seed` on that have something of each to ask."""
+    from mmaccel.eval.cases import cases
+
+    found: list[Case] = []
+    for one_seed in range(seed, seed + 50 + 10 * worlds):
+        one = list(cases(frames, 1, one_seed, kinds, worlds=1))
+        if len(one) == len(kinds):
+            found += one
+        if len(found) == worlds * len(kinds):
+            return found
+    raise WorldError(f"too few worlds of {frames} frames ask all of {', '.join(kinds)}; give more frames.")
+
+
+def _told(judged: Judged) -> dict[str, Any]:
+    case = judged.case
+    said = {name: answer.text for name, answer in judged.answers.items()}
+    return {
+        "seed": case.world.seed,
+        "kind": case.kind,
+        "question": case.question,
+        "truth": case.answer,
+        "said": said,
+    }
+
+
+def _table(seen: list[Judged], recipes: list[str]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="every answer; a wrong one in brackets")
+    for head in ("world", "question", "truth", *recipes):
+        table.add_column(head)
+    last = None
+    for judged in seen:
+        case = judged.case
+        said = [judged.answers[r].text if judged.right(r) else f"({judged.answers[r].text})" for r in recipes]
+        name = "" if case.world.seed == last else str(case.world.seed)
+        table.add_row(name, case.question, case.answer, *(Text(one) for one in said))
+        last = case.world.seed
+    return table

@@ -1,0 +1,113 @@
+"""From a recipe to a running model and back: `accelerate`, and the handle it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from mmaccel.backends import select
+from mmaccel.core.adapter import ModelAdapter, ModelView
+from mmaccel.core.attention import Road
+from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.kv import KVState
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.registry import registry
+from mmaccel.core.report import Report
+
+_attached: WeakKeyDictionary[nn.Module, Accelerated] = WeakKeyDictionary()
+
+
+def adapter_for(model: nn.Module) -> ModelAdapter:
+    """The adapter of a model's family; raises `ModelError` with the list of families."""
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    families: list[Any] = list(registry("model").values())
+    for family in families:
+        if kind in family.model_types:
+            adapter: ModelAdapter = family()
+            return adapter
+    known = sorted(t for family in families for t in family.model_types)
+    raise ModelError(f"model type {kind!r} is not supported; supported are {', '.join(known)}.")
+
+
+class Accelerated:
+    """A model with a recipe attached. Also a context manager: leaving it detaches.
+
+    Attributes: `model`, `recipe`, `road` (decided once), `view` (the handle policies get).
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self.model = model
+        self.recipe = recipe
+        self.adapter = adapter_for(model)
+        self.view = ModelView(model, self.adapter, adapter_for)
+        self.last_state: KVState | None = None
+        depth = self.view.geometry.layers
+        wrong = [n for n in recipe.dense_layers if n >= depth]
+        if wrong:
+            raise RecipeError(
+                f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."
+            )
+        device = self.view.device
+        name = select.choose(device) if recipe.backend == "auto" else recipe.backend
+        self.road = Road(recipe, name, select.get(name, device))
+        self._detach: Callable[[], None] | None = self.adapter.attach(model, self)
+        _attached[model] = self
+
+    def open_state(self) -> KVState:
+        """A fresh memory for one batch of sequences."""
+        self.last_state = self.recipe.kv.open(self.view.geometry, self.view, self.view.device)
+        return self.last_state
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`."""
+        return self.model.generate(*args, **kwargs)  # type: ignore[operator]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def report(self) -> Report:
+        """Figures of the last `generate`, or of the forward passes since the last one."""
+        kv = self.last_state.counters() if self.last_state is not None else {}
+        return self.road.meter.report(self.recipe.to_dict(), self.road.backend, kv, self.view.device)
+
+    def detach(self) -> None:
+        """Leave the model as it was before; a second call does nothing."""
+        if self._detach is not None:
+            self._detach()
+            self._detach = None
+            _attached.pop(self.model, None)
+
+    def __enter__(self) -> Accelerated:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+def accelerate(
+    model: nn.Module, recipe: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any
+) -> Accelerated:
+    """Attach a recipe to an unmodified Hugging Face model; `model.generate(...)` stays the user's call.
+
+    recipe: a preset's or policy's name, a YAML path, a mapping or a `Recipe`; `choices` set its fields (``sparse=...``,
+    ``kv=...``, ``draft=...``). Use the result as a context manager, or call its `detach`. Raises `RecipeError` or
+    `ModelError` in one sentence before anything is changed.
+    """
+    chosen = Recipe.load(recipe, **choices)
+    if model in _attached:
+        raise ModelError(
+            "the model is accelerated already; call detach() on what accelerate returned, then attach anew."
+        )
+    return Accelerated(model, chosen)
+
+
+def attached(model: nn.Module) -> Accelerated | None:
+    """What is attached to `model`, or None."""
+    return _attached.get(model)

@@ -1,0 +1,140 @@
+"""The road of one attention layer: what the memory shows, what the pattern lists, what a backend computes, what is counted.
+
+A `Road` is decided once, when a recipe is attached; a `Run` is one pass of the language model over new columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from mmaccel.backends import ops
+from mmaccel.core.kv import KVState
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.lower import attend_plan
+from mmaccel.core.plan import AttentionPlan
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.report import Meter
+
+MIN_ROWS = 64
+"""Shorter runs (verified windows, decoding, short prompts) are dense."""
+
+
+@dataclass(eq=False)
+class Road:
+    """What every layer of an accelerated model follows."""
+
+    recipe: Recipe
+    backend: str
+    kernel: Callable[..., tuple[Tensor, Tensor]]
+    meter: Meter = field(default_factory=Meter)
+
+    def sparse(self, layer: int, rows: int) -> bool:
+        """Whether a run of `rows` new columns follows the pattern at `layer`."""
+        recipe = self.recipe
+        return recipe.sparse.name != "dense" and layer not in recipe.dense_layers and rows >= MIN_ROWS
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """New columns `start .. start + n` of a batch, on their way through the layers.
+
+    layout covers every column up to the last new one; `state` is the memory, or None when the caller hands over all keys;
+    `last` says that the prompt ends with this run, so that its last rows are the question's.
+    """
+
+    road: Road
+    layout: TokenLayout
+    start: int
+    state: KVState | None
+    last: bool = True
+
+    def part(self, begin: int, end: int, last: bool) -> Run:
+        """The run of new columns ``begin .. end`` of this one."""
+        stop = self.start + end
+        layout = self.layout.take(slice(0, stop))
+        return replace(self, layout=layout, start=self.start + begin, last=last)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[B, H, n, D]: attention of the new columns.
+
+        query [B, H, n, D]; key, value [B, G, N, D]: all keys, or anything when a memory has taken them in.
+        """
+        view = self.state.view(layer, query) if self.state is not None else None
+        if view is not None:
+            key, value = view.key, view.value
+        rows = query.shape[2]
+        limited = view is not None and (view.column is not None or view.window is not None)
+        plan = None
+        if not limited and self.road.sparse(layer, rows):
+            plan = self._plan(query, key, rows)
+        if plan is not None:
+            return self._sparse(layer, plan, query, key, value, scale)
+        self._count(layer, rows, None, query)
+        out: Tensor = ops.dense_attend(
+            query,
+            key,
+            value,
+            scale,
+            start=self.start,
+            valid=self._valid(view.column if view is not None else None),
+            sinks=view.sinks if view is not None else 0,
+            window=view.window if view is not None else None,
+            column=view.column if view is not None else None,
+        )
+        return out
+
+    def _plan(self, query: Tensor, key: Tensor, rows: int) -> AttentionPlan | None:
+        queries = self.layout.take(slice(self.start, self.start + rows))
+        plan = self.road.recipe.sparse.plan(query, key, queries, self.layout)
+        tail = self._tail(rows)
+        if plan is None or not tail:
+            return plan
+        head = rows - tail
+        parts = tuple(replace(p, q_row=torch.where(p.q_row < head, p.q_row, -1)) for p in plan.parts)
+        return replace(plan, parts=parts)
+
+    def _tail(self, rows: int) -> int:
+        return min(self.road.recipe.dense_tail, rows) if self.last else 0
+
+    def _sparse(
+        self, layer: int, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        rows = query.shape[2]
+        tail = self._tail(rows)
+        self._count(layer, rows, plan, query)
+        out, _ = attend_plan(plan, query, key, value, scale, self.road.kernel)
+        if tail:
+            dense = ops.dense_attend(
+                query[:, :, rows - tail :],
+                key,
+                value,
+                scale,
+                start=self.start + rows - tail,
+                valid=self._valid(None),
+            )
+            out[:, :, rows - tail :] = dense
+        return out
+
+    def _valid(self, column: Tensor | None) -> Tensor | None:
+        if not self.layout.padded:
+            return None
+        return self.layout.valid if column is None else self.layout.valid[:, column]
+
+    def _count(self, layer: int, rows: int, plan: AttentionPlan | None, query: Tensor) -> None:
+        if rows < MIN_ROWS and self.start > 0:
+            return
+        heads = query.shape[1]
+        new = slice(self.start, self.start + rows)
+        pairs = ((self.layout.position[:, new] + 1) * self.layout.valid[:, new]).double()
+        causal = pairs.sum(1, keepdim=True)
+        if plan is None:
+            listed, names = causal.expand(-1, heads), ("dense",) * heads
+        else:
+            tail = self._tail(rows)
+            listed = plan.listed_pairs() + pairs[:, rows - tail :].sum(1, keepdim=True)
+            names = self.road.recipe.sparse.per_head(heads)
+        self.road.meter.attention(layer, names, listed, causal)

@@ -1,0 +1,109 @@
+"""The contract of a draft: who proposes the next tokens, and what it is told of their fate."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mmaccel.core.adapter import ModelView
+
+# (ids [S] before the token, its raw logits [V]) -> the probabilities [V] it is drawn from; one-hot where processors decide.
+Warp = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """Tokens the target is asked to verify in one pass.
+
+    ids [n] long (n may be 0: then the target decodes one token by itself).
+    parents [n] long or None: index of each token's parent among `ids`, -1 for the last committed token; None is a chain.
+    q [n, V] or None: the distribution each token was drawn from; None is a point mass (greedy or looked up).
+    """
+
+    ids: Tensor
+    parents: Tensor | None = None
+    q: Tensor | None = None
+
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> Proposal:
+        return cls(torch.empty(0, dtype=torch.long, device=device))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a draft is told at the start: the raw model inputs (ids, pixels, grids), the ids [1, S], the sampling in force.
+
+    `warp` turns the raw logits of one token into the distribution it is drawn from (temperature, top-k, penalties, given the
+    ids before it), or is None for greedy decoding. `max_new_tokens` 0 means that no limit is known.
+    """
+
+    inputs: Mapping[str, Any]
+    ids: Tensor
+    warp: Warp | None = None
+    generator: torch.Generator | None = None
+    max_new_tokens: int = 0
+
+
+class DraftState(ABC):
+    """A draft at work on one sequence."""
+
+    @abstractmethod
+    def begin(self, prompt: Prompt) -> None:
+        """Called once, before the target's prefill."""
+
+    def signal(self, name: str, layer: int, tensor: Tensor) -> None:
+        """A tensor of the target's prefill that the strategy declared in `needs`."""
+
+    @abstractmethod
+    def propose(self) -> Proposal:
+        """The tokens to verify next; may be empty."""
+
+    def tail(self) -> int | None:
+        """Asked after the target's step was issued: drafting that overlaps verification happens here.
+
+        The token it guesses to follow the whole proposal, or None. It stands in the proposal as its last token, without a q.
+        """
+        return None
+
+    @abstractmethod
+    def observe(self, committed: Tensor, kept: int) -> None:
+        """`committed` [m] new tokens of the sequence; the first `kept` of them stood in the last proposal."""
+
+    def close(self) -> None:
+        """Free what the draft holds; called in every case."""
+
+    def counters(self) -> dict[str, float]:
+        """Figures for the report."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftStrategy(ABC):
+    """A choice of draft; `open` gives the state for one sequence.
+
+    needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `lookback` columns
+    place   where it runs: in line ("same"), on a second stream of the device ("stream"), in a second process ("process")
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[str]] = frozenset()
+    place: ClassVar[Literal["same", "stream", "process"]] = "same"
+
+    @property
+    def lookback(self) -> int:
+        """The most columns a verified window may roll back."""
+        return 0
+
+    @property
+    def active(self) -> bool:
+        """Whether this strategy drafts at all."""
+        return True
+
+    @abstractmethod
+    def open(self, target: ModelView) -> DraftState: ...

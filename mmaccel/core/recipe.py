@@ -1,0 +1,209 @@
+"""One frozen choice of pattern, memory, draft, pruner and backend, from Python or YAML; checked before any weight moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mmaccel.backends import select
+from mmaccel.core.draft import DraftStrategy
+from mmaccel.core.errors import RecipeError, UnknownName
+from mmaccel.core.kv import KVPolicy
+from mmaccel.core.prune import TokenPruner
+from mmaccel.core.registry import registry
+from mmaccel.core.sparse import SparsePattern
+
+
+def _default(kind: str, name: str) -> Any:
+    return field(default_factory=lambda: registry(kind).build(name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What an accelerated model does.
+
+    sparse      the prefill pattern
+    kv          the memory
+    draft       the draft strategy
+    prune       a token pruner, or None
+    backend     "auto" (chosen once, when the recipe is attached), "reference" or "flex"; a named one never falls back
+    chunk       prefill in chunks of this many tokens; None runs the whole prompt at once
+    dense_tail  the last this many rows of a prompt see every key: the question's rows decide the answer and cost next to
+                nothing. 0 runs the pattern on every row, as the paper's baselines do
+    dense_layers  layers that stay dense, by number
+    """
+
+    sparse: SparsePattern = _default("sparse", "dense")
+    kv: KVPolicy = _default("kv", "full")
+    draft: DraftStrategy = _default("draft", "off")
+    prune: TokenPruner | None = None
+    backend: str = "auto"
+    chunk: int | None = None
+    dense_tail: int = 64
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, kind, base in _SLOTS:
+            value = getattr(self, name)
+            if isinstance(value, str | Mapping):
+                value = _built(kind, value)
+                object.__setattr__(self, name, value)
+            if value is None and name == "prune":
+                continue
+            if not isinstance(value, base):
+                raise RecipeError(
+                    f"{name}: {value!r} is no {base.__name__}; give a name, a mapping with a name, or an instance."
+                )
+        if self.backend not in ("auto", *select.BACKENDS):
+            raise UnknownName("backend", self.backend, ("auto", *select.BACKENDS))
+        if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 64):
+            raise RecipeError(
+                f"chunk: {self.chunk!r}; give at least 64 tokens, or null for the whole prompt at once."
+            )
+        if not isinstance(self.dense_tail, int) or self.dense_tail < 0:
+            raise RecipeError(f"dense_tail: {self.dense_tail!r}; give a number of rows, 0 or more.")
+        layers = self.dense_layers
+        if not isinstance(layers, list | tuple) or any(not isinstance(n, int) or n < 0 for n in layers):
+            raise RecipeError(f"dense_layers: {layers!r}; give a list of layer numbers, 0 or more.")
+        object.__setattr__(self, "dense_layers", tuple(layers))
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        if self.sparse.name != "dense" and not self.kv.admits_sparse:
+            raise RecipeError(
+                f"sparse {self.sparse.name!r} cannot stand beside kv {self.kv.name!r}, which decides by itself what each "
+                "query sees; set sparse to 'dense' or kv to 'full'."
+            )
+        if (
+            "rollback" in self.draft.needs
+            and self.kv.reach is not None
+            and self.kv.reach < self.draft.lookback
+        ):
+            raise RecipeError(
+                f"draft {self.draft.name!r} rolls back up to {self.draft.lookback} tokens and kv {self.kv.name!r} only "
+                f"{self.kv.reach}; lower the draft's window or raise the memory's margin."
+            )
+
+    @classmethod
+    def load(cls, source: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any) -> Recipe:
+        """A recipe from a `Recipe`, a preset's or a policy's name, a YAML path or a mapping; `choices` replace fields.
+
+        Raises `UnknownName` with the nearest name and the list, or `RecipeError`.
+        """
+        if isinstance(source, Recipe):
+            return dataclasses.replace(source, **choices) if choices else source
+        if source is None:
+            fields: dict[str, Any] = {}
+        elif isinstance(source, Mapping):
+            fields = dict(source)
+        else:
+            fields = fields_of(source)
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in (*fields, *choices):
+            if name not in known:
+                raise UnknownName("recipe field", name, known)
+        return cls(**{**fields, **choices})
+
+    def to_dict(self) -> dict[str, Any]:
+        """A mapping that `load` turns back into an equal recipe."""
+        out: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value: Any = getattr(self, f.name)
+            if dataclasses.is_dataclass(value):
+                fields = {p.name: _plain(getattr(value, p.name)) for p in dataclasses.fields(value)}
+                value = {"name": value.name, **fields}  # type: ignore[union-attr]
+            out[f.name] = _plain(value)
+        return out
+
+    def to_yaml(self) -> str:
+        """The recipe as YAML text."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+
+_SLOTS: tuple[tuple[str, str, type], ...] = (
+    ("sparse", "sparse", SparsePattern),
+    ("kv", "kv", KVPolicy),
+    ("draft", "draft", DraftStrategy),
+    ("prune", "prune", TokenPruner),
+)
+
+
+def presets() -> dict[str, str]:
+    """The named presets shipped with the package: name -> the first comment line of its file."""
+    found = {}
+    for file in resources.files("mmaccel").joinpath("recipes").iterdir():
+        if file.name.endswith(".yaml"):
+            first = file.read_text().splitlines()[0]
+            found[file.name.removesuffix(".yaml")] = first.removeprefix("#").strip()
+    return dict(sorted(found.items()))
+
+
+def names() -> dict[str, str]:
+    """Every name `Recipe.load` knows: presets, and each policy alone; name -> where it comes from."""
+    found = {name: kind for _, kind, _ in _SLOTS for name in registry(kind)}
+    return {**found, **dict.fromkeys(presets(), "preset")}
+
+
+def fields_of(source: str | Path) -> dict[str, Any]:
+    """The fields that a preset, a policy's name or a YAML file sets, before any of them is checked.
+
+    Raises `UnknownName` with the nearest name and the list, or `RecipeError` for a file that is no recipe.
+    """
+    text = str(source)
+    if isinstance(source, Path) or text.endswith((".yaml", ".yml")):
+        path = Path(text)
+        if not path.is_file():
+            raise RecipeError(
+                f"recipe: there is no file {text!r}; give an existing YAML file or one of {', '.join(names())}."
+            )
+        content = path.read_text()
+    elif text in presets():
+        content = resources.files("mmaccel").joinpath("recipes", f"{text}.yaml").read_text()
+    else:
+        for _, kind, _ in _SLOTS:
+            if text in registry(kind):
+                return {kind: text}
+        raise UnknownName("recipe", text, names())
+    try:
+        fields = yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"recipe {text!r} is no valid YAML: {' '.join(str(error).split())}.") from error
+    if fields is None:
+        fields = {}
+    if not isinstance(fields, dict):
+        raise RecipeError(
+            f"recipe {text!r} holds {type(fields).__name__}; write a mapping such as 'sparse: a_shape'."
+        )
+    if fields.get("draft") is False:
+        fields["draft"] = "off"  # YAML reads a bare off as false
+    return fields
+
+
+def _built(kind: str, value: str | Mapping[str, Any]) -> Any:
+    if isinstance(value, str):
+        return registry(kind).build(value)
+    fields = dict(value)
+    name = fields.pop("name", None)
+    if not isinstance(name, str):
+        raise RecipeError(
+            f"{kind}: a mapping needs the policy's name, for example {{name: {next(iter(registry(kind)), '...')}}}."
+        )
+    return registry(kind).build(name, fields)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return type(value).__name__  # an object given from Python, such as a loaded model: told, not stored

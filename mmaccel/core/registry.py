@@ -1,0 +1,87 @@
+"""Names to classes: one record a name, loud errors, nothing else.
+
+A policy is registered by its file::
+
+    @register("sparse", "a_shape")
+    @dataclass(frozen=True, kw_only=True)
+    class AShape(SparsePattern): ...
+
+and is from then on known to recipes, to the command line and to the contract tests, which iterate over the registry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from mmaccel.core.errors import RecipeError, UnknownName
+
+C = TypeVar("C", bound=type)
+
+
+class Registry(Mapping[str, type]):
+    """The classes of one kind, by name."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._classes: dict[str, type] = {}
+
+    def add(self, name: str, cls: type) -> None:
+        """Record `cls` under `name`; raises `RecipeError` when the name is taken by another class."""
+        if name in self._classes and self._classes[name] is not cls:
+            raise RecipeError(f"{self.kind} {name!r} is registered already; choose another name.")
+        self._classes[name] = cls
+
+    def __getitem__(self, name: str) -> type:
+        try:
+            return self._classes[name]
+        except KeyError:
+            raise UnknownName(self.kind, name, self._classes) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._classes))
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._classes
+
+    def build(self, name: str, fields: Mapping[str, Any] | None = None) -> Any:
+        """An instance of class `name`, its dataclass fields set from `fields`.
+
+        Raises `UnknownName` for an unknown name or field and `RecipeError` for a value out of range.
+        """
+        cls = self[name]
+        given = dict(fields or {})
+        known = [f.name for f in dataclasses.fields(cls) if f.init]
+        for field in given:
+            if field not in known:
+                raise UnknownName(f"field of {self.kind} {name!r}", field, known)
+        try:
+            return cls(**given)
+        except TypeError as error:
+            raise RecipeError(f"{self.kind} {name!r}: {error}.") from error
+
+
+KINDS = ("sparse", "kv", "draft", "prune", "model")
+_registries = {kind: Registry(kind) for kind in KINDS}
+
+
+def registry(kind: str) -> Registry:
+    """The registry of one kind of `KINDS`."""
+    if kind not in _registries:
+        raise UnknownName("kind", kind, KINDS)
+    return _registries[kind]
+
+
+def register(kind: str, name: str) -> Callable[[C], C]:
+    """Class decorator: put a class in the registry of `kind` and give it its public `name`."""
+
+    def put(cls: C) -> C:
+        registry(kind).add(name, cls)
+        setattr(cls, "name", name)  # noqa: B010 - the attribute is declared by each base class
+        return cls
+
+    return put

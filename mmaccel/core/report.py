@@ -1,0 +1,177 @@
+"""What a run did: seconds, shares kept, tokens drafted and accepted, memory. Filled while it runs, read once at the end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Report:
+    """Figures of the last generation or forward pass of an accelerated model.
+
+    kept            query-key pairs in the listed blocks over causal pairs in prefill, mean over all layers and heads, dense
+                    layers and rows included (a dense layer counts 1; blocks reach past the diagonal, so above 1 is possible)
+    patterns        for each layer, the name of the pattern each head ran ("dense" when it did not run sparse)
+    ttft_s          seconds from the call of `generate` to its first token, vision included; None without generation
+    tokens_per_s    new tokens after the first over the seconds they took; None for fewer than two
+    peak_bytes      largest device memory during the call (CUDA), or largest resident set of the process so far (CPU)
+    draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), failed (a reason or None)
+    kv              counters of the memory
+    """
+
+    recipe: dict[str, Any]
+    backend: str
+    kept: float | None
+    patterns: tuple[tuple[str, ...], ...]
+    prompt_tokens: int
+    new_tokens: int
+    ttft_s: float | None
+    tokens_per_s: float | None
+    peak_bytes: int
+    draft: dict[str, Any]
+    kv: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary of all fields."""
+        return asdict(self)
+
+    def heads(self) -> Counter[str]:
+        """How many heads, over all layers, ran each pattern."""
+        return Counter(name for layer in self.patterns for name in layer)
+
+    def __str__(self) -> str:
+        def show(value: float | None, form: str) -> str:
+            return "-" if value is None else format(value, form)
+
+        heads = ", ".join(f"{name} x {n}" for name, n in sorted(self.heads().items()))
+        lines = [
+            f"prompt {self.prompt_tokens} tokens, {self.new_tokens} new; first token after {show(self.ttft_s, '.3f')} s, "
+            f"then {show(self.tokens_per_s, '.1f')} tokens/s",
+            f"attention: kept {show(self.kept, '.1%')} in prefill ({heads or 'none'}), backend {self.backend}",
+            f"memory: peak {self.peak_bytes / 2**20:.0f} MiB, "
+            + ", ".join(f"{key} {value:g}" for key, value in self.kv.items()),
+        ]
+        if self.draft.get("rounds"):
+            lines.append(
+                f"draft: {self.draft['accepted']} of {self.draft['proposed']} accepted in {self.draft['rounds']} rounds, "
+                f"{self.draft['target_steps']} target steps"
+                + (f"; stopped drafting: {self.draft['failed']}" if self.draft["failed"] else "")
+            )
+        return "\n".join(lines)
+
+
+@dataclass
+class Meter:
+    """Collects what a `Report` is made of; tensors stay on the device until the report is asked for."""
+
+    listed: dict[int, list[Tensor]] = field(default_factory=dict)
+    causal: dict[int, list[Tensor]] = field(default_factory=dict)
+    names: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    started: float | None = None
+    first: float | None = None
+    last: float | None = None
+    lengths: list[int] = field(default_factory=list)
+    proposed: int = 0
+    target_steps: int = 0
+    failed: str | None = None
+
+    def clear(self) -> None:
+        """Forget the last call."""
+        self.__init__()  # type: ignore[misc]
+
+    def begin(self, device: torch.device) -> None:
+        """A generation starts."""
+        self.clear()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self.started = time.perf_counter()
+
+    def token(self, count: int = 1) -> None:
+        """`count` new tokens reached the host."""
+        now = time.perf_counter()
+        if self.first is None:
+            self.first = now
+        self.last = now
+        self.new_tokens += count
+
+    def attention(self, layer: int, names: tuple[str, ...], listed: Tensor, causal: Tensor) -> None:
+        """Prefill pairs of one layer and run: listed [B, H] and causal [B, 1]."""
+        self.listed.setdefault(layer, []).append(listed)
+        self.causal.setdefault(layer, []).append(causal)
+        if layer not in self.names or "dense" in self.names[layer]:
+            self.names[layer] = names
+
+    def round(self, proposed: int, accepted: int) -> None:
+        """One verification of a proposal."""
+        self.target_steps += 1
+        self.proposed += proposed
+        if proposed:
+            self.lengths.append(accepted)
+
+    def draft_failed(self, reason: str) -> None:
+        """The draft was dropped; decoding went on by itself."""
+        self.failed = reason
+
+    def kept(self) -> float | None:
+        """Mean over layers, heads and sequences of listed over causal pairs; reads the device."""
+        if not self.listed:
+            return None
+        shares = []
+        for layer, parts in self.listed.items():
+            listed = torch.stack([p.double() for p in parts]).sum(0)
+            causal = torch.stack([p.double() for p in self.causal[layer]]).sum(0)
+            shares.append((listed / causal.clamp(min=1)).mean())
+        return float(torch.stack(shares).mean())
+
+    def report(
+        self, recipe: dict[str, Any], backend: str, kv: dict[str, float], device: torch.device
+    ) -> Report:
+        """The figures so far."""
+        rate = None
+        if (
+            self.first is not None
+            and self.last is not None
+            and self.new_tokens > 1
+            and self.last > self.first
+        ):
+            rate = (self.new_tokens - 1) / (self.last - self.first)
+        ttft = None if self.first is None or self.started is None else self.first - self.started
+        return Report(
+            recipe=recipe,
+            backend=backend,
+            kept=self.kept(),
+            patterns=tuple(self.names[layer] for layer in sorted(self.names)),
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            ttft_s=ttft,
+            tokens_per_s=rate,
+            peak_bytes=peak_bytes(device),
+            draft={
+                "rounds": len(self.lengths),
+                "target_steps": self.target_steps,
+                "proposed": self.proposed,
+                "accepted": sum(self.lengths),
+                "lengths": list(self.lengths),
+                "failed": self.failed,
+            },
+            kv=kv,
+        )
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Largest device memory since the last reset (CUDA), or the largest resident set of this process (CPU), in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

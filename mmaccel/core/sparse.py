@@ -1,0 +1,53 @@
+"""The contract of a sparse prefill pattern."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.plan import AttentionPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsePattern(ABC):
+    """Which key blocks each block of queries attends to in prefill.
+
+    Subclasses are frozen keyword dataclasses: parameters are fields, ranges are checked at birth, nothing on a device is
+    kept. `block` is the edge of a block in tokens, for queries and keys alike.
+
+    adaptive  the plan looks at queries and keys, not only at the layout
+    rounded   the plan lists whole blocks beyond the paper's element mask (element <= plan <= its block closure)
+    """
+
+    name: ClassVar[str]
+    adaptive: ClassVar[bool] = False
+    rounded: ClassVar[bool] = False
+
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        if self.block < 16 or self.block & (self.block - 1):
+            raise RecipeError(f"{self.name}: block is {self.block}; give a power of two, at least 16.")
+
+    @abstractmethod
+    def plan(
+        self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
+        """The plan of one layer; None stands for dense attention.
+
+        query [B, H, n_query, D] and key [B, G, n_key, D] after rotation, H a multiple of G; layouts of the same lengths,
+        `q_layout.position` and `k_layout.position` in the same count. Queries may be the last rows of a longer sequence.
+        """
+
+    @abstractmethod
+    def bound(self, n_query: int, n_key: int) -> int:
+        """The most key blocks the pattern can list for one head and `n_query` rows over `n_key` keys; host numbers alone."""
+
+    def per_head(self, heads: int) -> tuple[str, ...]:
+        """The name of the pattern of each head of a layer, for the report."""
+        return (self.name,) * heads

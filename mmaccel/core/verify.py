@@ -1,0 +1,149 @@
+"""Judge a draft's proposal with the target's logits, so that what is committed is what the target alone would have said.
+
+Greedy: the longest prefix that equals the target's own choices, then the target's choice. Sampling: the accept rule of
+speculative sampling (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1; Chen et al. 2023, arXiv 2302.01318): token x
+drawn from q is kept with probability min(1, p(x) / q(x)); at the first refusal a token of the residual (p - q)+ is
+committed; when all are kept, a bonus token of p. A greedy or looked-up token is the case q(x) = 1.
+
+Letters: n proposed tokens, V vocabulary of the target, S tokens before the proposal.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.draft import Proposal, Warp
+from mmaccel.core.errors import DraftError
+
+# How far the sum of a distribution over a large vocabulary may lie from one by rounding.
+UNIT_SLACK = 1e-3
+
+
+def accept(
+    proposal: Proposal,
+    logits: Tensor,
+    ids: Tensor,
+    warp: Warp | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, int]:
+    """The tokens to commit, [kept + 1] long on the device of `logits`, and how many of them stood in the proposal.
+
+    logits [n + 1, V]: row i follows the first i proposed tokens. ids [S]: the committed tokens before the proposal.
+    `warp` None decodes greedily. The result does not depend on the proposal: greedy, it is the target's own sequence;
+    sampling, it has the target's own distribution, provided each proposed token was drawn from its row of q without
+    knowledge of the random numbers used here. One read from the device a call.
+
+    Raises `DraftError` for a tree, for shapes that do not fit, and for a q that is no distribution over the target's
+    vocabulary, or not one that could have given its token. Columns of q beyond V may hold no mass; missing ones hold none.
+    """
+    check(proposal)
+    drafted = proposal.ids.to(logits.device)
+    n = drafted.numel()
+    if logits.shape[0] != n + 1:
+        raise DraftError(f"{n} proposed tokens need {n + 1} rows of logits; {logits.shape[0]} were given.")
+    if warp is None:
+        best = logits.argmax(-1)
+        kept = int((best[:n] == drafted).long().cumprod(0).sum()) if n else 0
+        return best[: kept + 1], kept
+    before = torch.cat([ids.to(logits.device), drafted])
+    p = _real(torch.stack([warp(before[: ids.numel() + i], logits[i]) for i in range(n + 1)]))
+    if not n:
+        return draw(p[0], generator), 0
+    q = proposal.q
+    faults = torch.zeros(3, dtype=torch.long, device=p.device)
+    if q is not None:
+        q = q.to(p)
+        faults = _faults(q, drafted, p.shape[-1])
+        q = resize(q, p.shape[-1], 0.0)
+    count, rest = judge(drafted, p, q, _uniform(n, p, generator))
+    # A q of NaN would make the draw fail before the fault is told; p stands in, and is never returned.
+    last = draw(torch.where(faults.any(), p[0], rest), generator)
+    kept, outside, uneven, unlikely = torch.cat([count.view(1), faults]).tolist()
+    if outside:
+        raise DraftError(
+            f"the draft's q has mass beyond the target's {p.shape[-1]} tokens; cut its logits to them first."
+        )
+    if uneven:
+        raise DraftError(
+            "a row of the draft's q does not sum to one; give the distribution its token was drawn from."
+        )
+    if unlikely:
+        raise DraftError(
+            "the draft's q gives a proposed token probability zero; give the distribution it was drawn from."
+        )
+    return torch.cat([drafted[:kept], last]), kept
+
+
+def check(proposal: Proposal) -> None:
+    """Raise `DraftError` for a proposal that no chain verification can take; looks at shapes alone, never at the device."""
+    ids, q = proposal.ids, proposal.q
+    if proposal.parents is not None:
+        raise DraftError(
+            "the draft proposed a tree (Proposal.parents); propose a chain, with parents left at None."
+        )
+    if ids.ndim != 1 or ids.dtype != torch.long:
+        raise DraftError(f"Proposal.ids must be [n] long; it is {list(ids.shape)} {ids.dtype}.")
+    if q is not None and (q.ndim != 2 or q.shape[0] != ids.numel()):
+        raise DraftError(
+            f"Proposal.q must be [{ids.numel()}, V], a row for each token; it is {list(q.shape)}."
+        )
+
+
+def judge(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, Tensor]:
+    """How many proposed tokens are kept, [...] long, and the weights [..., V] to draw the next token from.
+
+    ids [..., n], p [..., n + 1, V], q [..., n, V] or None for point masses, u [..., n] independent uniforms of [0, 1).
+    Shapes are static and nothing is read back. A token that p does not hold (id >= V) is refused.
+    """
+    n, vocab = ids.shape[-1], p.shape[-1]
+    inside = ids < vocab
+    at = ids.clamp(max=vocab - 1)[..., None]
+    p_x = p[..., :n, :].gather(-1, at)[..., 0]
+    q_x = torch.ones_like(p_x) if q is None else q.gather(-1, at)[..., 0]
+    # u < p / q without the division: right for q = 0, and p = 0 is refused even when u = 0.
+    kept = ((u * q_x < p_x) & inside).long().cumprod(-1).sum(-1)
+    here = kept[..., None, None]
+    p_row = p.gather(-2, here.expand(*kept.shape, 1, vocab))[..., 0, :]
+    # Past the last proposed token nothing was proposed: q is zero there and the residual is p itself.
+    if q is None:
+        none = torch.full_like(ids[..., :1], vocab)
+        x = torch.cat([torch.where(inside, ids, vocab), none], -1).gather(-1, kept[..., None])
+        q_row = (torch.arange(vocab, device=p.device) == x).to(p)
+    else:
+        q_row = torch.cat([q, torch.zeros_like(q[..., :1, :])], -2).gather(
+            -2, here.expand(*kept.shape, 1, vocab)
+        )[..., 0, :]
+    rest = (p_row - q_row).clamp(min=0)
+    # Where p and q agree to the last bit a refusal is a rounding accident and the residual empty; p is then the limit.
+    return kept, torch.where(rest.sum(-1, keepdim=True) > 0, rest, p_row)
+
+
+def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One index [1] long of the weights `p` [V], on the device of `p` whatever the generator's."""
+    if generator is None or generator.device == p.device:
+        return torch.multinomial(p, 1, generator=generator)
+    return torch.multinomial(p.to(generator.device), 1, generator=generator).to(p.device)
+
+
+def resize(x: Tensor, vocab: int, fill: float) -> Tensor:
+    """`x` [..., V'] cut or lengthened with `fill` to [..., vocab]."""
+    short = vocab - x.shape[-1]
+    return x[..., :vocab] if short <= 0 else torch.nn.functional.pad(x, (0, short), value=fill)
+
+
+def _uniform(n: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    device = like.device if generator is None else generator.device
+    return torch.rand(n, dtype=like.dtype, device=device, generator=generator).to(like.device)
+
+
+def _faults(q: Tensor, ids: Tensor, vocab: int) -> Tensor:
+    """[3] long: mass beyond the vocabulary, a row that does not sum to one (or holds NaN), a token q could not give."""
+    outside = (q[:, vocab:] > 0).any()
+    uneven = ~((q.sum(-1) - 1).abs() <= UNIT_SLACK).all() | (q < 0).any()
+    unlikely = ~(q.gather(-1, ids.clamp(max=q.shape[-1] - 1)[:, None]) > 0).all() | (ids >= q.shape[-1]).any()
+    return torch.stack([outside, uneven, unlikely]).long()
+
+
+def _real(p: Tensor) -> Tensor:
+    return p if p.dtype == torch.float64 else p.float()

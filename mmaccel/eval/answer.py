@@ -1,0 +1,67 @@
+"""One question to one accelerated model: content to inputs, inputs to text and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.attach import Accelerated, accelerate
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.report import Report
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said, and what it took: `text` without special tokens, and the report of the run."""
+
+    text: str
+    report: Report
+
+    def figures(self) -> dict[str, Any]:
+        """The figures of one answer, JSON-ready; `heads` counts heads over all layers by the pattern they ran."""
+        report = self.report
+        return {
+            "answer": self.text,
+            "ttft_s": report.ttft_s,
+            "tokens_per_s": report.tokens_per_s,
+            "kept": report.kept,
+            "peak_bytes": report.peak_bytes,
+            "prompt_tokens": report.prompt_tokens,
+            "new_tokens": report.new_tokens,
+            "backend": report.backend,
+            "heads": dict(report.heads()),
+            "draft": report.draft if report.draft.get("rounds") else None,
+        }
+
+
+def prompt(processor: Any, content: Sequence[Mapping[str, Any]], model: nn.Module) -> dict[str, Tensor]:
+    """Inputs of one turn (pieces of type "video", "image" and "text", in order) on the model's device, in its dtype."""
+    first = next(model.parameters())
+    inputs = processor.chat(content, device=first.device, dtype=first.dtype)
+    return {name: x.to(first.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+def ask(
+    model: nn.Module | Accelerated,
+    processor: Any,
+    inputs: Mapping[str, Tensor],
+    recipe: Recipe | None = None,
+    *,
+    max_new_tokens: int = 64,
+    streamer: Any = None,
+) -> Answer:
+    """The greedy answer to prepared `inputs`; a plain model gets `recipe` for the length of the call."""
+    if not isinstance(model, Accelerated):
+        with accelerate(model, recipe) as fast:
+            return ask(fast, processor, inputs, max_new_tokens=max_new_tokens, streamer=streamer)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    if streamer is not None:
+        options["streamer"] = streamer
+    with torch.no_grad():
+        ids = model.generate(**inputs, **options)
+    said = processor.decode(ids[0, inputs["input_ids"].shape[1] :])
+    return Answer(said.strip(), model.report())

@@ -1,0 +1,134 @@
+"""Questions about worlds, each world a real H.264 file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
+
+from mmaccel import media
+from mmaccel.media import Video
+from mmaccel.world import Document, World, write_mp4
+
+Piece = tuple[Any, ...]
+DOCUMENT_KINDS: tuple[str, ...] = ("needle", "note")
+"""What is asked of documents unless told otherwise: a card in the video, a note in the text."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question: `pieces` (``("video", start, stop)`` in frames of the world, ``("text", words)``), and what is right."""
+
+    world: World
+    kind: str
+    pieces: tuple[Piece, ...]
+    question: str
+    answer: str
+
+    def content(self, video: Video) -> list[dict[str, Any]]:
+        """The turn to ask, with the frames that were read from the world's file."""
+        turn: list[dict[str, Any]] = []
+        for piece in self.pieces:
+            if piece[0] == "text":
+                turn.append({"type": "text", "text": piece[1]})
+            else:
+                turn.append({"type": "video", "video": cut(video, piece[1], piece[2])})
+        return [*turn, {"type": "text", "text": self.question}]
+
+    def right(self, said: str) -> bool:
+        """Whether an answer is the true one, letter case aside."""
+        return said.strip().lower() == self.answer
+
+
+def cut(video: Video, start: int, stop: int) -> Video:
+    """Frames `start` to `stop` of a video."""
+    if start == 0 and stop == len(video):
+        return video
+    return replace(video, frames=video.frames[start:stop], times=video.times[start:stop])
+
+
+def cases(
+    frames: int,
+    samples: int,
+    seed: int,
+    kinds: Sequence[str],
+    *,
+    documents: int = 0,
+    tokens_per_frame: int = 16,
+    worlds: int | None = None,
+) -> Iterator[Case]:
+    """`samples` questions of each kind about worlds of `frames` frames with seeds `seed`, `seed` + 1, ...
+
+    A world is asked at most one question of a kind and skipped where it has none; at most `worlds` worlds are tried, so
+    fewer questions come where a kind hardly exists (an order needs two cards). `documents` > 0: interleaved documents of
+    so many video segments.
+    """
+    left = dict.fromkeys(kinds, samples)
+    for number in range(seed, seed + (50 + 10 * samples if worlds is None else worlds)):
+        wanted = [kind for kind in kinds if left[kind]]
+        if not wanted:
+            return
+        if documents:
+            document = Document.generate(number, frames, documents, tokens_per_frame)
+            world, pieces, source = document.world, document.pieces, document.questions
+        else:
+            world = World.generate(number, frames)
+            pieces, source = (("video", 0, frames),), world.questions
+        for kind in wanted:
+            asked = source([kind])
+            if asked:
+                question = asked[number % len(asked)]
+                left[kind] -= 1
+                yield Case(world, kind, pieces, question.text, question.answer)
+
+
+class Film(AbstractContextManager["Film"]):
+    """Worlds as files: writes each once, reads it back through `media.read`, and keeps the last one read.
+
+    Without a folder the files live in a temporary one, and each is deleted when the next is asked for.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._temporary = TemporaryDirectory(prefix="mmaccel-") if folder is None else None
+        self.folder = Path(self._temporary.name if self._temporary is not None else str(folder))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._last: tuple[Path, Video] | None = None
+
+    def path(self, world: World) -> Path:
+        """Where the world's file is, or will be."""
+        return self.folder / f"{world.style}-{world.frames}-{world.seed}.mp4"
+
+    def watch(self, world: World, progress: Callable[[int, int | None], None] | None = None) -> Video:
+        """Every frame of the world's file, as a reader of the file sees it."""
+        path = self.path(world)
+        if self._last is not None and self._last[0] == path:
+            return self._last[1]
+        if self._last is not None and self._temporary is not None:
+            self._last[0].unlink(missing_ok=True)
+        if not path.is_file():
+            write_mp4(world, path)
+        video = media.read(path, progress=progress)
+        self._last = (path, video)
+        return video
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def tokens_per_frame(processor: Any) -> int:
+    """How many tokens one more frame of a world costs."""
+    world = World.generate(0, 3)
+    with Film() as film:
+        video = film.watch(world)
+    lengths = []
+    for count in (1, 3):
+        piece = {"type": "video", "video": cut(video, 0, count)}
+        lengths.append(processor.chat([piece])["input_ids"].shape[1])
+    return int((lengths[1] - lengths[0]) // 2)

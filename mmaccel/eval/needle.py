@@ -1,0 +1,92 @@
+"""Are the answers right? Questions with known answers, judged one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from mmaccel.core.recipe import Recipe
+from mmaccel.eval.answer import Answer, ask, prompt
+from mmaccel.eval.cases import Case, Film
+
+MAX_NEW_TOKENS = 8
+"""Answers are one word; a model that goes on is cut here and judged wrong."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The answers to one case, by the name of the recipe they were given under."""
+
+    case: Case
+    answers: Mapping[str, Answer]
+
+    def right(self, recipe: str) -> bool:
+        return self.case.right(self.answers[recipe].text)
+
+
+def judge(
+    model: nn.Module,
+    processor: Any,
+    recipes: Mapping[str, Recipe],
+    asked: Iterable[Case],
+    film: Film,
+    *,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+) -> Iterator[Judged]:
+    """Ask every case under every recipe, one after the other; the caller may stop at any time."""
+    for case in asked:
+        inputs = prompt(processor, case.content(film.watch(case.world)), model)
+        answers = {
+            name: ask(model, processor, inputs, recipe, max_new_tokens=max_new_tokens)
+            for name, recipe in recipes.items()
+        }
+        yield Judged(case, answers)
+
+
+@dataclass
+class Tally:
+    """Right answers of one recipe, by number of frames and by kind, filled case by case.
+
+    `rows` gives one mapping a length: frames, tokens (mean length of the prompt), accuracy, right, asked, kept (mean), and
+    the right and asked of each kind.
+    """
+
+    recipe: str
+    _seen: dict[int, list[tuple[str, bool, int, float | None]]] = field(default_factory=dict)
+
+    def add(self, judged: Judged) -> None:
+        """Count one case."""
+        report = judged.answers[self.recipe].report
+        row = (judged.case.kind, judged.right(self.recipe), report.prompt_tokens, report.kept)
+        self._seen.setdefault(judged.case.world.frames, []).append(row)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One mapping for each length, shortest first."""
+        return [_row(frames, seen) for frames, seen in sorted(self._seen.items())]
+
+    def share(self) -> float | None:
+        """The share right over everything; None before the first case."""
+        every = [right for seen in self._seen.values() for _, right, _, _ in seen]
+        return sum(every) / len(every) if every else None
+
+
+def _row(frames: int, seen: list[tuple[str, bool, int, float | None]]) -> dict[str, Any]:
+    kinds: dict[str, list[int]] = {}
+    for kind, right, _, _ in seen:
+        tally = kinds.setdefault(kind, [0, 0])
+        tally[0] += right
+        tally[1] += 1
+    kept = [k for _, _, _, k in seen if k is not None]
+    total = sum(right for right, _ in kinds.values())
+    return {
+        "frames": frames,
+        "tokens": round(sum(tokens for _, _, tokens, _ in seen) / len(seen)),
+        "accuracy": total / len(seen),
+        "right": total,
+        "asked": len(seen),
+        "kept": sum(kept) / len(kept) if kept else None,
+        "kinds": {kind: {"right": right, "asked": asked} for kind, (right, asked) in kinds.items()},
+    }

@@ -1,0 +1,281 @@
+"""One opened video: its frames in presentation order with their times, and what of it is damaged."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+from collections.abc import Iterator
+from io import RawIOBase
+from types import TracebackType
+from typing import Any
+
+import av
+import av.error
+import av.stream
+
+from mmaccel.core.errors import VideoError
+
+FOREVER = float("inf")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    return "://" in os.fspath(path)
+
+
+class Source:
+    """A video file, URL or readable object, opened for decoding.
+
+    `rate` frames a second on average (0.0 unknown), `duration` seconds (None unknown), `count` frames as the
+    header tells (0 unknown), `width` and `height` as stored; `damaged` counts the parts that could not be
+    decoded so far. Times start at 0 with the stream.
+
+    Raises `VideoError` when there is nothing to read: no file, a folder, no permission, not a video, no video
+    stream.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        file: RawIOBase | None = None,
+        live: bool = False,
+        format: str | None = None,
+        options: dict[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.name = os.fspath(path)
+        self.live = live
+        self.local = file is None and not is_url(path) and format is None and is_file(self.name)
+        self.damaged = 0
+        # Seconds between key frames, the longest seen; None before two were, infinite where seeking fails.
+        self.gap: float | None = None
+        self._goal: float | None = None
+        # Seconds before its goal that a seek aims: MPEG-TS lands late, and the margin needed once stays.
+        self._back = 0.0
+        try:
+            self._container: Any = av.open(
+                file if file is not None else self.name, format=format, options=options or {}, timeout=timeout
+            )
+        except (av.error.FFmpegError, OSError, ValueError) as error:
+            raise VideoError(_why_not_open(self.name, error)) from error
+        try:
+            self._stream = self._pick()
+        except VideoError:
+            self._container.close()
+            raise
+        stream = self._stream
+        # A file that still grows would wait in the decoder for as many frames as there are threads.
+        stream.thread_type = "SLICE" if live else "AUTO"
+        self._restarts = live or self._container.format.name == "mpegts"
+        self.width, self.height = int(stream.codec_context.width), int(stream.codec_context.height)
+        self.rate = float(stream.average_rate or stream.guessed_rate or 0)
+        self.count = int(stream.frames or 0)
+        self._unit = float(stream.time_base or 0)
+        self._start: float | None = stream.start_time * self._unit if stream.start_time is not None else None
+        self.duration = self._duration()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._container.close()
+
+    def _pick(self) -> Any:
+        container = self._container
+        videos = [stream for stream in container.streams.video if not _is_cover(stream)]
+        if container.format.name == "tty":
+            # FFmpeg would draw the text as the picture of a terminal.
+            raise VideoError(f"{self.name} is text, not a video: name a video file.")
+        if not videos:
+            kinds = sorted({stream.type for stream in container.streams} - {"video"})
+            holds = f"it holds only {' and '.join(kinds)}" if kinds else "it holds no streams"
+            raise VideoError(f"{self.name} has no video: {holds}.")
+        return videos[0]
+
+    def _duration(self) -> float | None:
+        if self._stream.duration is not None:
+            return float(self._stream.duration * self._unit)
+        whole = self._container.duration
+        # The container's duration is that of its longest stream, which may be sound.
+        if whole is not None and len(self._container.streams) == 1:
+            return float(whole / av.time_base)
+        return None
+
+    def index(self) -> list[float] | None:
+        """The presentation time of every frame, ascending, from the packets alone: nothing is decoded.
+
+        None when packets carry no times or two carry the same. Also learns how far apart key frames stand.
+        """
+        times, keys = [], []
+        try:
+            for packet in self._container.demux(self._stream):
+                if packet.size == 0 or packet.is_discard:
+                    continue
+                if packet.pts is None:
+                    return None
+                times.append(packet.pts * self._unit)
+                if packet.is_keyframe:
+                    keys.append(times[-1])
+        except av.error.FFmpegError:
+            self.damaged += 1
+        finally:
+            self._rewind()
+        times.sort()
+        if len(set(times)) != len(times):
+            return None
+        if self._start is None and times:
+            self._start = times[0]
+        keys.sort()
+        self.gap = max((b - a for a, b in itertools.pairwise(keys)), default=FOREVER)
+        return [time - (self._start or 0.0) for time in times]
+
+    def frames(self, start: float = 0.0) -> Iterator[tuple[float, av.VideoFrame]]:
+        """(time, frame) in presentation order, from the last key frame at or before `start`."""
+        if start > 0 and self.local:
+            self._goal = start
+        last, shift, key, number, settled = -FOREVER, 0.0, None, 0, True
+        while True:
+            goal, self._goal = self._goal, None
+            if goal is not None:
+                self._seek(goal - self._back)
+                key, settled = None, False
+            for frame in self._decode():
+                time = self._time(frame, number) + shift
+                number += 1
+                if goal is not None:
+                    if time > goal and self._back < goal:
+                        break
+                    goal = None
+                restarted = self._restarts and settled and time < last - 1.0
+                if time <= last and not restarted and (not settled or self.damaged):
+                    # Behind a seek, or out of order after damage.
+                    continue
+                settled = True
+                if restarted:
+                    # A camera that restarts, or joined recordings, begin their clock anew; ours goes on.
+                    shift += last + self.length(frame) - time
+                    time, key, self.gap = last + self.length(frame), None, FOREVER
+                if frame.key_frame:
+                    if key is not None:
+                        self.gap = max(self.gap or 0.0, time - key)
+                    key = time
+                last = max(last, time)
+                yield last, frame
+                if self._goal is not None:
+                    break
+            else:
+                if goal is None or self._back >= goal:
+                    return
+            if goal is not None:
+                # The seek landed behind its goal, or behind the end.
+                self._back = max(2 * self._back, 2 * min(self.gap or 5.0, 5.0))
+                self._goal = goal
+
+    def jump(self, place: float, target: float) -> None:
+        """Skip ahead to the key frame before `target`, if one is sure to stand between `place` and it.
+
+        Learned from the distance of the key frames so far, so the first stretch is always decoded in full.
+        """
+        if self.local and self.gap and target - self._back - place > 1.5 * self.gap:
+            self._goal = target
+
+    def length(self, frame: av.VideoFrame) -> float:
+        """Seconds the frame is shown."""
+        if frame.duration:
+            return float(frame.duration * self._unit)
+        return 1.0 / self.rate if self.rate else 0.04
+
+    def _time(self, frame: av.VideoFrame, number: int) -> float:
+        if frame.pts is None:
+            return number / (self.rate or 25.0)
+        seconds = float(frame.pts * self._unit)
+        if self._start is None:
+            self._start = seconds
+        return seconds - self._start
+
+    def _seek(self, time: float) -> None:
+        try:
+            offset = int((max(time, 0.0) + (self._start or 0.0)) / self._unit)
+            self._container.seek(offset, stream=self._stream, backward=True)
+        except av.error.FFmpegError:
+            self.gap = FOREVER
+
+    def _rewind(self) -> None:
+        try:
+            self._container.seek(0)
+        except av.error.FFmpegError as error:
+            raise VideoError(f"{self.name} cannot be read twice: {_reason(error)}.") from error
+
+    def _decode(self) -> Iterator[av.VideoFrame]:
+        packets = self._container.demux(self._stream)
+        while True:
+            try:
+                packet = next(packets, None)
+            except (av.error.FFmpegError, OSError):
+                # The data ends here in the middle of something; what the decoder still holds is good.
+                self.damaged += 1
+                packet = None
+            if packet is None:
+                return (yield from self._flush())
+            try:
+                frames = packet.decode()
+            except av.error.EOFError:
+                return
+            except av.error.FFmpegError:
+                self.damaged += 1
+                continue
+            yield from frames
+            if packet.size == 0:
+                return
+
+    def _flush(self) -> Iterator[av.VideoFrame]:
+        try:
+            yield from self._stream.decode(None)
+        except av.error.FFmpegError:
+            return
+
+
+def _is_cover(stream: Any) -> bool:
+    """True for the picture of a piece of music, which containers hold as a video of one frame."""
+    return bool(stream.disposition & av.stream.Disposition.attached_pic)
+
+
+def is_file(name: str, may_be_empty: bool = False) -> bool:
+    """True for a plain file that can be opened; raises `VideoError` for what can never be read."""
+    try:
+        mode = os.stat(name).st_mode
+        if stat.S_ISDIR(mode):
+            raise VideoError(f"{name} is a folder, not a video: name a file in it.")
+        if not stat.S_ISREG(mode):
+            return False
+        with open(name, "rb") as file:
+            if not may_be_empty and not file.read(1):
+                raise VideoError(f"{name} is empty: it has 0 bytes.")
+    except FileNotFoundError as error:
+        raise VideoError(f"there is no file {name}: check the path.") from error
+    except PermissionError as error:
+        raise VideoError(f"{name} may not be read: permission denied.") from error
+    except OSError as error:
+        raise VideoError(f"{name} cannot be read: {_reason(error)}.") from error
+    return True
+
+
+def _why_not_open(name: str, error: Exception) -> str:
+    if isinstance(error, av.error.InvalidDataError):
+        return f"{name} is no video that can be read: it is another kind of file, or was cut short."
+    if isinstance(error, av.error.EOFError):
+        return f"{name} has no frames: its data ends before the first."
+    if isinstance(error, (av.error.ExitError, av.error.TimeoutError)):
+        return f"{name} sent nothing in the time allowed: check the address, or raise timeout."
+    return f"{name} cannot be opened: {_reason(error)}."
+
+
+def _reason(error: Exception) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).rstrip(".").lower()

@@ -1,0 +1,101 @@
+"""Whatever a user calls a video or an image, as uint8 frames `[T, 3, H, W]` or an image `[3, H, W]`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import VideoError
+from mmaccel.media.reader import read
+from mmaccel.media.video import Video
+
+
+def as_frames(
+    video: Any, fps: float | None = None, max_frames: int | None = None
+) -> tuple[Tensor, float | None]:
+    """A path or URL (read at `fps`), a `Video`, an array or tensor `[T, 3, H, W]` or `[T, H, W, 3]`, or a
+    list of images.
+
+    Returns the frames and their rate; the rate of an array is `fps`. Raises `VideoError` for anything else.
+    """
+    if isinstance(video, (str, os.PathLike)):
+        video = read(video, fps=fps, max_frames=max_frames)
+    if isinstance(video, Video):
+        return video.frames, video.fps
+    if isinstance(video, (list, tuple)) and len(video) > 0:
+        frames = [as_image(frame) for frame in video]
+        if len({frame.shape for frame in frames}) > 1:
+            raise VideoError("the frames of a video must all be of one size.")
+        return torch.stack(frames), fps
+    tensor = _tensor(video)
+    if tensor is None or tensor.ndim != 4 or len(tensor) == 0:
+        told = (
+            f"an array of shape {tuple(tensor.shape)}" if tensor is not None else f"a {type(video).__name__}"
+        )
+        raise VideoError(
+            f"a video must be a path, a Video, frames [T, 3, H, W] or a list of images, not {told}."
+        )
+    if tensor.shape[1] not in (1, 3):
+        tensor = tensor.permute(0, 3, 1, 2)
+    if tensor.shape[1] not in (1, 3):
+        raise VideoError(f"a video must have 1 or 3 colour channels, not the shape {tuple(tensor.shape)}.")
+    return tensor.expand(-1, 3, -1, -1).contiguous(), fps
+
+
+def as_image(image: Any) -> Tensor:
+    """A path, a PIL image, or an array or tensor `[3, H, W]`, `[H, W, 3]` or `[H, W]`, transparency laid on
+    white."""
+    if isinstance(image, (str, os.PathLike)):
+        image = _open(os.fspath(image))
+    if hasattr(image, "convert") and hasattr(image, "getbands"):
+        return _from_pil(image)
+    tensor = _tensor(image)
+    if tensor is None or tensor.ndim not in (2, 3):
+        told = (
+            f"an array of shape {tuple(tensor.shape)}" if tensor is not None else f"a {type(image).__name__}"
+        )
+        raise VideoError(f"an image must be a path, a PIL image or an array [3, H, W], not {told}.")
+    tensor = tensor[None] if tensor.ndim == 2 else tensor
+    if tensor.shape[0] not in (1, 3, 4):
+        tensor = tensor.permute(2, 0, 1)
+    if tensor.shape[0] not in (1, 3, 4):
+        raise VideoError(f"an image must have 1, 3 or 4 channels, not the shape {tuple(tensor.shape)}.")
+    if tensor.shape[0] == 4:
+        whole = tensor.float() / 255 if not tensor.is_floating_point() else tensor
+        white = whole[:3] * whole[3:] + (1 - whole[3:])
+        tensor = white if tensor.is_floating_point() else white.mul(255.999).to(tensor.dtype)
+    return tensor.expand(3, -1, -1).contiguous()
+
+
+def _tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value
+    return torch.from_numpy(value) if type(value).__module__ == "numpy" and hasattr(value, "shape") else None
+
+
+def _open(path: str) -> Any:
+    # Pillow reads a photo's own orientation, and its JPEG decoder is the one that models were trained with.
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError as error:
+        raise VideoError(f"{path} is an image file, and these need Pillow: install pillow.") from error
+    try:
+        return PIL.ImageOps.exif_transpose(PIL.Image.open(path))
+    except OSError as error:
+        raise VideoError(
+            f"{path} cannot be read as an image: {error.strerror or 'no known format'}."
+        ) from error
+
+
+def _from_pil(image: Any) -> Tensor:
+    import numpy
+    import PIL.Image
+
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+    return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()

@@ -1,0 +1,305 @@
+"""From uint8 frames to the float pixels of a model, bit for bit as the stock processors of transformers make
+them.
+
+What makes it exact: frames stay uint8 through the resize, and rescale and normalise are one subtraction and
+one division by constants scaled once. Frames go through in chunks, so the uint8 and float copies are
+bounded; the result is written in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmaccel.core.errors import VideoError
+
+CHUNK = 64
+"""Frames resized and normalised at a time."""
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+MODES = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels:
+    """How frames become pixels; the fields carry the names and meanings of `preprocessor_config.json`.
+
+    `size` is {height, width}, {shortest_edge} or, for patches, the pixel budget {shortest_edge: least,
+    longest_edge: most}. `resample` is PIL's number (0 nearest, 2 bilinear, 3 bicubic).
+    `cap_pixels_per_frame` bounds the whole video by `max_video_tokens` instead of each frame alone.
+    """
+
+    size: Mapping[str, int]
+    do_resize: bool = True
+    resample: int = 3
+    do_rescale: bool = True
+    rescale_factor: float = 1 / 255
+    do_normalize: bool = True
+    image_mean: Sequence[float] = CLIP_MEAN
+    image_std: Sequence[float] = CLIP_STD
+    do_convert_rgb: bool = True
+    patch_size: int | None = None
+    temporal_patch_size: int | None = None
+    merge_size: int | None = None
+    cap_pixels_per_frame: bool | None = None
+    max_video_tokens: int | None = None
+    image_grid_pinpoints: Sequence[Sequence[int]] | None = None
+    do_pad: bool | None = None
+    fps: float | None = None
+    max_frames: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.do_resize and self.resample not in MODES:
+            raise VideoError(f"resample={self.resample} is not supported: choose one of {MODES}.")
+
+    def updated(self, settings: Mapping[str, Any]) -> Pixels:
+        """This, with what `settings` says otherwise; unknown and null entries are left aside.
+
+        `min_pixels` and `max_pixels`, the names of older folders, stand for the edges of `size`.
+        """
+        known = {field.name for field in fields(self)}
+        changes = {key: value for key, value in settings.items() if key in known and value is not None}
+        size = dict(changes.get("size", self.size))
+        for old, new in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            if settings.get(old) is not None:
+                size[new] = settings[old]
+        return replace(self, **{**changes, "size": {k: v for k, v in size.items() if v is not None}})
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; what is None is left out."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def resize(frames: Tensor, size: tuple[int, int], resample: int = 3) -> Tensor:
+    """`[T, 3, H, W]` to (height, width), antialiased; uint8 stays uint8. As torchvision's v2 `resize`."""
+    if tuple(frames.shape[-2:]) == tuple(size):
+        return frames
+    mode = MODES[resample]
+    smooth = mode != "nearest-exact"
+    options: dict[str, Any] = {"align_corners": False, "antialias": True} if smooth else {}
+    # The CPU interpolates bytes directly; elsewhere bytes are rounded after interpolating floats.
+    native = frames.device.type == "cpu" and (mode != "bilinear" or _fast_bytes())
+    if frames.is_floating_point() or native or not smooth:
+        return F.interpolate(frames, size=size, mode=mode, **options)
+    return through_floats(frames, size, mode)
+
+
+def through_floats(frames: Tensor, size: tuple[int, int], mode: str) -> Tensor:
+    """Interpolate bytes as floats and round: what torchvision does where bytes have no kernel."""
+    result = F.interpolate(frames.float(), size=size, mode=mode, align_corners=False, antialias=True)
+    return result.clamp_(0, 255).round_().to(frames.dtype)
+
+
+def _fast_bytes() -> bool:
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def normalise(frames: Tensor, pixels: Pixels) -> Tensor:
+    """Rescale and normalise to float32, in one step where both are asked for."""
+    if pixels.do_normalize:
+        mean = torch.tensor(list(pixels.image_mean), device=frames.device)
+        std = torch.tensor(list(pixels.image_std), device=frames.device)
+        if pixels.do_rescale:
+            mean, std = mean * (1.0 / pixels.rescale_factor), std * (1.0 / pixels.rescale_factor)
+        return (frames.to(torch.float32) - mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1))
+    return frames * pixels.rescale_factor if pixels.do_rescale else frames
+
+
+def smart_resize(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
+    """The (height, width) nearest in shape, both multiples of `factor`, with `least` to `most` pixels."""
+    if max(height, width) > 200 * min(height, width):
+        raise VideoError(
+            f"frames of {width}x{height} are too narrow: no side may be over 200 times the other."
+        )
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > most:
+        shrink = math.sqrt((height * width) / most)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif rows * columns < least:
+        grow = math.sqrt(least / (height * width))
+        rows = math.ceil(height * grow / factor) * factor
+        columns = math.ceil(width * grow / factor) * factor
+    return rows, columns
+
+
+def patch_size_of(pixels: Pixels, frames: int, height: int, width: int, cap: bool) -> tuple[int, int]:
+    """(height, width) that frames are resized to before they are cut into patches."""
+    patch, merge, temporal = _cuts(pixels)
+    if not pixels.do_resize:
+        return height, width
+    least, most = pixels.size.get("shortest_edge"), pixels.size.get("longest_edge")
+    if not least or not most:
+        raise VideoError(f"size={dict(pixels.size)} must have 'shortest_edge' and 'longest_edge', in pixels.")
+    factor = patch * merge
+    if cap and pixels.cap_pixels_per_frame:
+        whole = int((pixels.max_video_tokens or 128000) * factor * factor * 0.9)
+        most = max(min(most, whole * temporal // frames), int(least * 1.05))
+    return smart_resize(height, width, factor, least, most)
+
+
+def to_patches(
+    frames: Tensor,
+    pixels: Pixels,
+    *,
+    video: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, tuple[int, int, int]]:
+    """Frames `[T, 3, H, W]` as flat patches `[t*h*w, 3 * temporal * patch * patch]` and the grid (t, h, w).
+
+    The patches of a merge window stand together; the last frame is repeated to fill a temporal patch. An
+    image is one frame with `video=False`, which leaves the budget of a whole video out. The work is done,
+    and the result lies, on `device` (that of the frames when None). Source: Qwen2-VL (arXiv 2409.12191),
+    section 2.1.
+    """
+    patch, merge, temporal = _cuts(pixels)
+    device = torch.device(device) if device is not None else frames.device
+    count, _, height, width = frames.shape
+    size = patch_size_of(pixels, count, height, width, cap=video)
+    rows, columns = size[0] // patch, size[1] // patch
+    if size[0] % (patch * merge) or size[1] % (patch * merge):
+        raise VideoError(
+            f"frames of {size[1]}x{size[0]} do not divide into patches of {patch * merge}: set do_resize."
+        )
+    steps = -(-count // temporal)
+    result = torch.empty(
+        (steps, rows * columns, 3 * temporal * patch * patch),
+        dtype=_kept(frames, pixels, dtype),
+        device=device,
+    )
+    stride = max(1, chunk // temporal)
+    for step in range(0, steps, stride):
+        part = frames[step * temporal : (step + stride) * temporal].to(device)
+        part = normalise(resize(part, size, pixels.resample), pixels)
+        if lack := -len(part) % temporal:
+            part = torch.cat([part, part[-1:].expand(lack, -1, -1, -1)])
+        groups = part.view(
+            len(part) // temporal, temporal, 3, rows // merge, merge, patch, columns // merge, merge, patch
+        )
+        groups = groups.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+        result[step : step + len(groups)].view(groups.shape).copy_(groups)
+    return result.flatten(0, 1), (steps, rows, columns)
+
+
+def to_frames(
+    frames: Tensor,
+    pixels: Pixels,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Frames `[T, 3, H, W]` resized and normalised, `[T, 3, h, w]` on `device` (None: that of the frames)."""
+    device = torch.device(device) if device is not None else frames.device
+    height, width = int(frames.shape[-2]), int(frames.shape[-1])
+    if pixels.do_resize:
+        height, width = frame_size_of(pixels, height, width)
+    result = torch.empty((len(frames), 3, height, width), dtype=_kept(frames, pixels, dtype), device=device)
+    for first in range(0, len(frames), chunk):
+        part = frames[first : first + chunk].to(device)
+        result[first : first + chunk] = normalise(resize(part, (height, width), pixels.resample), pixels)
+    return result
+
+
+def frame_size_of(pixels: Pixels, height: int, width: int) -> tuple[int, int]:
+    """(height, width) that whole frames are resized to."""
+    size = pixels.size
+    if size.get("height") and size.get("width"):
+        return size["height"], size["width"]
+    if (edge := size.get("shortest_edge")) and "longest_edge" not in size:
+        longer = int(edge * max(height, width) / min(height, width))
+        return (edge, longer) if height <= width else (longer, edge)
+    raise VideoError(f"size={dict(size)} must have 'height' and 'width', or 'shortest_edge' alone.")
+
+
+def to_tiles(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
+    """An image `[3, H, W]` as an overview and square tiles of its best resolution, `[1 + tiles, 3, h, w]`.
+
+    Source: LLaVA-NeXT "anyres", as in LLaVA-OneVision (arXiv 2408.03326), section 3.2.
+    """
+    height, width = best_resolution(pixels, *image.shape[-2:])
+    side = pixels.size.get("height") or pixels.size["shortest_edge"]
+    scale_x, scale_y = width / image.shape[2], height / image.shape[1]
+    if scale_x < scale_y:
+        inner = min(math.ceil(image.shape[1] * scale_x), height), width
+    else:
+        inner = height, min(math.ceil(image.shape[2] * scale_y), width)
+    left, top = (width - inner[1]) // 2, (height - inner[0]) // 2
+    fitted = resize(image[None], inner, pixels.resample)
+    padded = F.pad(fitted, (left, width - inner[1] - left, top, height - inner[0] - top))[0]
+    overview = resize(image[None], (side, pixels.size.get("width") or side), pixels.resample)
+    tiles = [
+        padded[:, row : row + side, column : column + side]
+        for row in range(0, height, side)
+        for column in range(0, width, side)
+    ]
+    return torch.cat([to_frames(tile[None], pixels, **where) for tile in (overview[0], *tiles)])
+
+
+def to_square(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:
+    """An image `[3, H, W]` on a square of the mean colour, resized: `[1, 3, h, w]`. For one image of
+    several."""
+    height, width = image.shape[-2:]
+    side = max(height, width)
+    ground = torch.tensor(
+        [int(value * 255) for value in pixels.image_mean], dtype=image.dtype, device=image.device
+    )
+    square = ground.view(-1, 1, 1).repeat(1, side, side)
+    top, left = (side - height) // 2, (side - width) // 2
+    square[:, top : top + height, left : left + width] = image
+    return to_frames(square[None], pixels, **where)
+
+
+def best_resolution(pixels: Pixels, height: int, width: int) -> tuple[int, int]:
+    """Of `image_grid_pinpoints` the (height, width) that keeps most of the image, then wastes least."""
+    if not pixels.image_grid_pinpoints:
+        raise VideoError("image_grid_pinpoints is empty: list the resolutions that images may be cut into.")
+
+    def worth(pinpoint: Sequence[int]) -> tuple[int, int]:
+        scale = min(pinpoint[1] / width, pinpoint[0] / height)
+        kept = min(int(width * scale) * int(height * scale), height * width)
+        return kept, kept - pinpoint[0] * pinpoint[1]
+
+    best = max(pixels.image_grid_pinpoints, key=worth)
+    return best[0], best[1]
+
+
+def anyres_tokens(
+    pixels: Pixels, side: int, tile: tuple[int, int], image: tuple[int, int], most_tiles: int
+) -> int:
+    """Tokens of an image (height, width) cut into tiles of size `tile`, each of `side * side` tokens.
+
+    The overview, the part of the tiles that is not padding, and one newline a row of it.
+    """
+    height, width = image
+    best = best_resolution(pixels, height, width)
+    rows, columns = side * (best[0] // tile[0]), side * (best[1] // tile[1])
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    ratio = math.sqrt(rows * columns / (most_tiles * side**2))
+    if ratio > 1.1:
+        rows, columns = int(rows // ratio), int(columns // ratio)
+    return rows * columns + rows + side**2
+
+
+def _cuts(pixels: Pixels) -> tuple[int, int, int]:
+    if pixels.patch_size is None or pixels.merge_size is None or pixels.temporal_patch_size is None:
+        raise VideoError(
+            "patch_size, merge_size and temporal_patch_size must be set to cut frames into patches."
+        )
+    return pixels.patch_size, pixels.merge_size, pixels.temporal_patch_size
+
+
+def _kept(frames: Tensor, pixels: Pixels, dtype: torch.dtype) -> torch.dtype:
+    return dtype if pixels.do_normalize or pixels.do_rescale else frames.dtype

@@ -1,0 +1,271 @@
+"""Read a video file or URL into the frames that are kept, never holding the others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import av
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import VideoError, VideoWarning
+from mmaccel.media.container import Source
+from mmaccel.media.picture import Picture
+from mmaccel.media.sampling import TIE, grid, nearest, uniform
+from mmaccel.media.video import Progress, Video
+
+Stream = Iterable[tuple[float, av.VideoFrame]]
+
+AHEAD = 256
+"""Frames for which there must still be room, while it is not known how many come."""
+
+
+def read(
+    path: str | os.PathLike[str],
+    *,
+    fps: float | None = None,
+    count: int | None = None,
+    start: float | None = None,
+    stop: float | None = None,
+    max_frames: int | None = None,
+    size: tuple[int, int] | None = None,
+    max_side: int | None = 4096,
+    progress: Progress | None = None,
+    options: dict[str, str] | None = None,
+    timeout: float | None = None,
+) -> Video:
+    """Read a video: `fps` frames a second, `count` evenly spaced frames, or, with neither, every frame.
+
+    - `fps`: at `start + k / fps` seconds, the frame whose presentation time lies nearest, so a variable frame
+      rate is respected; a frame that stands for long is repeated.
+    - `count`: of the N frames, number `i * N // count`, as `transformers.video_utils.load_video` does.
+    - `start`, `stop`: seconds from the start of the video, `stop` left out.
+    - `max_frames`: at most so many: the rate is lowered, the span stays whole.
+    - `size` (height, width) scales while decoding; `max_side` only shrinks what is larger (None: no bound).
+    - `progress(done, total)` is called after each kept frame; `options` and `timeout` (seconds) go to the
+      opener.
+
+    Sparse frames of a local file are reached by seeking. Raises `VideoError` when nothing can be read; warns
+    `VideoWarning` when some of the asked frames could not be, and says how many.
+    """
+    _check(fps, count, start, stop, max_frames, size, max_side)
+    with Source(path, options=options, timeout=timeout) as source:
+        picture = Picture(size, max_side)
+        plan = _plan(source, fps, count, start or 0.0, stop, max_frames)
+        _check_memory(source, picture, plan.total)
+        frames: list[Tensor] = []
+        times: list[float] = []
+        last: av.VideoFrame | None = None
+        for time, frame in plan.stream:
+            frames.append(frames[-1] if frame is last else picture.draw(frame))
+            times.append(time)
+            last = frame
+            if progress is not None:
+                progress(len(frames), plan.total)
+            if plan.total is None and len(frames) % AHEAD == 0:
+                _check_memory(source, picture, AHEAD)
+        if not frames:
+            raise VideoError(_nothing(source, start, stop))
+        end = times[-1] + source.length(last) if last is not None else times[-1]
+        warn_of_loss(source, plan, len(frames), end)
+        warn_of_shrinking(source, picture)
+        rate = plan.rate or source.rate or len(times) / max(end - times[0], 1e-9)
+        return Video(
+            frames=pile(frames),
+            times=torch.tensor(times, dtype=torch.float64),
+            fps=float(rate),
+            source_fps=source.rate,
+            duration=source.duration if source.duration is not None else end,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The frames to keep: how many (None unknown) and at what rate (0.0 unknown).
+
+    Of `due` frames that the header promises `there` are in the file; losses up to `slack` are rounding. Where
+    `total` is but the mean rate times the span, its `end` in seconds tells of losses.
+    """
+
+    stream: Stream
+    total: int | None
+    rate: float
+    there: int = 0
+    due: int = 0
+    slack: int = 0
+    end: float | None = None
+
+
+def _plan(
+    source: Source, fps: float | None, count: int | None, start: float, stop: float | None, most: int | None
+) -> Plan:
+    if fps is not None:
+        return _by_rate(source, fps, start, stop, most)
+    if count is None and most is None:
+        return _all(source, start, stop)
+    return _by_number(source, count, start, stop, most)
+
+
+def _by_rate(source: Source, fps: float, start: float, stop: float | None, most: int | None) -> Plan:
+    end = source.duration
+    if end is None and source.local and most is not None:
+        times = source.index()
+        end = times[-1] + (1.0 / source.rate if source.rate else 0.0) if times else None
+    if end is not None and stop is not None:
+        end = min(end, stop)
+    total = max(0, _ceil((end - start) * fps)) if end is not None else None
+    if total is not None and end is not None and most is not None and total > most:
+        fps, total = most / (end - start), most
+    targets: Iterable[float] = grid(start, fps, stop)
+    if most is not None:
+        targets = itertools.islice(targets, most)
+    kept = nearest(source.frames(start), targets, source.jump, source.length)
+    return Plan(kept, total, fps, slack=1)
+
+
+def _by_number(source: Source, count: int | None, start: float, stop: float | None, most: int | None) -> Plan:
+    times = source.index() if source.local else None
+    slack = 0 if source.count else 1
+    there, due = 0, 0
+    if times is not None:
+        there, due = len(times), source.count or round((source.duration or 0.0) * source.rate)
+        times = [time for time in times if start - TIE <= time and (stop is None or time < stop - TIE)]
+        if not times:
+            raise VideoError(_nothing(source, start, stop))
+    elif start > 0 or stop is not None:
+        raise VideoError(
+            f"{source.name} does not tell the time of each frame, so count= and max_frames= cannot be "
+            "combined with start= or stop=: use fps=, or read the whole."
+        )
+    total = len(times) if times is not None else source.count
+    if total == 0:
+        raise VideoError(f"{source.name} does not tell its number of frames: use fps= instead of count=.")
+    if count is not None and count > total:
+        raise VideoError(f"count={count} is more than the {total} frames of {source.name}: ask for fewer.")
+    keep = min(total if count is None else count, total if most is None else most)
+    numbers, rate = uniform(total, keep), keep / total * source.rate
+    if times is not None:
+        targets = [times[number] for number in numbers]
+        kept = nearest(source.frames(targets[0]), targets, source.jump, source.length)
+        return Plan(kept, keep, rate, there, due, slack)
+    numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
+    return Plan((pair for _, pair in nearest(numbered, map(float, numbers))), keep, rate)
+
+
+def _all(source: Source, start: float, stop: float | None) -> Plan:
+    def stream() -> Iterator[tuple[float, av.VideoFrame]]:
+        for time, frame in source.frames(start):
+            if stop is not None and time >= stop - TIE:
+                return
+            if time >= start - TIE:
+                yield time, frame
+
+    whole = start <= 0 and stop is None
+    end = source.duration if stop is None else stop if source.duration is None else min(stop, source.duration)
+    if whole and source.count:
+        return Plan(stream(), source.count, source.rate)
+    total = max(0, round((end - start) * source.rate)) if end is not None and source.rate else None
+    return Plan(stream(), total, source.rate, end=end)
+
+
+def pile(frames: list[Tensor]) -> Tensor:
+    """Stack `[3, H, W]` frames to `[T, 3, H, W]`, letting go of each as it is copied."""
+    stacked = torch.empty((len(frames), *frames[0].shape), dtype=torch.uint8)
+    for place in range(len(frames)):
+        stacked[place] = frames[place]
+        frames[place] = stacked[place]
+    return stacked
+
+
+def warn_of_loss(source: Source, plan: Plan, kept: int, end: float) -> None:
+    """Tell, in one sentence, how many frames could not be read; `end` is when the last of them does."""
+    told, lost = f"{kept} frames could be read", True
+    if plan.due - plan.there > plan.slack:
+        told = f"only {plan.there} of its {plan.due} frames are in the file, {plan.due - plan.there} are lost"
+    elif plan.end is not None:
+        # Two frames' time may be rounding, or a last frame that does not tell how long it stands.
+        lost = (missing := (plan.end - end) * source.rate) > 2
+        told += f" up to {end:.2f} of {plan.end:.2f} s, about {missing:.0f} were lost" if lost else ""
+    elif lost := (plan.total or kept) - kept > plan.slack:
+        told = f"{kept} of {plan.total} frames could be read, {(plan.total or 0) - kept} were lost"
+    if lost or source.damaged:
+        if source.damaged:
+            told += f"; it is damaged in {source.damaged} place{'s' if source.damaged > 1 else ''}"
+        warnings.warn(f"{source.name}: {told}.", VideoWarning, stacklevel=3)
+
+
+def warn_of_shrinking(source: Source, picture: Picture) -> None:
+    """Tell that frames were larger than `max_side`."""
+    if picture.shrunk_from is not None and picture.size is not None:
+        (height, width), (rows, columns) = picture.shrunk_from, picture.size
+        warnings.warn(
+            f"{source.name}: frames of {width}x{height} were shrunk to {columns}x{rows} and none lost; "
+            "max_side= or size= sets another size.",
+            VideoWarning,
+            stacklevel=3,
+        )
+
+
+def _ceil(value: float) -> int:
+    # 3.0000000001 frames are 3: durations are rounded to the time base.
+    return math.ceil(value - 1e-6)
+
+
+def _nothing(source: Source, start: float | None, stop: float | None) -> str:
+    if source.damaged:
+        return f"{source.name} is damaged: none of its frames could be decoded."
+    if (start or stop is not None) and (source.duration or source.count):
+        length = f" of {source.duration:.2f} s" if source.duration is not None else ""
+        span = f"from start={start or 0}" + (f" to stop={stop}" if stop is not None else "")
+        return f"{source.name}{length} has no frame {span}: choose a span inside it."
+    return f"{source.name} has no frames: its video stream is empty."
+
+
+def _check_memory(source: Source, picture: Picture, total: int | None) -> None:
+    height, width = picture.shape(source.height, source.width)
+    need, free = (total or 0) * 3 * height * width, free_memory()
+    if free is not None and need > free:
+        raise VideoError(
+            f"{total} frames of {width}x{height} from {source.name} need {need / 2**30:.1f} GiB and "
+            f"{free / 2**30:.1f} GiB are free: give fps=, count=, max_frames= or size=."
+        )
+
+
+def free_memory() -> int | None:
+    """Bytes of memory the system can give, None where it does not tell."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(
+                (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None
+            )
+    except OSError:
+        return None
+
+
+def _check(
+    fps: float | None,
+    count: int | None,
+    start: float | None,
+    stop: float | None,
+    max_frames: int | None,
+    size: tuple[int, int] | None,
+    max_side: int | None,
+) -> None:
+    if fps is not None and count is not None:
+        raise VideoError("fps and count exclude each other: give one of them.")
+    if fps is not None and not (fps > 0 and math.isfinite(fps)):
+        raise VideoError(f"fps={fps} must be a positive number of frames a second.")
+    for name, value in (("count", count), ("max_frames", max_frames), ("max_side", max_side)):
+        if value is not None and value < 1:
+            raise VideoError(f"{name}={value} must be at least 1.")
+    if start is not None and not (start >= 0 and math.isfinite(start)):
+        raise VideoError(f"start={start} must be 0 or more seconds.")
+    if stop is not None and not stop > (start or 0.0):
+        raise VideoError(f"stop={stop} must lie after start={start or 0}.")
+    if size is not None and (len(size) != 2 or min(size) < 1):
+        raise VideoError(f"size={size} must be (height, width), each at least 1.")

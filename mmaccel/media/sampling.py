@@ -1,0 +1,62 @@
+"""Which frames to keep: by number or by presentation time, over a stream that is seen once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+TIE = 1e-9
+"""Distances that differ by less are equal: times are sums of rounded fractions of a second."""
+
+
+def uniform(total: int, count: int) -> list[int]:
+    """`count` of `total` frame numbers, evenly spaced from 0: number i is `i * total // count`.
+
+    The rule of `transformers.video_utils.load_video(num_frames=count)` from release 5.23 on.
+    """
+    return [number * total // count for number in range(count)]
+
+
+def grid(start: float, fps: float, stop: float | None = None) -> Iterator[float]:
+    """The times `start + k / fps` before `stop`; endless without one."""
+    times = (start + step / fps for step in itertools.count())
+    return times if stop is None else itertools.takewhile(lambda time: time < stop, times)
+
+
+def nearest(
+    stream: Iterable[tuple[float, Item]],
+    targets: Iterable[float],
+    jump: Callable[[float, float], None] | None = None,
+    tail: Callable[[Item], float] | None = None,
+) -> Iterator[tuple[float, Item]]:
+    """For each target the item whose place lies nearest to it; of two equally near, the earlier.
+
+    `stream` yields (place, item) in order and is read only as far as needed; two items are held at a time.
+    `targets` do not decrease. `jump(place, target)` may move the stream ahead, to a place not after the
+    target. `tail(item)` is how long the last item lasts: later targets have no item and are left out.
+    """
+    wanted = iter(targets)
+    target = next(wanted, None)
+    before: tuple[float, Item] | None = None
+    if target is None:
+        return
+    for place, item in stream:
+        while place >= target:
+            if before is not None and target - before[0] <= place - target + TIE:
+                yield before
+            else:
+                yield place, item
+            target = next(wanted, None)
+            if target is None:
+                return
+        before = (place, item)
+        if jump is not None:
+            jump(place, target)
+    if before is not None:
+        end = before[0] + (tail(before[1]) if tail else 0.0)
+        while target is not None and target < end - TIE:
+            yield before
+            target = next(wanted, None)

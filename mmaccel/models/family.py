@@ -1,0 +1,207 @@
+"""What the supported Hugging Face families have in common; a family is this class and a few fields.
+
+Importing this file does not import transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.adapter import Geometry, ModelAdapter, Runner
+from mmaccel.core.attach import Accelerated
+from mmaccel.core.errors import ModelError
+from mmaccel.core.kv import KVPolicy
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+
+_VISUAL = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The tokens of one image or video: `frames` x `rows` x `columns` in order, then `marks` tokens of no frame."""
+
+    frames: int
+    rows: int
+    columns: int
+    marks: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.frames * self.rows * self.columns + self.marks
+
+
+class Family(ModelAdapter):
+    """A family whose modules are called as in Qwen2: ``model.model.language_model.layers[i].self_attn.q_proj``.
+
+    mrope: positions have three coordinates. mm_inputs: the keyword arguments that carry pixels and grids.
+    """
+
+    mrope: ClassVar[bool] = False
+
+    def grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Grid], list[Grid]]:
+        """The images and the videos of a prompt, each in order of appearance over the batch."""
+        raise ModelError(f"{self.name}: this family does not say how its visual tokens are laid out.")
+
+    def geometry(self, model: nn.Module) -> Geometry:
+        config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        heads = config.num_attention_heads
+        return Geometry(
+            layers=config.num_hidden_layers,
+            heads=heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            hidden=config.hidden_size,
+            vocab=config.vocab_size,
+        )
+
+    def multimodal(self, model: nn.Module) -> nn.Module:
+        return model.model  # type: ignore[return-value]
+
+    def text(self, model: nn.Module) -> nn.Module:
+        return self.multimodal(model).language_model  # type: ignore[return-value]
+
+    def layers(self, model: nn.Module) -> nn.ModuleList:
+        return self.text(model).layers  # type: ignore[return-value]
+
+    def rotary(self, model: nn.Module) -> nn.Module:
+        return self.text(model).rotary_emb  # type: ignore[return-value]
+
+    def pointwise(self, model: nn.Module) -> list[nn.Module]:
+        found: list[nn.Module] = [self.text(model).norm]  # type: ignore[list-item]
+        for layer in self.layers(model):
+            found += [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]  # type: ignore[list-item]
+        return found
+
+    def layout(self, model: nn.Module, inputs: Mapping[str, Any]) -> TokenLayout:
+        ids: Tensor = inputs["input_ids"]
+        config: Any = model.config
+        modality = torch.zeros_like(ids)
+        if any(
+            inputs.get(name) is not None for name in _VISUAL
+        ):  # a placeholder the model itself wrote is a word
+            modality[ids == config.image_token_id] = IMAGE
+            modality[ids == config.video_token_id] = VIDEO
+        mask = inputs.get("attention_mask")
+        valid = mask[:, -ids.shape[1] :].bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        if not bool((modality != TEXT).any()):
+            return TokenLayout.build(modality, valid=valid)
+        images, videos = self.grids(model, inputs)
+        queue = {IMAGE: iter(images), VIDEO: iter(videos)}
+        fields = {name: torch.full_like(ids, -1) for name in ("segment", "frame", "row", "column")}
+        for b in range(len(ids)):
+            _fill(b, modality[b], queue, fields)
+        for kind, rest in queue.items():
+            if next(rest, None) is not None:
+                raise ModelError(
+                    f"input_ids has fewer {'image' if kind == IMAGE else 'video'} placeholders than the pixels given; "
+                    "build the inputs with the model's processor."
+                )
+        return TokenLayout.build(modality, valid=valid, **fields)
+
+    def positions(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        ids: Tensor = inputs["input_ids"]
+        mask = inputs.get("attention_mask")
+        if mask is None:
+            flat = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        else:
+            flat = (mask.long().cumsum(1) - 1).clamp(min=0)
+        return flat
+
+    def slice(self, kwargs: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
+        """The text model's keyword arguments for its new columns ``begin .. end``."""
+        piece = dict(kwargs)
+        for name, axis in (("inputs_embeds", 1), ("input_ids", 1), ("position_ids", -1)):
+            if piece.get(name) is not None:
+                piece[name] = piece[name].narrow(axis, begin, end - begin)
+        return piece
+
+    def embed(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        caught: list[Tensor] = []
+
+        class Stop(Exception):
+            pass
+
+        def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            caught.append(kwargs["inputs_embeds"])
+            raise Stop
+
+        hook = self.text(model).register_forward_pre_hook(catch, with_kwargs=True)
+        try:
+            self.multimodal(model)(**inputs, use_cache=False)
+        except Stop:
+            pass
+        finally:
+            hook.remove()
+        return caught[0]
+
+    def frames(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        ids: Tensor = inputs["input_ids"]
+        return self.embed(model, inputs)[ids == model.config.video_token_id]  # type: ignore[union-attr]
+
+    def query(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
+        block: Any = self.layers(model)[layer]
+        out = block.self_attn.q_proj(block.input_layernorm(hidden))
+        shape = self.geometry(model)
+        return out.view(*out.shape[:2], shape.heads, shape.head_dim).transpose(1, 2)
+
+    def rotate(self, model: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self.rotary(model)(x, positions)
+        cos, sin = cos[:, None], sin[:, None]
+        half = x.shape[-1] // 2
+        turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+        return x * cos + turned * sin
+
+    def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        return model.get_output_embeddings()(hidden)  # type: ignore[operator, no-any-return]
+
+    def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
+        from mmaccel.models.hf import Attachment
+
+        return Attachment(model, self, owner).remove
+
+    def runner(self, model: nn.Module, kv: KVPolicy | None = None) -> Runner:
+        from mmaccel.models.runner import HFRunner
+
+        return HFRunner.open(model, self, kv)
+
+    def load(self, path: str, like: nn.Module) -> nn.Module:
+        from mmaccel.models.loading import load_model
+
+        first = next(like.parameters())
+        return load_model(path, dtype=first.dtype, device=first.device)
+
+
+def _fill(b: int, modality: Tensor, queue: dict[int, Iterator[Grid]], fields: dict[str, Tensor]) -> None:
+    """Write the segments, frames and cells of sequence `b`, taking its images and videos from `queue` in order."""
+    kinds = modality.tolist()
+    device = modality.device
+    column, segment, frame = 0, 0, 0
+    while column < len(kinds):
+        kind = kinds[column]
+        if kind == TEXT:
+            stop = column
+            while stop < len(kinds) and kinds[stop] == TEXT:
+                stop += 1
+        else:
+            grid = next(queue[kind], None)
+            if grid is None or kinds[column : column + grid.tokens].count(kind) != grid.tokens:
+                what = "image" if kind == IMAGE else "video"
+                raise ModelError(
+                    f"input_ids has {what} placeholders that do not match the pixels given; "
+                    "build the inputs with the model's processor."
+                )
+            stop = column + grid.tokens
+            cells = torch.arange(grid.tokens - grid.marks, device=device)
+            inside = slice(column, stop - grid.marks)
+            fields["frame"][b, inside] = frame + cells // (grid.rows * grid.columns)
+            fields["row"][b, inside] = cells // grid.columns % grid.rows
+            fields["column"][b, inside] = cells % grid.columns
+            frame += grid.frames
+        fields["segment"][b, column:stop] = segment
+        segment += 1
+        column = stop

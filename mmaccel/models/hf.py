@@ -1,0 +1,343 @@
+"""The seam to transformers, all of it: our attention, our cache, and the three calls that are wrapped on the instance.
+
+Nothing global is patched. One attention name is registered for the process; it serves only models whose text modules hold
+our copy of their config. What an attached model carries is: that copy, a forward pre-hook on the multimodal module, and
+instance wrappers of the text model's `forward` and of `generate`. `Attachment.remove` takes all of it away.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from mmaccel.core.attach import Accelerated
+from mmaccel.core.attention import Run
+from mmaccel.core.errors import ModelError
+from mmaccel.core.kv import KVState
+from mmaccel.core.layout import TokenLayout
+from mmaccel.models import drafting
+from mmaccel.models.family import Family
+
+ATTENTION = "mmaccel"
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention function: the `Run` travels in the place of the mask."""
+    if not isinstance(attention_mask, Run):
+        raise ModelError(
+            "a layer of an accelerated model was called by itself; call the model, or detach the recipe first."
+        )
+    scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    out = attention_mask.attend(layer, query, key, value, scale)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, attention)
+
+
+class _Layer(CacheLayerMixin):
+    """One layer of a `KVState`, as transformers wants to see it."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, state: KVState, index: int) -> None:
+        super().__init__()
+        self.state, self.index = state, index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.state.append(self.index, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.state.length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.state.length() + int(query_length), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, max_length: int) -> None:
+        pass
+
+    def reset(self) -> None:
+        self.state.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        pass
+
+
+class KVCache(Cache):
+    """A `KVState` in the clothes of a transformers cache. It serves the accelerated model that opened it, no other."""
+
+    def __init__(self, state: KVState, layers: int) -> None:
+        super().__init__(layers=[_Layer(state, index) for index in range(layers)])
+        self.state = state
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.state.length()
+
+    def crop(self, max_length: int) -> None:
+        """Negative: forget that many columns. Positive (older callers): the length to keep."""
+        count = int(max_length)
+        if count:
+            self.state.truncate(count if count > 0 else self.state.length() + count)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.state.reorder(beam_idx)
+
+    def reset(self) -> None:
+        self.state.reset()
+
+
+@dataclass
+class _Sequence:
+    """What is known of the columns a cache holds: their layout, and the step from a column to its rotary position."""
+
+    layout: TokenLayout
+    delta: Tensor
+
+
+class _Clock:
+    """A streamer that notes when tokens reach the host, and passes them on."""
+
+    def __init__(self, token: Callable[[int], None], inner: Any) -> None:
+        self.token, self.inner, self.prompt = token, inner, True
+
+    def put(self, value: Tensor) -> None:
+        if not self.prompt:
+            self.token(1)
+        self.prompt = False
+        if self.inner is not None:
+            self.inner.put(value)
+
+    def end(self) -> None:
+        if self.inner is not None:
+            self.inner.end()
+
+
+class Attachment:
+    """A recipe laid through one model."""
+
+    def __init__(self, model: nn.Module, family: Family, owner: Accelerated) -> None:
+        self.model, self.family, self.owner = model, family, owner
+        self.multimodal, self.text = family.multimodal(model), family.text(model)
+        self.depth = owner.view.geometry.layers
+        self.sequences: WeakKeyDictionary[Cache, _Sequence] = WeakKeyDictionary()
+        self.noticed: TokenLayout | None = None
+        self.promised: TokenLayout | None = None
+        self.before = {
+            "forward": self.text.__dict__.get("forward"),
+            "generate": model.__dict__.get("generate"),
+            "rope_deltas": self.multimodal.__dict__.get("rope_deltas"),
+        }
+        self.forward: Callable[..., Any] = self.text.forward
+        self.generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
+        self.configs = self._give_config()
+        self.hook = self.multimodal.register_forward_pre_hook(self._notice, with_kwargs=True)
+        self._wrap(self.text, "forward", self.forward, self._forward)
+        self._wrap(model, "generate", self.generate, self._generate)
+
+    @staticmethod
+    def _wrap(module: nn.Module, name: str, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        """Put `after` on the instance, with the signature of `before`; the class is not touched."""
+        module.__dict__[name] = functools.wraps(before)(functools.partial(after))
+
+    def remove(self) -> None:
+        """Leave no trace."""
+        self.hook.remove()
+        for module, config in self.configs:
+            module.config = config
+        for module, name in ((self.text, "forward"), (self.model, "generate")):
+            module.__dict__.pop(name, None)
+            if self.before[name] is not None:
+                module.__dict__[name] = self.before[name]
+        if "rope_deltas" in self.multimodal.__dict__:
+            self.multimodal.__dict__["rope_deltas"] = self.before["rope_deltas"]
+
+    def _give_config(self) -> list[tuple[nn.Module, Any]]:
+        shared: Any = self.text.config
+        own = copy.copy(shared)
+        own._attn_implementation = ATTENTION
+        changed = [m for m in self.text.modules() if getattr(m, "config", None) is shared]
+        for module in changed:
+            module.config = own
+        return [(module, shared) for module in changed]
+
+    def cache(self) -> KVCache:
+        """A fresh cache of the recipe's memory."""
+        return KVCache(self.owner.open_state(), self.depth)
+
+    def _notice(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before the multimodal model: note the layout of the new columns; give positions and cache explicitly."""
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        ids = kwargs.get("input_ids")
+        self.noticed = None
+        if kwargs.get("past_key_values") is None and kwargs.get("use_cache", True) is not False:
+            kwargs["past_key_values"] = self.cache()
+        if ids is None:
+            return (), kwargs
+        cache = kwargs.get("past_key_values")
+        past = cache.get_seq_length() if cache is not None else 0
+        known = self.sequences.get(cache) if cache is not None else None
+        self.noticed = self._promised(ids) if past == 0 else None
+        if self.noticed is None:
+            self.noticed = self.family.layout(self.model, kwargs)
+        if past == 0:
+            if kwargs.get("position_ids") is None:
+                kwargs["position_ids"] = self.family.positions(self.model, kwargs)
+        elif known is not None and kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = self._continued(known, past, ids.shape[1], kwargs)
+        return (), kwargs
+
+    def _promised(self, ids: Tensor) -> TokenLayout | None:
+        """The layout read when `generate` was called, for each beam or sample: by now the grids may be gone."""
+        layout = self.promised
+        if layout is None or layout.length != ids.shape[1] or ids.shape[0] % layout.batch:
+            return None
+        return layout.repeat(ids.shape[0] // layout.batch)
+
+    def _continued(self, known: _Sequence, past: int, count: int, kwargs: Mapping[str, Any]) -> Tensor:
+        held = known.layout.take(slice(0, past))
+        start = held.position.amax(1, keepdim=True) + held.valid.any(1, keepdim=True).long() + known.delta
+        if self.noticed is not None and bool((self.noticed.modality != 0).any()):
+            fresh = {k: v for k, v in kwargs.items() if k != "attention_mask"}
+            new = self.family.positions(self.model, fresh)
+        else:
+            new = torch.arange(count, device=start.device).expand(len(start), -1)
+            new = new.expand(3, -1, -1) if self.family.mrope else new
+        return new + start
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The text model's forward: builds the run, and goes over long prompts in chunks when the recipe says so."""
+        kwargs = dict(inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments) | kwargs
+        kwargs.pop("kwargs", None)
+        mask = kwargs.pop("attention_mask", None)
+        if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim != 2):
+            raise ModelError(
+                "attention_mask: an accelerated model takes a mask of shape [batch, length]; static caches and 4-D masks "
+                "lose the padding, leave cache_implementation out."
+            )
+        entry = kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
+        batch, count = entry.shape[:2]
+        cache = kwargs.get("past_key_values")
+        start = cache.get_seq_length() if cache is not None else 0
+        new, self.noticed = self.noticed, None
+        if new is None or new.length != count:
+            valid = None if mask is None else mask[:, -count:]
+            new = TokenLayout.build(
+                torch.zeros(batch, count, dtype=torch.long, device=entry.device), valid=valid
+            )
+        known = self.sequences.get(cache) if cache is not None else None
+        if start and known is None:
+            if isinstance(cache, KVCache):
+                raise ModelError(
+                    "past_key_values: this cache was filled by another accelerated model; start from a new one."
+                )
+            known = _Sequence(
+                TokenLayout.text(batch, start, entry.device),
+                torch.zeros(batch, 1, dtype=torch.long, device=entry.device),
+            )
+        layout = known.layout.take(slice(0, start)).append(new) if start and known is not None else new
+        if cache is not None:
+            delta = (
+                known.delta
+                if start and known is not None
+                else self._delta(kwargs.get("position_ids"), layout)
+            )
+            self.sequences[cache] = _Sequence(layout, delta)
+        state = cache.state if isinstance(cache, KVCache) else None
+        run = Run(self.owner.road, layout, start, state)
+        if start == 0:
+            self.owner.road.meter.prompt_tokens = int(layout.valid.sum())
+        chunk = self.owner.recipe.chunk
+        if chunk is None or count <= chunk:
+            return self._pass(run, kwargs)
+        return self._chunks(run, chunk, count, kwargs)
+
+    @staticmethod
+    def _delta(positions: Tensor | None, layout: TokenLayout) -> Tensor:
+        """[B, 1]: what to add to a text column's rank to get its rotary position, once the prompt has been read."""
+        end = layout.position.amax(1, keepdim=True) + 1
+        if positions is None:
+            return torch.zeros_like(end)
+        if positions.ndim == 3:
+            positions = positions[-3:].amax(0)
+        return positions.amax(1, keepdim=True).to(end.device) + 1 - end
+
+    def _pass(self, run: Run, kwargs: dict[str, Any]) -> Any:
+        return self.forward(attention_mask={"full_attention": run, "sliding_attention": run}, **kwargs)
+
+    def _chunks(self, run: Run, chunk: int, count: int, kwargs: dict[str, Any]) -> Any:
+        own = kwargs.get("past_key_values") is None
+        if own:
+            kwargs["past_key_values"] = self.cache()
+            run = Run(run.road, run.layout, run.start, kwargs["past_key_values"].state)
+        outputs = []
+        for begin in range(0, count, chunk):
+            end = min(begin + chunk, count)
+            piece = self.family.slice(kwargs, begin, end)
+            outputs.append(self._pass(run.part(begin, end, last=end == count), piece))
+        whole = outputs[-1]
+        whole.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
+        if whole.get("hidden_states") is not None:
+            whole.hidden_states = tuple(
+                torch.cat(h, 1) for h in zip(*(o.hidden_states for o in outputs), strict=True)
+            )
+        if own:
+            whole.past_key_values = None
+        return whole
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("generation_config") or self.model.generation_config
+        if kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None):
+            raise ModelError(
+                "cache_implementation: an accelerated model keeps its own cache; leave it out and choose kv in the recipe."
+            )
+        if kwargs.get("past_key_values") is None:
+            kwargs["past_key_values"] = self.cache()
+        meter = self.owner.road.meter
+        meter.begin(self.owner.view.device)
+        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+        if isinstance(ids, Tensor) and not kwargs["past_key_values"].get_seq_length():
+            self.promised = self.family.layout(self.model, {**kwargs, "input_ids": ids})
+        try:
+            if self.owner.recipe.draft.active:
+                return drafting.generate(self, args, kwargs)
+            beams = kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
+            if beams == 1:
+                kwargs["streamer"] = _Clock(meter.token, kwargs.get("streamer"))
+            return self.generate(*args, **kwargs)
+        finally:
+            self.promised = None

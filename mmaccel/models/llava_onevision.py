@@ -1,0 +1,42 @@
+"""LLaVA-OneVision: 1-D RoPE, square frames pooled by two, one newline mark after each video."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmaccel.core.registry import register
+from mmaccel.models.family import Family, Grid
+
+
+@register("model", "llava_onevision")
+class LlavaOnevision(Family):
+    """``LlavaOnevisionForConditionalGeneration``. An image's base view is its frame; its finer tiles are marks."""
+
+    model_types = ("llava_onevision",)
+
+    def grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Grid], list[Grid]]:
+        config: Any = model.config
+        vision = config.vision_config
+        side = vision.image_size // vision.patch_size
+        pooled = math.ceil(side / 2)
+        ids: Tensor = inputs["input_ids"]
+        pixels = inputs.get("pixel_values_videos")
+        encoded = (inputs.get("mm_encoder_outputs") or {}).get("video")
+        videos = []
+        if pixels is not None:
+            videos = [Grid(pixels.shape[1], pooled, pooled, marks=1)] * pixels.shape[0]
+        elif encoded is not None:
+            count, tokens = encoded.pooler_output.shape[:2]
+            videos = [Grid((tokens - 1) // pooled**2, pooled, pooled, marks=1)] * count
+        images = []
+        for row in ids.tolist():
+            for token, group in groupby(row):
+                if token == config.image_token_id:
+                    length = len(list(group))
+                    images.append(Grid(1, side, side, marks=length - side * side))
+        return images, videos

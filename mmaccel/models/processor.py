@@ -1,0 +1,319 @@
+"""Text, images and videos to model inputs, as the stock processors make them, without torchvision.
+
+`transformers` has no `*Processor` and no video processor where torchvision is missing. This one reads the
+same files, writes the same files and gives the same tensors. A family is a row of `processor_styles.STYLES`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import ModelError
+from mmaccel.media.intake import as_frames, as_image
+from mmaccel.models.processor_files import read_folder, write_folder
+from mmaccel.models.processor_styles import STYLES, cuts_of, extra_of
+
+
+class Processor:
+    """Makes the inputs of one model: tokenizer, image and video settings, chat template.
+
+    `processor(text, videos=...)` takes text with placeholders, `processor.chat(content)` writes them itself.
+    Build it with `from_pretrained`, or from parts to write a folder with `save_pretrained`.
+    """
+
+    def __init__(
+        self,
+        model_type: str,
+        tokenizer: Any,
+        *,
+        image: Mapping[str, Any] | None = None,
+        video: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """`image` and `video` hold what differs from the stock settings, `extra` the entries of
+        processor_config.json.
+
+        `config` (that of the model) fills what these leave open. Raises `ModelError` for a model type
+        without a style and for a tokenizer that lacks the placeholders.
+        """
+        if model_type not in STYLES:
+            raise ModelError(
+                f"no processor for model type {model_type!r}: there are {', '.join(sorted(STYLES))}."
+            )
+        self.model_type, self.style, self.tokenizer = model_type, STYLES[model_type], tokenizer
+        config = dict(config or {})
+        vision = dict(config.get("vision_config") or {})
+        self.image = self.style.image_defaults.updated(cuts_of(vision)).updated(image or {})
+        self.video = self.style.video_defaults.updated(cuts_of(vision)).updated(
+            video if video is not None else image or {}
+        )
+        self.extra = {**extra_of(config, vision), **{k: v for k, v in (extra or {}).items() if v is not None}}
+        self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
+        self.image_token, self.image_token_id = self._token("image", config)
+        self.video_token, self.video_token_id = self._token("video", config)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str]) -> Processor:
+        """Read a model folder (or the name of one on the hub), in any layout that transformers saves.
+
+        Raises `ModelError` naming the file that is missing or broken.
+        """
+        files = read_folder(folder)
+        return cls(
+            files.model_type,
+            files.tokenizer,
+            image=files.image,
+            video=files.video,
+            extra=files.extra,
+            config=files.config,
+            chat_template=files.chat_template,
+        )
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write tokenizer, chat template and processor_config.json; stock `AutoProcessor` reads them too."""
+        style = self.style
+        write_folder(
+            Path(folder),
+            self.tokenizer,
+            self.chat_template,
+            {
+                **self.extra,
+                "processor_class": style.processor,
+                "image_processor": {**self.image.to_dict(), "image_processor_type": style.image},
+                "video_processor": {**self.video.to_dict(), "video_processor_type": style.video},
+            },
+        )
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        images: Any = None,
+        videos: Any = None,
+        fps: float | Sequence[float | None] | None = None,
+        padding_side: str = "left",
+        *,
+        add_special_tokens: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> dict[str, Tensor]:
+        """Inputs for `model(**inputs)` and `model.generate(**inputs)`.
+
+        `text` holds one placeholder for each image and video, in order. `images` and `videos` are one or a
+        list, or a list for each text (for LLaVA several images of one text are then not cut into tiles). A
+        video is a path, a `media.Video`, frames `[T, 3, H, W]` or a list of images. `fps`, one number or one
+        a video, is the rate to sample a path at, and the rate of bare frames. Without it a path gives the
+        rate and at most the frames that the folder's files name, else every frame.
+
+        `input_ids` and `attention_mask` are `[B, S]`, padded on `padding_side`. Pixels are made on `device`
+        in `dtype`, and all tensors lie there.
+
+        Raises `ModelError` when placeholders and visuals do not match.
+        """
+        texts = [text] if isinstance(text, str) else list(text)
+        if not texts:
+            raise ModelError("text is an empty list: give at least one text.")
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        result: dict[str, Any] = {}
+        counts: dict[int, list[int]] = {self.image_token_id: [], self.video_token_id: []}
+        if batch := [[as_image(image) for image in row] for row in _rows(images)]:
+            made, counts[self.image_token_id] = self.style.images(self.image, self.extra, batch, where)
+            result.update(made)
+        if flat := _flat(videos):
+            frames, rates = self._read(flat, fps)
+            made, counts[self.video_token_id] = self.style.videos(self.video, self.extra, frames, where)
+            result.update(made)
+            if self.style.seconds:
+                # Without a rate the stock processor takes 24 frames a second.
+                step = self.video.temporal_patch_size or 1
+                result["second_per_grid_ts"] = torch.tensor([step / (rate or 24) for rate in rates])
+        rows = self._expand(texts, counts, add_special_tokens)
+        result = {**self._pad(rows, padding_side), **result}
+        return {name: value.to(device) for name, value in result.items()} if device is not None else result
+
+    def chat(
+        self,
+        content: str | Sequence[Mapping[str, Any]],
+        images: Any = None,
+        videos: Any = None,
+        fps: float | Sequence[float | None] | None = None,
+        **options: Any,
+    ) -> dict[str, Tensor]:
+        """Inputs for one turn of the user, or for a conversation, through the chat template.
+
+        `content` is a text, pieces in order (`{"type": "video", "video": ...}`, `{"type": "image", "image":
+        ...}`, `{"type": "text", "text": ...}`) or messages (`{"role": ..., "content": pieces}`). `images`
+        and `videos` given beside it stand before it. `options` go to the call.
+        """
+        if self.chat_template is None:
+            raise ModelError(
+                "this folder has no chat template: add chat_template.jinja, or call the processor with text."
+            )
+        messages = _messages(content, [image for row in _rows(images) for image in row], _flat(videos))
+        shown: dict[str, list[Any]] = {"image": [], "video": []}
+        bare = [
+            {**message, "content": [_without(piece, shown) for piece in message["content"]]}
+            for message in messages
+        ]
+        text = self.tokenizer.apply_chat_template(
+            bare, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
+        )
+        start = getattr(self.tokenizer, "bos_token", None)
+        options.setdefault("add_special_tokens", not (start and text.startswith(start)))
+        nested = [shown["image"]] if shown["image"] else None
+        return self(text, images=nested, videos=shown["video"] or None, fps=fps, **options)
+
+    def decode(self, ids: Tensor | Sequence[Any], skip_special_tokens: bool = True) -> Any:
+        """Text of one row of token ids, or a list of texts for several rows."""
+        rows = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        if rows and isinstance(rows[0], (list, tuple, Tensor)):
+            return [self.decode(row, skip_special_tokens) for row in rows]
+        return self.tokenizer.decode(rows, skip_special_tokens=skip_special_tokens)
+
+    def _token(self, kind: str, config: Mapping[str, Any]) -> tuple[str, int]:
+        name = f"{kind}_token"
+        token = getattr(self.tokenizer, name, None) or self.extra.get(name) or getattr(self.style, name)
+        number = self.tokenizer.convert_tokens_to_ids(token)
+        if number is None or number == getattr(self.tokenizer, "unk_token_id", None):
+            raise ModelError(f"the tokenizer has no token {token!r}: add it as a special token.")
+        told = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index", number))
+        if told != number:
+            raise ModelError(
+                f"{token!r} is token {number} of the tokenizer, but {kind}_token_id is {told} in config.json."
+            )
+        return token, number
+
+    def _read(self, videos: list[Any], fps: Any) -> tuple[list[Tensor], list[float | None]]:
+        rates = list(fps) if isinstance(fps, (list, tuple)) else [fps] * len(videos)
+        if len(rates) != len(videos):
+            raise ModelError(
+                f"fps has {len(rates)} entries for {len(videos)} videos: give one number, or one a video."
+            )
+        pairs = []
+        for video, rate in zip(videos, rates, strict=True):
+            if rate is None and _is_path(video):
+                pairs.append(as_frames(video, self.video.fps, self.video.max_frames))
+            else:
+                pairs.append(as_frames(video, rate))
+        return [frames for frames, _ in pairs], [rate for _, rate in pairs]
+
+    def _expand(self, texts: list[str], counts: dict[int, list[int]], special: bool) -> list[Tensor]:
+        """Token ids of each text, each placeholder repeated as often as its visual has tokens.
+
+        Repeating the id gives what tokenising the repeated placeholder gives, as it is a token of its own,
+        and spares the tokenizer a text of megabytes.
+        """
+        rows = [
+            torch.tensor(self.tokenizer(text, add_special_tokens=special)["input_ids"], dtype=torch.long)
+            for text in texts
+        ]
+        for kind, token, number in (
+            ("image", self.image_token, self.image_token_id),
+            ("video", self.video_token, self.video_token_id),
+        ):
+            asked, given = sum(text.count(token) for text in texts), len(counts[number])
+            if asked != given:
+                raise ModelError(
+                    f"the text has {asked} placeholders {token!r} for {given} {kind}s: write one for each."
+                )
+            if asked != sum(int((row == number).sum()) for row in rows):
+                raise ModelError(f"the tokenizer splits {token!r}: add it as a special token.")
+        left = {number: iter(values) for number, values in counts.items()}
+        repeats = [[next(left[number]) if number in left else 1 for number in row.tolist()] for row in rows]
+        return [
+            torch.repeat_interleave(row, torch.tensor(times))
+            for row, times in zip(rows, repeats, strict=True)
+        ]
+
+    def _pad(self, rows: list[Tensor], side: str) -> dict[str, Tensor]:
+        if side not in ("left", "right"):
+            raise ModelError(f"padding_side={side!r} must be 'left' or 'right'.")
+        length = max(len(row) for row in rows)
+        pad = self.tokenizer.pad_token_id
+        if pad is None and any(len(row) < length for row in rows):
+            raise ModelError(
+                "the tokenizer has no pad token, so texts of unequal length make no batch: set pad_token."
+            )
+        ids = torch.full((len(rows), length), pad or 0, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for place, row in enumerate(rows):
+            span = slice(length - len(row), None) if side == "left" else slice(0, len(row))
+            ids[place, span], mask[place, span] = row, 1
+        result = {"input_ids": ids, "attention_mask": mask}
+        if self.style.type_ids:
+            result["mm_token_type_ids"] = (ids == self.image_token_id).long() + 2 * (
+                ids == self.video_token_id
+            ).long()
+        return result
+
+
+def _rows(images: Any) -> list[list[Any]]:
+    """The images of each text; in a plain list every image stands for itself."""
+    if images is None:
+        return []
+    if not isinstance(images, (list, tuple)):
+        return [[images]]
+    nested = any(isinstance(row, (list, tuple)) for row in images)
+    return [list(row) for row in images if row] if nested else [[image] for image in images]
+
+
+def _flat(videos: Any) -> list[Any]:
+    """The videos in order. A list of images is one video; a list of videos may stand for each text."""
+    if videos is None:
+        return []
+    if not isinstance(videos, (list, tuple)) or (videos and all(map(_is_frame, videos))):
+        return [videos]
+    flat: list[Any] = []
+    for item in videos:
+        listed = isinstance(item, (list, tuple)) and not all(map(_is_frame, item))
+        flat.extend(item if listed else [item])
+    return flat
+
+
+def _is_frame(value: Any) -> bool:
+    return hasattr(value, "getbands") or getattr(value, "ndim", 0) == 3
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike))
+
+
+def _messages(content: Any, images: list[Any], videos: list[Any]) -> list[dict[str, Any]]:
+    pieces = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    ahead = [{"type": "image", "image": item} for item in images] + [
+        {"type": "video", "video": item} for item in videos
+    ]
+    if not pieces or "role" not in pieces[0]:
+        return [{"role": "user", "content": [*ahead, *pieces]}]
+    if ahead:
+        raise ModelError(
+            "images and videos of a conversation belong in its messages: give them as pieces there."
+        )
+    listed = []
+    for message in pieces:
+        inside = message["content"]
+        listed.append(
+            {**message, "content": [{"type": "text", "text": inside}] if isinstance(inside, str) else inside}
+        )
+    return listed
+
+
+def _without(piece: Mapping[str, Any], shown: dict[str, list[Any]]) -> dict[str, Any]:
+    """The piece as the template may see it; its image or video is put aside, in order."""
+    kind = piece.get("type")
+    if kind == "text":
+        return {"type": "text", "text": piece["text"]}
+    if kind not in shown:
+        raise ModelError(f"a piece of type {kind!r} is not known: use 'text', 'image' or 'video'.")
+    held = [piece[name] for name in (kind, "path", "url") if name in piece]
+    if not held:
+        raise ModelError(f"a piece of type {kind!r} holds no {kind}: give it under {kind!r}.")
+    shown[kind].append(held[0])
+    return {"type": kind}

@@ -1,0 +1,119 @@
+"""The files of a processor on disk: every layout that transformers has saved, and the one it saves now."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmaccel.core.errors import ModelError
+
+
+@dataclass(frozen=True)
+class ProcessorFiles:
+    """What a folder says. `image` and `video` are None where it says nothing of them."""
+
+    model_type: str
+    config: dict[str, Any]
+    tokenizer: Any
+    image: dict[str, Any] | None
+    video: dict[str, Any] | None
+    extra: dict[str, Any]
+    chat_template: str | None
+
+
+def read_folder(name: str | os.PathLike[str]) -> ProcessorFiles:
+    """Read a folder, or fetch the small files of a model named on the hub.
+
+    New layout: processor_config.json holds image_processor and video_processor. Older:
+    preprocessor_config.json, video_preprocessor_config.json (the image's file stands in for it), and
+    processor_config.json with the rest.
+    """
+    folder = _folder(name)
+    config = _json(folder / "config.json")
+    whole = _json(folder / "processor_config.json") or {}
+    image = whole.get("image_processor") or _json(folder / "preprocessor_config.json")
+    video = whole.get("video_processor") or _json(folder / "video_preprocessor_config.json") or image
+    if config is None:
+        raise ModelError(f"{folder} has no config.json: name the folder of a saved model.")
+    if image is None and video is None:
+        raise ModelError(
+            f"{folder} has neither processor_config.json nor preprocessor_config.json: save them there."
+        )
+    extra = {
+        key: value
+        for key, value in whole.items()
+        if key not in ("image_processor", "video_processor", "processor_class", "chat_template", "auto_map")
+    }
+    return ProcessorFiles(
+        model_type=str(config.get("model_type")),
+        config=config,
+        tokenizer=_tokenizer(folder),
+        image=image,
+        video=video,
+        extra=extra,
+        chat_template=whole.get("chat_template") or _template(folder),
+    )
+
+
+def write_folder(folder: Path, tokenizer: Any, chat_template: str | None, whole: dict[str, Any]) -> None:
+    """Write the layout that transformers saves now."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    (folder / "processor_config.json").write_text(
+        json.dumps(whole, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+
+
+def _folder(name: str | os.PathLike[str]) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).exists() or os.fspath(name).count("/") != 1:
+        raise ModelError(f"{os.fspath(name)} is no folder: name the folder of a saved model.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(os.fspath(name), allow_patterns=["*.json", "*.txt", "*.jinja", "*.model"])
+        )
+    except Exception as error:
+        # The client fails in many ways, from no network to a misspelt name; all mean the same here.
+        raise ModelError(
+            f"{os.fspath(name)} is neither a folder here nor a model that the hub gives."
+        ) from error
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold one JSON object.")
+    return content
+
+
+def _tokenizer(folder: Path) -> Any:
+    # Without these AutoTokenizer may give an empty tokenizer instead of an error.
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise ModelError(f"{folder} has no tokenizer.json: save the tokenizer there.")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} has no tokenizer that can be read: save it there.") from error
+
+
+def _template(folder: Path) -> str | None:
+    old = _json(folder / "chat_template.json")
+    if old is not None:
+        return old.get("chat_template")
+    new = folder / "chat_template.jinja"
+    return new.read_text(encoding="utf-8") if new.is_file() else None

@@ -1,0 +1,49 @@
+"""Qwen2.5-VL: M-RoPE, one grid a video, no marks between frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.registry import register
+from mmaccel.models.family import Family, Grid
+
+
+@register("model", "qwen2_5_vl")
+class Qwen25VL(Family):
+    """``Qwen2_5_VLForConditionalGeneration``; positions come from the installed model's own `get_rope_index`."""
+
+    model_types = ("qwen2_5_vl",)
+    mrope = True
+
+    def grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Grid], list[Grid]]:
+        merge = model.config.vision_config.spatial_merge_size  # type: ignore[union-attr]
+
+        def read(name: str) -> list[Grid]:
+            thw = inputs.get(name)
+            return [] if thw is None else [Grid(t, h // merge, w // merge) for t, h, w in thw.tolist()]
+
+        return read("image_grid_thw"), read("video_grid_thw")
+
+    def positions(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        ids: Tensor = inputs["input_ids"]
+        images, videos = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
+        if images is None and videos is None:
+            return super().positions(model, inputs).expand(3, -1, -1)
+        kinds = inputs.get("mm_token_type_ids")
+        if kinds is None:
+            config: Any = model.config
+            kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+        mask = inputs.get("attention_mask")
+        positions, _ = self.multimodal(model).get_rope_index(  # type: ignore[operator]
+            ids,
+            image_grid_thw=images,
+            video_grid_thw=videos,
+            second_per_grid_ts=inputs.get("second_per_grid_ts"),
+            attention_mask=mask if mask is None else torch.as_tensor(mask),
+            mm_token_type_ids=kinds,
+        )
+        return positions  # type: ignore[no-any-return]

@@ -1,0 +1,146 @@
+"""Named shapes: the published configurations of the supported families, with random weights and any number of layers.
+
+For benchmarks and memory estimates where no checkpoint is at hand; importing this file does not import transformers.
+Sizes as published in each checkpoint's config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmaccel.core.errors import ModelError, UnknownName
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One published configuration: its family and the sizes of its language model and vision tower."""
+
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+    vision_intermediate: int = 3420
+
+
+SHAPES: dict[str, Shape] = {
+    "qwen2.5-vl-3b": Shape("qwen2_5_vl", 2048, 36, 16, 2, 11008, 151936, tied=True),
+    "qwen2.5-vl-7b": Shape("qwen2_5_vl", 3584, 28, 28, 4, 18944, 152064),
+    "qwen2.5-vl-32b": Shape("qwen2_5_vl", 5120, 64, 40, 8, 27648, 152064, vision_intermediate=3456),
+    "llava-onevision-0.5b": Shape("llava_onevision", 896, 24, 14, 2, 4864, 152000, tied=True),
+    "llava-onevision-7b": Shape("llava_onevision", 3584, 28, 28, 4, 18944, 152128),
+    "llava-onevision-72b": Shape("llava_onevision", 8192, 80, 64, 8, 29568, 152128),
+}
+
+
+def config(name: str, layers: int | None = None, vision_layers: int | None = None) -> Any:
+    """The transformers configuration of a shape; `layers` and `vision_layers` cut the depth.
+
+    Raises `UnknownName` for an unknown shape and `ModelError` for a depth it cannot have.
+    """
+    if name not in SHAPES:
+        raise UnknownName("shape", name, SHAPES)
+    shape = SHAPES[name]
+    depth = shape.layers if layers is None else layers
+    if not depth >= 1:
+        raise ModelError(f"layers: {depth}; give at least 1.")
+    return (
+        _qwen(shape, depth, vision_layers)
+        if shape.family == "qwen2_5_vl"
+        else _llava(shape, depth, vision_layers)
+    )
+
+
+def build(
+    name: str,
+    layers: int | None = None,
+    vision_layers: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> nn.Module:
+    """A model of a published shape with random weights, made on `device` directly, in evaluation mode."""
+    from transformers import AutoModelForImageTextToText
+
+    conf = config(name, layers, vision_layers)
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model: nn.Module = AutoModelForImageTextToText.from_config(conf, dtype=dtype)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
+
+
+def _text(shape: Shape, depth: int, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": depth,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1 << 20,
+        "tie_word_embeddings": shape.tied,
+        **more,
+    }
+
+
+def _qwen(shape: Shape, depth: int, vision_layers: int | None) -> Any:
+    from transformers import Qwen2_5_VLConfig
+
+    tower = 32 if vision_layers is None else vision_layers
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    return Qwen2_5_VLConfig(
+        text_config=_text(shape, depth, rope_parameters=rope),
+        vision_config={
+            "depth": tower,
+            "hidden_size": 1280,
+            "intermediate_size": shape.vision_intermediate,
+            "num_heads": 16,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [n for n in (7, 15, 23, 31) if n < tower],
+            "out_hidden_size": shape.hidden,
+            "tokens_per_second": 2,
+        },
+        tie_word_embeddings=shape.tied,
+    )
+
+
+def _llava(shape: Shape, depth: int, vision_layers: int | None) -> Any:
+    from transformers import LlavaOnevisionConfig
+
+    sides = [384 * n for n in range(1, 7)]
+    return LlavaOnevisionConfig(
+        text_config=_text(
+            shape, depth, model_type="qwen2", rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+        ),
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_hidden_layers": 26 if vision_layers is None else vision_layers,
+            "num_attention_heads": 16,
+            "image_size": 384,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        image_token_index=151646,
+        video_token_index=151647,
+        vision_feature_layer=-1,
+        image_grid_pinpoints=[[h, w] for h in sides for w in sides],
+        tie_word_embeddings=shape.tied,
+    )

@@ -1,0 +1,35 @@
+"""No draft: the target decodes one token at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mmaccel.core.adapter import ModelView
+from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
+from mmaccel.core.registry import register
+
+
+@register("draft", "off")
+@dataclass(frozen=True, kw_only=True)
+class Off(DraftStrategy):
+    """Propose nothing. Not active, so that decoding may be left to the model's own loop; in ours it changes no token."""
+
+    @property
+    def active(self) -> bool:
+        return False
+
+    def open(self, target: ModelView) -> DraftState:
+        return _Silent()
+
+
+class _Silent(DraftState):
+    def begin(self, prompt: Prompt) -> None:
+        pass
+
+    def propose(self) -> Proposal:
+        return Proposal.empty()
+
+    def observe(self, committed: Tensor, kept: int) -> None:
+        pass

@@ -1,0 +1,120 @@
+"""Draft, then verify: a small model writes a window of tokens, the target checks them in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.adapter import ModelView, Runner
+from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
+from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.registry import register
+from mmaccel.core.verify import draw, resize
+from mmaccel.policies.draft._pair import check_model, open_peer
+
+
+@register("draft", "sequential")
+@dataclass(frozen=True, kw_only=True)
+class Sequential(DraftStrategy):
+    """A smaller model of the target's family drafts `window` tokens, one after the other, between the target's steps.
+
+    The draft is given the whole prompt, pixels included: it sees the video. When sampling it draws from its own distribution
+    under the same temperature, cuts and penalties as the target, which is what speculative sampling needs. After Leviathan
+    et al. 2023 (arXiv 2211.17192).
+
+    model   folder of the draft model, or the loaded module; it may be the target itself
+    window  tokens drafted a round, at least 1; fewer when fewer may still be generated
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
+
+    model: str | nn.Module | None = None
+    window: int = 5
+
+    def __post_init__(self) -> None:
+        check_model(self.name, self.model)
+        if self.window < 1:
+            raise RecipeError(f"{self.name}: window is {self.window}; give at least 1.")
+
+    @property
+    def lookback(self) -> int:
+        return self.window + 1
+
+    def open(self, target: ModelView) -> DraftState:
+        assert self.model is not None
+        peer = open_peer(self.name, target, self.model)
+        return _Writer(peer.runner(), peer.device, self.window, target.geometry.vocab)
+
+
+class _Writer(DraftState):
+    """Between rounds the runner has run every committed token but `_pending`; within one, drafted tokens past `_mark`."""
+
+    def __init__(self, runner: Runner, device: torch.device, window: int, vocab: int) -> None:
+        self._runner: Runner | None = runner
+        self._device = device
+        self._window, self._vocab = window, vocab
+        self._mark = self._fed = 0
+        self._drafted = self._steps = 0
+
+    def begin(self, prompt: Prompt) -> None:
+        self._warp, self._generator = prompt.warp, prompt.generator
+        self._ids = prompt.ids[0]
+        self._pending = self._ids[:0]
+        self._left = prompt.max_new_tokens or None
+        self._open().prefill(_moved(prompt.inputs, self._device))
+
+    def propose(self) -> Proposal:
+        # The target adds a token of its own to whatever it keeps.
+        count = self._window if self._left is None else min(self._window, self._left - 1)
+        if count < 1:
+            return Proposal.empty()
+        self._mark = self._open().length() + self._pending.numel()
+        ids, feed, rows = self._ids, self._pending, []
+        for _ in range(count):
+            logits = self._step(feed)
+            if self._warp is None:
+                feed = logits.argmax(-1, keepdim=True)
+            else:
+                rows.append(self._warp(ids, logits))
+                feed = draw(rows[-1], self._generator)
+            ids = torch.cat([ids, feed])
+        self._pending, self._fed = self._pending[:0], count - 1
+        self._drafted += count
+        return Proposal(ids[self._ids.numel() :], q=torch.stack(rows) if rows else None)
+
+    def observe(self, committed: Tensor, kept: int) -> None:
+        committed = committed.to(self._ids.device)
+        held = min(kept, self._fed)
+        if held < self._fed:
+            self._open().truncate(self._mark + held)
+        # After a full acceptance these are the last drafted token, which was never run, and the target's bonus.
+        self._pending = torch.cat([self._pending, committed[held:]])
+        self._ids = torch.cat([self._ids, committed])
+        self._fed = 0
+        if self._left is not None:
+            self._left -= committed.numel()
+
+    def close(self) -> None:
+        self._runner = None
+
+    def counters(self) -> dict[str, float]:
+        return {"drafted": float(self._drafted), "draft_steps": float(self._steps)}
+
+    def _open(self) -> Runner:
+        if self._runner is None:
+            raise DraftError("sequential: the draft is closed; open a new one for each sequence.")
+        return self._runner
+
+    def _step(self, ids: Tensor) -> Tensor:
+        """Logits [V] of the token after `ids`, over the target's vocabulary."""
+        self._steps += 1
+        logits = self._open().step(ids.to(self._device)[None])[0, -1]
+        return resize(logits.to(self._ids.device), self._vocab, float("-inf"))
+
+
+def _moved(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}

@@ -1,0 +1,157 @@
+"""Sinks and a local window: the first columns and the last ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.kv import KVPolicy, KVState, KVView
+from mmaccel.core.registry import register
+from mmaccel.policies.kv._layered import LayeredState
+
+if TYPE_CHECKING:
+    from mmaccel.core.adapter import Geometry, ModelView
+
+
+@register("kv", "window")
+@dataclass(frozen=True, kw_only=True)
+class Window(KVPolicy):
+    """Every query sees the first `sinks` columns and those less than `window` behind it; what none will see any more goes.
+
+    A long append is seen by its own queries before anything of it goes, so the answer does not depend on how a prompt is cut
+    into chunks. After StreamingLLM (arXiv 2309.17453); unlike the paper, keys keep their original positions. Columns are
+    columns: the padding of a left-padded sequence takes up sinks.
+
+    sinks   first columns that never go: models park attention there
+    window  columns a query sees, its own included, at least 1
+    margin  columns held beyond the window for rolling back: the last run can always be taken back, and `margin` columns more
+    """
+
+    sinks: int = 4
+    window: int = 1024
+    margin: int = 64
+
+    def __post_init__(self) -> None:
+        for field, least in (("sinks", 0), ("window", 1), ("margin", 0)):
+            if getattr(self, field) < least:
+                raise RecipeError(f"{self.name}: {field} is {getattr(self, field)}; give at least {least}.")
+
+    @property
+    def reach(self) -> int | None:
+        return self.margin
+
+    @property
+    def admits_sparse(self) -> bool:
+        return False
+
+    def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
+        return WindowState(geometry.layers, self.sinks, self.window, self.margin)
+
+
+@dataclass
+class _Held:
+    """Keys and values of columns [0, sinks) and [edge, count) of a layer; `edge` is `sinks` as long as nothing has gone."""
+
+    key: Tensor
+    value: Tensor
+    edge: int
+
+
+class WindowState(LayeredState):
+    """Exactly sized tensors for each layer, joined anew at each append: what has left the reach goes then."""
+
+    def __init__(self, layers: int, sinks: int, window: int, margin: int) -> None:
+        super().__init__(layers)
+        self._sinks, self._window, self._margin = sinks, window, margin
+        self._held: list[_Held | None] = [None] * layers
+        self._pinned: int | None = None
+        self._columns: tuple[int, int, Tensor] | None = None
+
+    def view(self, layer: int, query: Tensor) -> KVView:
+        held, count = self._held[layer], self._counts[layer]
+        if held is None:
+            raise ModelError(f"kv: layer {layer} is asked for before anything was appended to it.")
+        column = None if held.edge == self._sinks else self._column(held.edge, count, held.key.device)
+        if count <= self._sinks + self._window:
+            return KVView(held.key, held.value, column)
+        return KVView(held.key, held.value, column, self._sinks, self._window)
+
+    def held(self) -> int:
+        return max(0 if held is None else held.key.shape[2] for held in self._held)
+
+    def reset(self) -> None:
+        self.__init__(len(self._held), self._sinks, self._window, self._margin)  # type: ignore[misc]
+
+    @torch.no_grad()
+    def reorder(self, rows: Tensor) -> None:
+        self._batch = rows.numel()
+        for held in self._held:
+            if held is not None:
+                held.key = held.key.index_select(0, rows.to(held.key.device))
+                held.value = held.value.index_select(0, rows.to(held.value.device))
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """As in the contract, however long the turn: inside, nothing goes that was within reach at its start."""
+        before = self._pinned
+        self._pinned = self.length() if before is None else before
+        try:
+            with super().turn():
+                yield
+        finally:
+            self._pinned = before
+
+    def nbytes(self) -> int:
+        tensors = [tensor for held in self._held if held is not None for tensor in (held.key, held.value)]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    def _put(self, layer: int, key: Tensor, value: Tensor) -> None:
+        held, count = self._held[layer], self._counts[layer]
+        if held is None:
+            # Copied: a slice would keep the whole of what it was cut from.
+            self._held[layer] = _Held(key.clone(), value.clone(), self._sinks)
+            return
+        first = count if self._pinned is None else min(count, self._pinned)
+        edge = max(held.edge, first - self._window - self._margin)
+        sinks = min(self._sinks, count)
+        rest = sinks + max(0, min(edge, count) - held.edge)
+        held.key = torch.cat([held.key[:, :, :sinks], held.key[:, :, rest:], key], 2)
+        held.value = torch.cat([held.value[:, :, :sinks], held.value[:, :, rest:], value], 2)
+        held.edge = edge
+
+    def _choose(self, layer: int, start: int, path: Tensor) -> None:
+        held = self._held[layer]
+        if held is not None:
+            old = held.key.shape[2] - (self._counts[layer] - start)
+            path = torch.cat([torch.arange(old, device=held.key.device), path.to(held.key.device) + old])
+            held.key, held.value = held.key.index_select(2, path), held.value.index_select(2, path)
+
+    def _check_cut(self, layer: int, length: int) -> None:
+        held = self._held[layer]
+        # The next query sees columns from here on, besides the sinks; those in [sinks, edge) have gone.
+        seen = max(self._sinks, length - self._window + 1)
+        if held is not None and seen < min(held.edge, length):
+            raise ModelError(
+                f"kv: the last {self._counts[layer] - length} columns cannot be taken back, for keys that the next query "
+                f"would see have gone; raise margin, which is {self._margin}."
+            )
+
+    def _cut(self, layer: int, length: int) -> None:
+        held = self._held[layer]
+        if held is not None:
+            left = min(length, self._sinks) + max(0, length - held.edge)
+            held.key, held.value = held.key[:, :, :left], held.value[:, :, :left]
+            held.edge = max(self._sinks, min(held.edge, length))
+
+    def _column(self, edge: int, count: int, device: torch.device) -> Tensor:
+        """[N] the columns held; the layers of a run share one tensor."""
+        if self._columns is None or self._columns[:2] != (edge, count) or self._columns[2].device != device:
+            parts = [torch.arange(self._sinks, device=device), torch.arange(edge, count, device=device)]
+            self._columns = edge, count, torch.cat(parts)
+        return self._columns[2]

@@ -1,0 +1,183 @@
+"""What the commands do: one run, all of them side by side, evaluation, export."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmaccel.core.errors import ModelError
+from mmaccel.models.loading import load_model
+from mmaccel.models.tiny.configs import SPECS, Spec, build_model, spec_of
+from mmaccel.models.tiny.package import export
+from mmaccel.train import evaluate
+from mmaccel.train.card import write_card
+from mmaccel.train.dialect import Dialect, words
+from mmaccel.train.loop import Options, Trainer
+
+CPU = {"budget": 48, "longest": 24, "workers": 0}
+GPU = {"budget": 2048, "longest": 4096, "workers": 12}
+
+
+def device_of(asked: str | None) -> str:
+    """The device to use: what was asked, else a GPU where there is one."""
+    if asked is not None and asked.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError("--device cuda was asked, but torch sees no GPU; leave it out to train on the CPU.")
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def train(options: argparse.Namespace, began: float) -> None:
+    """One run from start to export. What a broken run had learnt is exported too, before its error is raised."""
+    device = device_of(options.device)
+    usual = GPU if device.startswith("cuda") else CPU
+    chosen: dict[str, Any] = {
+        key: value if (value := getattr(options, key)) is not None else usual[key] for key in usual
+    }
+    trainer = Trainer(
+        Options(
+            name=options.command,
+            out=options.out,
+            seconds=options.seconds,
+            began=began,
+            device=device,
+            seed=options.seed,
+            steps=options.steps,
+            resume=options.resume,
+            initial=options.initial,
+            begin_at=options.begin_at,
+            stop_at=options.stop_at,
+            rate=options.rate,
+            fuse=device.startswith("cuda") and not options.eager,
+            **chosen,
+        )
+    )
+    error: Exception | None = None
+    try:
+        trainer.run()
+    except Exception as caught:
+        traceback.print_exc()
+        error = caught
+    # What is shipped is measured: weights rounded to bf16. The checkpoint above keeps the full ones.
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    ends = began + options.seconds - min(25.0, 0.12 * options.seconds)
+    scores = (
+        None
+        if trainer.stopped or error or options.stop_at < 1
+        else trainer.measure(evaluate.FULL, deadline=ends)
+    )
+    trainer.journal.save(options.out)
+    folder = options.out / "export"
+    _export(trainer.model, trainer.spec, folder, scores, trainer.journal.head)
+    (folder / "curve.json").write_bytes((options.out / "curve.json").read_bytes())
+    if options.pack is not None:
+        options.pack.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(options.pack / f"{options.command}.tar", "w") as pack:
+            pack.add(folder, arcname=options.command)
+    print(f"[{options.command}] done in {time.monotonic() - began:.0f} s: {folder}", flush=True)
+    if error is not None:
+        raise error
+
+
+def _export(
+    model: Any, spec: Spec, folder: Path, scores: evaluate.Scores | None, head: dict[str, Any]
+) -> None:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    export(model, spec, words(), folder, write_card(spec, count, scores, head))
+
+
+def export_run(run: Path, folder: Path) -> None:
+    """Write the folder of a run's checkpoint, without evaluating it."""
+    file = run / "checkpoint.pt"
+    if not file.is_file():
+        raise ModelError(f"There is no {file}; give the --out folder of a run.")
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    spec = spec_of(state["name"])
+    model: Any = build_model(spec)
+    model.load_state_dict(state["model"])
+    last = state["evals"][-1]["scores"] if state["evals"] else None
+    _export(model, spec, folder, last, {"options": {"seed": "of the checkpoint"}})
+
+
+def _loaded(folder: Path, device: str) -> tuple[Any, Spec]:
+    """A model of an exported folder and its spec, known by its sizes."""
+    model: Any = load_model(folder, dtype=torch.float32, device=device)
+    config = model.config
+    fitting = [
+        spec
+        for spec in SPECS.values()
+        if spec.model_type == config.model_type and spec.hidden == config.text_config.hidden_size
+    ]
+    if not fitting:
+        raise ModelError(f"{folder} is none of the tiny models.")
+    return model, fitting[0]
+
+
+def test(folder: Path, quick: bool, lossy: float, asked: str | None) -> None:
+    """Print the accuracy table of an exported folder."""
+    model, spec = _loaded(folder, device_of(asked))
+    cases = evaluate.QUICK if quick else evaluate.FULL
+    print(evaluate.table(evaluate.evaluate(model, spec, Dialect(spec), cases, lossy=lossy)))
+
+
+def agree(target: Path, draft: Path, asked: str | None) -> None:
+    """Print the share of caption tokens that a draft guesses as its target says them."""
+    device = device_of(asked)
+    (first, first_spec), (second, second_spec) = _loaded(target, device), _loaded(draft, device)
+    cases = [evaluate.Case("caption", frames, 24) for frames in (12, 64, 256)]
+    for frames, share in evaluate.agreement(first, first_spec, second, second_spec, cases).items():
+        print(f"{frames:>6} frames: {100 * share:.1f}% of caption tokens agree")
+
+
+def train_all(options: argparse.Namespace, began: float) -> int:
+    """Every model: side by side, one a GPU where there are several; one after another otherwise."""
+    device = device_of(options.device)
+    gpus = torch.cuda.device_count() if device.startswith("cuda") else 0
+    lanes = max(1, min(gpus, len(options.only)))
+    rounds = -(-len(options.only) // lanes)
+    seconds = (began + options.seconds - time.monotonic()) / rounds
+    options.out.mkdir(parents=True, exist_ok=True)
+    status = 0
+    for first in range(0, len(options.only), lanes):
+        running = [
+            _launch(options, name, seconds, lane if gpus else None)
+            for lane, name in enumerate(options.only[first : first + lanes])
+        ]
+        for name, process in running:
+            code = process.wait()
+            print(f"{name}: {'done' if code == 0 else f'failed with status {code}'}", flush=True)
+            status = status or code
+    return status
+
+
+def _launch(
+    options: argparse.Namespace, name: str, seconds: float, gpu: int | None
+) -> tuple[str, subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "mmaccel.train", name, "--out", str(options.out / name)]
+    command += ["--seconds", f"{seconds:.0f}", "--seed", str(options.seed), "--rate", str(options.rate)]
+    command += ["--stop-at", str(options.stop_at)]
+    command += ["--eager"] if options.eager else []
+    for flag in ("begin_at", "workers", "budget", "longest", "pack", "device"):
+        value = getattr(options, flag)
+        if value is not None:
+            command += [f"--{flag.replace('_', '-')}", str(value)]
+    if options.resume is not None:
+        command += ["--resume", str(options.resume / name)]
+    environment = dict(os.environ)
+    if gpu is not None:
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+        environment["CUDA_VISIBLE_DEVICES"] = devices[gpu]
+    log = options.out / f"{name}.log"
+    script = subprocess.Popen(command, env=environment, stdout=log.open("wb"), stderr=subprocess.STDOUT)
+    print(f"{name}: process {script.pid}, log {log}", flush=True)
+    return name, script

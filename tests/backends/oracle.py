@@ -1,0 +1,59 @@
+"""What attention is, written out over all pairs; and calls of the flat operator from a plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.plan import AttentionPlan, Part
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention under a bool mask [B, H or 1, Sq, Sk], in the type of the inputs; rows that see nothing are zero."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    score = (query * scale) @ key.transpose(2, 3)
+    weight = score.masked_fill(~mask, -torch.inf).softmax(-1)
+    return weight.masked_fill(~mask, 0.0) @ value
+
+
+def log_sum_exp(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
+    score = (query * scale) @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
+    return score.masked_fill(~mask, -torch.inf).logsumexp(-1)
+
+
+def budget(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The answer in float64, and the most a backend may be off it in the type of the inputs.
+
+    That is twice what plain attention in that type is off, over a few orders of summation (a plan has an order of its
+    own, and the error of one order of a single row is a matter of luck), and one rounding of the largest value.
+    """
+    exact = masked(query.double(), key.double(), value.double(), mask, scale)
+    generator = torch.Generator().manual_seed(0)
+    orders = [torch.arange(key.shape[2])] + [
+        torch.randperm(key.shape[2], generator=generator) for _ in range(4)
+    ]
+    error = 0.0
+    for order in orders:
+        order = order.to(key.device)
+        plain = masked(query, key[:, :, order], value[:, :, order], mask[..., order], scale).double()
+        error = max(error, float((plain - exact).abs().max()))
+    return exact, 2 * error + torch.finfo(query.dtype).eps * float(exact.abs().max())
+
+
+def flat(part: Part, plan: AttentionPlan) -> tuple:
+    """The arguments of `block_attend` between the tensors and the scale."""
+    s = part.spans
+    return (
+        part.q_row,
+        [x.k_row for x in s],
+        [x.q_place for x in s],
+        [x.k_place for x in s],
+        [x.lo for x in s],
+        [x.hi for x in s],
+        [x.lists.offset for x in s],
+        [x.lists.index for x in s],
+        [x.lists.kind for x in s],
+        plan.block_q,
+        plan.block_k,
+    )

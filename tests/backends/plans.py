@@ -1,0 +1,65 @@
+"""Plans to try backends on: patterns on a prompt of many modalities, and plans drawn at random."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.layout import TEXT, VIDEO
+from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_from_table
+from mmaccel.policies.sparse import AShape, Boundary2D, Grid, VerticalSlash
+from tests.policies.sparse.scenes import Scene, sequence
+
+PATTERNS = {
+    "a_shape": AShape(sink=9, window=30, block=16),
+    "vertical_slash": VerticalSlash(vertical=12, slash=5, block=16),
+    "grid": Grid(min_stride=2, block=16),
+    "grid_free": Grid(stride="free", min_stride=3, max_stride=12, block=32),
+    "boundary_2d": Boundary2D(sink=4, window=13, pairs={"text>video": (0, 0)}, block=16),
+}
+
+SCENE = Scene(
+    (
+        sequence([(TEXT, [9]), (VIDEO, [7, 7, 7, 5]), (TEXT, [1]), (VIDEO, [7] * 9), (TEXT, [40])]),
+        sequence([(TEXT, [3]), (VIDEO, [6] * 10), (TEXT, [20])]),
+    ),
+    size=32,
+    seed=11,
+)
+
+
+def pattern_plan(name: str, start: int = 0) -> tuple[AttentionPlan, Scene]:
+    scene = Scene(SCENE.sequences, start, SCENE.heads, SCENE.groups, SCENE.size, SCENE.seed)
+    query, key, _ = scene.tensors()
+    layout = scene.layout()
+    plan = PATTERNS[name].plan(query, key, layout.take(slice(start, None)), layout)
+    assert plan is not None
+    return plan, scene
+
+
+def random_plan(
+    seed: int, *, batch: int = 2, heads: int = 4, n_query: int = 50, n_key: int = 90, lead: str = "bh"
+) -> AttentionPlan:
+    """Shuffled rows, holes, two spans over disjoint keys, random tables; `lead` names the dimensions that are not shared."""
+    rng = torch.Generator().manual_seed(seed)
+    shape = (batch if "b" in lead else 1, heads if "h" in lead else 1)
+
+    def shuffled(n: int) -> Tensor:
+        return torch.rand(*shape, n, generator=rng).argsort(-1).int()
+
+    def holes(rows: Tensor) -> Tensor:
+        return rows.masked_fill(torch.rand(rows.shape, generator=rng) < 0.2, -1)
+
+    block_q, block_k = 16, 32
+    q_row = pad_rows(holes(shuffled(n_query)), block_q)
+    first, second = shuffled(n_key).split([n_key // 3, n_key - n_key // 3], -1)
+    spans = []
+    for k_row, lo, hi in ((first, -20, 35), (holes(second), 0, FAR)):
+        k_row = pad_rows(k_row, block_k)
+        q_place = torch.randint(0, n_key, q_row.shape, generator=rng, dtype=torch.int32)
+        k_place = torch.randint(0, n_key, k_row.shape, generator=rng, dtype=torch.int32)
+        table = (
+            torch.rand(*shape, q_row.shape[-1] // block_q, k_row.shape[-1] // block_k, generator=rng) < 0.6
+        )
+        spans.append(span_from_table(q_row, k_row, q_place, k_place, lo, hi, table, block_q, block_k))
+    return AttentionPlan((Part(q_row, tuple(spans)),), block_q, block_k, batch, heads, n_query, n_key)

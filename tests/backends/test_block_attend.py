@@ -1,0 +1,163 @@
+"""Every backend against dense attention under the plan's own mask, in float64; its error against the plain way's error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmaccel.backends import ops, select
+from mmaccel.backends.reference import blocks
+from mmaccel.core.lower import attend_plan
+from mmaccel.core.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
+
+from .oracle import budget, flat, log_sum_exp, masked
+from .plans import PATTERNS, pattern_plan, random_plan
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = [name for name, reason in select.usable(DEVICE).items() if reason is None]
+
+
+def move(plan: AttentionPlan, tensors: tuple[Tensor, ...], dtype: torch.dtype):
+    return tuple(t.to(DEVICE, dtype) for t in tensors), plan.to(DEVICE)
+
+
+def draw(plan: AttentionPlan, groups: int, size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    shapes = ((plan.heads, plan.n_query), (groups, plan.n_key), (groups, plan.n_key))
+    query, key, value = (torch.randn(plan.batch, h, n, size, generator=rng) for h, n in shapes)
+    return query, key, value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("start", [0, 70])
+@pytest.mark.parametrize("name", list(PATTERNS))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_patterns(backend: str, name: str, start: int, dtype: torch.dtype) -> None:
+    plan, scene = pattern_plan(name, start)
+    (query, key, value), plan = move(plan, scene.tensors(torch.float32), dtype)
+    mask, scale = plan.to_mask(), scene.size**-0.5
+    out, lse = attend_plan(plan, query, key, value, scale, select.get(backend, DEVICE))
+    exact, allowed = budget(query, key, value, mask, scale)
+    assert out.dtype == dtype and out.shape == exact.shape and lse.shape == exact.shape[:3]
+    assert float((out.double() - exact).abs().max()) <= allowed
+    blind = ~mask.any(-1)
+    assert (out[blind] == 0).all() and (lse[blind] == -torch.inf).all() and lse[~blind].isfinite().all()
+    wide = log_sum_exp(query.double(), key.double(), mask, scale)[~blind]
+    plain = float((log_sum_exp(query, key, mask, scale)[~blind].double() - wide).abs().max())
+    error = float((lse[~blind].double() - wide).abs().max())
+    assert error <= 2 * plain + torch.finfo(torch.float32).eps * float(wide.abs().max())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 2**16),
+    lead=st.sampled_from(["", "b", "h", "bh"]),
+    groups=st.sampled_from([1, 2, 4]),
+    sizes=st.sampled_from([(50, 90), (1, 200), (130, 33)]),
+)
+def test_random_plans(backend: str, seed: int, lead: str, groups: int, sizes: tuple[int, int]) -> None:
+    plan = random_plan(seed, lead=lead, n_query=sizes[0], n_key=sizes[1])
+    (query, key, value), plan = move(plan, draw(plan, groups, 16, seed), torch.float32)
+    assert plan.count_mask().max() <= 1
+    out, lse = attend_plan(plan, query, key, value, 0.25, select.get(backend, DEVICE))
+    mask = plan.to_mask()
+    exact, allowed = budget(query, key, value, mask, 0.25)
+    assert float((out.double() - exact).abs().max()) <= allowed
+    assert torch.equal(lse == -torch.inf, ~mask.any(-1))
+
+
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_the_oracle_is_exact_in_float64(name: str) -> None:
+    plan, scene = pattern_plan(name, 33)
+    query, key, value = scene.tensors()
+    mask, scale = plan.to_mask(), scene.size**-0.5
+    out, lse = attend_plan(plan, query, key, value, scale, ops.block_attend)
+    assert out.dtype == lse.dtype == torch.float64
+    torch.testing.assert_close(out, masked(query, key, value, mask, scale), rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse, log_sum_exp(query, key, mask, scale), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("lead", ["", "bh"])
+def test_long_lists_go_in_slices(lead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = random_plan(5, lead=lead, n_query=60, n_key=700)
+    query, key, value = (t.double() for t in draw(plan, 2, 16, 5))
+    whole = attend_plan(plan, query, key, value, 0.3, ops.block_attend)
+    monkeypatch.setattr(blocks, "BUDGET", 2 * plan.block_q * plan.block_k)
+    sliced = attend_plan(plan, query, key, value, 0.3, ops.block_attend)
+    torch.testing.assert_close(sliced[0], whole[0], rtol=0, atol=1e-13)
+    torch.testing.assert_close(sliced[1], whole[1], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_see_nothing_are_zero(backend: str) -> None:
+    """A query before the first column of its only span; a query block without a list; a padded row."""
+    plan = random_plan(3, n_query=40, n_key=64)
+    part, span = plan.parts[0], plan.parts[0].spans[0]
+    table = torch.zeros(2, 4, part.q_row.shape[-1] // 16, 1, dtype=torch.bool)
+    table[:, ::2, 0] = True
+    span = span_from_table(
+        part.q_row,
+        span.k_row,
+        span.q_place,
+        span.k_place,
+        span.lo,
+        span.hi,
+        table,
+        plan.block_q,
+        plan.block_k,
+    )
+    plan = replace(plan, parts=(Part(part.q_row, (span,)),))
+    (query, key, value), moved = move(plan, draw(plan, 2, 16, 1), torch.float32)
+    out, lse = attend_plan(moved, query, key, value, 0.25, select.get(backend, DEVICE))
+    blind = ~moved.to_mask().any(-1)
+    assert blind.any()
+    assert (out[blind] == 0).all() and (lse[blind] == -torch.inf).all()
+
+
+def test_full_blocks_are_not_tested() -> None:
+    """A block called FULL is seen whole, even where the range test would hide it: the kinds are binding."""
+    keys, queries = (torch.arange(n, dtype=torch.int32).view(1, 1, n) for n in (64, 16))
+    lists = BlockLists(
+        torch.tensor([[[0, 2]]]), torch.tensor([0, 1], dtype=torch.int32), torch.full((2,), FULL)
+    )
+    span = KeySpan(keys, torch.full((1, 1, 16), -5), keys, 0, 1, lists)
+    plan = AttentionPlan((Part(queries, (span,)),), 16, 32, batch=2, heads=4, n_query=16, n_key=64)
+    query, key, value = (t.double() for t in draw(plan, 2, 16, 2))
+    out, _ = attend_plan(plan, query, key, value, 0.25, ops.block_attend)
+    everything = torch.ones(1, 1, 16, 64, dtype=torch.bool)
+    torch.testing.assert_close(out, masked(query, key, value, everything, 0.25), rtol=0, atol=1e-13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a_shape", "vertical_slash"])
+def test_compiled_flex_walks_the_lists(name: str) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from mmaccel.backends import flex
+
+    plan, scene = pattern_plan(name, 0)
+    query, key, value = scene.tensors(torch.float32)
+    arguments = flat(plan.parts[0], plan)
+    mask, rows = flex.block_mask(*arguments, (plan.batch, plan.heads))
+    heads = plan.heads
+    out = torch.compile(flex_attention)(
+        flex.gather(query, arguments[0].expand(plan.batch, -1, -1)),
+        flex.gather(key, rows, heads),
+        flex.gather(value, rows, heads),
+        block_mask=mask,
+        scale=scene.size**-0.5,
+        enable_gqa=rows.shape[1] == 1,
+    )
+    rows_of = arguments[0].clamp(min=0).long()[..., None].expand_as(out)
+    exact, allowed = budget(query, key, value, plan.to_mask(), scene.size**-0.5)
+    served = (arguments[0] >= 0)[..., None] & plan.to_mask().any(-1, keepdim=True).gather(2, rows_of[..., :1])
+    error = (out.double() - exact.gather(2, rows_of)).masked_fill(~served, 0.0)
+    assert float(error.abs().max()) <= allowed

@@ -1,0 +1,38 @@
+"""A clip, a model that knows nothing, and a way to run commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mmaccel.cli import main
+from mmaccel.world import World, write_mp4
+
+
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """64 frames of world 3: about a thousand tokens."""
+    path = tmp_path_factory.mktemp("clips") / "clip.mp4"
+    write_mp4(World.generate(3, 64), path)
+    return str(path)
+
+
+@pytest.fixture
+def ov(random_folder: Callable[[str], Path]) -> str:
+    return str(random_folder("tiny-ov-draft"))
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command in this process: exit status, standard output, standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as done:
+            main([str(one) for one in arguments])
+        out, err = capsys.readouterr()
+        return int(done.value.code or 0), out, err
+
+    return run

@@ -1,0 +1,136 @@
+"""`mmaccel ask`: what it prints, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mmaccel import media
+from mmaccel.world import World
+
+Call = Callable[..., tuple[int, str, str]]
+FIGURES = {"answer", "ttft_s", "tokens_per_s", "kept", "peak_bytes"}
+
+
+def test_ask_gives_one_object(call: Call, clip: str, ov: str) -> None:
+    status, out, err = call(
+        "ask", clip, "How many cards were shown?", "--model", ov, "--json", "--max-new-tokens", 4
+    )
+    told = json.loads(out)
+    assert status == 0 and err == ""
+    assert set(told) >= FIGURES | {"recipe", "model", "frames", "prompt_tokens", "heads", "question", "video"}
+    assert told["frames"] == 64 and 64 * 16 < told["prompt_tokens"] < 64 * 16 + 40
+    assert (
+        told["recipe"] == "dense"
+        and told["kept"] == 1.0
+        and told["ttft_s"] > 0
+        and told["peak_bytes"] > 1 << 20
+    )
+    assert 1 <= told["new_tokens"] <= 4 and "dense" not in told and "runs" not in told
+
+
+def test_compare_puts_dense_beside_the_recipe(call: Call, clip: str, ov: str) -> None:
+    arguments = (
+        "ask",
+        clip,
+        "what colour was the star ?",
+        "--model",
+        ov,
+        "--recipe",
+        "a_shape-short",
+        "--compare",
+    )
+    status, out, _ = call(*arguments, "--json", "--max-new-tokens", 2)
+    told = json.loads(out)
+    assert status == 0 and told["recipe"] == "a_shape-short" and set(told["dense"]) >= FIGURES
+    assert told["kept"] < 1 == told["dense"]["kept"]
+    assert set(told["heads"]) == {"a_shape"} and set(told["dense"]["heads"]) == {"dense"}
+    status, out, _ = call(*arguments, "--max-new-tokens", 2)
+    assert status == 0 and out.index("dense") < out.index("a_shape-short")
+    for label in (
+        "answer",
+        "first token",
+        "kept",
+        "heads",
+        "peak memory",
+        "what colour was the star ?",
+        "64 frames",
+    ):
+        assert label in out
+
+
+def test_several_recipes_stand_side_by_side(call: Call, clip: str, ov: str) -> None:
+    recipes = ("--recipe", "a_shape-short", "--recipe", "grid", "--recipe", "window")
+    status, out, _ = call(
+        "ask", clip, "hi", "--model", ov, *recipes, "--json", "--max-new-tokens", 2, "--compare"
+    )
+    told = json.loads(out)
+    assert status == 0 and [run["recipe"] for run in told["runs"]] == ["a_shape-short", "grid", "window"]
+    assert told["dense"]["recipe"] == "dense" and told["recipe"] == "a_shape-short"
+
+
+def test_a_yaml_file_is_a_recipe(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("sparse: {name: a_shape, sink: 16, window: 128}\nchunk: 256\ndense_layers: [0]\n")
+    status, out, _ = call("ask", clip, "hi", "--model", ov, "--recipe", path, "--json", "--max-new-tokens", 2)
+    told = json.loads(out)
+    assert status == 0 and told["recipe"] == "mine"
+    assert told["heads"]["dense"] == told["heads"]["a_shape"] / 2 and told["kept"] < 1
+
+
+def test_a_draft_of_the_same_weights_is_always_right(call: Call, clip: str, ov: str) -> None:
+    arguments = (
+        "ask",
+        clip,
+        "describe the video .",
+        "--model",
+        ov,
+        "--draft",
+        ov,
+        "--json",
+        "--max-new-tokens",
+        24,
+    )
+    for extra in ((), ("--recipe", "sequential"), ("--recipe", "a_shape-short", "--compare")):
+        status, out, _ = call(*arguments, *extra)
+        told = json.loads(out)
+        assert status == 0 and told["draft"]["proposed"] > 0
+        if "a_shape-short" not in extra:
+            assert told["draft"]["accepted"] == told["draft"]["proposed"]
+        if "--compare" in extra:
+            assert told["dense"]["draft"] is None
+
+
+@pytest.mark.parametrize(("option", "frames"), [("--frames", 5), ("--max-frames", 7)])
+def test_fewer_frames(call: Call, clip: str, ov: str, option: str, frames: int) -> None:
+    status, out, _ = call("ask", clip, "hi", "--model", ov, "--json", option, frames, "--max-new-tokens", 1)
+    assert status == 0 and json.loads(out)["frames"] == frames
+
+
+def test_fps(call: Call, clip: str, ov: str) -> None:
+    slow = World.generate(3, 64).fps / 4
+    status, out, _ = call("ask", clip, "hi", "--model", ov, "--json", "--fps", slow, "--max-new-tokens", 1)
+    assert status == 0 and json.loads(out)["frames"] == 16
+
+
+def test_a_damaged_video_is_answered_with_a_warning(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    source = media.read(clip)
+    cut = tmp_path / "cut.ts"
+    import av
+
+    with av.open(str(cut), "w", format="mpegts") as container:
+        stream = container.add_stream("libx264", rate=2)
+        stream.width, stream.height, stream.pix_fmt = 280, 168, "yuv420p"
+        for frame in source.frames:
+            picture = av.VideoFrame.from_ndarray(frame.permute(1, 2, 0).contiguous().numpy(), format="rgb24")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode())
+    whole = cut.read_bytes()
+    middle = len(whole) // 2
+    cut.write_bytes(whole[:middle] + b"\x00" * 4000 + whole[middle + 4000 :])
+    status, out, err = call("ask", cut, "hi", "--model", ov, "--json", "--max-new-tokens", 1)
+    assert status == 0 and 0 < json.loads(out)["frames"] <= 64
+    assert err.startswith("warning: ") and "cut.ts" in err and "Warning" not in err

@@ -1,0 +1,149 @@
+"""The other commands: what they print and what they write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmaccel import media
+from mmaccel.world import World
+
+Call = Callable[..., tuple[int, str, str]]
+Folder = Callable[[str], Path]
+
+
+def test_list_is_an_object_of_kinds(call: Call) -> None:
+    status, out, err = call("list", "--json")
+    told = json.loads(out)
+    assert status == 0 and err == ""
+    assert {"sparse", "kv", "draft", "prune", "model", "recipe", "shape", "backend"} <= set(told)
+    assert "a_shape" in told["sparse"] and "tiny-ov" in told["model"] and "long-video" in told["recipe"]
+    assert told["backend"]["reference"] is None
+    status, out, _ = call("list")
+    assert status == 0 and all(name in out for name in (*told["sparse"], *told["recipe"], *told["shape"]))
+
+
+def test_describe_knows_every_listed_name(call: Call) -> None:
+    told = json.loads(call("list", "--json")[1])
+    for kind in ("sparse", "kv", "draft", "prune", "recipe", "family", "shape", "backend"):
+        for name in told[kind]:
+            status, out, err = call("describe", name)
+            assert status == 0 and err == "" and name in out and len(out.split()) > 5, name
+
+
+def test_describe_shows_fields_and_presets(call: Call) -> None:
+    out = call("describe", "a_shape")[1]
+    assert "window: int = 4096" in out and "sink: int = 128" in out and "first `sink` tokens" in out
+    assert "sparse: {name: a_shape" in call("describe", "long-video")[1]
+    out = call("describe", "window")[1]
+    assert "window (recipe)" in out and "window (kv)" in out
+
+
+def test_world_writes_a_video_and_its_truth(call: Call, tmp_path: Path) -> None:
+    path, truth = tmp_path / "w.mp4", tmp_path / "w.json"
+    status, out, _ = call("world", "--seed", 5, "--frames", 20, "--out", path, "--truth", truth)
+    assert status == 0 and "20 frames" in out
+    told = json.loads(truth.read_text())
+    assert told == World.generate(5, 20).truth() and len(media.read(path)) == 20
+    again = tmp_path / "again.mp4"
+    call("world", "--seed", 5, "--frames", 20, "--out", again)
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_eval_needle_gives_accuracy_for_each_length(call: Call, ov: str, tmp_path: Path) -> None:
+    arguments = (
+        "eval",
+        "needle",
+        "--model",
+        ov,
+        "--frames",
+        "8,16",
+        "--samples",
+        2,
+        "--seed",
+        4,
+        "--videos",
+        tmp_path,
+    )
+    status, out, _ = call(*arguments, "--json")
+    told = json.loads(out)
+    assert status == 0 and set(told["accuracy"]) == {"8", "16"} and told["complete"]
+    assert [row["asked"] for row in told["lengths"]] == [2, 2]
+    assert len(list(tmp_path.glob("*.mp4"))) == 4
+    status, out, _ = call(*arguments, "--recipe", "a_shape", "--kind", "all")
+    assert status == 0 and "frames" in out and "combine" in out
+
+
+def test_eval_needle_documents(call: Call, random_folder: Folder) -> None:
+    model = random_folder("tiny-qwen-draft")
+    arguments = ("eval", "needle", "--model", model, "--frames", "8", "--samples", 1, "--documents", "--json")
+    status, out, _ = call(*arguments)
+    told = json.loads(out)
+    assert status == 0 and told["documents"] and set(told["lengths"][0]["kinds"]) == {"needle", "note"}
+
+
+def test_eval_keeps_what_it_has_when_stopped(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmaccel.eval import needle
+
+    real = needle.judge
+
+    def stopped(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for number, judged in enumerate(real(*arguments, **options)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield judged
+
+    monkeypatch.setattr(needle, "judge", stopped)
+    status, out, err = call("eval", "needle", "--model", ov, "--frames", "8,9", "--samples", 5, "--json")
+    told = json.loads(out)
+    assert status == 130 and not told["complete"] and told["lengths"][0]["asked"] == 3
+    assert "answers so far" in err
+
+
+def test_eval_caption(call: Call, ov: str) -> None:
+    arguments = ("eval", "caption", "--model", ov, "--draft", ov, "--frames", 12, "--samples", 2)
+    status, out, _ = call(*arguments, "--json")
+    told = json.loads(out)
+    assert status == 0 and told["agreement"] == 1.0 and told["captions"] == 2 and told["tokens"] > 40
+    status, out, _ = call(*arguments)
+    assert status == 0 and "2 captions" in out and "agrees on 100.0%" in out
+
+
+def test_eval_table(call: Call, ov: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    arguments = (
+        "eval",
+        "table",
+        "--model",
+        ov,
+        "--draft",
+        ov,
+        "--samples",
+        1,
+        "--max-tokens",
+        128,
+        "--out",
+        rows,
+    )
+    status, out, _ = call(*arguments)
+    assert status == 0 and "| V-NIAH | 8 |" in out and "| draft step |" in out and "at least 98.0%" in out
+    assert [row["task"] for row in json.loads(rows.read_text())] == ["V-NIAH", "draft step"]
+
+
+def test_demo_fails_when_the_answers_are_wrong(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("demo", "--model", ov, "--worlds", 2, "--seed0", 7, "--frames", 8, "--recipe", "a_shape")
+    status, out, _ = call(*arguments, "--json")
+    told = json.loads(out)
+    assert status == 1 and len(told["cases"]) == 6 and set(told["accuracy"]) == {"dense", "a_shape"}
+    assert {case["kind"] for case in told["cases"]} == {"needle", "order", "count"}
+    status, out, _ = call(*arguments)
+    assert status == 1 and "the truth:" in out and "of 6 right" in out
+    from mmaccel.eval.cases import Case
+
+    monkeypatch.setattr(Case, "right", lambda self, said: True)
+    status, out, _ = call(*arguments)
+    assert status == 0 and "dense: 100.0% of 6 right" in out

@@ -1,0 +1,146 @@
+"""The one sentence of every user's error, and the program as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mmaccel.cli import app, main
+
+ROOT = Path(__file__).parent.parent.parent
+Call = Callable[..., tuple[int, str, str]]
+FIGURES = {"answer", "ttft_s", "tokens_per_s", "kept", "peak_bytes"}
+
+
+ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
+    "no video": (("ask", "none.mp4", "hi", "--model", "OV"), "there is no file none.mp4"),
+    "a folder": (("ask", "FOLDER", "hi", "--model", "OV"), "is a folder, not a video"),
+    "no question": (("ask", "CLIP"), "Missing argument"),
+    "empty question": (("ask", "CLIP", " ", "--model", "OV"), "the question is empty; ask something."),
+    "unknown recipe": (("ask", "CLIP", "hi", "--model", "OV", "--recipe", "gird"), "did you mean 'grid'?"),
+    "no recipe file": (
+        ("ask", "CLIP", "hi", "--model", "OV", "--recipe", "no.yaml"),
+        "there is no file 'no.yaml'",
+    ),
+    "same recipe": (
+        ("ask", "CLIP", "hi", "--recipe", "grid", "--recipe", "grid"),
+        "recipe 'grid' is given twice",
+    ),
+    "no draft": (
+        ("ask", "CLIP", "hi", "--model", "OV", "--recipe", "sequential"),
+        "give its folder with --draft.",
+    ),
+    "missing draft": (
+        ("ask", "CLIP", "hi", "--model", "OV", "--draft", "nodraft"),
+        "there is no folder 'nodraft'",
+    ),
+    "no model": (("ask", "CLIP", "hi", "--model", "nomodel"), "nomodel"),
+    "empty model": (("ask", "CLIP", "hi", "--model", "FOLDER"), "config.json"),
+    "no device": (("ask", "CLIP", "hi", "--model", "OV", "--device", "moon"), "'moon' is no device"),
+    "absent device": (("ask", "CLIP", "hi", "--model", "OV", "--device", "cuda:99"), "cuda:99 is not there"),
+    "dtype": (("ask", "CLIP", "hi", "--model", "OV", "--dtype", "int8"), "unknown dtype 'int8'"),
+    "two samplings": (
+        ("ask", "CLIP", "hi", "--model", "OV", "--fps", "1", "--frames", "3"),
+        "give one or the other",
+    ),
+    "no frames": (("ask", "CLIP", "hi", "--model", "OV", "--frames", "0"), "count=0 must be at least 1"),
+    "fps": (("ask", "CLIP", "hi", "--model", "OV", "--fps", "-1"), "fps=-1.0 must be a positive number"),
+    "option": (("ask", "CLIP", "hi", "--sparse", "x"), "No such option: --sparse"),
+    "command": (("ponder",), "No such command 'ponder'."),
+    "name": (("describe", "vertical"), "did you mean 'vertical_slash'?"),
+    "world folder": (("world", "--out", "nofolder/x.mp4"), "the folder nofolder does not exist"),
+    "world truth": (
+        ("world", "--out", "x.mp4", "--truth", "nofolder/x.json"),
+        "the folder nofolder does not exist",
+    ),
+    "world frames": (("world", "--out", "x.mp4", "--frames", "0"), "frames must be 1 or more"),
+    "world style": (("world", "--out", "x.mp4", "--style", "noir"), "unknown style 'noir'"),
+    "lengths": (("eval", "needle", "--frames", "8,many"), "--frames: 'many' is no number of frames"),
+    "kind": (("eval", "needle", "--kind", "colour"), "unknown question kind 'colour'"),
+    "segments": (("eval", "needle", "--documents", "--frames", "9"), "9 does not divide into 4 segments"),
+    "samples": (("eval", "needle", "--samples", "0"), "Invalid value for '--samples'"),
+    "demo kinds": (("demo", "--kinds", "taste"), "unknown question kind 'taste'"),
+    "words": (("eval", "caption", "--model", "OV", "--words", "2"), "max_words must be 17 or more"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_users_error_is_one_sentence(
+    name: str, call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, words = ERRORS[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
+    status, out, err = call(*(stand.get(one, one) for one in arguments))
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ") and words in err and err.count("\n") == 1, err
+    assert err.rstrip().endswith((".", "?", ")")) and "Traceback" not in err
+
+
+def test_a_text_file_is_no_video(call: Call, ov: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes.mp4"
+    path.write_text("not a film\n" * 50)
+    status, out, err = call("ask", path, "hi", "--model", ov)
+    assert (status, out) == (2, "") and "notes.mp4" in err and err.count("\n") == 1
+
+
+def test_debugging_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMACCEL_DEBUG", "1")
+    with pytest.raises(Exception, match="unknown name 'no_such_thing'"):
+        main(["describe", "no_such_thing"])
+
+
+def test_our_own_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmaccel.cli import catalog
+
+    monkeypatch.setattr(catalog, "presets", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["list"])
+
+
+def test_help_names_the_commands() -> None:
+    from typer.testing import CliRunner
+
+    done = CliRunner().invoke(app, ["--help"])
+    assert done.exit_code == 0
+    assert all(name in done.output for name in ("ask", "list", "describe", "eval", "world", "demo"))
+    done = CliRunner().invoke(app, ["eval", "--help"])
+    assert done.exit_code == 0 and all(name in done.output for name in ("needle", "caption", "table"))
+
+
+def test_as_a_program(clip: str, ov: str) -> None:
+    """A real process: JSON alone on standard output, a sentence and status 2 for an error."""
+    command = [
+        sys.executable,
+        "-m",
+        "mmaccel",
+        "ask",
+        clip,
+        "hi",
+        "--model",
+        ov,
+        "--json",
+        "--max-new-tokens",
+        "2",
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0 and done.stderr == "" and set(json.loads(done.stdout)) >= FIGURES
+    command[4] = "none.mp4"
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment, check=False
+    )
+    assert (
+        done.returncode == 2
+        and done.stdout == ""
+        and done.stderr == "error: there is no file none.mp4: check the path.\n"
+    )

@@ -1,0 +1,58 @@
+"""Profiles of property tests ("ci", the default, is small and always the same; "thorough" looks further), and models."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# Read when transformers is first imported: what a command prints is compared with nothing else.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+settings.register_profile(
+    "ci",
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile("thorough", max_examples=400, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+@pytest.fixture(scope="session")
+def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a tiny model -> a folder with its architecture, tokenizer and processor, and random weights."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        from mmaccel.models.tiny.configs import SPECS, build_model
+        from mmaccel.models.tiny.package import export
+        from mmaccel.train.dialect import words
+
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("models") / name
+            torch.manual_seed(0)
+            export(
+                build_model(SPECS[name]), SPECS[name], words(), made[name], "A model that knows nothing.\n"
+            )
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shipped() -> Callable[[str], str]:
+    """Name of a shipped model -> the same name, once its weights are known to be there; raises where they are not."""
+
+    def name_of(name: str) -> str:
+        from mmaccel.models import tiny
+
+        tiny.path(name)
+        return name
+
+    return name_of

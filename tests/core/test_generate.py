@@ -1,0 +1,337 @@
+"""The decoding loop: with any draft, also a failing one, the output is the target's."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmaccel.core import generate
+from mmaccel.core.draft import DraftState, Prompt, Proposal
+from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.generate import speculate
+from mmaccel.core.verify import accept
+from tests.core.toy import (
+    Meter,
+    Rule,
+    Scripted,
+    ToyRunner,
+    Triples,
+    alone,
+    bigram,
+    count_triples,
+    g_test,
+    prompt,
+)
+
+START = [1, 0]
+
+
+def run(
+    rule: Rule,
+    draft: DraftState,
+    stop: Callable[[Tensor], bool],
+    said: Prompt | None = None,
+    meter: Meter | None = None,
+    **choices: Any,
+) -> tuple[list[int], ToyRunner, Meter]:
+    """All ids, the target's runner and the meter of one generation; a warning is an error here."""
+    said = said or prompt(START)
+    meter = meter or Meter()
+    target = ToyRunner(rule)
+    draft.begin(said)
+    first = target.prefill(said.inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MmaccelWarning)
+        ids = speculate(target, draft, said, first, stop=stop, meter=meter, **choices)
+    assert ids.shape[0] == 1 and ids.dtype == torch.long
+    return ids[0].tolist(), target, meter
+
+
+def limit(length: int, *ends: int) -> Callable[[Tensor], bool]:
+    return lambda ids: ids.shape[1] >= length or int(ids[0, -1]) in ends
+
+
+def wild(rule: Rule, vocab: int, seed: int) -> tuple[Scripted, list[list[int]]]:
+    """A draft, now right, now wrong, now out of its mind, with changing windows and tails; and the list of its offers."""
+    dice = random.Random(seed)
+
+    def guess(tokens: list[int], count: int) -> list[int]:
+        tokens = list(tokens)
+        for _ in range(count):
+            right = dice.random() < 0.8
+            tokens.append(int(rule(tokens).argmax()) if right else dice.randrange(vocab))
+        return tokens[len(tokens) - count :]
+
+    offers: list[list[int]] = []
+
+    def propose(tokens: list[int]) -> Proposal:
+        last = guess(tokens, dice.randrange(6))
+        if last and dice.random() < 0.1:
+            last[-1] = vocab + dice.randrange(3)
+        offers.append(last)
+        return Proposal(torch.tensor(last, dtype=torch.long))
+
+    def tail(tokens: list[int]) -> int | None:
+        if dice.random() < 0.5:
+            return None
+        offers[-1] = offers[-1] + guess(tokens + [min(t, vocab - 1) for t in offers[-1]], 1)
+        return offers[-1][-1]
+
+    return Scripted(propose, tail), offers
+
+
+@given(st.integers(0, 10_000), st.integers(4, 6), st.integers(3, 30), st.sets(st.integers(0, 5), max_size=1))
+def test_greedy_is_the_target_alone_whatever_the_draft(
+    seed: int, vocab: int, length: int, ends: set[int]
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    rule = bigram(torch.randint(0, 6, (vocab, vocab), generator=g).float())
+    (draft, offers), stop, asked, shown = wild(rule, vocab, seed), limit(length, *ends), [], []
+
+    def asking(ids: Tensor) -> bool:
+        asked.append(ids[0].tolist())
+        return stop(ids)
+
+    ids, target, meter = run(rule, draft, asking, emit=lambda new: shown.extend(new.tolist()))
+    assert ids == alone(rule, START, stop)
+    assert asked == [ids[:n] for n in range(len(START) + 1, len(ids) + 1)], (
+        "stop is asked once for each token"
+    )
+    assert shown == ids[len(START) :]
+    assert target.tokens == ids[:-1], "the target has run all ids but the last"
+    assert draft.closed == 1 and not meter.failures
+    assert len(meter.rounds) == target.steps
+    assert [proposed for proposed, _ in meter.rounds] == [len(offer) for offer in offers]
+    # All rounds but the last, in which the sequence stopped, were told: `kept` is the longest agreeing beginning.
+    assert len(draft.fates) == len(offers) and draft.fates[:1] in ([], [(shown[:1], 0)])
+    for (committed, kept), offer, (_, accepted) in zip(draft.fates[1:], offers, meter.rounds, strict=False):
+        agreed = 0
+        while agreed < min(len(offer), len(committed)) and offer[agreed] == committed[agreed]:
+            agreed += 1
+        assert kept == accepted == agreed
+    assert draft.tokens == ids[: len(draft.tokens)]
+
+
+def test_the_draft_is_told_what_is_committed_as_long_as_the_sequence_goes_on() -> None:
+    rule = bigram(torch.eye(5).roll(1, 1))  # counts up, modulo 5
+    draft = Scripted(lambda tokens: Proposal(torch.tensor([(tokens[-1] + 1) % 5, (tokens[-1] + 2) % 5, 0])))
+    ids, target, meter = run(rule, draft, limit(8))
+    assert ids == [1, 0, 1, 2, 3, 4, 0, 1]
+    assert draft.fates == [([1], 0), ([2, 3, 4], 2)]
+    assert meter.rounds == [(3, 2), (3, 2)] and target.steps == 2
+    assert target.tokens == ids[:-1]
+
+
+def counting(tokens: list[int]) -> list[int]:
+    return [(tokens[-1] + 1 + i) % 5 for i in range(4)]
+
+
+@pytest.mark.parametrize("end", range(3, 14))
+def test_a_stop_inside_a_window_cuts_exactly_there(end: int) -> None:
+    rule = bigram(torch.eye(5).roll(1, 1))
+    draft = Scripted(lambda tokens: Proposal(torch.tensor(counting(tokens))))
+    ids, target, _ = run(rule, draft, limit(end))
+    assert ids == [1, *(i % 5 for i in range(end - 1))]
+    assert target.tokens == ids[:-1]
+
+
+def test_a_stop_at_the_first_token_asks_the_draft_nothing() -> None:
+    draft = Scripted(lambda tokens: pytest.fail("asked"))
+    ids, target, meter = run(bigram(torch.eye(5)), draft, limit(1))
+    assert ids == [1, 0, 0] and target.steps == 0 and not meter.rounds and draft.closed == 1
+
+
+def test_a_right_tail_saves_the_verification_of_a_window() -> None:
+    """What a pipelined draft does: propose nothing at first, and from then on verify the window's rest beside its tail."""
+    rule = bigram(torch.eye(5).roll(1, 1))
+    sizes = iter([0, 3, 3, 3, 3])
+    now: list[int] = []
+
+    def propose(tokens: list[int]) -> Proposal:
+        now[:] = counting(tokens)[: next(sizes)]
+        return Proposal(torch.tensor(now, dtype=torch.long))
+
+    draft = Scripted(propose, lambda tokens: ([*tokens, *now][-1] + 1) % 5)
+    ids, _, meter = run(rule, draft, limit(15))
+    assert ids == alone(rule, START, limit(15))
+    assert meter.rounds == [(1, 1), (4, 4), (4, 4), (4, 4)]
+
+
+class Dying(Exception):
+    pass
+
+
+def dying(method: str, after: int, error: Exception) -> Scripted:
+    """A good draft of which one method raises at its call number `after`."""
+    calls = iter(range(10_000))
+
+    def perhaps(name: str) -> None:
+        if name == method and next(calls) >= after:
+            raise error
+
+    class Mortal(Scripted):
+        def observe(self, committed: Tensor, kept: int) -> None:
+            perhaps("observe")
+            super().observe(committed, kept)
+
+        def close(self) -> None:
+            super().close()
+            perhaps("close")
+
+    def propose(tokens: list[int]) -> Proposal:
+        perhaps("propose")
+        return Proposal(torch.tensor(counting(tokens)))
+
+    def tail(tokens: list[int]) -> int | None:
+        perhaps("tail")
+        return None
+
+    return Mortal(propose, tail)
+
+
+@pytest.mark.parametrize("method", ["propose", "tail", "observe"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_draft_that_dies_loses_no_token(method: str, after: int) -> None:
+    table = torch.eye(5).roll(1, 1)
+    table[3] = torch.tensor([0, 0, 1.0, 0, 0])  # now and then the draft is wrong
+    rule, draft, meter = bigram(table), dying(method, after, Dying("out of cheese")), Meter()
+    with pytest.warns(MmaccelWarning, match="out of cheese") as told:
+        target = ToyRunner(rule)
+        said = prompt(START)
+        draft.begin(said)
+        first = target.prefill(said.inputs)
+        ids = speculate(target, draft, said, first, stop=limit(30), meter=meter)
+    assert ids[0].tolist() == alone(rule, START, limit(30))
+    assert len(told) == 1 and meter.failures == ["Dying: out of cheese"]
+    assert draft.closed == 1
+    assert meter.rounds[-1] == (0, 0) and target.tokens == ids[0, :-1].tolist()
+
+
+def test_a_draft_that_cannot_close_loses_no_token() -> None:
+    meter = Meter()
+    with pytest.raises(MmaccelWarning, match="cannot"):
+        run(bigram(torch.eye(5).roll(1, 1)), dying("close", 0, Dying("cannot")), limit(12), meter=meter)
+    assert meter.failures == ["Dying: cannot"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Proposal(torch.tensor([2, 3]), parents=torch.tensor([-1, -1])),
+        Proposal(torch.tensor([2.0, 3.0])),
+        Proposal(torch.tensor([2, 3]), q=torch.ones(2, 5)),
+        Proposal(torch.tensor([2, 3]), q=torch.ones(1, 5)),
+    ],
+    ids=["tree", "floats", "uneven", "short"],
+)
+def test_a_draft_that_proposes_nonsense_is_dropped(wrong: Proposal) -> None:
+    rule, meter, draft = bigram(5 * torch.eye(5).roll(1, 1)), Meter(), Scripted(lambda tokens: wrong)
+    said = prompt(START, warp=lambda ids, logits: (logits == logits.max()).float())
+    target = ToyRunner(rule)
+    with pytest.warns(MmaccelWarning, match="DraftError"):
+        ids = speculate(target, draft, said, target.prefill(said.inputs), stop=limit(12), meter=meter)
+    assert ids[0].tolist() == alone(rule, START, limit(12))
+    assert len(meter.failures) == 1 and draft.closed == 1 and target.tokens == ids[0, :-1].tolist()
+
+
+@pytest.mark.parametrize("culprit", ["target", "stop", "emit"])
+def test_the_draft_is_closed_when_something_else_fails(culprit: str) -> None:
+    def fail(*_: object) -> bool:
+        raise Dying(culprit)
+
+    draft = Scripted(lambda tokens: Proposal(torch.tensor(counting(tokens))))
+    rule = bigram(torch.eye(5).roll(1, 1))
+    target, said = ToyRunner(rule), prompt(START)
+    first = target.prefill(said.inputs)
+    if culprit == "target":
+        target.rule = fail  # type: ignore[assignment]
+    stop = fail if culprit == "stop" else limit(9)
+    with pytest.raises(Dying, match=culprit):
+        speculate(
+            target, draft, said, first, stop=stop, emit=fail if culprit == "emit" else None, meter=Meter()
+        )
+    assert draft.closed == 1
+
+
+V = 4
+SAMPLED = 4_000
+WINDOW = 2
+
+
+def warp(ids: Tensor, logits: Tensor) -> Tensor:
+    return torch.softmax(logits / 0.8, -1)
+
+
+def drawn(ids: Tensor, logits: Tensor, g: torch.Generator) -> tuple[int, Tensor]:
+    q = warp(ids, logits)
+    return int(torch.multinomial(q, 1, generator=g)), q
+
+
+def sampling_draft(small: Triples, kind: str, g: torch.Generator) -> Scripted:
+    """Draws from `small`; "point" tells no q; "tail" adds a guess behind the window."""
+    last: list[int] = []
+
+    def write(tokens: list[int], count: int) -> tuple[list[int], list[Tensor]]:
+        tokens, rows = list(tokens), []
+        for _ in range(count):
+            token, q = drawn(torch.empty(0), small(tokens), g)
+            tokens.append(token)
+            rows.append(q)
+        return tokens[len(tokens) - count :], rows
+
+    def propose(tokens: list[int]) -> Proposal:
+        last[:], rows = write(tokens, WINDOW)
+        return Proposal(torch.tensor(last), q=None if kind == "point" else torch.stack(rows))
+
+    def tail(tokens: list[int]) -> int | None:
+        return write([*tokens, *last], 1)[0][0] if kind == "tail" else None
+
+    return Scripted(propose, tail)
+
+
+def sampled(kind: str) -> float:
+    """p-value of the triples of a sampled generation; the windows straddle the triples in every way."""
+    large, small, g = Triples(V, 0), Triples(V, 1), torch.Generator().manual_seed(4)
+    counts = torch.zeros(V, V, V, dtype=torch.long)
+    chunk = 400
+    for _ in range(SAMPLED // chunk):
+        said = prompt([0], warp=warp, generator=g)
+        ids, _, _ = run(large, sampling_draft(small, kind, g), limit(1 + 3 * chunk), said)
+        counts += count_triples(torch.tensor(ids[1:]).view(-1, 3), V)
+    return g_test(counts, large.joint(lambda logits: torch.softmax(logits / 0.8, -1)))
+
+
+@pytest.mark.parametrize("kind", ["drawn", "point", "tail"])
+def test_sampled_triples_have_the_targets_joint_distribution(kind: str) -> None:
+    assert sampled(kind) > 1e-4
+
+
+def test_the_sampled_test_sees_a_loop_that_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lenient(proposal: Proposal, logits: Tensor, *rest: Any) -> tuple[Tensor, int]:
+        committed, kept = accept(proposal, logits, *rest)
+        if proposal.ids.numel() and kept == 0:
+            return torch.cat([proposal.ids[:1], accept(Proposal.empty(), logits[1:2], *rest)[0]]), 1
+        return committed, kept
+
+    monkeypatch.setattr(generate, "accept", lenient)
+    assert sampled("drawn") < 1e-4
+
+
+def test_without_a_draft_sampling_is_that_of_a_plain_loop() -> None:
+    rule = bigram(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)))
+    torch.manual_seed(3)
+    tokens = list(START)
+    while len(tokens) < 40:
+        tokens.append(int(torch.multinomial(warp(torch.empty(0), rule(tokens)), 1)))
+    torch.manual_seed(3)
+    ids, _, meter = run(rule, Scripted(lambda _: Proposal.empty()), limit(40), prompt(START, warp=warp))
+    assert ids == tokens
+    assert meter.rounds == [(0, 0)] * 37

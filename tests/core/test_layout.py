@@ -1,0 +1,70 @@
+"""What a layout derives from the modality, the frames and the padding of tokens."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from tests.policies.sparse.scenes import Scene, scenes
+
+
+@given(scenes())
+def test_positions_segments_and_cells(scene: Scene) -> None:
+    layout = scene.layout()
+    for b, tokens in enumerate(scene.sequences):
+        pad = scene.pad(b)
+        assert layout.valid[b].tolist() == [False] * pad + [True] * len(tokens)
+        assert layout.position[b, pad:].tolist() == list(range(len(tokens)))
+        assert layout.cell[b, pad:].tolist() == [t.cell for t in tokens]
+        assert (layout.cell[b, :pad] == -1).all()
+        segment = layout.segment[b, pad:].tolist()
+        for i in range(1, len(tokens)):
+            change = tokens[i].modality != tokens[i - 1].modality
+            assert segment[i] == segment[i - 1] + int(change)
+    assert layout.padded == any(scene.pad(b) for b in range(scene.batch))
+    for modality in (TEXT, IMAGE, VIDEO):
+        counts = [sum(t.modality == modality for t in s) for s in scene.sequences]
+        assert layout.census[modality] == max(counts)
+
+
+def test_marks_between_rows_do_not_restart_a_frame() -> None:
+    """A picture of two rows of three cells, each followed by a mark, then a frame of two cells."""
+    layout = TokenLayout.build(
+        torch.tensor([[TEXT, *[IMAGE] * 8, TEXT, VIDEO, VIDEO]]),
+        frame=torch.tensor([[-1, 0, 0, 0, -1, 0, 0, 0, -1, -1, 1, 1]]),
+    )
+    assert layout.cell.tolist() == [[-1, 0, 1, 2, -1, 3, 4, 5, -1, -1, 0, 1]]
+
+
+@given(scenes())
+def test_taking_and_sequences_keep_what_tokens_are(scene: Scene) -> None:
+    layout = scene.layout()
+    rows = slice(scene.start, None)
+    late = layout.take(rows)
+    assert (late.batch, late.length) == (scene.batch, scene.length - scene.start)
+    for name in ("modality", "segment", "frame", "row", "column", "position", "valid"):
+        assert torch.equal(getattr(late, name), getattr(layout, name)[:, rows])
+    picked = torch.arange(0, scene.length, 2)
+    assert torch.equal(layout.take(picked).position, layout.position[:, ::2])
+    for b in range(scene.batch):
+        assert torch.equal(layout.sequence(b).modality, layout.modality[b : b + 1])
+
+
+def test_generated_tokens_follow_on() -> None:
+    layout = TokenLayout.build(
+        torch.tensor([[VIDEO, VIDEO, TEXT], [TEXT, VIDEO, VIDEO]]), valid=torch.tensor([[0, 1, 1], [1, 1, 1]])
+    )
+    longer = layout.extend(2)
+    assert longer.position.tolist() == [[0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert longer.modality[:, 3:].tolist() == [[TEXT, TEXT], [TEXT, TEXT]]
+    assert longer.segment.tolist() == [[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]]
+    assert longer.frame[:, 3:].tolist() == [[-1, -1], [-1, -1]] and bool(longer.valid[:, 3:].all())
+    assert layout.extend(0) is layout
+
+
+def test_text() -> None:
+    layout = TokenLayout.text(2, 5)
+    assert layout.modality.eq(TEXT).all() and not layout.padded
+    assert layout.position.tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert layout.to("cpu").length == 5

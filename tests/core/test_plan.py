@@ -1,0 +1,235 @@
+"""The parts of the currency: lists, kinds, masks, counts, and the way to an operator and back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmaccel.backends import ops
+from mmaccel.core.lower import attend_part, attend_plan, merge
+from mmaccel.core.plan import (
+    ABSENT,
+    FAR,
+    FULL,
+    TEST,
+    AttentionPlan,
+    BlockLists,
+    KeySpan,
+    Part,
+    pad_rows,
+    span_from_ranges,
+    span_from_steps,
+    span_from_table,
+)
+from tests.backends.oracle import log_sum_exp, masked
+from tests.backends.plans import random_plan
+
+BLOCK = 4
+
+
+def rows(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32).view(1, 1, -1)
+
+
+def pairs(part: Part, span: KeySpan, table: Tensor, b: int, h: int) -> set[tuple[int, int]]:
+    """The pairs (place in the part, place in the span) that a listed block holds and the range test lets through."""
+    q_row, q_place = (t[b % t.shape[0], h % t.shape[1]].tolist() for t in (part.q_row, span.q_place))
+    k_row, k_place = (t[b % t.shape[0], h % t.shape[1]].tolist() for t in (span.k_row, span.k_place))
+    return {
+        (i, j)
+        for i in range(len(q_row))
+        for j in range(len(k_row))
+        if table[b % table.shape[0], h % table.shape[1], i // BLOCK, j // BLOCK]
+        and q_row[i] >= 0
+        and k_row[j] >= 0
+        and span.lo <= q_place[i] - k_place[j] < span.hi
+    }
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, int, int], torch.Generator]:
+    """q_row, k_row, q_place, k_place, lo, hi of a span, and a generator for what lists it."""
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    lead = draw(st.sampled_from([(1, 1), (2, 1), (2, 3), (1, 3)]))
+    m, n = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+
+    def row(count: int) -> Tensor:
+        row = torch.rand(*lead, count, generator=rng).argsort(-1)
+        return row.masked_fill(torch.rand(*lead, count, generator=rng) < draw(st.sampled_from([0, 0.3])), -1)
+
+    def place(count: int) -> Tensor:
+        if draw(st.booleans()):
+            return (torch.arange(count) + draw(st.integers(0, 5))).expand(*lead, count)
+        return torch.randint(0, 30, (*lead, count), generator=rng).sort(-1).values
+
+    places = place(BLOCK * m), place(BLOCK * n)
+    lo = draw(st.sampled_from([0, -FAR, 5]))
+    hi = lo + draw(st.integers(3, 12)) if lo >= 0 and draw(st.booleans()) else FAR
+    return (row(BLOCK * m), row(BLOCK * n), *places, lo, hi), rng
+
+
+def check(order: tuple, span: KeySpan, listed: Tensor) -> None:
+    """The span computes exactly the pairs of the listed blocks; kinds hold."""
+    q_row, k_row = order[:2]
+    part = Part(q_row, (span,))
+    B, H = listed.shape[:2]
+    kinds = span.lists.table(k_row.shape[-1] // BLOCK)
+    for b in range(B):
+        for h in range(H):
+            want = pairs(part, span, listed, b, h)
+            assert pairs(part, span, kinds >= 0, b, h) == want
+            for m, n in (kinds[b, h] >= 0).nonzero().tolist():
+                assert listed[b, h, m, n]
+                inside = [(i, j) for i, j in want if (i // BLOCK, j // BLOCK) == (m, n)]
+                there = int(
+                    (q_row[b % q_row.shape[0], h % q_row.shape[1], m * BLOCK : (m + 1) * BLOCK] >= 0).sum()
+                )
+                keys = int(
+                    (k_row[b % k_row.shape[0], h % k_row.shape[1], n * BLOCK : (n + 1) * BLOCK] >= 0).sum()
+                )
+                kind = int(kinds[b, h, m, n])
+                assert kind in (FULL, ABSENT, TEST)
+                assert (kind == TEST) or len(inside) == there * keys
+                assert (kind == FULL) == (len(inside) == there * BLOCK)
+
+
+@given(orders(), st.integers(1, 4))
+def test_span_from_ranges(drawn, ranges: int) -> None:
+    order, rng = drawn
+    q_row, k_row = order[0], order[1]
+    m, n = q_row.shape[-1] // BLOCK, k_row.shape[-1] // BLOCK
+    start = torch.randint(-2, n + 2, (*q_row.shape[:2], m, ranges), generator=rng)
+    stop = start + torch.randint(-1, n + 1, start.shape, generator=rng)
+    number = torch.arange(n)
+    listed = ((number >= start[..., None]) & (number < stop[..., None])).any(3)
+    check(order, span_from_ranges(*order, start, stop, BLOCK, BLOCK), listed)
+
+
+@given(orders())
+def test_span_from_table(drawn) -> None:
+    order, rng = drawn
+    shape = (*order[0].shape[:2], order[0].shape[-1] // BLOCK, order[1].shape[-1] // BLOCK)
+    table = torch.rand(shape, generator=rng) < 0.6
+    check(order, span_from_table(*order, table, BLOCK, BLOCK), table)
+
+
+@given(orders(), st.integers(1, 9), st.booleans())
+def test_span_from_steps(drawn, count: int, shared: bool) -> None:
+    order, rng = drawn
+    q_row, k_row = order[0], order[1]
+    B, H, m, n = *q_row.shape[:2], q_row.shape[-1] // BLOCK, k_row.shape[-1] // BLOCK
+    steps = torch.rand(B, H, count, generator=rng) < 0.5
+    home = torch.randint(-2, n + 3, (B, 1 if shared else H), generator=rng)
+    listed = torch.zeros(B, H, m, n, dtype=torch.bool)
+    for b, h, t in steps.nonzero().tolist():
+        for block in range(m):
+            key = int(home[b, h % home.shape[1]]) + block - t
+            if 0 <= key < n:
+                listed[b, h, block, key] = True
+    check(order, span_from_steps(*order, home, steps, BLOCK, BLOCK), listed)
+
+
+def test_lists_may_be_followed_by_slack() -> None:
+    """Entries past the last offset belong to nobody: not in the table, not in the count, not in the result."""
+    plan = random_plan(4)
+    part = plan.parts[0]
+
+    def loose(span: KeySpan) -> KeySpan:
+        lists = span.lists
+        index, kind = (torch.cat([t, t.new_zeros(7)]) for t in (lists.index, lists.kind))
+        return replace(span, lists=BlockLists(lists.offset, index, kind))
+
+    slack = replace(plan, parts=(Part(part.q_row, tuple(loose(s) for s in part.spans)),))
+    assert torch.equal(slack.to_mask(), plan.to_mask())
+    assert torch.equal(slack.listed_pairs(), plan.listed_pairs())
+    rng = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, h, n, 8, generator=rng) for h, n in ((4, 50), (2, 90), (2, 90)))
+    for got, want in zip(
+        attend_plan(slack, query, key, value, 0.3, ops.block_attend),
+        attend_plan(plan, query, key, value, 0.3, ops.block_attend),
+        strict=True,
+    ):
+        assert torch.equal(got, want)
+
+
+def two_parts() -> AttentionPlan:
+    """Eight queries over twelve keys: all over the first four in one part, every second over the rest in another."""
+    everything = rows(*range(8))
+    first, later, second = rows(0, 1, 2, 3), rows(*range(4, 12)), rows(6, 4, 2, 0)
+    listed = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    near = (everything, first, everything, rows(0, 0, 0, 0), -FAR, FAR)
+    near = span_from_table(*near, listed[..., :1], BLOCK, BLOCK)
+    far = span_from_table(second, later, second, later, -3, 1, listed[..., :1, :], BLOCK, BLOCK)
+    parts = (Part(everything, (near,)), Part(second, (far,)))
+    return AttentionPlan(parts, BLOCK, BLOCK, batch=1, heads=2, n_query=8, n_key=12, overlap=True)
+
+
+def test_mask_and_counts_by_hand() -> None:
+    plan = two_parts()
+    want = torch.zeros(8, 12, dtype=torch.bool)
+    want[:, :4] = True
+    for i in (0, 2, 4, 6):
+        for j in range(4, 12):
+            want[i, j] = -3 <= i - j < 1
+    assert torch.equal(plan.to_mask()[0], want.expand(2, -1, -1))
+    assert int(plan.count_mask().max()) == 1
+    assert plan.listed_pairs().tolist() == [[8 * 4 + 4 * 8] * 2]
+    twice = replace(plan, parts=(plan.parts[0], plan.parts[0]))
+    assert int(twice.count_mask().max()) == 2
+    assert torch.equal(plan.to("cpu").to_mask(), plan.to_mask())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_parts_that_share_rows_are_merged_exactly(dtype: torch.dtype, tolerance: float) -> None:
+    plan = two_parts()
+    rng = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(1, h, n, 8, generator=rng).to(dtype) for h, n in ((2, 8), (1, 12), (1, 12))
+    )
+    out, lse = attend_plan(plan, 4 * query, key, value, 0.5, ops.block_attend)
+    assert out.dtype == dtype
+    mask = plan.to_mask()
+    torch.testing.assert_close(out, masked(4 * query, key, value, mask, 0.5), rtol=0, atol=tolerance)
+    torch.testing.assert_close(lse, log_sum_exp(4 * query, key, mask, 0.5), rtol=1e-6, atol=tolerance)
+
+
+def test_merging_with_nothing_changes_nothing() -> None:
+    out, lse = (
+        torch.randn(3, 5, generator=torch.Generator().manual_seed(2)),
+        torch.tensor([1.0, -2.0, -torch.inf]),
+    )
+    nothing, never = torch.zeros(3, 5), torch.full((3,), -torch.inf)
+    out[2] = 0
+    for first, second in (((out, lse), (nothing, never)), ((nothing, never), (out, lse))):
+        merged, total = merge(*first, *second)
+        assert torch.equal(merged, out) and torch.equal(total, lse)
+
+
+def test_a_part_comes_in_its_own_order_and_a_plan_in_that_of_the_query() -> None:
+    plan = two_parts()
+    part = plan.parts[1]
+    lone = replace(plan, parts=(part,), overlap=False)
+    rng = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(1, h, n, 8, generator=rng) for h, n in ((2, 8), (1, 12), (1, 12)))
+    ordered, _ = attend_part(part, lone, query, key, value, 0.5, ops.block_attend)
+    out, lse = attend_plan(lone, query, key, value, 0.5, ops.block_attend)
+    assert torch.equal(out[:, :, part.q_row[0, 0].long()], ordered)
+    assert (out[:, :, 1::2] == 0).all() and (lse[:, :, 1::2] == -torch.inf).all()
+
+
+def test_no_parts_give_zeros() -> None:
+    plan = replace(two_parts(), parts=())
+    query, key = torch.ones(1, 2, 8, 8), torch.ones(1, 1, 12, 8)
+    out, lse = attend_plan(plan, query, key, key, 0.5, ops.block_attend)
+    assert out.shape == query.shape and not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize(("n", "want"), [(0, 4), (1, 4), (4, 4), (5, 8)])
+def test_rows_fill_whole_blocks(n: int, want: int) -> None:
+    padded = pad_rows(torch.arange(n).view(1, 1, n), BLOCK)
+    assert padded.shape == (1, 1, want) and (padded[..., n:] == -1).all()

@@ -1,0 +1,182 @@
+"""Recipes: from names, files and mappings, and the sentences of wrong ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+import mmaccel
+from mmaccel.core.errors import RecipeError, UnknownName
+from mmaccel.core.recipe import Recipe, fields_of, names, presets
+from mmaccel.core.registry import Registry, registry
+from mmaccel.core.sparse import SparsePattern
+from mmaccel.policies.kv import Window
+from mmaccel.policies.sparse import AShape
+
+
+def test_the_default_is_the_plain_model() -> None:
+    recipe = Recipe()
+    assert (recipe.sparse.name, recipe.kv.name, recipe.draft.name, recipe.prune) == (
+        "dense",
+        "full",
+        "off",
+        None,
+    )
+    assert Recipe.load() == recipe == Recipe.load({})
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
+    assert len(presets()[name].split()) >= 5
+    recipe = Recipe.load(name)
+    assert Recipe.load(yaml.safe_load(recipe.to_yaml())) == recipe
+
+
+@pytest.mark.parametrize("kind", ["sparse", "kv"])
+def test_every_policy_is_a_recipe_by_its_name(kind: str) -> None:
+    for name in registry(kind):
+        assert getattr(Recipe.load(name), kind).name == name
+
+
+def test_yaml_file_round_trip(tmp_path: Path) -> None:
+    recipe = Recipe(
+        sparse=AShape(sink=16, window=96),
+        draft={"name": "sequential", "model": "some/folder", "window": 3},  # type: ignore[arg-type]
+        chunk=256,
+        dense_tail=0,
+        dense_layers=(0, 2),
+    )
+    path = tmp_path / "mine.yaml"
+    path.write_text(recipe.to_yaml())
+    assert Recipe.load(path) == recipe == Recipe.load(str(path))
+    assert fields_of(path)["sparse"] == {"name": "a_shape", "block": 64, "sink": 16, "window": 96}
+
+
+def test_yaml_off_is_no_draft(tmp_path: Path) -> None:
+    path = tmp_path / "off.yaml"
+    path.write_text("sparse: a_shape\ndraft: off\n")
+    assert Recipe.load(path).draft.name == "off"
+
+
+def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yml"
+    path.write_text("# nothing\n")
+    assert Recipe.load(path) == Recipe()
+
+
+def test_choices_replace_fields() -> None:
+    assert Recipe.load("a_shape", dense_tail=0).dense_tail == 0
+    assert Recipe.load(Recipe(chunk=128), sparse="a_shape") == Recipe(chunk=128, sparse=AShape())
+    assert Recipe.load("a_shape", sparse={"name": "a_shape", "window": 64}).sparse == AShape(window=64)
+
+
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Recipe().chunk = 64  # type: ignore[misc]
+
+
+def sentence(source: object = None, **choices: object) -> str:
+    """The message of the error that a wrong recipe raises; one line that ends with a full stop."""
+    with pytest.raises(RecipeError) as caught:
+        Recipe.load(source, **choices)  # type: ignore[arg-type]
+    told = str(caught.value)
+    assert "\n" not in told and told.endswith(".")
+    return told
+
+
+def test_unknown_names_give_the_nearest_and_the_list() -> None:
+    told = sentence("a_shap")
+    assert "unknown recipe 'a_shap': did you mean 'a_shape'?" in told
+    assert all(name in told for name in names())
+    assert "unknown sparse 'griddd': did you mean 'grid'?" in sentence(sparse="griddd")
+    assert "unknown recipe field 'sprase': did you mean 'sparse'?" in sentence({"sprase": "dense"})
+    told = sentence(sparse={"name": "a_shape", "windw": 3})
+    assert "unknown field of sparse 'a_shape' 'windw': did you mean 'window'?" in told and "sink" in told
+    assert "unknown backend 'cuda'" in sentence(backend="cuda")
+
+
+def test_names_far_from_all_give_the_list_alone() -> None:
+    told = sentence("zzzzzz")
+    assert "did you mean" not in told and "There are: " in told
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"chunk": 63}, "chunk: 63; give at least 64 tokens"),
+        ({"chunk": "all"}, "chunk: 'all'"),
+        ({"dense_tail": -1}, "dense_tail: -1; give a number of rows"),
+        ({"dense_layers": [0, -2]}, "dense_layers: [0, -2]"),
+        ({"dense_layers": 3}, "dense_layers: 3; give a list of layer numbers"),
+        ({"sparse": 7}, "sparse: 7 is no SparsePattern"),
+        ({"sparse": None}, "sparse: None is no SparsePattern"),
+        ({"kv": AShape()}, "is no KVPolicy; give a name, a mapping with a name, or an instance"),
+        ({"sparse": {"window": 3}}, "sparse: a mapping needs the policy's name"),
+        ({"sparse": {"name": "a_shape", "window": 0}}, "a_shape: window is 0"),
+        ({"sparse": {"name": "a_shape", "block": 48}}, "a_shape: block is 48; give a power of two"),
+        ({"draft": "sequential"}, "sequential: model is None; give the draft model's folder"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_told_in_one_sentence(choices: dict[str, object], words: str) -> None:
+    assert words in sentence(**choices)
+
+
+def test_impossible_pairs_are_told_in_one_sentence() -> None:
+    told = sentence(sparse="a_shape", kv="window")
+    assert (
+        "sparse 'a_shape' cannot stand beside kv 'window'" in told
+        and "set sparse to 'dense' or kv to 'full'" in told
+    )
+    told = sentence(kv=Window(margin=4), draft={"name": "sequential", "model": "x", "window": 8})
+    assert "rolls back up to 9 tokens" in told and "raise the memory's margin" in told
+
+
+def test_a_possible_pair_is_let_through() -> None:
+    Recipe.load(kv=Window(margin=16), draft={"name": "sequential", "model": "x", "window": 8})
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    assert "there is no file" in sentence(tmp_path / "none.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("sparse: [dense\n")
+    assert "is no valid YAML" in sentence(broken)
+    broken.write_text("- dense\n- full\n")
+    assert "holds list; write a mapping" in sentence(broken)
+
+
+def test_a_name_is_registered_once() -> None:
+    own = Registry("toy")
+    own.add("one", AShape)
+    own.add("one", AShape)
+    with pytest.raises(RecipeError, match="toy 'one' is registered already"):
+        own.add("one", Window)
+    with pytest.raises(UnknownName, match="unknown kind 'nothing'"):
+        registry("nothing")
+
+
+def test_a_policy_of_ones_own_is_a_name_like_any() -> None:
+    table = registry("sparse")
+
+    @mmaccel.register("sparse", "of_my_own")
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class OfMyOwn(SparsePattern):
+        """Dense, under another name."""
+
+        strength: int = 1
+
+        def plan(self, query, key, q_layout, k_layout):  # type: ignore[no-untyped-def]
+            return None
+
+        def bound(self, n_query: int, n_key: int) -> int:
+            return n_query * n_key
+
+    try:
+        assert Recipe.load("of_my_own").sparse == OfMyOwn()
+        assert Recipe.load(sparse={"name": "of_my_own", "strength": 3}).sparse == OfMyOwn(strength=3)
+        assert "of_my_own" in names()
+    finally:
+        del table._classes["of_my_own"]  # type: ignore[attr-defined]

@@ -1,0 +1,81 @@
+"""Small films for the tests: every frame carries its number as a bar code."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import torch
+
+BITS = 12
+Film = Callable[..., Path]
+
+
+def card(number: int, height: int, width: int) -> np.ndarray:
+    """A grey frame with the number in black and white columns and a red top left corner."""
+    picture = np.full((height, width, 3), 110, np.uint8)
+    edges = np.linspace(width // 4, width, BITS + 1).astype(int)
+    for bit in range(BITS):
+        picture[:, edges[bit] : edges[bit + 1]] = 235 if number >> bit & 1 else 20
+    picture[: height // 4, : width // 4] = (255, 0, 0)
+    return picture
+
+
+def numbers(frames: torch.Tensor) -> list[int]:
+    """The numbers that frames carry."""
+    width = frames.shape[-1]
+    edges = np.linspace(width // 4, width, BITS + 1).astype(int)
+    middle = torch.tensor([(edges[bit] + edges[bit + 1]) // 2 for bit in range(BITS)])
+    bits = frames[:, 1, frames.shape[2] // 2].index_select(1, middle) > 127
+    return [int(value) for value in (bits.long() * 2 ** torch.arange(BITS)).sum(1)]
+
+
+def write_film(
+    path: Path,
+    frames: int = 60,
+    *,
+    height: int = 64,
+    width: int = 128,
+    fps: int = 10,
+    times: Sequence[float] | None = None,
+    codec: str = "libx264",
+    pixels: str = "yuv420p",
+    gop: int = 12,
+    muxer: dict[str, str] | None = None,
+    options: dict[str, str] | None = None,
+    format: str | None = None,
+) -> Path:
+    """Write a film; `times` (seconds, to the millisecond) instead of a constant rate."""
+    base = Fraction(1, 1000) if times is not None else Fraction(1, fps)
+    with av.open(str(path), "w", format=format, options=muxer or {}) as container:
+        stream: Any = container.add_stream(codec, rate=fps)
+        stream.width, stream.height, stream.pix_fmt = width, height, pixels
+        stream.codec_context.time_base = stream.time_base = base
+        stream.options = options or ({"preset": "ultrafast"} if codec == "libx264" else {})
+        if codec == "libx264":
+            stream.codec_context.max_b_frames = 2
+        stream.gop_size = gop
+        container.start_encoding()
+        for number in range(frames):
+            frame = av.VideoFrame.from_ndarray(card(number, height, width), format="rgb24")
+            frame.pts = round(times[number] * 1000) if times is not None else number
+            frame.time_base = base
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def set_matrix(path: Path, a: int, b: int, c: int, d: int) -> Path:
+    """Write the display matrix of an mp4 as a camera does: (x, y) is shown at (a x + c y, b x + d y)."""
+    data = bytearray(path.read_bytes())
+    # In a track header of version 0 the matrix stands 44 bytes after the name of the box.
+    place = data.index(b"tkhd") + 44
+    one = 1 << 16
+    data[place : place + 36] = struct.pack(">9i", a * one, b * one, 0, c * one, d * one, 0, 0, 0, 1 << 30)
+    path.write_bytes(data)
+    return path

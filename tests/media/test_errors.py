@@ -1,0 +1,198 @@
+"""Broken files: each is told in one sentence, or gives what can be read and says what was lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from mmaccel import media
+from mmaccel.core.errors import VideoError, VideoWarning
+from tests.media.films import Film, numbers
+
+
+def sentence(path: Path | str, **how: Any) -> str:
+    """What reading it raises: one line, one sentence."""
+    with pytest.raises(VideoError) as caught:
+        media.read(path, **how)
+    told = str(caught.value)
+    assert told.endswith(".") and "\n" not in told and ". " not in told.replace(str(path), "")
+    with pytest.raises(VideoError):
+        next(iter(media.clips(path, fps=1, frames_per_clip=2)))
+    return told.replace(str(path), "FILE")
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """The superuser may read everything, so give the right up for a moment."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    assert sentence(tmp_path / "none.mp4") == "there is no file FILE: check the path."
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    assert sentence(tmp_path) == "FILE is a folder, not a video: name a file in it."
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "empty.mp4"
+    path.touch()
+    assert sentence(path) == "FILE is empty: it has 0 bytes."
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are those of POSIX")
+def test_permission_denied(film: Film) -> None:
+    path = film(frames=2)
+    path.chmod(0)
+    with as_nobody():
+        assert sentence(path) == "FILE may not be read: permission denied."
+
+
+@pytest.mark.parametrize("name", ["notes.mp4", "notes.mkv"])
+def test_text_with_the_name_of_a_video(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("what colour was the star?\n" * 200)
+    assert (
+        sentence(path) == "FILE is no video that can be read: it is another kind of file, or was cut short."
+    )
+
+
+def test_text_that_ffmpeg_would_draw(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("what colour was the star?\n" * 200)
+    assert sentence(path) == "FILE is text, not a video: name a video file."
+
+
+def test_an_mp4_cut_before_its_index(film: Film) -> None:
+    path = film()
+    path.write_bytes(path.read_bytes()[:-1500])
+    assert (
+        sentence(path) == "FILE is no video that can be read: it is another kind of file, or was cut short."
+    )
+
+
+@pytest.mark.parametrize("name", ["zero.mkv", "zero.mp4"])
+def test_no_frames(film: Film, name: str) -> None:
+    told = sentence(film(name, 0, muxer={"movflags": "empty_moov"} if name.endswith("mp4") else None))
+    assert told in (
+        "FILE has no frames: its video stream is empty.",
+        "FILE has no frames: its data ends before the first.",
+    )
+
+
+def test_sound_alone(tmp_path: Path) -> None:
+    path = tmp_path / "sound.mp4"
+    with av.open(str(path), "w") as container:
+        stream: Any = container.add_stream("aac", rate=16000, layout="mono")
+        for number in range(4):
+            samples = np.zeros((1, 1024), np.float32)
+            frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
+            frame.sample_rate, frame.pts = 16000, number * 1024
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    assert sentence(path) == "FILE has no video: it holds only audio."
+
+
+def test_nobody_at_the_address() -> None:
+    told = sentence("http://127.0.0.1:9/film.mp4", timeout=2.0)
+    assert told == "FILE cannot be opened: connection refused."
+
+
+@pytest.mark.parametrize("how", [{}, {"fps": 5}, {"count": 2}, {"size": (28, 28)}])
+def test_frames_of_one_pixel_are_read(film: Film, how: dict[str, Any]) -> None:
+    path = film("dot.mkv", 4, height=1, width=1, codec="ffv1", pixels="bgr0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        video = media.read(path, **how)
+    assert video.frames.shape[1:] == (3, *how.get("size", (1, 1)))
+
+
+def test_frames_of_8k_are_shrunk_and_told(film: Film) -> None:
+    path = film("wide.mp4", 1, height=4320, width=7680)
+    with pytest.warns(
+        VideoWarning, match="frames of 7680x4320 were shrunk to 4096x2304 and none lost; max_side="
+    ):
+        video = media.read(path)
+    assert video.frames.shape == (1, 3, 2304, 4096) and numbers(video.frames) == [0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert media.read(path, size=(84, 140)).frames.shape == (1, 3, 84, 140)
+
+
+@pytest.mark.parametrize("how", [{}, {"fps": 5}, {"count": 6}, {"max_frames": 6}])
+def test_a_truncated_file_gives_its_beginning_and_counts_the_rest(film: Film, how: dict[str, Any]) -> None:
+    path = film(muxer={"movflags": "faststart"})
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.warns(VideoWarning) as caught:
+        video = media.read(path, **how)
+    # Some releases of FFmpeg call the place of the cut damaged, others do not.
+    told = str(caught[0].message).removesuffix("; it is damaged in 1 place.").rstrip(".")
+    found = numbers(video.frames)
+    assert 0 < len(video) < 60 and found[-1] < 45
+    if "count" in how or "max_frames" in how:
+        counts = re.search(r"only (\d+) of its 60 frames are in the file, (\d+) are lost$", told)
+        assert counts is not None and int(counts[1]) + int(counts[2]) == 60 and int(counts[1]) > found[-1]
+    else:
+        step = 2 if how else 1
+        lost = 60 // step - len(video)
+        assert told == f"{path}: {len(video)} of {60 // step} frames could be read, {lost} were lost"
+        assert found == list(range(0, len(video) * step, step))
+
+
+def test_a_truncated_file_without_an_index_is_told_by_its_duration(film: Film) -> None:
+    path = film("film.mkv")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.warns(VideoWarning) as caught:
+        video = media.read(path)
+    told = re.search(
+        r"(\d+) frames could be read up to ([\d.]+) of 6\.00 s, about (\d+) were lost", str(caught[0].message)
+    )
+    assert told is not None and int(told[1]) == len(video)
+    end = float(video.times[-1]) + 0.1
+    assert float(told[2]) == pytest.approx(end) and int(told[3]) == round(10 * (6.0 - end))
+
+
+def test_a_truncated_file_that_ends_after_the_span_asked_for(film: Film) -> None:
+    path = film(muxer={"movflags": "faststart"})
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert numbers(media.read(path, fps=5, stop=1.0).frames) == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("how", [{}, {"fps": 2}, {"count": 12}])
+def test_damage_in_the_middle_leaves_the_rest(film: Film, how: dict[str, Any]) -> None:
+    path = film(muxer={"movflags": "faststart"}, gop=6)
+    data = bytearray(path.read_bytes())
+    middle = data.find(b"mdat") + (len(data) - data.find(b"mdat")) // 2
+    data[middle : middle + 600] = bytes(value * 37 % 256 for value in range(600))
+    path.write_bytes(data)
+    with pytest.warns(VideoWarning, match=r"frames could be read.*; it is damaged in \d+ places?\."):
+        video = media.read(path, **how)
+    found = numbers(video.frames)
+    assert found[0] == 0 and video.times[-1] >= 5.0
+    assert video.times.tolist() == sorted(video.times.tolist())
+
+
+def test_clips_tell_of_a_truncated_file_too(film: Film) -> None:
+    path = film(muxer={"movflags": "faststart"})
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.warns(VideoWarning, match=r"\d+ of 60 frames could be read, \d+ were lost"):
+        assert sum(map(len, media.clips(path, fps=10, frames_per_clip=8))) < 60

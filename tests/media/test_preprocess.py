@@ -1,0 +1,300 @@
+"""Pixels against the stock image processors, and against references written another way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmaccel.core.errors import VideoError
+from mmaccel.media.intake import as_frames, as_image
+from mmaccel.media.preprocess import (
+    Pixels,
+    anyres_tokens,
+    normalise,
+    patch_size_of,
+    resize,
+    smart_resize,
+    through_floats,
+    to_frames,
+    to_patches,
+    to_square,
+    to_tiles,
+)
+
+PATCHES = Pixels(
+    size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+    patch_size=14,
+    temporal_patch_size=2,
+    merge_size=2,
+)
+TILES = Pixels(
+    size={"height": 56, "width": 56}, image_grid_pinpoints=[[56, 112], [112, 56], [112, 112], [168, 56]]
+)
+# Rescaling and normalising in two steps rounds differently in the last bits; a pixel one grey level away would
+# differ by more than 0.01.
+CLOSE = {"rtol": 0, "atol": 1e-5}
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    """Bytes with both fine grain and wide areas."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randint(0, 256, (*shape[:-2], 3, 3), generator=generator, dtype=torch.uint8)
+    wide = torch.nn.functional.interpolate(coarse.view(-1, 3, 3, 3), size=shape[-2:]).view(shape)
+    grain = torch.randint(0, 64, shape, generator=generator, dtype=torch.uint8)
+    return (wide // 2 + grain).to(torch.uint8)
+
+
+@pytest.mark.parametrize("size", [(84, 140), (56, 56), (200, 30), (97, 130)])
+def test_bicubic_on_bytes_is_that_of_pillow_to_a_grey_level(size: tuple[int, int]) -> None:
+    frame = noise(1, 3, 97, 130)
+    picture = as_pil(frame[0]).resize(size[::-1], PIL.Image.Resampling.BICUBIC)
+    steps = resize(frame, size)[0].int() - torch.from_numpy(np.array(picture)).permute(2, 0, 1).int()
+    assert steps.abs().max() <= 1
+
+
+def test_bytes_off_the_cpu_round_to_the_same_levels() -> None:
+    frame = noise(2, 3, 97, 130)
+    for number, mode in ((2, "bilinear"), (3, "bicubic")):
+        steps = resize(frame, (60, 60), number).int() - through_floats(frame, (60, 60), mode).int()
+        assert steps.abs().max() <= 1
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([28, 32, 14]))
+@settings(max_examples=200, deadline=None)
+def test_smart_resize_keeps_its_promises(height: int, width: int, factor: int) -> None:
+    least, most = 128 * factor**2, 768 * factor**2
+    if max(height, width) > 200 * min(height, width):
+        with pytest.raises(VideoError, match="too narrow"):
+            smart_resize(height, width, factor, least, most)
+        return
+    rows, columns = smart_resize(height, width, factor, least, most)
+    assert rows % factor == columns % factor == 0
+    thin = min(rows, columns) == factor
+    assert thin or least <= rows * columns <= most
+    if not thin and 0.2 < height / width < 5:
+        assert abs(math.log((rows / columns) / (height / width))) < factor * (1 / rows + 1 / columns)
+
+
+@pytest.mark.parametrize("temporal", [1, 2, 3])
+@pytest.mark.parametrize("merge", [1, 2])
+def test_patches_hold_the_pixels_of_their_place(temporal: int, merge: int) -> None:
+    pixels = Pixels(
+        size={"shortest_edge": 1, "longest_edge": 10**6},
+        patch_size=4,
+        temporal_patch_size=temporal,
+        merge_size=merge,
+        image_mean=(0.5, 0.4, 0.3),
+        image_std=(0.2, 0.3, 0.4),
+    )
+    frames = noise(5, 3, 16, 24)
+    flat, (steps, rows, columns) = to_patches(frames, pixels, chunk=3)
+    assert (steps, rows, columns) == (-(-5 // temporal), 4, 6)
+    mean, std = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1), torch.tensor([0.2, 0.3, 0.4]).view(3, 1, 1)
+    floats = (frames.double() / 255 - mean) / std
+    places = [
+        (step, top + row, left + column)
+        for step in range(steps)
+        for top in range(0, rows, merge)
+        for left in range(0, columns, merge)
+        for row in range(merge)
+        for column in range(merge)
+    ]
+    assert len(places) == len(flat)
+    for patch, (step, row, column) in zip(flat, places, strict=True):
+        block = [
+            floats[min(step * temporal + ahead, 4), :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+            for ahead in range(temporal)
+        ]
+        torch.testing.assert_close(patch.double(), torch.stack(block, 1).flatten(), **CLOSE)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 64])
+def test_chunks_change_nothing(chunk: int) -> None:
+    frames = noise(9, 3, 60, 90)
+    whole, grid = to_patches(frames, PATCHES, chunk=1000)
+    part, again = to_patches(frames, PATCHES, chunk=chunk)
+    assert torch.equal(whole, part) and grid == again
+    assert torch.equal(to_frames(frames, TILES, chunk=1000), to_frames(frames, TILES, chunk=chunk))
+    low, _ = to_patches(frames, PATCHES, dtype=torch.bfloat16, chunk=chunk)
+    assert torch.equal(low, whole.bfloat16())
+
+
+def test_the_budget_of_a_whole_video() -> None:
+    capped = PATCHES.updated(
+        {
+            "size": {"shortest_edge": 4 * 784, "longest_edge": 768 * 784},
+            "cap_pixels_per_frame": True,
+            "max_video_tokens": 1000,
+        }
+    )
+    height, width = 720, 1280
+    sizes = {count: patch_size_of(capped, count, height, width, cap=True) for count in (1, 2, 20, 200, 2000)}
+    for count, (rows, columns) in sizes.items():
+        share = max(min(768 * 784, 900 * 784 * 2 // count), int(4 * 784 * 1.05))
+        assert rows * columns <= share
+    assert sizes[1] == patch_size_of(capped, 2000, height, width, cap=False)
+    assert sizes[1] > sizes[20] > sizes[2000]
+
+
+@pytest.fixture
+def stock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The stock image processors that need no torchvision, but for the interpolation itself.
+
+    Theirs is Pillow's, which rounds some pixels to the next grey level; everything around it must be equal.
+    """
+    backends = pytest.importorskip("transformers.image_processing_backends")
+
+    def ours(self: Any, image: np.ndarray, size: Any, **_: Any) -> np.ndarray:
+        return resize(torch.from_numpy(np.ascontiguousarray(image))[None], (size.height, size.width))[
+            0
+        ].numpy()
+
+    monkeypatch.setattr(backends.PilBackend, "resize", ours)
+    return pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize(
+    "settings_",
+    [
+        {},
+        {"size": {"shortest_edge": 784, "longest_edge": 784 * 9}},
+        {"min_pixels": 784 * 30, "max_pixels": 784 * 60, "temporal_patch_size": 1},
+        {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+    ],
+)
+@pytest.mark.parametrize("size", [(100, 180), (224, 224), (30, 400), (3, 3)])
+def test_patches_of_images_equal_the_stock_ones(
+    stock: Any, settings_: dict[str, Any], size: tuple[int, int]
+) -> None:
+    image = noise(3, *size)
+    wanted = stock.Qwen2VLImageProcessorPil(**{"size": dict(PATCHES.size), **settings_})(
+        image.numpy(), return_tensors="pt", input_data_format="channels_first"
+    )
+    flat, grid = to_patches(image[None], PATCHES.updated(settings_), video=False)
+    assert wanted["image_grid_thw"].tolist() == [list(grid)]
+    torch.testing.assert_close(flat, wanted["pixel_values"], **CLOSE)
+
+
+@pytest.mark.parametrize("size", [(100, 180), (56, 56), (300, 50), (20, 30)])
+def test_tiles_of_images_equal_the_stock_ones(stock: Any, size: tuple[int, int]) -> None:
+    image = noise(3, *size)
+    process = stock.LlavaOnevisionImageProcessorPil(
+        size=dict(TILES.size), image_grid_pinpoints=TILES.image_grid_pinpoints
+    )
+    alone = process([image.numpy()], return_tensors="pt", input_data_format="channels_first")["pixel_values"]
+    torch.testing.assert_close(to_tiles(image, TILES)[None], alone, **CLOSE)
+    pair = process([[image.numpy()] * 2], return_tensors="pt", input_data_format="channels_first")[
+        "pixel_values"
+    ]
+    torch.testing.assert_close(to_square(image, TILES)[None], pair[:1], **CLOSE)
+
+
+@pytest.mark.parametrize("mode", [0, 2, 3])
+def test_whole_frames(mode: int) -> None:
+    frames = noise(3, 3, 90, 70)
+    pixels = TILES.updated({"resample": mode})
+    small = resize(frames, (56, 56), mode)
+    assert small.dtype == torch.uint8
+    mean = torch.tensor(pixels.image_mean).double().view(3, 1, 1)
+    std = torch.tensor(pixels.image_std).double().view(3, 1, 1)
+    torch.testing.assert_close(
+        to_frames(frames, pixels).double(), (small.double() / 255 - mean) / std, **CLOSE
+    )
+    assert to_frames(frames, TILES.updated({"size": {"shortest_edge": 35}}).updated({})).shape == (
+        3,
+        3,
+        45,
+        35,
+    )
+
+
+def test_parts_of_the_recipe_can_be_left_out() -> None:
+    frames = noise(2, 3, 56, 56)
+    bare = TILES.updated({"do_normalize": False})
+    assert torch.equal(to_frames(frames, bare), frames * (1 / 255))
+    assert torch.equal(to_frames(frames, TILES.updated({"do_normalize": False, "do_rescale": False})), frames)
+    plain = normalise(frames, TILES.updated({"do_rescale": False}))
+    torch.testing.assert_close(plain[:, 0], (frames[:, 0].float() - TILES.image_mean[0]) / TILES.image_std[0])
+
+
+@given(st.integers(1, 900), st.integers(1, 900), st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+def test_anyres_tokens_are_those_of_the_unpadded_features(height: int, width: int, most: int) -> None:
+    """The count against the unpadding done on a real grid of features."""
+    from mmaccel.media.preprocess import best_resolution
+
+    side = 4
+    tokens = anyres_tokens(TILES, side, (56, 56), (height, width), most)
+    rows, columns = (side * edge // 56 for edge in best_resolution(TILES, height, width))
+    grid = torch.zeros(rows, columns)
+    if width / height > columns / rows:
+        pad = (rows - int(round(height * (columns / width), 7))) // 2
+        grid = grid[pad : rows - pad]
+    else:
+        pad = (columns - int(round(width * (rows / height), 7))) // 2
+        grid = grid[:, pad : columns - pad]
+    ratio = math.sqrt(grid.numel() / (most * side**2))
+    shape = [int(edge // ratio) for edge in grid.shape] if ratio > 1.1 else list(grid.shape)
+    assert tokens == side**2 + shape[0] * (shape[1] + 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda: PATCHES.updated({"resample": 1}), "resample=1 is not supported"),
+        (
+            lambda: to_frames(noise(1, 3, 9, 9), TILES.updated({"size": {"depth": 3}})),
+            "must have 'height' and 'width'",
+        ),
+        (
+            lambda: to_patches(noise(1, 3, 60, 60), TILES),
+            "patch_size, merge_size and temporal_patch_size must be set",
+        ),
+        (
+            lambda: to_patches(noise(1, 3, 60, 61), PATCHES.updated({"do_resize": False})),
+            "do not divide into patches",
+        ),
+        (lambda: to_patches(noise(1, 3, 2, 500), PATCHES), "frames of 500x2 are too narrow"),
+        (lambda: to_tiles(noise(3, 60, 60), PATCHES), "image_grid_pinpoints is empty"),
+        (lambda: as_frames(torch.zeros(3, 4)), r"not an array of shape \(3, 4\)"),
+        (lambda: as_frames(7), "not a int"),
+        (lambda: as_frames(torch.zeros(3, 4, 5, 6)), "must have 1 or 3 colour channels"),
+        (lambda: as_frames([noise(3, 4, 4), noise(3, 5, 4)]), "must all be of one size"),
+        (lambda: as_image(torch.zeros(2, 5, 5)), "must have 1, 3 or 4 channels"),
+        (lambda: as_image("none.png"), "none.png cannot be read as an image: No such file"),
+    ],
+)
+def test_wrong_settings_and_inputs_are_told(wrong: Any, told: str) -> None:
+    with pytest.raises(VideoError, match=told):
+        wrong()
+
+
+def test_what_counts_as_a_video_or_an_image(tmp_path: Any) -> None:
+    frames = noise(2, 3, 20, 30)
+    for given_ in (
+        frames,
+        frames.numpy(),
+        frames.permute(0, 2, 3, 1),
+        list(frames),
+        [as_pil(frame) for frame in frames],
+    ):
+        assert torch.equal(as_frames(given_, 2.0)[0], frames) and as_frames(given_, 2.0)[1] == 2.0
+    assert torch.equal(as_frames(frames[:, :1])[0], frames[:, :1].expand(-1, 3, -1, -1))
+    image = frames[0]
+    as_pil(image).save(tmp_path / "image.png")
+    for shown in (image, image.numpy(), image.permute(1, 2, 0), as_pil(image), tmp_path / "image.png"):
+        assert torch.equal(as_image(shown), image)
+    clear = torch.cat([image, torch.zeros(1, 20, 30, dtype=torch.uint8)])
+    assert (as_image(clear) == 255).all() and (as_image(as_pil(clear)) == 255).all()
+
+
+def as_pil(image: Tensor) -> PIL.Image.Image:
+    return PIL.Image.fromarray(image.permute(1, 2, 0).numpy())

@@ -1,0 +1,221 @@
+"""Reading files: times, rates, numbers, spans, sizes, rotation, memory."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmaccel import media
+from mmaccel.core.errors import VideoError
+from mmaccel.media.container import Source
+from mmaccel.media.sampling import uniform
+from tests.media.films import Film, numbers, set_matrix, write_film
+
+
+@pytest.mark.parametrize("name", ["film.mp4", "film.mkv", "film.ts", "film.avi"])
+def test_every_frame_in_order_with_its_time(film: Film, name: str) -> None:
+    video = media.read(film(name, 30, codec="mpeg4" if name.endswith("avi") else "libx264"))
+    assert numbers(video.frames) == list(range(30))
+    assert video.frames.dtype == torch.uint8 and video.frames.shape == (30, 3, 64, 128)
+    assert video.times.dtype == torch.float64
+    torch.testing.assert_close(video.times, torch.arange(30).double() / 10, rtol=0, atol=1e-9)
+    assert (video.fps, video.source_fps, len(video)) == (10.0, 10.0, 30)
+    assert video.duration == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("name", ["film.mp4", "film.mkv", "film.ts"])
+def test_fps_takes_every_nth_frame_of_a_constant_rate(film: Film, name: str) -> None:
+    video = media.read(film(name), fps=2)
+    assert numbers(video.frames) == list(range(0, 60, 5))
+    assert video.fps == 2.0
+
+
+@pytest.mark.parametrize("name", ["vfr.mp4", "vfr.mkv"])
+def test_fps_of_a_variable_rate_takes_the_nearest_presentation_times(film: Film, name: str) -> None:
+    rng = np.random.default_rng(7)
+    times = np.round(np.cumsum(rng.choice([0.008, 0.033, 0.1, 0.4, 1.3], 80)), 3)
+    times -= times[0]
+    path = film(name, 80, times=times.tolist())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        video = media.read(path, fps=4)
+        assert numbers(media.read(path).frames) == list(range(80))
+        middle = media.read(path, start=times[20], stop=times[50])
+    assert numbers(middle.frames) == list(range(20, 50))
+    np.testing.assert_allclose(middle.times.numpy(), times[20:50], atol=1e-9)
+    wanted = np.array(list(itertools.takewhile(lambda t: t <= times[-1], itertools.count(0, 0.25))))
+    nearest = np.abs(times[None] - wanted[:, None]).argmin(1)
+    assert numbers(video.frames)[: len(wanted)] == nearest.tolist()
+    np.testing.assert_allclose(video.times.numpy()[: len(wanted)], times[nearest], atol=1e-9)
+    assert not np.allclose(np.diff(times[nearest]), 0.25, atol=0.05)
+
+
+def test_count_equals_the_stock_loader(film: Film) -> None:
+    video_utils = pytest.importorskip("transformers.video_utils")
+    path = film(frames=48)
+    stock, metadata = video_utils.load_video(str(path), num_frames=8, backend="pyav")
+    video = media.read(path, count=8)
+    assert torch.equal(video.frames.permute(0, 2, 3, 1), torch.from_numpy(stock))
+    assert numbers(video.frames) == list(metadata.frames_indices)
+    assert video.fps == metadata.sampled_fps if hasattr(metadata, "sampled_fps") else 8 / 48 * 10
+
+
+def test_count_that_does_not_divide(film: Film) -> None:
+    path = film(frames=47)
+    assert numbers(media.read(path, count=13).frames) == uniform(47, 13)
+
+
+def test_max_frames_keeps_the_whole_span(film: Film) -> None:
+    path = film()
+    assert numbers(media.read(path, max_frames=6).frames) == [0, 10, 20, 30, 40, 50]
+    thinned = media.read(path, fps=5, max_frames=6)
+    assert numbers(thinned.frames) == [0, 10, 20, 30, 40, 50]
+    assert thinned.fps == pytest.approx(1.0)
+    assert len(media.read(path, fps=5, max_frames=100)) == 30
+
+
+def test_a_span(film: Film) -> None:
+    path = film()
+    assert numbers(media.read(path, start=2.0, stop=2.5).frames) == [20, 21, 22, 23, 24]
+    assert numbers(media.read(path, start=2.0, stop=4.0, fps=1).frames) == [20, 30]
+    assert numbers(media.read(path, start=2.0, stop=4.0, count=4).frames) == [20, 25, 30, 35]
+    assert media.read(path, start=5.8).times.tolist() == pytest.approx([5.8, 5.9])
+
+
+@pytest.mark.parametrize("name", ["film.mp4", "film.mkv", "film.ts"])
+@pytest.mark.parametrize("how", [{"fps": 0.1}, {"count": 4}, {"fps": 1, "start": 30.0}])
+def test_seeking_changes_nothing_but_the_work(
+    film: Film, name: str, how: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = film(name, 500, height=32, width=64, gop=25)
+    decoded = 0
+    frames, time = Source.frames, Source._time
+
+    def counted(self: Source, frame: object, number: int) -> float:
+        nonlocal decoded
+        decoded += 1
+        return time(self, frame, number)
+
+    monkeypatch.setattr(Source, "_time", counted)
+    quick = media.read(path, **how)
+    work, decoded = decoded, 0
+    monkeypatch.setattr(Source, "jump", lambda self, place, target: None)
+    monkeypatch.setattr(Source, "frames", lambda self, start=0.0: frames(self))
+    slow = media.read(path, **how)
+    assert torch.equal(quick.frames, slow.frames) and torch.equal(quick.times, slow.times)
+    assert work < 0.75 * decoded
+
+
+@pytest.mark.parametrize(
+    ("matrix", "corner"),
+    [
+        pytest.param((1, 0, 0, 1), (0, 0), id="upright"),
+        pytest.param((0, 1, -1, 0), (0, -1), id="a quarter clockwise"),
+        pytest.param((0, -1, 1, 0), (-1, 0), id="a quarter back"),
+        pytest.param((-1, 0, 0, -1), (-1, -1), id="upside down"),
+        pytest.param((-1, 0, 0, 1), (0, -1), id="mirrored"),
+        pytest.param((1, 0, 0, -1), (-1, 0), id="mirrored top to bottom"),
+        pytest.param((0, 1, 1, 0), (0, 0), id="transposed"),
+    ],
+)
+def test_the_display_matrix_is_honoured(
+    film: Film, matrix: tuple[int, int, int, int], corner: tuple[int, int]
+) -> None:
+    path = set_matrix(film(frames=2), *matrix)
+    video = media.read(path)
+    assert video.frames.shape[2:] == ((128, 64) if matrix[1] else (64, 128))
+    red = (video.frames[0, 0].int() - video.frames[0, 1].int()) > 150
+    rows, columns = (place.float().mean() for place in red.nonzero(as_tuple=True))
+    height, width = red.shape
+    assert red[corner]
+    assert (rows < height / 2) == (corner[0] == 0) and (columns < width / 2) == (corner[1] == 0)
+    resized = media.read(path, size=(40, 20))
+    assert resized.frames.shape[2:] == (40, 20) and resized.frames[(0, 0, *corner)] > 150
+
+
+def test_size_is_applied_while_decoding(film: Film) -> None:
+    path = film(frames=4)
+    small = media.read(path, size=(32, 64)).frames
+    assert small.shape == (4, 3, 32, 64)
+    area = torch.nn.functional.avg_pool2d(media.read(path).frames.float(), 2)
+    assert (small.float() - area).abs().mean() < 2
+
+
+def test_progress_counts_kept_frames(film: Film) -> None:
+    seen: list[tuple[int, int | None]] = []
+    media.read(film(), fps=1, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(k, 6) for k in range(1, 7)]
+
+
+def test_more_than_memory_is_refused_before_decoding(film: Film, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmaccel.media.reader.free_memory", lambda: 1_000_000)
+    monkeypatch.setattr(Source, "frames", lambda *_: pytest.fail("frames were decoded"))
+    with pytest.raises(VideoError, match=r"60 frames of 128x64 .* need .* GiB .*: give fps=, count="):
+        list(media.read(film()).frames)
+
+
+def test_memory_is_watched_while_the_length_is_unknown(film: Film, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = film("live.mkv", muxer={"live": "1"})
+    seen: list[tuple[int, int | None]] = []
+    monkeypatch.setattr("mmaccel.media.reader.AHEAD", 8)
+    monkeypatch.setattr("mmaccel.media.reader.free_memory", lambda: 10**9 if len(seen) < 20 else 1000)
+    with pytest.raises(VideoError, match=r"8 frames of 128x64 .* are free: give fps="):
+        media.read(path, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (24, None)
+
+
+def test_memory_follows_the_kept_frames_not_the_film(tmp_path: Path) -> None:
+    path = write_film(tmp_path / "long.mp4", 700, height=240, width=320, gop=700)
+    code = f"""
+        import resource
+        from mmaccel import media
+        media.read({str(path)!r}, fps=10, stop=1.0)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        video = media.read({str(path)!r}, fps=0.5)
+        print(len(video), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, timeout=60
+    )
+    kept, kilobytes = map(int, done.stdout.split())
+    assert kept == 35
+    # All 700 frames are 154 MiB; those kept are 8 MiB, and decoders hold a few more.
+    assert kilobytes < 60_000
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"fps": 1, "count": 2}, "fps and count exclude each other: give one of them."),
+        ({"fps": 0}, "fps=0 must be a positive number of frames a second."),
+        ({"fps": float("inf")}, "fps=inf must be a positive number of frames a second."),
+        ({"count": 0}, "count=0 must be at least 1."),
+        ({"max_frames": -1}, "max_frames=-1 must be at least 1."),
+        ({"start": -1.0}, "start=-1.0 must be 0 or more seconds."),
+        ({"start": 2.0, "stop": 2.0}, "stop=2.0 must lie after start=2.0."),
+        ({"size": (0, 3)}, "size=(0, 3) must be (height, width), each at least 1."),
+    ],
+)
+def test_wrong_arguments_are_told_before_the_file_is_touched(wrong: dict[str, object], sentence: str) -> None:
+    with pytest.raises(VideoError) as caught:
+        media.read("no-such-file.mp4", **wrong)
+    assert str(caught.value) == sentence
+
+
+def test_asking_for_more_than_there_is(film: Film) -> None:
+    path = film(frames=6)
+    with pytest.raises(VideoError, match=r"count=9 is more than the 6 frames of .*film.mp4: ask for fewer\."):
+        media.read(path, count=9)
+    for how in ({"fps": 1}, {"count": 1}, {}):
+        with pytest.raises(
+            VideoError, match=r"of 0\.60 s has no frame from start=9\.0: choose a span inside"
+        ):
+            media.read(path, start=9.0, **how)

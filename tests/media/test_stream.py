@@ -1,0 +1,150 @@
+"""Clips: from a file, from one that grows, from an address."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmaccel import media
+from mmaccel.core.errors import VideoError
+from tests.media.films import Film, numbers
+
+FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
+
+
+@contextmanager
+def growing(data: bytes, path: Path, pieces: int, pause: float) -> Iterator[threading.Thread]:
+    """Write `data` to `path` bit by bit, beside the test."""
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            for piece in range(pieces):
+                file.write(data[len(data) * piece // pieces : len(data) * (piece + 1) // pieces])
+                time.sleep(pause)
+
+    path.touch()
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        yield writer
+    finally:
+        writer.join()
+
+
+def test_clips_are_the_frames_of_the_whole(film: Film) -> None:
+    path = film()
+    whole = media.read(path, fps=4)
+    parts = list(media.clips(path, fps=4, frames_per_clip=7))
+    assert [len(part) for part in parts] == [7, 7, 7, 3]
+    assert torch.equal(torch.cat([part.frames for part in parts]), whole.frames)
+    assert torch.equal(torch.cat([part.times for part in parts]), whole.times)
+    assert {(part.fps, part.source_fps) for part in parts} == {(4.0, 10.0)}
+    assert [part.duration for part in parts] == [1.75, 1.75, 1.75, 0.75]
+
+
+def test_size_and_progress(film: Film) -> None:
+    seen: list[tuple[int, int | None]] = []
+    parts = media.clips(
+        film(),
+        fps=1,
+        frames_per_clip=4,
+        size=(20, 30),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert [tuple(part.frames.shape) for part in parts] == [(4, 3, 20, 30), (2, 3, 20, 30)]
+    assert seen == [(k, None) for k in range(1, 7)]
+
+
+@pytest.mark.parametrize("name", ["grow.ts", "grow.mkv", "grow.mp4"])
+def test_a_growing_file_is_followed_to_its_end(film: Film, tmp_path: Path, name: str) -> None:
+    data = film("whole-" + name, muxer=FRAGMENTED if name.endswith("mp4") else None).read_bytes()
+    path = tmp_path / name
+    with growing(data, path, 12, 0.03) as writer:
+        stream = media.clips(path, fps=5, frames_per_clip=5, follow=True, timeout=0.6)
+        first = next(stream)
+        early = writer.is_alive()
+        rest = list(stream)
+    assert early, "the first clip came only when the file was complete"
+    frames = torch.cat([first.frames, *(part.frames for part in rest)])
+    assert numbers(frames) == list(range(0, 60, 2))
+
+
+def test_a_file_that_stops_growing_ends_after_the_timeout(film: Film) -> None:
+    path = film("film.ts", 20)
+    begun = time.monotonic()
+    assert sum(map(len, media.clips(path, fps=10, frames_per_clip=8, follow=True, timeout=0.5))) == 20
+    assert 0.5 <= time.monotonic() - begun < 2.0
+
+
+def test_following_a_finished_plain_mp4_reads_it(film: Film) -> None:
+    path = film(frames=20)
+    parts = list(media.clips(path, fps=10, frames_per_clip=8, follow=True, timeout=0.1))
+    assert numbers(torch.cat([part.frames for part in parts])) == list(range(20))
+
+
+def test_a_plain_mp4_in_the_making_cannot_be_followed(film: Film) -> None:
+    path = film()
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(VideoError, match="; only fragmented mp4, MPEG-TS and Matroska can be followed\\."):
+        next(media.clips(path, fps=1, frames_per_clip=1, follow=True, timeout=0.1))
+
+
+def test_a_clock_that_begins_anew_runs_on(film: Film, tmp_path: Path) -> None:
+    path = tmp_path / "joined.ts"
+    path.write_bytes(film("a.ts", 20).read_bytes() + film("b.ts", 30).read_bytes())
+    video = media.read(path)
+    assert numbers(video.frames) == [*range(20), *range(30)]
+    assert (video.times.diff() > 0.09).all() and (video.times.diff() < 0.11).all()
+
+
+def test_a_stream_may_be_left_early(film: Film) -> None:
+    path = film()
+    stream = media.clips(path, fps=10, frames_per_clip=2)
+    assert numbers(next(stream).frames) == [0, 1]
+    stream.close()
+    path.unlink()
+
+
+def test_an_address(film: Film) -> None:
+    path = film("film.mp4", 20, muxer={"movflags": "faststart"})
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(path.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/{path.name}"
+        try:
+            parts = list(media.clips(url, fps=5, frames_per_clip=4, timeout=5.0))
+            assert numbers(torch.cat([part.frames for part in parts])) == list(range(0, 20, 2))
+            assert numbers(media.read(url, count=4, timeout=5.0).frames) == [0, 5, 10, 15]
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"fps": 0}, "fps=0 must be a positive number of frames a second."),
+        ({"frames_per_clip": 0}, "frames_per_clip=0 must be at least 1."),
+        ({"timeout": 0}, "timeout=0 must be a positive number of seconds."),
+        (
+            {"source": "rtsp://camera/1", "follow": True},
+            "follow=True is for a file that grows, and rtsp://camera/1 is none: leave it out.",
+        ),
+    ],
+)
+def test_wrong_arguments_are_told_at_the_call(wrong: dict[str, object], told: str) -> None:
+    with pytest.raises(VideoError) as caught:
+        media.clips(**{"source": "none.mp4", "fps": 1, "frames_per_clip": 1, **wrong})
+    assert str(caught.value) == told

@@ -1,0 +1,175 @@
+"""An accelerated model with the dense recipe is the plain model; detached, it is bit for bit what it was."""
+
+import copy
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.errors import ModelError
+from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
+
+FAMILIES = sorted(BUILD)
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param, BUILD[request.param]()
+
+
+@torch.no_grad()
+def logits(model, inputs, **kwargs):
+    return model(**inputs, **kwargs).logits
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_dense_logits_are_the_plain_ones(family, kind, chunk):
+    name, model = family
+    inputs = prompt(name, PROMPTS[kind])
+    plain = logits(model, inputs)
+    with mmaccel.accelerate(model, "dense", chunk=chunk) as fast:
+        ours = logits(fast, inputs)
+        uncached = logits(fast, inputs, use_cache=False)
+    assert (ours - plain).abs().max() <= TOLERANCE
+    assert (uncached - plain).abs().max() <= TOLERANCE
+    assert torch.equal(logits(model, inputs), plain)
+
+
+def test_a_recipe_that_does_nothing_would_be_seen(family):
+    """The comparison above can fail: a window that hides the video moves the logits."""
+    name, model = family
+    inputs = prompt(name, PROMPTS["long"])
+    plain = logits(model, inputs)
+    with mmaccel.accelerate(model, kv={"name": "window", "sinks": 4, "window": 16}) as fast:
+        assert (logits(fast, inputs)[:, -1] - plain[:, -1]).abs().max() > 100 * TOLERANCE
+
+
+def test_left_padded_batch_equals_each_prompt_alone(family):
+    name, model = family
+    prompts = [prompt(name, [("text", n), ("video", 4), ("text", n + 3)], seed=n) for n in (2, 9, 5)]
+    together = batch(name, prompts)
+    with mmaccel.accelerate(model, "dense") as fast:
+        padded = logits(fast, together)
+        for row, single in zip(padded, prompts, strict=True):
+            length = single["input_ids"].shape[1]
+            assert (row[-length:] - logits(model, single)[0]).abs().max() <= TOLERANCE
+        tokens = fast.generate(**together, max_new_tokens=6, do_sample=False)
+    plain = model.generate(**together, max_new_tokens=6, do_sample=False)
+    assert torch.equal(tokens, plain)
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_greedy_generation_is_the_plain_one(family, kind, chunk):
+    name, model = family
+    inputs = prompt(name, PROMPTS[kind])
+    plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    with mmaccel.accelerate(model, "dense", chunk=chunk) as fast:
+        ours = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        report = fast.report()
+    assert torch.equal(ours, plain)
+    assert report.new_tokens == plain.shape[1] - inputs["input_ids"].shape[1]
+    assert report.prompt_tokens == inputs["input_ids"].shape[1]
+    assert report.kept == pytest.approx(1.0) and report.ttft_s > 0
+
+
+def test_beams_and_samples(family):
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    for options in ({"num_beams": 3, "do_sample": False}, {"do_sample": True, "num_return_sequences": 2}):
+        torch.manual_seed(0)
+        plain = model.generate(**inputs, max_new_tokens=6, **options)
+        with mmaccel.accelerate(model, "dense"):
+            torch.manual_seed(0)
+            assert torch.equal(model.generate(**inputs, max_new_tokens=6, **options), plain)
+
+
+def test_attach_and_detach_leave_no_trace(family):
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    model.generate(**inputs, max_new_tokens=2, do_sample=False)  # the model's own lazily made attributes
+    state = copy.deepcopy(model.state_dict())
+    before = {path: _outline(module) for path, module in model.named_modules()}
+    fast = mmaccel.accelerate(model, "dense")
+    assert {path: _outline(module) for path, module in model.named_modules()} != before
+    fast.generate(**inputs, max_new_tokens=4, do_sample=False)
+    fast.detach()
+    fast.detach()
+    assert {path: _outline(module) for path, module in model.named_modules()} == before
+    assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
+
+
+def _outline(module):
+    hooks = tuple(
+        (k, len(v)) for k, v in module.__dict__.items() if k.startswith("_") and isinstance(v, dict)
+    )
+    held = {k: id(v) for k, v in module.__dict__.items() if not k.startswith("_")}
+    return held, hooks, id(type(module))
+
+
+def test_detached_after_an_error(family):
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    plain = logits(model, inputs)
+    with pytest.raises(RuntimeError, match="user"), mmaccel.accelerate(model, "dense"):
+        raise RuntimeError("user")
+    assert torch.equal(logits(model, inputs), plain)
+
+
+def test_two_models_from_one_config_do_not_disturb_each_other(family):
+    name, model = family
+    twin = type(model)(model.config).eval()
+    twin.load_state_dict(model.state_dict())
+    inputs = prompt(name, PROMPTS["long"])
+    plain = logits(twin, inputs)
+    with mmaccel.accelerate(model, kv={"name": "window", "sinks": 4, "window": 16}) as fast:
+        assert torch.equal(logits(twin, inputs), plain)
+        with mmaccel.accelerate(twin, "dense") as other:
+            assert (logits(other, inputs) - plain).abs().max() <= TOLERANCE
+            assert (logits(fast, inputs)[:, -1] - plain[:, -1]).abs().max() > 100 * TOLERANCE
+
+
+def test_interleaved_sequences_keep_their_own_positions(family):
+    """The hand loop on two sequences at once: positions are the sequence's own, not state of the module."""
+    name, model = family
+    first, second = prompt(name, PROMPTS["video"]), prompt(name, PROMPTS["two videos"], seed=5)
+    token = torch.tensor([[7]])
+    alone = []
+    for inputs in (first, second):
+        cache = model(**inputs).past_key_values
+        alone.append(model(input_ids=token, past_key_values=cache).logits)
+    with mmaccel.accelerate(model, "dense"), torch.no_grad():
+        caches = [model(**inputs).past_key_values for inputs in (first, second)]
+        for want, cache in zip(alone, caches, strict=True):
+            assert (model(input_ids=token, past_key_values=cache).logits - want).abs().max() <= TOLERANCE
+
+
+def test_vision_tower_is_untouched(family):
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    adapter = mmaccel.core.attach.adapter_for(model)
+    with torch.no_grad():
+        plain = adapter.frames(model, inputs)
+        with mmaccel.accelerate(model, "a_shape"):
+            assert torch.equal(adapter.frames(model, inputs), plain)
+
+
+def test_bad_calls_are_told(family):
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    with mmaccel.accelerate(model, "dense"):
+        with pytest.raises(ModelError, match="accelerated already"):
+            mmaccel.accelerate(model, "dense")
+        with pytest.raises(ModelError, match="cache_implementation"):
+            model.generate(**inputs, cache_implementation="static")
+    with pytest.raises(ModelError, match=r"not supported.*llava_onevision"):
+        mmaccel.accelerate(torch.nn.Linear(1, 1), "dense")
+    short = dict(inputs)
+    short["input_ids"] = inputs["input_ids"][:, :-20]
+    with (
+        mmaccel.accelerate(model, "dense"),
+        pytest.raises((ModelError, ValueError, RuntimeError, IndexError)),
+    ):
+        model(**short)

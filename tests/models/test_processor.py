@@ -1,0 +1,393 @@
+"""The processor of both families: tokens, pixels, files, chat, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel import media
+from mmaccel.core.errors import ModelError, VideoError
+from mmaccel.models.processor import Processor
+from mmaccel.models.tiny.configs import SPECS, build_model
+from mmaccel.models.tiny.package import processor_files
+from mmaccel.models.tiny.tokenizer import PLACEHOLDERS, build_tokenizer
+from tests.media.films import write_film
+
+T = pytest.importorskip("transformers")
+
+WORDS = ["what", "colour", "was", "the", "star", "?", "red", "."]
+FAMILIES = {"qwen2_5_vl": "tiny-qwen", "llava_onevision": "tiny-ov"}
+MODELS: dict[str, Any] = {}
+
+
+def model_of(family: str) -> Any:
+    if family not in MODELS:
+        MODELS[family] = build_model(SPECS[FAMILIES[family]])
+    return MODELS[family]
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+def write_model(folder: Path, family: str, **changes: Any) -> Path:
+    """A folder with everything but weights."""
+    folder.mkdir(exist_ok=True)
+    model_of(family).config.save_pretrained(folder)
+    build_tokenizer(WORDS, family).save_pretrained(folder)
+    for name, content in processor_files(SPECS[FAMILIES[family]]).items():
+        (folder / name).write_text(json.dumps({**content, **changes.get(name, {})}))
+    return folder
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, family: str) -> Path:
+    return write_model(tmp_path / "model", family)
+
+
+@pytest.fixture
+def processor(folder: Path) -> Processor:
+    return Processor.from_pretrained(folder)
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert set(one) == set(other)
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype and torch.equal(value, other[name]), name
+
+
+def video_tokens(family: str, frames: int) -> int:
+    if family == "qwen2_5_vl":
+        return frames * (84 // 28) * (140 // 28)
+    return frames * math.ceil(112 // 14 / 2) ** 2 + 1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_ids_are_those_of_the_written_out_text(processor: Processor, family: str, side: str) -> None:
+    mark = PLACEHOLDERS[family]["video"]
+    texts = [f"{mark}What colour?", f"Red. {mark} the star {mark} was the colour of what?"]
+    videos = [noise(2, 3, 84, 140, seed=seed) for seed in range(3)]
+    inputs = processor(texts, videos=videos, padding_side=side)
+    tokenizer, token = processor.tokenizer, processor.video_token
+    written = [text.replace(token, token * video_tokens(family, 2)) for text in texts]
+    wanted = tokenizer(written, padding=True, padding_side=side, return_tensors="pt")
+    assert torch.equal(inputs["input_ids"], wanted["input_ids"])
+    assert torch.equal(inputs["attention_mask"], wanted["attention_mask"])
+    if family == "qwen2_5_vl":
+        assert torch.equal(
+            inputs["mm_token_type_ids"], 2 * (wanted["input_ids"] == processor.video_token_id).long()
+        )
+    else:
+        assert "mm_token_type_ids" not in inputs
+
+
+@pytest.mark.parametrize("kind", ["video", "image", "both", "batch", "images of one text"])
+def test_the_model_takes_the_inputs(processor: Processor, family: str, kind: str) -> None:
+    """The models compare placeholders with features themselves, and raise when the numbers differ."""
+    video, image = PLACEHOLDERS[family]["video"], PLACEHOLDERS[family]["image"]
+    calls: dict[str, dict[str, Any]] = {
+        "video": {"text": f"{video}what", "videos": noise(3, 3, 96, 160), "fps": 2.0},
+        "image": {"text": f"{image}what", "images": noise(3, 100, 260)},
+        "both": {"text": f"{image}what{video}", "images": noise(3, 300, 90), "videos": noise(2, 3, 60, 90)},
+        "batch": {
+            "text": [f"{video}what", f"the red star was {video}"],
+            "videos": [noise(2, 3, 84, 140)] * 2,
+        },
+        "images of one text": {"text": f"{image}{image}", "images": [[noise(3, 60, 90), noise(3, 90, 60)]]},
+    }
+    inputs = processor(**calls[kind])
+    with torch.no_grad():
+        logits = model_of(family)(**inputs).logits
+    assert logits.shape[:2] == inputs["input_ids"].shape and logits.isfinite().all()
+
+
+def test_pixels_are_shaped_by_the_files(processor: Processor, family: str) -> None:
+    inputs = processor(PLACEHOLDERS[family]["video"], videos=noise(3, 3, 168, 280), fps=2.0)
+    if family == "qwen2_5_vl":
+        assert inputs["video_grid_thw"].tolist() == [[3, 6, 10]]
+        assert inputs["pixel_values_videos"].shape == (3 * 6 * 10, 3 * 14 * 14)
+        assert inputs["second_per_grid_ts"].tolist() == [0.5]
+    else:
+        assert inputs["pixel_values_videos"].shape == (1, 3, 3, 112, 112)
+    low = processor(
+        PLACEHOLDERS[family]["video"], videos=noise(3, 3, 168, 280), fps=2.0, dtype=torch.bfloat16
+    )
+    assert torch.equal(low["pixel_values_videos"], inputs["pixel_values_videos"].bfloat16())
+
+
+def test_text_alone(processor: Processor) -> None:
+    inputs = processor("what colour")
+    assert inputs["input_ids"].tolist() == [processor.tokenizer("what colour")["input_ids"]]
+    assert not any(name.startswith("pixel") for name in inputs)
+
+
+def test_a_path_is_sampled_and_a_video_brings_its_rate(
+    processor: Processor, family: str, tmp_path: Path
+) -> None:
+    path = write_film(tmp_path / "film.mp4", 40)
+    mark = PLACEHOLDERS[family]["video"]
+    inputs = processor(mark, videos=path, fps=2)
+    video = media.read(path, fps=2)
+    same(inputs, processor(mark, videos=video))
+    same(inputs, processor(mark, videos=video.frames, fps=2.0))
+    same(
+        inputs,
+        processor.chat([{"type": "video", "path": str(path)}], fps=2)
+        | {k: inputs[k] for k in _texts(inputs)},
+    )
+    if family == "qwen2_5_vl":
+        assert inputs["second_per_grid_ts"].tolist() == [0.5]
+        both = processor(mark * 2, videos=[video, video.frames], fps=[None, 4.0])
+        assert both["second_per_grid_ts"].tolist() == [0.5, 0.25]
+        assert processor(mark, videos=video.frames)["second_per_grid_ts"].tolist() == pytest.approx([1 / 24])
+
+
+def _texts(inputs: dict[str, Tensor]) -> list[str]:
+    return [name for name in inputs if name in ("input_ids", "attention_mask", "mm_token_type_ids")]
+
+
+def test_videos_may_be_nested_or_lists_of_images(processor: Processor, family: str) -> None:
+    mark = PLACEHOLDERS[family]["video"]
+    one, two = noise(2, 3, 84, 140, seed=1), noise(2, 3, 84, 140, seed=2)
+    wanted = processor([mark, mark], videos=[one, two])
+    for given in ([[one], [two]], [list(one), list(two)], (one, [two]), [[list(one)], [list(two)]]):
+        same(processor([mark, mark], videos=given), wanted)
+    same(processor(mark, videos=list(one)), processor(mark, videos=one))
+    same(processor.chat("what", videos=list(one)), processor.chat("what", videos=one))
+
+
+def test_chat_renders_pieces_in_order(processor: Processor, family: str) -> None:
+    one, two, image = noise(2, 3, 84, 140, seed=1), noise(2, 3, 84, 140, seed=2), noise(3, 112, 112)
+    pieces = [
+        {"type": "text", "text": "Red."},
+        {"type": "video", "video": one},
+        {"type": "image", "image": image},
+        {"type": "text", "text": "What colour was the star?"},
+        {"type": "video", "video": two},
+    ]
+    video, picture = PLACEHOLDERS[family]["video"], PLACEHOLDERS[family]["image"]
+    text = (
+        f"<|im_start|>user\nRed.\n{video}\n{picture}\nWhat colour was the star?\n{video}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    wanted = processor(text, images=[[image]], videos=[one, two])
+    same(processor.chat(pieces), wanted)
+    same(processor.chat([{"role": "user", "content": pieces}]), wanted)
+    told = processor.chat("What colour was the star?", videos=one)
+    same(
+        told,
+        processor.chat(
+            [{"type": "video", "video": one}, {"type": "text", "text": "What colour was the star?"}]
+        ),
+    )
+    talk = [
+        {"role": "user", "content": [{"type": "video", "video": one}]},
+        {"role": "assistant", "content": "red"},
+        {"role": "user", "content": "the star?"},
+    ]
+    turns = f"<|im_start|>user\n{video}<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"
+    turns += "<|im_start|>user\nthe star?<|im_end|>\n<|im_start|>assistant\n"
+    same(processor.chat(talk), processor(turns, videos=one))
+
+
+def test_decode(processor: Processor) -> None:
+    ids = processor("what colour was the star ?")["input_ids"]
+    assert processor.decode(ids[0]) == "what colour was the star ?"
+    assert processor.decode(ids) == processor.decode(ids.tolist()) == ["what colour was the star ?"]
+    assert (
+        processor.decode([*ids[0].tolist(), processor.tokenizer.eos_token_id]) == "what colour was the star ?"
+    )
+
+
+def test_save_and_read_again(processor: Processor, family: str, folder: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    processor.save_pretrained(again)
+    (again / "config.json").write_text((folder / "config.json").read_text())
+    back = Processor.from_pretrained(again)
+    assert (back.image, back.video, back.extra) == (processor.image, processor.video, processor.extra)
+    pieces = [{"type": "video", "video": noise(2, 3, 84, 140)}, {"type": "image", "image": noise(3, 60, 60)}]
+    same(back.chat(pieces), processor.chat(pieces))
+
+
+def test_layouts_on_disk_mean_the_same(tmp_path: Path, family: str) -> None:
+    old = write_model(tmp_path / "old", family)
+    new = write_model(tmp_path / "new", family)
+    whole = json.loads((new / "processor_config.json").read_text())
+    for part, name in (("image", "preprocessor_config.json"), ("video", "video_preprocessor_config.json")):
+        whole[f"{part}_processor"] = json.loads((new / name).read_text())
+        (new / name).unlink()
+    (new / "processor_config.json").write_text(json.dumps(whole))
+    template = (new / "chat_template.jinja").read_text()
+    (new / "chat_template.jinja").unlink()
+    (new / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    one, other = Processor.from_pretrained(old), Processor.from_pretrained(new)
+    assert (one.image, one.video, one.extra) == (other.image, other.video, other.extra)
+    assert one.chat_template == other.chat_template
+
+
+def test_the_oldest_layout_names_pixel_budgets_and_serves_videos_with_the_image_file(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen2_5_vl")
+    (folder / "processor_config.json").unlink()
+    (folder / "video_preprocessor_config.json").unlink()
+    old = {
+        "min_pixels": 3136,
+        "max_pixels": 12845056,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(old))
+    processor = Processor.from_pretrained(folder)
+    budget = {"shortest_edge": 3136, "longest_edge": 12845056}
+    assert processor.video.size == processor.image.size == budget
+    assert processor.video.temporal_patch_size == 2
+
+
+def test_what_the_files_leave_open_comes_from_config_json(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "llava", "llava_onevision")
+    (folder / "processor_config.json").unlink()
+    assert Processor.from_pretrained(folder).extra["num_image_tokens"] == 64
+    folder = write_model(tmp_path / "qwen", "qwen2_5_vl")
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        settings = json.loads((folder / name).read_text())
+        del settings["temporal_patch_size"]
+        (folder / name).write_text(json.dumps(settings))
+    assert Processor.from_pretrained(folder).video.temporal_patch_size == 1
+
+
+def raises(told: str) -> Any:
+    return pytest.raises(ModelError, match=told)
+
+
+def test_wrong_calls_are_told(processor: Processor, family: str) -> None:
+    mark = PLACEHOLDERS[family]["video"]
+    video = noise(2, 3, 84, 140)
+    with raises(r"the text has 0 placeholders '.*' for 1 videos: write one for each\."):
+        processor("what", videos=video)
+    with raises(r"the text has 2 placeholders '.*' for 1 videos"):
+        processor([mark, mark], videos=video)
+    with raises(r"the text has 1 placeholders '.*' for 0 images"):
+        processor(PLACEHOLDERS[family]["image"])
+    with raises("text is an empty list: give at least one text"):
+        processor([])
+    with raises(r"fps has 2 entries for 1 videos: give one number, or one a video\."):
+        processor(mark, videos=video, fps=[1, 2])
+    with raises("padding_side='up' must be 'left' or 'right'"):
+        processor(mark, videos=video, padding_side="up")
+    with raises("a piece of type 'sound' is not known"):
+        processor.chat([{"type": "sound", "sound": 1}])
+    with raises("a piece of type 'video' holds no video: give it under 'video'"):
+        processor.chat([{"type": "video"}])
+    with raises("images and videos of a conversation belong in its messages"):
+        processor.chat([{"role": "user", "content": "what"}], videos=video)
+    with pytest.raises(VideoError, match=r"there is no file none\.mp4"):
+        processor(mark, videos="none.mp4")
+    processor.chat_template = None
+    with raises(r"has no chat template: add chat_template\.jinja"):
+        processor.chat("what")
+    processor.tokenizer.pad_token = None
+    with raises("the tokenizer has no pad token"):
+        processor(["what", "what colour"])
+
+
+def test_llava_videos_of_unequal_length_make_no_batch(tmp_path: Path) -> None:
+    processor = Processor.from_pretrained(write_model(tmp_path / "model", "llava_onevision"))
+    with raises(r"videos of \[1, 2\] frames make no batch: sample the same number from each\."):
+        processor(["<video>", "<video>"], videos=[noise(2, 3, 9, 9), noise(1, 3, 9, 9)])
+
+
+def test_broken_folders_are_told(tmp_path: Path) -> None:
+    with raises("no/such/folder is no folder: name the folder of a saved model"):
+        Processor.from_pretrained("no/such/folder")
+    with raises(r"has no config\.json: name the folder"):
+        Processor.from_pretrained(tmp_path)
+
+    def broken(name: str) -> Path:
+        return write_model(tmp_path / name, "qwen2_5_vl")
+
+    folder = broken("a")
+    (folder / "config.json").write_text("{")
+    with raises(r"config\.json is not readable JSON"):
+        Processor.from_pretrained(folder)
+    folder = broken("b")
+    for path in folder.glob("*processor_config.json"):
+        path.unlink()
+    with raises(r"has neither processor_config\.json nor preprocessor_config\.json"):
+        Processor.from_pretrained(folder)
+    folder = broken("c")
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with raises(r"has no tokenizer\.json: save the tokenizer there\."):
+        Processor.from_pretrained(folder)
+    folder = broken("d")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    with raises("no processor for model type 'bert': there are llava_onevision, qwen2_5_vl, qwen2_vl"):
+        Processor.from_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "video_token_id": 3}))
+    with raises(r"'<\|video_pad\|>' is token 8 of the tokenizer, but video_token_id is 3 in config\.json"):
+        Processor.from_pretrained(folder)
+
+
+def stock_processor(family: str, **video: Any) -> Any:
+    """The stock processor, where torchvision can be imported."""
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"torchvision does not import here: {error}")
+    tokenizer = build_tokenizer(WORDS, family)
+    files = processor_files(SPECS[FAMILIES[family]])
+    image = {**files["preprocessor_config.json"]}
+    frames = {**files["video_preprocessor_config.json"], **video}
+    if family == "qwen2_5_vl":
+        image_processor, video_processor = T.Qwen2VLImageProcessor(**image), T.Qwen2VLVideoProcessor(**frames)
+        return T.Qwen2_5_VLProcessor(image_processor, tokenizer, video_processor)
+    image_processor = T.LlavaOnevisionImageProcessor(**image)
+    video_processor = T.LlavaOnevisionVideoProcessor(**frames)
+    return T.LlavaOnevisionProcessor(
+        image_processor,
+        tokenizer,
+        video_processor,
+        num_image_tokens=64,
+        vision_feature_select_strategy="full",
+    )
+
+
+@pytest.mark.parametrize(
+    "video",
+    [
+        {},
+        {"image_mean": [0.3] * 3, "resample": 2},
+        {"temporal_patch_size": 2, "cap_pixels_per_frame": True, "max_video_tokens": 80},
+    ],
+)
+def test_equal_to_stock_bit_for_bit(family: str, video: dict[str, Any], tmp_path: Path) -> None:
+    if family == "llava_onevision" and "temporal_patch_size" in video:
+        video = {"size": {"height": 56, "width": 70}}
+    stock = stock_processor(family, **video)
+    processor = Processor.from_pretrained(
+        write_model(tmp_path / "model", family, **{"video_preprocessor_config.json": video})
+    )
+    mark, picture = PLACEHOLDERS[family]["video"], PLACEHOLDERS[family]["image"]
+    texts = [f"{mark}what {picture}", f"red {picture}{picture} star {mark}{mark} colour of the"]
+    videos = [noise(4, 3, 96, 128, seed=1), noise(4, 3, 200, 90, seed=2), noise(4, 3, 96, 128, seed=3)]
+    images = [noise(3, 70, 150), noise(3, 233, 90), noise(3, 112, 112)]
+    metadata = [{"total_num_frames": 4, "fps": 2.0, "frames_indices": [0, 1, 2, 3]}] * 3
+    for pictures in (images, [images[:1], images[1:]]):
+        wanted = stock(
+            text=texts, images=pictures, videos=videos, video_metadata=metadata, return_tensors="pt",
+            padding=True, padding_side="left",
+        )  # fmt: skip
+        wanted.pop("token_type_ids", None)
+        same(processor(texts, images=pictures, videos=videos, fps=2.0), dict(wanted))

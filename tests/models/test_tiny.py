@@ -1,0 +1,119 @@
+"""The tiny models' tokenizer, sizes and folders."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mmaccel import world
+from mmaccel.core.errors import ModelError
+from mmaccel.models import tiny
+from mmaccel.models.tiny.configs import SPECS, build_model
+from mmaccel.models.tiny.package import export
+from mmaccel.models.tiny.tokenizer import PLACEHOLDERS, SPECIAL, build_tokenizer
+from mmaccel.train.dialect import Dialect, words
+
+FAMILIES = tuple(PLACEHOLDERS)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tokenizer(request):
+    return build_tokenizer(words(), request.param)
+
+
+def _ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_every_word_is_one_token(tokenizer):
+    assert len({tuple(_ids(tokenizer, word)) for word in words()}) == len(words())
+    assert all(len(_ids(tokenizer, word)) == 1 for word in world.vocabulary())
+
+
+def test_spellings_are_equal_and_text_returns(tokenizer):
+    text = "what colour was the star ?"
+    assert _ids(tokenizer, "What colour was the star?") == _ids(tokenizer, text)
+    assert tokenizer.decode(_ids(tokenizer, text)) == text
+    assert tokenizer.decode(_ids(tokenizer, "Zürich, 東京")) == "zürich , 東京"
+
+
+def test_special_tokens_are_single_and_kept_apart(tokenizer):
+    text = "".join(SPECIAL)
+    assert _ids(tokenizer, text) == list(range(len(SPECIAL)))
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
+
+
+def test_both_families_share_ids():
+    first, second = (build_tokenizer(words(), family).get_vocab() for family in FAMILIES)
+    assert first == second
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_template_is_what_training_writes(name):
+    spec = SPECS[name]
+    dialect = Dialect(spec)
+    said = [
+        {
+            "role": "user",
+            "content": [{"type": "video"}, {"type": "text", "text": "What colour was the star?"}],
+        },
+        {"role": "assistant", "content": "red"},
+        {"role": "user", "content": "How many cards were shown?"},
+    ]
+    text = dialect.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    video = SPECIAL[dialect.video]
+    ids = _ids(dialect.tokenizer, text.replace(video, video * (3 * spec.tokens_per_frame + spec.newline)))
+    laid, _ = dialect.lay(dialect.spans([("video", 0, 3)]), 1.0)
+    parts = [
+        laid,
+        dialect.encode("what colour was the star ?"),
+        dialect.closing,
+        dialect.encode("red"),
+        [dialect.end],
+    ]
+    parts += [dialect.turn, dialect.encode("how many cards were shown ?"), dialect.closing]
+    assert ids == [int(token) for part in parts for token in part]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [("tiny-ov", 16), ("tiny-ov-draft", 16), ("tiny-qwen", 15), ("tiny-qwen-draft", 15)]
+)
+def test_sizes(name, tokens):
+    spec = SPECS[name]
+    count = sum(parameter.numel() for parameter in build_model(spec).parameters())
+    assert spec.tokens_per_frame == tokens
+    assert (0.6e6 < count < 1.1e6) if spec.target else (6e6 < count < 8e6)
+
+
+def test_all_weights_fit_in_40_megabytes():
+    total = sum(p.numel() for spec in SPECS.values() for p in build_model(spec).parameters())
+    assert 2 * total < 40e6
+
+
+@pytest.mark.parametrize("name", ["tiny-ov-draft", "tiny-qwen-draft"])
+def test_exported_folder_loads_in_stock_classes(name, tmp_path):
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    spec = SPECS[name]
+    model = build_model(spec, seed=3)
+    export(model, spec, words(), tmp_path, "# card\n")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], tensor.bfloat16()), key
+    assert loaded.generation_config.eos_token_id == SPECIAL.index("<|im_end|>")
+    text = "What colour was the star?"
+    assert _ids(AutoTokenizer.from_pretrained(tmp_path), text) == _ids(
+        build_tokenizer(words(), spec.model_type), text
+    )
+    for file in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
+        assert json.loads((tmp_path / file).read_text())["processor_class"].endswith("Processor")
+
+
+def test_missing_weights_and_names_are_told(tmp_path, monkeypatch):
+    with pytest.raises(ModelError, match="choose one of tiny-ov"):
+        tiny.path("tiny")
+    monkeypatch.setattr(tiny, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(ModelError, match="train them with"):
+        tiny.path("tiny-ov")

@@ -1,0 +1,221 @@
+"""Draft, then verify: exact bookkeeping, the target's output, and clear words about a wrong draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from mmaccel.core.draft import Prompt
+from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.generate import speculate
+from mmaccel.core.registry import registry
+from mmaccel.policies.draft import Sequential
+from mmaccel.policies.draft._pair import same_vocabulary
+from tests.core.toy import (
+    Meter,
+    Rule,
+    ToyModel,
+    ToyRunner,
+    Triples,
+    alone,
+    bigram,
+    count_triples,
+    g_test,
+    prompt,
+    view,
+)
+
+
+def run(
+    rule: Rule, small: Rule, said: Prompt, length: int, window: int, vocab: int, theirs: int = 0
+) -> tuple:
+    model = ToyModel(small, theirs or vocab)
+    draft = Sequential(model=model, window=window).open(view(rule, vocab))
+    target, meter = ToyRunner(rule), Meter()
+    draft.begin(said)
+    ids = speculate(
+        target, draft, said, target.prefill(said.inputs), stop=lambda ids: ids.shape[1] >= length, meter=meter
+    )
+    assert not meter.failures
+    return ids[0].tolist(), meter, model.runners[0], draft
+
+
+def random_table(vocab: int, seed: int) -> Tensor:
+    return torch.randint(0, 5, (vocab, vocab), generator=torch.Generator().manual_seed(seed)).float()
+
+
+@given(st.integers(0, 9999), st.integers(1, 6), st.integers(4, 40), st.integers(0, 2), st.booleans())
+def test_greedy_output_is_the_targets(seed: int, window: int, length: int, changes: int, known: bool) -> None:
+    table = random_table(6, seed)
+    small = table.clone()
+    small[:changes] = random_table(6, seed + 1)[:changes]
+    rule, said = bigram(table), prompt([4, 2, 5], max_new_tokens=(length - 3) * known)
+    ids, meter, runner, _ = run(rule, bigram(small), said, length, window, 6)
+    assert ids == alone(rule, [4, 2, 5], lambda ids: ids.shape[1] >= length)
+    # The draft has run the committed ids, then its own last guesses but one: no token twice, none left out.
+    before = 4 + sum(accepted + 1 for _, accepted in meter.rounds[:-1])
+    if meter.rounds and meter.rounds[-1][0]:
+        assert runner.tokens[:before] == ids[:before]
+        assert len(runner.tokens) == before + meter.rounds[-1][0] - 1
+    else:
+        assert runner.tokens == ids[: len(runner.tokens)]
+    if known:
+        left = length - 4
+        for proposed, accepted in meter.rounds:
+            assert proposed == min(window, left - 1), "nothing is drafted beyond the limit"
+            left -= accepted + 1
+
+
+@pytest.mark.parametrize("window", [1, 3, 5])
+@pytest.mark.parametrize("sampling", [False, True])
+def test_a_draft_with_the_targets_weights_is_accepted_whole(window: int, sampling: bool) -> None:
+    rule = bigram(torch.randn(6, 6, generator=torch.Generator().manual_seed(2)))
+    g = torch.Generator().manual_seed(0)
+    warp = (lambda ids, logits: torch.softmax(logits / 1.2, -1)) if sampling else None
+    said = prompt([1], warp=warp, generator=g, max_new_tokens=61)
+    _, meter, _, draft = run(rule, rule, said, 62, window, 6)
+    assert all(accepted == proposed for proposed, accepted in meter.rounds)
+    assert len(meter.rounds) == -(-60 // (window + 1))
+    assert sum(proposed + 1 for proposed, _ in meter.rounds) == 60, "nothing is drafted beyond the limit"
+    counted = draft.counters()
+    # Each round feeds its committed tokens at once, then one drafted token a step.
+    assert counted["drafted"] == counted["draft_steps"] == sum(proposed for proposed, _ in meter.rounds)
+
+
+def test_the_draft_is_fed_the_last_drafted_token_and_the_bonus() -> None:
+    rule = bigram(torch.eye(5).roll(1, 1))
+    _, _, runner, _ = run(rule, rule, prompt([0]), 14, 3, 5)
+    assert runner.tokens == [i % 5 for i in range(len(runner.tokens))]
+
+
+def test_the_draft_sees_all_of_the_prompt() -> None:
+    rule, pixels = bigram(random_table(5, 0)), torch.randn(2, 3)
+    said = prompt([0, 3], inputs={"pixel_values_videos": pixels, "fps": 2.0})
+    _, _, runner, _ = run(rule, rule, said, 6, 2, 5)
+    assert torch.equal(runner.inputs["pixel_values_videos"], pixels) and runner.inputs["fps"] == 2.0
+    assert runner.inputs["input_ids"].tolist() == [[0, 3]]
+
+
+def test_penalties_see_the_drafted_tokens() -> None:
+    """A warp that forbids what was said already: the draft's q and the target's p must be taken after the same tokens."""
+
+    def warp(ids: Tensor, logits: Tensor) -> Tensor:
+        return torch.softmax(logits.index_fill(0, ids[-4:], float("-inf")), -1)
+
+    rule = bigram(torch.zeros(6, 6))
+    said = prompt([0], warp=warp, generator=torch.Generator().manual_seed(0))
+    ids, meter, _, _ = run(rule, rule, said, 60, 3, 6)
+    assert all(len(set(ids[i : i + 5])) == 5 for i in range(len(ids) - 4))
+    assert all(accepted == proposed for proposed, accepted in meter.rounds)
+
+
+@pytest.mark.parametrize("theirs", [198, 200, 202])
+@pytest.mark.parametrize("sampling", [False, True])
+def test_a_draft_of_another_padding(theirs: int, sampling: bool) -> None:
+    vocab = 200
+    g = torch.Generator().manual_seed(0)
+    table = 3 * torch.randn(vocab, vocab, generator=g)
+    small = torch.randn(theirs, theirs, generator=g)
+    small[:198, :198] = table[:198, :198]
+    small[:, 200:] = 40.0  # padding tokens the draft would like best
+    small -= 50.0  # and where it has no token at all, that one would be liked better than any other
+
+    def known(tokens: list[int]) -> Tensor:
+        return small[min(tokens[-1], theirs - 1)]
+
+    warp = (lambda ids, logits: torch.softmax(logits, -1)) if sampling else None
+    rule, said = bigram(table), prompt([3], warp=warp, generator=g)
+    ids, meter, _, _ = run(rule, known, said, 80, 4, vocab, theirs)
+    assert len(ids) == 80 and max(ids) < vocab
+    if not sampling:
+        assert ids == alone(rule, [3], lambda ids: ids.shape[1] >= 80)
+    assert sum(accepted for _, accepted in meter.rounds) > 0.7 * sum(proposed for proposed, _ in meter.rounds)
+
+
+def test_sampled_triples_have_the_targets_joint_distribution() -> None:
+    def warp(ids: Tensor, logits: Tensor) -> Tensor:
+        return torch.softmax(logits / 0.7, -1)
+
+    vocab, chunk, g = 4, 400, torch.Generator().manual_seed(9)
+    large, small = Triples(vocab, 5), Triples(vocab, 6)
+    counts = torch.zeros(vocab, vocab, vocab, dtype=torch.long)
+    for _ in range(10):
+        ids, *_ = run(large, small, prompt([0], warp=warp, generator=g), 1 + 3 * chunk, 2, vocab)
+        counts += count_triples(torch.tensor(ids[1:]).view(-1, 3), vocab)
+    assert g_test(counts, large.joint(lambda logits: torch.softmax(logits / 0.7, -1))) > 1e-4
+
+
+def sentence(error: BaseException, *words: str) -> None:
+    text = str(error)
+    assert text.endswith(".") and "\n" not in text and all(word in text for word in words)
+
+
+@pytest.mark.parametrize("model", [None, "", 3])
+def test_a_missing_model_is_told_at_birth(model: object) -> None:
+    with pytest.raises(RecipeError) as error:
+        registry("draft").build("sequential", {"model": model})
+    sentence(error.value, "sequential", "model", "folder")
+
+
+def test_a_missing_folder_is_told() -> None:
+    rule = bigram(torch.eye(4))
+    with pytest.raises(DraftError) as error:
+        Sequential(model="no/such/folder").open(view(rule, 4))
+    sentence(error.value, "model", "no/such/folder")
+
+
+def test_a_folder_is_loaded_once(tmp_path: Path) -> None:
+    target = view(bigram(torch.eye(4)), 4)
+    strategy = Sequential(model=str(tmp_path))
+    for _ in range(3):
+        strategy.open(target)
+    assert target.adapter.loads == 1  # type: ignore[attr-defined]
+
+
+def test_a_window_of_nothing_is_refused() -> None:
+    with pytest.raises(RecipeError) as error:
+        Sequential(model=nn.Linear(1, 1), window=0)
+    sentence(error.value, "window", "at least 1")
+
+
+def test_a_draft_of_another_vocabulary_is_refused() -> None:
+    rule = bigram(torch.eye(4))
+    with pytest.raises(DraftError) as error:
+        Sequential(model=ToyModel(rule, 320)).open(view(rule, 300))
+    sentence(error.value, "model", "320", "300", "family")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (151_936, 152_064, True),  # Qwen2.5-VL 3B and 7B
+        (151_936, 151_936, True),
+        (151_936, 128_256, False),
+        (32_000, 32_064, True),
+        (32_000, 32_768, False),
+        (300_000, 301_024, False),
+        (96, 97, False),
+        (200, 202, True),
+    ],
+)
+def test_the_vocabulary_rule(a: int, b: int, same: bool) -> None:
+    assert same_vocabulary(a, b) == same == same_vocabulary(b, a)
+
+
+def test_a_closed_draft_says_so() -> None:
+    draft = Sequential(model=ToyModel(bigram(torch.eye(4)), 4)).open(view(bigram(torch.eye(4)), 4))
+    draft.begin(prompt([0]))
+    draft.close()
+    draft.observe(torch.tensor([1]), 0)
+    with pytest.raises(DraftError, match="closed"):
+        draft.propose()
+
+
+def test_lookback_covers_a_whole_window() -> None:
+    assert Sequential(model=nn.Linear(1, 1), window=7).lookback == 8
+    assert "rollback" in Sequential.needs

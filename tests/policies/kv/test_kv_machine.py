@@ -1,0 +1,183 @@
+"""Both plain memories against a list of serial numbers, under any order of runs, broken runs, cuts and choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mmaccel.core.errors import ModelError
+from mmaccel.core.kv import KVPolicy
+from mmaccel.policies.kv import Full, Window
+from tests.policies.kv.memory import LAYERS, open_state, seen, visible, written
+
+
+class Machine(RuleBasedStateMachine):
+    """`sequences` [B] of serials is what the memory ought to hold; `last` columns were run last."""
+
+    policy: KVPolicy
+    sinks, window, margin = 0, None, 0
+
+    @initialize(batch=st.integers(1, 2))
+    def begin(self, batch: int) -> None:
+        self.state = open_state(self.policy)
+        self.sequences: list[list[int]] = [[] for _ in range(batch)]
+        self.serial = self.last = self.high = 0
+        self.runs = [0] * LAYERS
+        self.turn: Any = None
+
+    @property
+    def length(self) -> int:
+        return len(self.sequences[0])
+
+    def append(self, count: int, layers: int = LAYERS) -> None:
+        """One run; `high` is the longest memory a run began with, which is when the window lets go of columns."""
+        new = [[self.serial + b * count + i for i in range(count)] for b in range(len(self.sequences))]
+        self.serial += count * len(new)
+        if self.turn is None:
+            self.high = max(self.high, self.length)
+        for sequence, more in zip(self.sequences, new, strict=True):
+            sequence.extend(more)
+        for layer in range(layers):
+            self.state.append(layer, *written(new, layer))
+            assert self.state.length() == self.length, "right in the middle of a run"
+            view = self.state.view(layer, torch.empty(len(new), 4, count, 4))
+            expected = [visible(sequence, count, self.sinks, self.window) for sequence in self.sequences]
+            assert seen(view, layer, count, self.length) == expected
+            self.runs[layer] = count if self.turn is None else max(count, self.runs[layer])
+        self.last = count
+
+    def columns(self) -> set[int]:
+        """The columns held by the first layer, which is never behind the others in letting go."""
+        view = self.state.view(0, torch.empty(len(self.sequences), 4, 1, 4))
+        return set(range(view.key.shape[2]) if view.column is None else view.column.tolist())
+
+    def own_run(self) -> bool:
+        """Whether the last run is not of the time before an open question, which must leave that time alone."""
+        return self.turn is None or self.length - self.last >= self.asked
+
+    def forget(self, length: int) -> None:
+        for sequence in self.sequences:
+            del sequence[length:]
+
+    @rule(count=st.one_of(st.integers(1, 3), st.integers(1, 40)))
+    def step(self, count: int) -> None:
+        self.append(count)
+
+    @rule(count=st.integers(1, 12), layers=st.integers(1, LAYERS - 1))
+    def break_off(self, count: int, layers: int) -> None:
+        start = self.length
+        self.append(count, layers)
+        if count > 1:
+            self.state.accept(torch.tensor([count - 1]))
+        self.state.truncate(start)
+        self.forget(start)
+        self.last = 0
+
+    @precondition(lambda self: self.own_run())
+    @rule(data=st.data())
+    def accept_some(self, data: st.DataObject) -> None:
+        keep = data.draw(st.integers(0, self.last))
+        self.state.accept(keep)
+        self.forget(self.length - self.last + keep)
+        self.last = keep
+
+    @precondition(lambda self: self.own_run())
+    @rule(data=st.data())
+    def accept_path(self, data: st.DataObject) -> None:
+        path = sorted(data.draw(st.sets(st.integers(0, self.last - 1)))) if self.last else []
+        self.state.accept(torch.tensor(path, dtype=torch.long))
+        for sequence in self.sequences:
+            tail = sequence[len(sequence) - self.last :]
+            sequence[len(sequence) - self.last :] = [tail[i] for i in path]
+        self.last = len(path)
+
+    @precondition(lambda self: self.turn is None)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        length = data.draw(st.integers(max(0, self.length - 20), self.length))
+        # Possible exactly when nothing the next query sees has gone, and surely within the margin.
+        needed = visible([*range(length), -1], 1, self.sinks, self.window)[0][:-1]
+        possible = length == self.length or set(needed) <= self.columns()
+        assert possible or (self.policy.reach is not None and length < self.high - self.margin)
+        if possible:
+            self.state.truncate(length)
+            self.last = max(0, self.last - (self.length - length))
+            self.forget(length)
+        else:
+            with pytest.raises(ModelError, match="margin"):
+                self.state.truncate(length)
+
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        if not self.length:
+            return
+        rows = data.draw(st.lists(st.integers(0, len(self.sequences) - 1), min_size=1, max_size=3))
+        self.state.reorder(torch.tensor(rows))
+        self.sequences = [list(self.sequences[row]) for row in rows]
+
+    @precondition(lambda self: self.turn is None)
+    @rule()
+    def reset(self) -> None:
+        self.state.reset()
+        self.begin(len(self.sequences))
+
+    @precondition(lambda self: self.turn is None)
+    @rule()
+    def ask(self) -> None:
+        self.turn = self.state.turn()
+        self.turn.__enter__()
+        self.asked = self.length
+
+    @precondition(lambda self: self.turn is not None)
+    @rule()
+    def answered(self) -> None:
+        self.turn.__exit__(None, None, None)
+        self.turn = None
+        self.last = max(0, self.last - (self.length - self.asked))
+        self.forget(self.asked)
+
+    def teardown(self) -> None:
+        if getattr(self, "turn", None) is not None:
+            self.answered()
+
+    @invariant()
+    def figures(self) -> None:
+        state = self.state
+        assert state.length() == self.length
+        assert state.counters()["held"] == state.held() <= max(self.length, 0)
+        self.bound()
+
+    def bound(self) -> None:
+        assert self.state.held() == self.length
+
+
+class FullMachine(Machine):
+    policy = Full()
+
+
+class WindowMachine(Machine):
+    sinks, window, margin = 3, 5, 4
+    policy = Window(sinks=sinks, window=window, margin=margin)
+
+    def bound(self) -> None:
+        # A question may grow beyond it; it is dropped as a whole.
+        if self.turn is None:
+            assert self.state.held() <= self.sinks + self.window + self.margin + max(self.runs)
+
+
+class BareWindowMachine(WindowMachine):
+    sinks, window, margin = 0, 1, 0
+    policy = Window(sinks=sinks, window=window, margin=margin)
+
+
+TestFull = FullMachine.TestCase
+TestWindow = WindowMachine.TestCase
+TestBareWindow = BareWindowMachine.TestCase
+for case in (TestFull, TestWindow, TestBareWindow):
+    case.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
+del case

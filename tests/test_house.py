@@ -1,0 +1,206 @@
+"""The walls of the house: what may import what, how long a file may be, that a policy's file carries its name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mmaccel
+from mmaccel.core.registry import registry
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mmaccel"
+FILES = sorted(PACKAGE.rglob("*.py"))
+ALL_FILES = sorted([*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")])
+
+# What each room may import of this package. A dotted entry admits that module alone.
+WALLS = {
+    "__init__": {"core", "models", "policies"},
+    "__main__": {"cli"},
+    "backends": {"backends", "core.errors"},
+    "core": {"core", "backends.ops", "backends.select"},
+    "policies": {"policies", "core", "backends.ops"},
+    "models": {"models", "core", "media"},
+    "media": {"media", "core.errors"},
+    "world": {"world", "core.errors"},
+    "train": {"train", "models", "world", "core"},
+    "search": {"search", "core", "models", "policies", "backends", "media", "world"},
+    "eval": {"eval", "core", "models", "policies", "media", "world"},
+    "cli": {"cli", "eval", "search", "core", "models", "policies", "backends", "media", "world"},
+}
+# Optional or heavy packages, and the only places that may name them.
+ONLY_IN = {
+    "triton": ("backends/triton/",),
+    "flash_attn": ("backends/",),
+    "transformers": ("models/",),
+    "tokenizers": ("models/",),
+    "av": ("media/", "world/"),
+    "PIL": ("media/",),
+    "rich": ("cli/",),
+    "typer": ("cli/",),
+    "matplotlib": ("search/", "eval/"),
+    "torchvision": (),
+}
+LONGEST = 400
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Full names of all that a file imports, inside functions and for type checking too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: line {node.lineno} imports relatively; give the full name"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else path.stem
+
+
+def admits(name: str, allowed: set[str]) -> bool:
+    inner = name.removeprefix("mmaccel.")
+    return any(inner == one or inner.startswith(one + ".") for one in allowed)
+
+
+def trespasses(path: Path) -> Iterator[str]:
+    """Imports of a file that its room's walls forbid."""
+    inside, allowed = str(path.relative_to(PACKAGE)), WALLS[room(path)]
+    for name in imported(path):
+        places = ONLY_IN.get(name.split(".")[0])
+        ours = name.startswith("mmaccel")
+        if (ours and not admits(name, allowed)) or (places is not None and not inside.startswith(places)):
+            yield f"{inside} imports {name}"
+
+
+def test_imports_run_one_way() -> None:
+    assert [told for path in FILES for told in trespasses(path)] == []
+
+
+def test_walls_catch_a_hole() -> None:
+    assert not admits("mmaccel.models.hf", WALLS["policies"])
+    assert not admits("mmaccel.backends.reference", WALLS["policies"])
+    assert not admits("mmaccel.core.errors_of_another_kind", WALLS["world"])
+    assert admits("mmaccel.core.errors.WorldError", WALLS["world"])
+
+
+def test_every_room_has_its_walls() -> None:
+    rooms = {p.name for p in PACKAGE.iterdir() if p.is_dir() and any(p.glob("*.py"))}
+    assert rooms <= set(WALLS), "a new room needs a line in WALLS"
+
+
+def test_no_file_is_too_long() -> None:
+    lines = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in ALL_FILES}
+    assert {name: count for name, count in lines.items() if count > LONGEST} == {}
+
+
+def test_every_file_says_what_it_is() -> None:
+    sources = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in ALL_FILES}
+    assert [
+        name for name, text in sources.items() if text.strip() and not ast.get_docstring(ast.parse(text))
+    ] == []
+
+
+def test_nothing_is_left_undone() -> None:
+    left = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError|breakpoint\(\))")
+    assert [
+        str(path.relative_to(ROOT)) for path in FILES if left.search(path.read_text(encoding="utf-8"))
+    ] == []
+
+
+def rank(name: str) -> tuple[int, str]:
+    """Constants, then classes, then the rest: the order that ruff keeps."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+def test_public_names_are_sorted() -> None:
+    for path in FILES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == "__all__" for t in node.targets):
+                names = list(ast.literal_eval(node.value))
+                assert names == sorted(set(names), key=rank), (
+                    f"{path.relative_to(ROOT)}: __all__ is not sorted"
+                )
+
+
+def test_front_door_has_what_it_names() -> None:
+    assert [name for name in mmaccel.__all__ if not hasattr(mmaccel, name)] == []
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        mmaccel.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", ["sparse", "kv", "draft", "prune"])
+def test_a_policy_lives_in_a_file_of_its_name(kind: str) -> None:
+    for name, cls in registry(kind).items():
+        parts = cls.__module__.split(".")
+        assert parts[:3] == ["mmaccel", "policies", kind] and parts[3] == name, (
+            f"{name} is in {cls.__module__}"
+        )
+        assert cls.__doc__ and not cls.__doc__.startswith(cls.__name__ + "("), f"{name} has no docstring"
+
+
+def test_a_policy_file_is_imported_by_its_room() -> None:
+    for kind in ("sparse", "kv", "draft", "prune"):
+        folder = PACKAGE / "policies" / kind
+        registering = {
+            p.stem for p in folder.glob("*.py") if f'@register("{kind}"' in p.read_text(encoding="utf-8")
+        }
+        assert registering == set(registry(kind)), f"policies/{kind}/__init__.py lacks an import line"
+
+
+def test_tests_reach_every_module() -> None:
+    for path in FILES:
+        if path.stem == "__main__":
+            continue
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if ".triton" not in name:
+            assert importlib.import_module(name) is sys.modules[name]
+
+
+def test_the_readme_s_commands_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z]+)", readme))
+    assert {"demo", "test"} <= named <= targets
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "make test" in ci and "make -k lint types" in ci
+
+
+def test_the_readme_s_links_lead_somewhere() -> None:
+    for page in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "bench" / "README.md",
+    ):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
+
+
+def test_the_lock_fits_the_bounds() -> None:
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    locked = {pin.name.lower().replace("_", "-"): next(iter(pin.specifier)).version for pin in pins}
+    wanted = [
+        Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["dev"])
+    ]
+    for need in wanted:
+        name = need.name.lower().replace("_", "-")
+        assert name in locked, f"constraints.txt does not pin {name}"
+        assert need.specifier.contains(locked[name]), (
+            f"constraints.txt pins {name} to {locked[name]}, not {need.specifier}"
+        )
+    assert project["version"] == mmaccel.__version__
+    assert f"## [{mmaccel.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

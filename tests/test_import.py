@@ -1,0 +1,119 @@
+"""Importing the package in a fresh process: what it loads, what it does without, that it touches nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+BLOCK = """
+import importlib.abc, sys
+class Wall(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {blocked!r}:
+            raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)
+sys.meta_path.insert(0, Wall())
+"""
+
+
+def run(code: str, blocked: tuple[str, ...] = ()) -> str:
+    """Standard output of a fresh interpreter; fails with its standard error."""
+    source = (BLOCK.format(blocked=set(blocked)) if blocked else "") + code
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_loads_no_heavy_package() -> None:
+    heavy = (
+        "transformers",
+        "triton",
+        "tokenizers",
+        "av",
+        "rich",
+        "typer",
+        "PIL",
+        "matplotlib",
+        "huggingface_hub",
+    )
+    out = run(f"import sys, json, mmaccel; print(json.dumps([m for m in {heavy!r} if m in sys.modules]))")
+    assert json.loads(out) == []
+
+
+@pytest.mark.parametrize("module", ["mmaccel", "mmaccel.backends.select", "mmaccel.core.attach"])
+def test_import_needs_no_optional_package(module: str) -> None:
+    blocked = ("transformers", "triton", "flash_attn", "av", "PIL", "matplotlib", "torchvision")
+    out = run(f"import {module}, mmaccel; print(sorted(mmaccel.list_policies('sparse')['sparse']))", blocked)
+    assert "a_shape" in out and "dense" in out
+
+
+def test_the_oracle_runs_without_triton() -> None:
+    code = """
+import torch, mmaccel
+from mmaccel.backends import select
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.lower import attend_plan
+layout = TokenLayout.text(1, 200)
+q, k = torch.randn(1, 2, 200, 16), torch.randn(1, 1, 200, 16)
+pattern = mmaccel.Recipe.load({"sparse": {"name": "a_shape", "sink": 16, "window": 32}}).sparse
+plan = pattern.plan(q, k, layout, layout)
+out, _ = attend_plan(plan, q, k, k, 0.25, select.get("reference", "cpu"))
+print(tuple(out.shape))
+"""
+    assert run(code, ("triton", "transformers", "av")).strip() == "(1, 2, 200, 16)"
+
+
+def test_import_patches_nothing() -> None:
+    """Neither torch nor transformers differs after the import: same functions, same attention table."""
+    code = """
+import json, torch, transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as table
+def state():
+    names = ("softmax", "matmul", "nn.Linear.forward", "nn.functional.scaled_dot_product_attention", "nn.Module.__call__")
+    found = []
+    for name in names:
+        value = torch
+        for part in name.split("."):
+            value = getattr(value, part)
+        found.append(id(value))
+    found += sorted((k, id(v)) for k, v in table.items())
+    found += [id(transformers.PreTrainedModel.from_pretrained.__func__), id(transformers.GenerationMixin.generate)]
+    return found
+before = state()
+import mmaccel
+print(json.dumps(before == state()))
+"""
+    assert run(code).strip() == "true"
+
+
+def test_importing_starts_no_device() -> None:
+    code = "import torch, mmaccel; print(torch.cuda.is_initialized(), torch.get_default_dtype())"
+    assert run(code).strip() == "False torch.float32"
+
+
+def test_rooms_open_when_asked() -> None:
+    out = run(
+        "import sys, mmaccel; a = 'av' in sys.modules; mmaccel.media.read; print(a, 'av' in sys.modules)"
+    )
+    assert out.strip() == "False True"
+
+
+def test_help_loads_no_model_code() -> None:
+    code = """
+import sys
+from mmaccel.cli import main
+try:
+    main(["ask", "--help"])
+except SystemExit as done:
+    assert done.code == 0
+print([m for m in ("transformers", "av", "triton") if m in sys.modules])
+"""
+    out = run(code)
+    assert "--compare" in out and out.strip().endswith("[]")

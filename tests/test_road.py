@@ -1,0 +1,219 @@
+"""From an mp4 to a right answer with the shipped models, dense and sparse; and what a wheel holds.
+
+Worlds here have seeds that no training run drew.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.recipe import Recipe
+from mmaccel.eval.answer import ask, prompt
+from mmaccel.eval.caption import agreement, caption_cases, caption_scores
+from mmaccel.eval.cases import Film, cases
+from mmaccel.eval.needle import Judged, Tally, judge
+from mmaccel.models import tiny
+from mmaccel.models.loading import load_model, load_processor
+
+ROOT = Path(__file__).parent.parent
+TARGETS = ["tiny-ov", "tiny-qwen"]
+KINDS = ("needle", "order", "count")
+SEED = 7000
+
+Shipped = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Callable[[str], tuple[Any, Any]]:
+    """Name -> the model in float32 and its processor, loaded once."""
+    held: dict[str, tuple[Any, Any]] = {}
+
+    def get(name: str) -> tuple[Any, Any]:
+        if name not in held:
+            held[name] = load_model(name, dtype=torch.float32), load_processor(name)
+        return held[name]
+
+    return get
+
+
+Loaded = Callable[[str], tuple[Any, Any]]
+
+
+def judged(loaded: tuple[Any, Any], recipes: dict[str, Recipe], frames: int, samples: int) -> list[Judged]:
+    with Film() as film:
+        return list(judge(*loaded, recipes, cases(frames, samples, SEED, KINDS), film))
+
+
+def share(seen: list[Judged], recipe: str) -> float:
+    tally = Tally(recipe)
+    for one in seen:
+        tally.add(one)
+    return tally.share() or 0.0
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_film_is_answered_rightly(name: str, shipped: Shipped, loaded: Loaded) -> None:
+    """Three kinds of question about real H.264 files, under dense, a_shape and grid."""
+    recipes = {one: Recipe.load(one) for one in ("dense", "a_shape-short", "grid")}
+    seen = judged(loaded(shipped(name)), recipes, 128, 5)
+    assert len(seen) == 15
+    shares = {one: share(seen, one) for one in recipes}
+    assert min(shares.values()) >= 0.9, shares
+    for one in seen:
+        for recipe, pattern in (("a_shape-short", "a_shape"), ("grid", "grid")):
+            report = one.answers[recipe].report
+            # A run that fell back to dense would keep everything and name no pattern.
+            assert report.kept is not None and report.kept < 0.8
+            assert set(report.heads()) == {pattern} and report.heads()[pattern] == 8 * 4
+        assert one.answers["dense"].report.kept == 1.0
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_answer_rests_on_the_video(name: str, shipped: Shipped, loaded: Loaded) -> None:
+    """Shown another film, the model gives another answer: what it says is seen, not guessed."""
+    model, processor = loaded(shipped(name))
+    first = next(cases(64, 1, SEED, ("needle",)))
+    others = [case for case in cases(64, 12, SEED + 1, ("count",)) if case.answer != "one"]
+    with Film() as film:
+        said = ask(
+            model,
+            processor,
+            prompt(processor, first.content(film.watch(first.world)), model),
+            max_new_tokens=8,
+        )
+        assert first.right(said.text)
+        counts = set()
+        for case in others[:5]:
+            inputs = prompt(processor, case.content(film.watch(case.world)), model)
+            counts.add(ask(model, processor, inputs, max_new_tokens=8).text)
+    assert len(counts) >= 2
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_draft_writes_the_target_s_own_caption(name: str, shipped: Shipped, loaded: Loaded) -> None:
+    """Greedy sequential drafting gives the model's own tokens, and most of what it drafts is taken."""
+    model, processor = loaded(shipped(name))
+    folder = str(tiny.path(shipped(f"{name}-draft")))
+    (case,) = caption_cases(48, 1, SEED)
+    with Film() as film:
+        inputs = prompt(processor, case.content(film.watch(case.world)), model)
+    plain = ask(model, processor, inputs, max_new_tokens=120)
+    recipe = Recipe.load(draft={"name": "sequential", "model": folder})
+    drafted = ask(model, processor, inputs, recipe, max_new_tokens=120)
+    told = drafted.report.draft
+    assert drafted.text == plain.text and told["failed"] is None
+    assert 0.3 < told["accepted"] / told["proposed"] < 1 and told["target_steps"] < 100
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_caption_is_known_token_by_token(name: str, shipped: Shipped, loaded: Loaded) -> None:
+    model, processor = loaded(shipped(name))
+    draft, _ = loaded(shipped(f"{name}-draft"))
+    with Film() as film:
+        rows = list(caption_scores(model, processor, caption_cases(128, 3, SEED), film, draft=draft))
+    shares = agreement(rows)
+    assert shares["accuracy"] is not None and shares["accuracy"] >= 0.9
+    assert shares["agreement"] is not None and 0.5 <= shares["agreement"] <= 0.9
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_documents_are_read_and_watched(name: str, shipped: Shipped, loaded: Loaded) -> None:
+    with Film() as film:
+        todo = cases(64, 5, SEED, ("needle", "note"), documents=4, tokens_per_frame=16)
+        seen = list(judge(*loaded(shipped(name)), {"dense": Recipe()}, todo, film))
+    assert len(seen) == 10 and share(seen, "dense") >= 0.9
+
+
+def test_natural_spelling_is_understood(shipped: Shipped, loaded: Loaded) -> None:
+    model, processor = loaded(shipped("tiny-ov"))
+    case = next(cases(32, 1, SEED, ("needle",)))
+    natural = case.question.replace(" ?", "?").capitalize()
+    with Film() as film:
+        video = film.watch(case.world)
+    content = [{"type": "video", "video": video}, {"type": "text", "text": natural}]
+    assert case.right(ask(model, processor, prompt(processor, content, model), max_new_tokens=8).text)
+
+
+def test_the_demonstration_passes(shipped: Shipped) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "mmaccel",
+        "demo",
+        "--model",
+        shipped("tiny-ov"),
+        "--worlds",
+        "2",
+        "--seed0",
+        "300",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the truth:" in done.stdout and "right, kept" in done.stdout
+
+
+def test_the_readme_s_python_runs(shipped: Shipped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first block of the README, as it stands, beside a clip of that name."""
+    shipped("tiny-ov")
+    from mmaccel.world import World, write_mp4
+
+    write_mp4(World.generate(SEED, 64), tmp_path / "clip.mp4")
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert block is not None
+    monkeypatch.chdir(tmp_path)
+    room: dict[str, Any] = {}
+    exec(compile(block.group(1), "README.md", "exec"), room)
+    assert room["fast"].report().heads() == {"a_shape": 32} and mmaccel.attached(room["model"]) is None
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_a_shipped_folder_is_whole(name: str, shipped: Shipped) -> None:
+    folder = tiny.path(shipped(name))
+    names = {path.name for path in folder.iterdir()}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "README.md",
+    } <= names
+    assert "license: apache-2.0" in (folder / "README.md").read_text(encoding="utf-8")
+    model = load_model(name)
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_the_shipped_models_are_small(shipped: Shipped) -> None:
+    sizes = [path.stat().st_size for name in tiny.NAMES for path in tiny.path(shipped(name)).iterdir()]
+    assert sum(sizes) <= 40 * 2**20
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_what_it_needs(shipped: Shipped, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--quiet",
+        "--wheel-dir",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True, timeout=600)
+    (wheel,) = tmp_path.glob("mmaccel-*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    assert {"mmaccel/recipes/dense.yaml", "mmaccel/py.typed"} <= held
+    for name in tiny.NAMES:
+        assert f"mmaccel/models/tiny/{shipped(name)}/model.safetensors" in held
+    assert not any(one.startswith(("tests/", "bench/", "docs/")) for one in held)

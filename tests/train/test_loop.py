@@ -1,0 +1,120 @@
+"""A run can be stopped and continued without a difference; batches and pixels follow from their seeds."""
+
+from __future__ import annotations
+
+import time
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmaccel import world
+from mmaccel.models.tiny.configs import SPECS
+from mmaccel.train import pixels, plan
+from mmaccel.train.data import FIRST_SEED, make_batch
+from mmaccel.train.dialect import Dialect
+from mmaccel.train.feeder import Feeder, Recipe
+from mmaccel.train.loop import Options, Trainer, rate_at
+
+
+def _options(out, **changes):
+    usual = dict(
+        name="tiny-ov-draft",
+        out=out,
+        seconds=600,
+        began=time.monotonic(),
+        steps=40,
+        budget=6,
+        longest=4,
+        quick=False,
+    )
+    return Options(**{**usual, **changes})
+
+
+def _weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def test_resuming_is_exact(tmp_path):
+    whole = Trainer(_options(tmp_path / "a", stop_at=8 / 40))
+    whole.run()
+    half = Trainer(_options(tmp_path / "b", stop_at=5 / 40))
+    half.run()
+    assert half.step == 5 and not torch.equal(_weights(half), _weights(whole))
+    rest = Trainer(_options(tmp_path / "c", stop_at=8 / 40, resume=tmp_path / "b"))
+    rest.run()
+    assert rest.step == whole.step == 8
+    assert torch.equal(_weights(rest), _weights(whole))
+    feeder = Feeder(Recipe("tiny-ov-draft", 0, 6, 4, 40), 8, 0)
+    batch = feeder.next(0.0)
+    assert whole._train(batch)[0] == rest._train(batch)[0]
+
+
+def test_workers_make_the_same_batches_in_order():
+    recipe = Recipe("tiny-ov-draft", 1, 6, 4, 100)
+    alone, together = Feeder(recipe, 3, 0), Feeder(recipe, 3, 2)
+    try:
+        for _ in range(4):
+            first, second = alone.next(0.0), together.next(0.0)
+            assert first.plan == second.plan and np.array_equal(first.ids, second.ids)
+    finally:
+        together.close()
+
+
+def test_rate_warms_up_holds_and_decays():
+    assert rate_at(0.0, 1.0) < 0.1 and rate_at(0.3, 1.0) == 1.0 and rate_at(1.0, 1.0) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("phases", [plan.TARGET, plan.DRAFT])
+def test_plans_stay_within_their_phase(phases):
+    rng = Random(0)
+    for progress in np.linspace(0, 1, 200):
+        ceiling = plan.phase_at(phases, progress).ceiling
+        one = plan.draw(phases, progress, 2048, rng)
+        longest = max(ceiling, 128) if one.kind == "caption" else ceiling
+        assert 1 <= one.frames <= longest and one.rows * one.frames <= max(2048, one.frames)
+        assert one.frames % one.segments == 0
+
+
+def test_training_seeds_are_apart_from_evaluation_seeds(monkeypatch):
+    seen = []
+    generate = world.World.generate.__func__
+    monkeypatch.setattr(
+        world.World,
+        "generate",
+        classmethod(lambda cls, seed, *a, **k: (seen.append(seed), generate(cls, seed, *a, **k))[1]),
+    )
+    dialect = Dialect(SPECS["tiny-ov-draft"])
+    one = plan.Plan("t", "question", 4, 8, questions=2)
+    make_batch(one, dialect, Random(0))
+    assert min(seen) >= FIRST_SEED
+    seen.clear()
+    make_batch(one, dialect, Random(0), training=False)
+    assert max(seen) < 2**31
+
+
+@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
+def test_pixels_are_the_packaged_preprocessing(name):
+    spec = SPECS[name]
+    table = world.World.generate(11, 4).table()
+    ours = pixels.draw(table, spec)
+    frames = world.render(table, pixels.NATIVE_HEIGHT, pixels.NATIVE_WIDTH)
+    small = F.interpolate(
+        frames, size=(spec.height, spec.width), mode="bicubic", antialias=True, align_corners=False
+    )
+    back = ours * torch.tensor(spec.std).view(3, 1, 1) * 255 + torch.tensor(spec.mean).view(3, 1, 1) * 255
+    difference = (back - small.float()).abs()
+    # The 8-bit resize uses integer weights: single grey levels differ.
+    assert difference.max() <= 2.5 and difference.mean() < 0.1
+
+
+def test_codec_is_mild_and_stronger_when_asked():
+    table = world.World.generate(3, 6).table()
+    frames = world.render(table, 168, 280).float()
+    weak, strong = (
+        (pixels.codec(frames, torch.full((6,), s), torch.Generator().manual_seed(0)) - frames).abs().mean()
+        for s in (0.2, 1.0)
+    )
+    assert 0.1 < weak < strong < 14

@@ -13,7 +13,7 @@ from mmaccel.eval.answer import Answer, ask, prompt
 from mmaccel.eval.cases import Case, Film
 
 MAX_NEW_TOKENS = 8
-"""Answers are one word; a model that goes on is cut here and judged wrong."""
+"""Answers have at most three words; a model that goes on is cut here and judged wrong."""
 
 
 @dataclass(frozen=True)

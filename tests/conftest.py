@@ -47,12 +47,16 @@ def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
 @pytest.fixture(scope="session")
 def shipped() -> Callable[[str], str]:
-    """Name of a shipped model -> the same name, once its weights are known to be there; raises where they are not."""
+    """Name of a shipped model -> the same name; a test that needs weights which are not here is skipped, and says so."""
 
     def name_of(name: str) -> str:
+        from mmaccel.core.errors import ModelError
         from mmaccel.models import tiny
 
-        tiny.path(name)
+        try:
+            tiny.path(name)
+        except ModelError as error:
+            pytest.skip(str(error))
         return name
 
     return name_of

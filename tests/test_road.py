@@ -27,7 +27,7 @@ from mmaccel.models.loading import load_model, load_processor
 
 ROOT = Path(__file__).parent.parent
 TARGETS = ["tiny-ov", "tiny-qwen"]
-KINDS = ("needle", "order", "count")
+KINDS = ("needle", "order", "combine")
 SEED = 7000
 
 Shipped = Callable[[str], str]

@@ -54,7 +54,7 @@ def demo(
     frames: Annotated[int, typer.Option("--frames", min=4, help="Frames of each world.")] = 128,
     kinds: Annotated[
         str, typer.Option("--kinds", help="Kinds of question, with commas.")
-    ] = "needle,order,count",
+    ] = "needle,order,combine",
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,

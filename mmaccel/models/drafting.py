@@ -24,6 +24,7 @@ def generate(attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, An
         raw["input_ids"] = args[0]
     owner = attachment.owner
     name = owner.recipe.draft.name
+    listener = raw.pop("streamer", None)  # transformers shows it the prompt, and leaves the rest to the loop
 
     def decode(
         model: Any,
@@ -31,8 +32,6 @@ def generate(attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, An
         logits_processor: Any = None,
         stopping_criteria: Any = None,
         generation_config: Any = None,
-        streamer: Any = None,
-        synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> Any:
         if input_ids.shape[0] != 1 or generation_config.num_beams > 1:
@@ -60,14 +59,12 @@ def generate(attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, An
         )
         meter = owner.road.meter
         state = owner.recipe.draft.open(owner.view)
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
 
         def emit(tokens: Tensor) -> None:
             meter.token(tokens.numel())
-            if streamer is not None:
+            if listener is not None:
                 for token in tokens.cpu().reshape(-1):
-                    streamer.put(token[None])
+                    listener.put(token[None])
 
         try:
             state.begin(prompt)
@@ -84,8 +81,8 @@ def generate(attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, An
             emit=emit,
             meter=meter,
         )
-        if streamer is not None:
-            streamer.end()
+        if listener is not None:
+            listener.end()
         if generation_config.return_dict_in_generate:
             from transformers.generation import GenerateDecoderOnlyOutput
 

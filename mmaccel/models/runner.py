@@ -53,8 +53,8 @@ class HFRunner(Runner):
             positions = self.family.positions(self.model, inputs)
         inputs.update(past_key_values=self.cache, position_ids=positions, use_cache=True, logits_to_keep=1)
         out = self.model(**inputs)
-        rotary = positions[-3:] if positions.ndim == 3 else positions
-        self.delta = int(rotary.max()) + 1 - inputs["input_ids"].shape[1]
+        # As `generate` does, go on from the last column: after a long video that is not the largest position.
+        self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - inputs["input_ids"].shape[1]
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
     def step(self, ids: Tensor) -> Tensor:

@@ -1,0 +1,125 @@
+"""`generate` with a sequential draft: the model's own tokens, and a same-weights draft is accepted whole, video and all."""
+
+import copy
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.errors import DraftError
+from mmaccel.core.report import Report
+from mmaccel.policies.draft.sequential import Sequential
+from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
+
+# A video of more frames than a frame has rows or columns: rotary positions of text then lie below the video's last.
+PIECES = {**PROMPTS, "many frames": [("text", 4), ("video", 30), ("text", 5)]}
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def family(request):
+    model = BUILD[request.param]()
+    model.generation_config.eos_token_id = None
+    return request.param, model
+
+
+def drafted(model, inputs, draft, **options) -> tuple[torch.Tensor, Report]:
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        return model.generate(**inputs, max_new_tokens=24, **options), fast.report()
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_greedy_tokens_are_the_plain_ones(family, kind):
+    name, model = family
+    inputs = prompt(name, PIECES[kind])
+    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    other = BUILD[name](seed=1, layers=1)
+    ids, report = drafted(model, inputs, Sequential(model=other, window=3), do_sample=False)
+    assert torch.equal(ids, plain)
+    assert report.draft["proposed"] > 0 and report.draft["failed"] is None
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_a_same_weights_draft_is_accepted_whole(family, kind):
+    name, model = family
+    inputs = prompt(name, PIECES[kind])
+    ids, report = drafted(model, inputs, Sequential(model=copy.deepcopy(model), window=4), do_sample=False)
+    assert report.draft["accepted"] == report.draft["proposed"] > 0
+    assert report.draft["target_steps"] <= 24 // 5 + 1
+    assert report.new_tokens == 24 == ids.shape[1] - inputs["input_ids"].shape[1]
+
+
+def test_a_draft_without_the_video_would_be_refused_somewhere(family):
+    """The test above can fail: blind to the pixels, the same weights guess otherwise."""
+    name, model = family
+    inputs = prompt(name, PIECES["video"])
+
+    blind = copy.deepcopy(model)
+    tower = blind.model.visual if name == "qwen" else blind.model.multi_modal_projector
+    for parameter in tower.parameters():
+        parameter.data.mul_(-3)
+    _, report = drafted(model, inputs, Sequential(model=blind, window=4), do_sample=False)
+    assert report.draft["accepted"] < report.draft["proposed"]
+
+
+def test_a_window_memory_gives_its_own_tokens_with_and_without_a_draft(family):
+    name, model = family
+    inputs = prompt(name, PIECES["long"])
+    memory = {"name": "window", "sinks": 4, "window": 24, "margin": 8}
+    with mmaccel.accelerate(model, kv=memory):
+        alone = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    with mmaccel.accelerate(model, kv=memory, draft=Sequential(model=copy.deepcopy(model), window=4)):
+        assert torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), alone)
+    assert not torch.equal(model.generate(**inputs, max_new_tokens=24, do_sample=False), alone)
+
+
+def test_stop_criteria_and_streaming_are_the_plain_ones(family):
+    name, model = family
+    inputs = prompt(name, PIECES["video"])
+    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    start = inputs["input_ids"].shape[1]
+    stop = int(plain[0, start + 6])
+
+    class Listener:
+        def __init__(self):
+            self.heard, self.ended = [], False
+
+        def put(self, value):
+            self.heard += value.reshape(-1).tolist()
+
+        def end(self):
+            self.ended = True
+
+    listener = Listener()
+    want = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=stop)
+    ids, _ = drafted(
+        model, inputs, Sequential(model=copy.deepcopy(model), window=5), do_sample=False, eos_token_id=stop, streamer=listener
+    )  # fmt: skip
+    assert torch.equal(ids, want) and listener.heard == ids[0].tolist() and listener.ended
+
+
+def test_sampling_with_a_seed_runs_and_accepts_its_twin(family):
+    name, model = family
+    inputs = prompt(name, PIECES["video"])
+    torch.manual_seed(0)
+    ids, report = drafted(
+        model,
+        inputs,
+        Sequential(model=copy.deepcopy(model), window=4),
+        do_sample=True,
+        temperature=1.3,
+        top_k=0,
+    )
+    assert report.draft["accepted"] == report.draft["proposed"] > 0
+    assert ids.shape[1] == inputs["input_ids"].shape[1] + 24
+
+
+def test_what_a_draft_cannot_do_is_told(family):
+    name, model = family
+    two = batch(name, [prompt(name, PIECES["text"], seed=s) for s in (0, 1)])
+    draft = Sequential(model=copy.deepcopy(model), window=4)
+    with mmaccel.accelerate(model, draft=draft):
+        with pytest.raises(DraftError, match="batch"):
+            model.generate(**two, max_new_tokens=4, do_sample=False)
+        with pytest.raises(DraftError, match="output_scores"):
+            single = prompt(name, PIECES["text"])
+            model.generate(**single, max_new_tokens=4, return_dict_in_generate=True, output_scores=True)

@@ -5,7 +5,9 @@ Nothing here draws a pixel or touches a model. A batch follows from (seed, step,
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -19,6 +21,10 @@ from mmaccel.train.plan import Plan
 
 FIRST_SEED, LAST_SEED = 2**32, 2**40  # of training; evaluation stays below 2**31
 KINDS: tuple[str, ...] = (*world.DOCUMENT_KINDS, "caption", "end")
+_SHAPES, _COLOURS, _SCENES = (
+    {name: place for place, name in enumerate(names)} for names in (world.SHAPES, world.COLOURS, world.SCENES)
+)
+_FACT = re.compile(r"the note says (the \w+ is \w+ \.)")
 _KIND = {kind: place for place, kind in enumerate(KINDS)}
 # Share of the steps whose frames are drawn at the size of the video files, where they may suffer a codec; the others
 # are drawn at the model's own size, at a fraction of the cost.
@@ -37,6 +43,8 @@ class Batch:
     prefix lengths; `prefix` is P. `rows`, `columns`, `labels`, `kinds`, `weights` [L]: the label at [row, P + column]
     is what the token there must predict. `answers` numbers the answer or caption that each label belongs to.
     `table`: render table of all frames in reading order; `codec` [F]: strength of the codec loss, 0 is none.
+    `recall` [C, tokens of a frame]: where, in the flattened ids, the tokens of frames that have a past to remember are,
+    and `past` [C, 4]: what that past is (see `mmaccel.train.probe.Recall`).
     """
 
     plan: Plan
@@ -52,6 +60,8 @@ class Batch:
     answers: Ids
     table: dict[str, NDArray[Any]]
     codec: NDArray[np.float32]
+    recall: Ids
+    past: Ids
     videos: int
 
     @property
@@ -79,7 +89,7 @@ def make_batch(plan: Plan, dialect: Dialect, rng: Random, *, training: bool = Tr
     for _ in range(plan.rows):
         seed = rng.randrange(FIRST_SEED, LAST_SEED) if training else rng.randrange(2**31)
         row, one = (
-            _document(plan, dialect, seed, rng)
+            _document(plan, dialect, seed, rng, training)
             if plan.kind == "document"
             else _video(plan, dialect, seed, rng)
         )
@@ -95,7 +105,8 @@ def make_batch(plan: Plan, dialect: Dialect, rng: Random, *, training: bool = Tr
             [rng.uniform(0.2, 1.0) if rng.random() < lossy else 0.0 for _ in rows], dtype=np.float32
         )
         codec = strength.repeat(plan.frames)
-    return _assemble(plan, dialect, rows, interval, table, codec, videos)
+    pasts = [_past(one) for one in worlds]
+    return _assemble(plan, dialect, rows, interval, table, codec, pasts, videos)
 
 
 def _video(plan: Plan, dialect: Dialect, seed: int, rng: Random) -> tuple[_Row, world.World]:
@@ -111,11 +122,30 @@ def _video(plan: Plan, dialect: Dialect, seed: int, rng: Random) -> tuple[_Row, 
     return row, one
 
 
-def _document(plan: Plan, dialect: Dialect, seed: int, rng: Random) -> tuple[_Row, world.World]:
+def _document(
+    plan: Plan, dialect: Dialect, seed: int, rng: Random, training: bool
+) -> tuple[_Row, world.World]:
     document = world.Document.generate(seed, plan.frames, plan.segments, dialect.spec.tokens_per_frame)
     row = _Row(dialect.spans(document.pieces))
+    if training and rng.random() < 0.6:
+        # As captions do for the eye: copying all notes in order teaches to look one up.
+        text = " ".join(str(piece[1]) for piece in document.pieces if piece[0] == "text")
+        row.branches.append([("note", "what is in the notes ?", " ".join(_FACT.findall(text)))])
     row.branches += _conversations(document.questions(plan.kinds), plan, rng)
     return row, document.world
+
+
+def _past(one: world.World) -> Ids:
+    """[C, 5]: frame, and what is remembered there (-1 is nothing): the card before's shape and colour, how many cards
+    came before (at most 7), the scene before a cut."""
+    rows = {}
+    before = (-1, -1)
+    for place, card in enumerate(one.cards):
+        rows[card.frame] = [*before, min(place, 7), -1]
+        before = (_SHAPES[card.shape], _COLOURS[card.colour])
+    for last, segment in pairwise(one.segments):
+        rows.setdefault(segment.start, [-1, -1, -1, -1])[3] = _SCENES[last.scene]
+    return np.array([[frame, *past] for frame, past in sorted(rows.items())], dtype=np.int64).reshape(-1, 5)
 
 
 def _conversations(questions: list[world.Question], plan: Plan, rng: Random) -> list[list[Turn]]:
@@ -150,6 +180,7 @@ def _assemble(
     interval: float,
     table: dict[str, NDArray[Any]],
     codec: NDArray[np.float32],
+    pasts: list[Ids],
     videos: int,
 ) -> Batch:
     laid = [dialect.lay(row.spans, interval) for row in rows]
@@ -179,6 +210,7 @@ def _assemble(
             weights.append(_BESIDE if kind == "caption" != plan.kind else _WEIGHT.get(kind, 1.0))
         answer += labels[-1][3] + 1
     marked = np.stack(marks, 1)
+    recall = [_tokens_of(dialect, plan, ids, r, past[:, 0]) for r, past in enumerate(pasts)]
     return Batch(
         plan=plan,
         ids=ids,
@@ -193,8 +225,19 @@ def _assemble(
         answers=marked[4],
         table=table,
         codec=codec,
+        recall=np.concatenate(recall),
+        past=np.concatenate(pasts)[:, 1:],
         videos=videos,
     )
+
+
+def _tokens_of(dialect: Dialect, plan: Plan, ids: Ids, row: int, frames: Ids) -> Ids:
+    """[C, tokens of a frame]: where the tokens of some frames of a row are in the flattened ids."""
+    places = np.flatnonzero(ids[row] == dialect.video)
+    size, marks = dialect.spec.tokens_per_frame, dialect.spec.newline
+    first = frames * size + frames // (plan.frames // plan.segments) * marks
+    found: Ids = places[first[:, None] + np.arange(size)] + row * ids.shape[1]
+    return found
 
 
 def _round(value: int, to: int) -> int:

@@ -48,6 +48,7 @@ QUICK: tuple[Case, ...] = (
     Case("caption", 128, 16),
     Case("document", 256, 8, segments=4),
 )
+DRAFT_QUICK: tuple[Case, ...] = (Case("caption", 12, 32), Case("caption", 128, 16))
 FULL: tuple[Case, ...] = (
     *(Case("question", frames, count) for frames, count in ((8, 256), (32, 256), (128, 192), (512, 96))),
     *(Case("question", frames, count) for frames, count in ((1024, 48), (2048, 32), (4096, 20))),
@@ -98,7 +99,7 @@ def evaluate(
             feed = step.upload(batch, device)
             strength = torch.full_like(feed.codec, lossy) if lossy else None
             frames = pixels.draw(feed.table, spec, strength)
-            logits, _ = step.label_logits(model, spec, feed, frames.to(dtype))
+            logits = step.label_logits(model, feed, step.look(model, spec, feed, frames.to(dtype)))
             right = (logits.argmax(-1) == feed.labels).cpu().numpy()
             for number in range(batch.answers[-1] + 1):
                 mine = batch.answers == number
@@ -127,8 +128,10 @@ def agreement(
             feed = step.upload(make_batch(plan, dialect, rng, training=False), device)
             frames = pixels.draw(feed.table, target_spec)
             frames = frames.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-            first = step.label_logits(target, target_spec, feed, frames)[0].argmax(-1)
-            second = step.label_logits(draft, draft_spec, feed, frames)[0].argmax(-1)
+            first, second = (
+                step.label_logits(model, feed, step.look(model, spec, feed, frames)).argmax(-1)
+                for model, spec in ((target, target_spec), (draft, draft_spec))
+            )
             same += int((first == second).sum())
             count += first.numel()
         shares[case.label] = same / count

@@ -1,7 +1,8 @@
-"""What teaches the eye: each visual token of a frame must tell, linearly, the scene and the card it belongs to.
+"""Linear readers that teach what answers alone teach slowly; they are thrown away after training.
 
-Captions alone need thousands of steps to teach shapes, and leave a card's name spread over its tokens; a question then
-has nothing to look up. The probes are thrown away after training.
+Captions need thousands of steps to teach shapes, and leave a card's name spread over its tokens: a question then has
+nothing to look up. So each visual token must tell the scene and the card it belongs to (`Eye`), and, halfway up the
+layers, what came before it (`Recall`), which captions, counts and order rest on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,35 @@ from torch import Tensor, nn
 from mmaccel.world import COLOURS, SCENES, SHAPES
 
 
-class Probes(nn.Module):
+def _unit(x: Tensor) -> Tensor:
+    return x * x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt().to(x.dtype)
+
+
+def _read(reader: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, reader.weight.to(x.dtype), reader.bias.to(x.dtype)).float()
+
+
+class Recall(nn.Module):
+    """Readers of the past of a frame with a card or a cut: the card before (shape, colour), how many cards came before
+    (0 to 7), and at a cut the scene before it."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        sizes = (len(SHAPES), len(COLOURS), 8, len(SCENES))
+        self.readers = nn.ModuleList(nn.Linear(hidden, size) for size in sizes)
+
+    def forward(self, states: Tensor, past: Tensor) -> Tensor:
+        """Mean loss over states [C, T, E] whose frames' past is [C, 4], -1 where there is none."""
+        x, loss = _unit(states), torch.zeros((), device=states.device)
+        for reader, label in zip(self.readers, past.unbind(1), strict=True):
+            logits = _read(reader, x).flatten(0, 1)  # type: ignore[arg-type]
+            label = label[:, None].expand(-1, x.shape[1]).flatten()
+            total = F.cross_entropy(logits, label, ignore_index=-1, reduction="sum")
+            loss = loss + total / (label >= 0).sum().clamp(min=1)
+        return loss
+
+
+class Eye(nn.Module):
     """Linear readers of visual tokens: scene, shape and colour (one more class each for "no card")."""
 
     def __init__(self, hidden: int) -> None:
@@ -27,8 +56,7 @@ class Probes(nn.Module):
         card = (table["shape"] >= 0).float()
         bare = 1 - card
         balance = card / card.sum().clamp(min=1) + 0.3 * bare / bare.sum().clamp(min=1)
-        rms = features.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt()
-        x = features * rms.to(features.dtype)
+        x = _unit(features)
         loss = torch.zeros((), device=features.device)
         for reader, name, weight in (
             (self.shape, "shape", balance),
@@ -37,7 +65,7 @@ class Probes(nn.Module):
         ):
             classes = reader.out_features
             label = torch.where(table[name] < 0, classes - 1, table[name])
-            logits = F.linear(x, reader.weight.to(x.dtype), reader.bias.to(x.dtype)).float()
+            logits = _read(reader, x)
             each = F.cross_entropy(
                 logits.transpose(1, 2), label[:, None].expand(-1, x.shape[1]), reduction="none"
             )

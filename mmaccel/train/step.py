@@ -28,6 +28,8 @@ class Feed:
     weights: Tensor
     table: dict[str, Tensor]
     codec: Tensor
+    recall: Tensor
+    past: Tensor
     prefix: int
     videos: int
 
@@ -50,24 +52,37 @@ def upload(batch: Batch, device: torch.device) -> Feed:
         weights=send(batch.weights),
         table={name: send(column) for name, column in batch.table.items()},
         codec=torch.from_numpy(batch.codec),
+        recall=send(batch.recall),
+        past=send(batch.past),
         prefix=batch.prefix,
         videos=batch.videos,
     )
 
 
-def hidden(model: Any, spec: Spec, feed: Feed, frames: Tensor) -> tuple[Tensor, Tensor]:
-    """Last hidden states [B, P + N, hidden] of a batch, and the features [F, tokens_per_frame, hidden] of its frames."""
+@dataclass
+class Seen:
+    """What a pass leaves: last hidden states [B, P + N, hidden], features [F, tokens_per_frame, hidden] of the frames,
+    and the states [C, tokens_per_frame, hidden] halfway up, of the frames that have a past to remember."""
+
+    states: Tensor
+    features: Tensor
+    halfway: Tensor
+
+
+def look(model: Any, spec: Spec, feed: Feed, frames: Tensor) -> Seen:
+    """Run a batch."""
     branches = forward.Branches(feed.prefix, feed.seen)
     features = forward.encode(model, spec, frames)
-    states = forward.hidden_states(model, spec, feed.ids, feed.positions, features, feed.videos, branches)
-    return states, features
+    states, halfway = forward.hidden_states(
+        model, spec, feed.ids, feed.positions, features, feed.videos, branches
+    )
+    return Seen(states, features, halfway[feed.recall])
 
 
-def label_logits(model: Any, spec: Spec, feed: Feed, frames: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [L, vocabulary] at the labelled places only, and the features of the frames."""
-    states, features = hidden(model, spec, feed, frames)
-    marked = states[feed.rows, feed.columns]
-    return F.linear(marked, model.lm_head.weight.to(marked.dtype)), features
+def label_logits(model: Any, feed: Feed, seen: Seen) -> Tensor:
+    """Logits [L, vocabulary] at the labelled places only."""
+    marked = seen.states[feed.rows, feed.columns]
+    return F.linear(marked, model.lm_head.weight.to(marked.dtype))
 
 
 def losses(logits: Tensor, feed: Feed) -> tuple[Tensor, Tensor, Tensor]:

@@ -54,7 +54,7 @@ def test_branches_equal_separate_stock_prompts(name, kind, monkeypatch):
     feed = step.upload(batch, torch.device("cpu"))
     frames = pixels.draw(feed.table, spec)
     with torch.no_grad():
-        hidden, _ = step.hidden(model, spec, feed, frames)
+        hidden = step.look(model, spec, feed, frames).states
         ours = model.lm_head(hidden)
     checked = 0
     per_row = batch.plan.frames

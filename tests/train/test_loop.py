@@ -118,3 +118,13 @@ def test_codec_is_mild_and_stronger_when_asked():
         for s in (0.2, 1.0)
     )
     assert 0.1 < weak < strong < 14
+
+
+def test_a_draft_stops_when_it_knows_enough(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("mmaccel.train.loop.DRAFT_QUICK_SECONDS", 0.0)
+    monkeypatch.setattr("mmaccel.train.evaluate.DRAFT_QUICK", ())
+    for enough, steps in ((0.0, 1), (0.5, 6)):
+        monkeypatch.setattr("mmaccel.train.loop.DRAFT_ENOUGH", enough)
+        trainer = Trainer(_options(tmp_path / str(enough), quick=True, stop_at=6 / 40))
+        trainer.run()
+        assert trainer.step == steps and (tmp_path / str(enough) / "checkpoint.pt").is_file()

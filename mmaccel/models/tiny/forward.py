@@ -260,8 +260,9 @@ def _rotation(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def hidden_states(
     model: Any, spec: Spec, ids: Tensor, positions: Tensor, features: Tensor, videos: int, branches: Branches
-) -> Tensor:
-    """Last hidden states [B, S, hidden] of ids [B, S] whose video tokens are filled by `features` in reading order.
+) -> tuple[Tensor, Tensor]:
+    """Last hidden states [B, S, hidden] of ids [B, S] whose video tokens are filled by `features` in reading order, and
+    the states [B * S, hidden] halfway up the layers.
 
     `features`: [F, tokens_per_frame, hidden] of `encode`. `positions`: [B, S], or [3, B, S] for M-RoPE. `videos`: how
     many videos of equal length the frames make up.
@@ -274,8 +275,10 @@ def hidden_states(
         features = torch.cat((features, newline), 1)
     x = embeds.masked_scatter((ids == model.config.video_token_id)[..., None], features).flatten(0, 1)
     cos, sin = _rotation(positions)
-    batch = ids.shape[0]
-    for layer in text.layers:
+    batch, half = ids.shape[0], (len(text.layers) + 1) // 2
+    halfway = x
+    for depth, layer in enumerate(text.layers):
+        halfway = x if depth == half else halfway
         own, mlp = layer.self_attn, layer.mlp
         qkv = _HALVES["_text_before"](
             x,
@@ -292,4 +295,4 @@ def hidden_states(
             x, seen, own.o_proj.weight, layer.post_attention_layernorm.weight,
             mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight,
         )  # fmt: skip
-    return _rms(x, text.norm.weight).unflatten(0, (batch, -1))
+    return _rms(x, text.norm.weight).unflatten(0, (batch, -1)), halfway

@@ -91,9 +91,8 @@ def test_stop_criteria_and_streaming_are_the_plain_ones(family):
 
     listener = Listener()
     want = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=stop)
-    ids, _ = drafted(
-        model, inputs, Sequential(model=copy.deepcopy(model), window=5), do_sample=False, eos_token_id=stop, streamer=listener
-    )  # fmt: skip
+    twin = Sequential(model=copy.deepcopy(model), window=5)
+    ids, _ = drafted(model, inputs, twin, do_sample=False, eos_token_id=stop, streamer=listener)
     assert torch.equal(ids, want) and listener.heard == ids[0].tolist() and listener.ended
 
 

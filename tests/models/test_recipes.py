@@ -1,0 +1,148 @@
+"""Whatever a recipe admits runs on each family, says what it did, and never falls back to dense in silence."""
+
+import copy
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.registry import registry
+from mmaccel.policies.draft.sequential import Sequential
+from tests.models.tiny_random import BUILD, batch, prompt
+
+PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
+SMALL = {
+    "a_shape": {"sink": 16, "window": 32},
+    "vertical_slash": {"vertical": 12, "slash": 4, "last_q": 16},
+    "grid": {"stride": "frame", "min_stride": 2, "last_q": 16},
+    "boundary_2d": {"sink": 8, "window": 24},
+}
+SPARSE = sorted(set(registry("sparse")) - {"dense"})
+
+
+def small(name: str) -> dict:
+    """A budget small enough for a prompt of a few hundred tokens."""
+    return {"name": name, "block": 16, **SMALL[name]}
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def family(request):
+    model = BUILD[request.param](layers=3)
+    model.generation_config.eos_token_id = None
+    return request.param, model
+
+
+def test_every_pattern_has_a_small_budget_here():
+    assert sorted(SMALL) == SPARSE
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_pattern_runs_and_is_reported(family, name):
+    kind, model = family
+    inputs = prompt(kind, PIECES)
+    with mmaccel.accelerate(model, sparse=small(name), dense_layers=[1], dense_tail=8) as fast:
+        model.generate(**inputs, max_new_tokens=3, do_sample=False)
+        report = fast.report()
+    assert report.patterns == ((name,) * 4, ("dense",) * 4, (name,) * 4)
+    assert report.heads() == {name: 8, "dense": 4}
+    assert 1 / 3 < report.kept < 0.9
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_kept_is_the_listed_share_of_causal_pairs(family, name, monkeypatch):
+    """Counted again by hand from the plans of the run, the tail's rows and a dense layer."""
+    kind, model = family
+    inputs = prompt(kind, PIECES)
+    length, tail = inputs["input_ids"].shape[1], 8
+    plans = []
+    pattern = registry("sparse")[name]
+    plain = pattern.plan
+    monkeypatch.setattr(pattern, "plan", lambda self, *a: plans.append(plain(self, *a)) or plans[-1])
+    with mmaccel.accelerate(model, sparse=small(name), dense_layers=[1], dense_tail=tail) as fast:
+        with torch.no_grad():
+            model(**inputs)
+        kept = fast.report().kept
+    assert len(plans) == 2
+    causal = length * (length + 1) / 2
+    shares = [1.0]
+    for plan in plans:
+        listed = torch.zeros(4, dtype=torch.float64)
+        for part in plan.parts:
+            rows = ((part.q_row >= 0) & (part.q_row < length - tail)).expand(1, 4, -1)[0]
+            for span in part.spans:
+                keys = (span.k_row >= 0).expand(1, 4, -1)[0]
+                table = span.lists.table(keys.shape[-1] // plan.block_k).expand(1, 4, -1, -1)[0] >= 0
+                nq, nk = (x.unflatten(-1, (-1, 16)).sum(-1).double() for x in (rows, keys))
+                listed += torch.einsum("hm,hmn,hn->h", nq, table.double(), nk)
+        listed += sum(range(length - tail + 1, length + 1))
+        shares.append(float((listed / causal).mean()))
+    assert kept == pytest.approx(sum(shares) / 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_last_rows_are_those_of_dense_attention_in_the_first_layer(family, name):
+    kind, model = family
+    inputs = prompt(kind, PIECES)
+    seen = {}
+
+    def first_layer(key):
+        layer = mmaccel.core.attach.adapter_for(model).layers(model)[0].self_attn
+        return layer.register_forward_hook(lambda module, args, out: seen.__setitem__(key, out[0].detach()))
+
+    for key, recipe in (("dense", "dense"), ("sparse", {"sparse": small(name), "dense_tail": 8})):
+        hook = first_layer(key)
+        with mmaccel.accelerate(model, recipe), torch.no_grad():
+            model(**inputs)
+        hook.remove()
+    assert torch.allclose(seen["sparse"][:, -8:], seen["dense"][:, -8:], atol=1e-5)
+    assert not torch.allclose(seen["sparse"][:, -40:-8], seen["dense"][:, -40:-8], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("tail", [0, 8])
+def test_padded_batches_equal_each_prompt_alone(family, name, tail):
+    kind, model = family
+    prompts = [prompt(kind, [("text", n), *PIECES[1:]], seed=n) for n in (3, 11)]
+    with mmaccel.accelerate(model, sparse=small(name), dense_tail=tail), torch.no_grad():
+        together = model(**batch(kind, prompts)).logits
+        for row, single in zip(together, prompts, strict=True):
+            length = single["input_ids"].shape[1]
+            assert (row[-length:] - model(**single).logits[0]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["a_shape", "boundary_2d"])
+def test_patterns_that_look_at_the_layout_alone_do_not_feel_chunks(family, name):
+    kind, model = family
+    inputs = prompt(kind, PIECES)
+    with mmaccel.accelerate(model, sparse=small(name)), torch.no_grad():
+        whole = model(**inputs).logits
+    with mmaccel.accelerate(model, sparse=small(name), chunk=96) as fast, torch.no_grad():
+        pieces = model(**inputs).logits
+        assert fast.report().kept < 0.95
+    # The last piece may be too short to run sparse; what came before it is the same.
+    last = inputs["input_ids"].shape[1] // 96 * 96
+    assert (pieces[:, :last] - whole[:, :last]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_backends_agree(family, name):
+    kind, model = family
+    inputs = prompt(kind, PIECES)
+    out = {}
+    for backend in ("reference", "flex"):
+        with mmaccel.accelerate(model, sparse=small(name), backend=backend) as fast, torch.no_grad():
+            out[backend] = model(**inputs).logits
+            assert fast.report().backend == backend
+    assert (out["reference"] - out["flex"]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_sparse_prefill_and_a_draft_give_the_sparse_model_s_tokens(family, name):
+    kind, model = family
+    inputs = prompt(kind, PIECES)
+    with mmaccel.accelerate(model, sparse=small(name)):
+        alone = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    draft = Sequential(model=copy.deepcopy(model), window=3)
+    with mmaccel.accelerate(model, sparse=small(name), draft=draft) as fast:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), alone)
+        assert fast.report().draft["accepted"] > 0

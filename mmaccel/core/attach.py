@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
@@ -19,15 +19,21 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Report
 
-_attached: WeakKeyDictionary[nn.Module, Accelerated] = WeakKeyDictionary()
+# Weak on both sides: what is attached is kept alive by the model it is laid through.
+_attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
 
 
 def adapter_for(model: nn.Module) -> ModelAdapter:
     """The adapter of a model's family; raises `ModelError` with the list of families."""
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    whole = hasattr(model, "generate") and callable(getattr(model, "get_output_embeddings", None))
     families: list[Any] = list(registry("model").values())
     for family in families:
         if kind in family.model_types:
+            if not whole or model.get_output_embeddings() is None:  # type: ignore[operator]
+                raise ModelError(
+                    f"{type(model).__name__} has no language head; give the whole model, not a part of it."
+                )
             adapter: ModelAdapter = family()
             return adapter
     known = sorted(t for family in families for t in family.model_types)
@@ -52,16 +58,20 @@ class Accelerated:
             raise RecipeError(
                 f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."
             )
+        recipe.draft.check(self.view)
         device = self.view.device
         name = select.choose(device) if recipe.backend == "auto" else recipe.backend
         self.road = Road(recipe, name, select.get(name, device))
         self._detach: Callable[[], None] | None = self.adapter.attach(model, self)
-        _attached[model] = self
+        _attached[model] = ref(self)
+
+    def __repr__(self) -> str:
+        state = "attached" if self._detach is not None else "detached"
+        return f"<Accelerated {type(self.model).__name__}, {state}, {self.recipe}>"
 
     def open_state(self) -> KVState:
         """A fresh memory for one batch of sequences."""
-        self.last_state = self.recipe.kv.open(self.view.geometry, self.view, self.view.device)
-        return self.last_state
+        return self.recipe.kv.open(self.view.geometry, self.view, self.view.device)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`."""
@@ -101,7 +111,7 @@ def accelerate(
     `ModelError` in one sentence before anything is changed.
     """
     chosen = Recipe.load(recipe, **choices)
-    if model in _attached:
+    if attached(model) is not None:
         raise ModelError(
             "the model is accelerated already; call detach() on what accelerate returned, then attach anew."
         )
@@ -110,4 +120,5 @@ def accelerate(
 
 def attached(model: nn.Module) -> Accelerated | None:
     """What is attached to `model`, or None."""
-    return _attached.get(model)
+    held = _attached.get(model)
+    return held() if held is not None else None

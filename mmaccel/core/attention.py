@@ -20,7 +20,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 
 MIN_ROWS = 64
-"""Shorter runs (verified windows, decoding, short prompts) are dense."""
+"""A shorter prompt, or last piece of one, is dense."""
 
 
 @dataclass(eq=False)
@@ -32,10 +32,9 @@ class Road:
     kernel: Callable[..., tuple[Tensor, Tensor]]
     meter: Meter = field(default_factory=Meter)
 
-    def sparse(self, layer: int, rows: int) -> bool:
-        """Whether a run of `rows` new columns follows the pattern at `layer`."""
-        recipe = self.recipe
-        return recipe.sparse.name != "dense" and layer not in recipe.dense_layers and rows >= MIN_ROWS
+    def sparse(self, layer: int) -> bool:
+        """Whether a prefill follows the pattern at `layer`."""
+        return self.recipe.sparse.name != "dense" and layer not in self.recipe.dense_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,20 +42,22 @@ class Run:
     """New columns `start .. start + n` of a batch, on their way through the layers.
 
     layout covers every column up to the last new one; `state` is the memory, or None when the caller hands over all keys;
-    `last` says that the prompt ends with this run, so that its last rows are the question's.
+    `prefill` tells a prompt from tokens that are decoded or verified, which are always dense; `rest` is how many columns
+    of the prompt come after this run.
     """
 
     road: Road
     layout: TokenLayout
     start: int
     state: KVState | None
-    last: bool = True
+    prefill: bool = True
+    rest: int = 0
 
-    def part(self, begin: int, end: int, last: bool) -> Run:
+    def part(self, begin: int, end: int) -> Run:
         """The run of new columns ``begin .. end`` of this one."""
         stop = self.start + end
-        layout = self.layout.take(slice(0, stop))
-        return replace(self, layout=layout, start=self.start + begin, last=last)
+        rest = self.layout.length - stop + self.rest
+        return replace(self, layout=self.layout.take(slice(0, stop)), start=self.start + begin, rest=rest)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[B, H, n, D]: attention of the new columns.
@@ -69,7 +70,7 @@ class Run:
         rows = query.shape[2]
         limited = view is not None and (view.column is not None or view.window is not None)
         plan = None
-        if not limited and self.road.sparse(layer, rows):
+        if not limited and self.prefill and rows >= MIN_ROWS and self.road.sparse(layer):
             plan = self._plan(query, key, rows)
         if plan is not None:
             return self._sparse(layer, plan, query, key, value, scale)
@@ -98,7 +99,7 @@ class Run:
         return replace(plan, parts=parts)
 
     def _tail(self, rows: int) -> int:
-        return min(self.road.recipe.dense_tail, rows) if self.last else 0
+        return min(max(self.road.recipe.dense_tail - self.rest, 0), rows)
 
     def _sparse(
         self, layer: int, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -125,7 +126,7 @@ class Run:
         return self.layout.valid if column is None else self.layout.valid[:, column]
 
     def _count(self, layer: int, rows: int, plan: AttentionPlan | None, query: Tensor) -> None:
-        if rows < MIN_ROWS and self.start > 0:
+        if not self.prefill:
             return
         heads = query.shape[1]
         new = slice(self.start, self.start + rows)

@@ -105,5 +105,8 @@ class DraftStrategy(ABC):
         """Whether this strategy drafts at all."""
         return True
 
+    def check(self, target: ModelView) -> None:
+        """Called when the recipe is attached: raise `DraftError` for a draft that cannot serve `target`."""
+
     @abstractmethod
     def open(self, target: ModelView) -> DraftState: ...

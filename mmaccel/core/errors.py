@@ -19,9 +19,9 @@ class UnknownName(RecipeError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        super().__init__(f"unknown {kind} {name!r}: {hint}There are: {', '.join(names) or 'none'}.")
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
+        hint = f"did you mean {near[0]!r}? There are" if near else "there are"
+        super().__init__(f"unknown {kind} {name!r}: {hint} {', '.join(names) or 'none'}.")
 
 
 class ModelError(MmaccelError):

@@ -118,6 +118,10 @@ class TokenLayout:
         """The layout of one sequence of the batch."""
         return self._map(lambda t: t[b : b + 1])
 
+    def pick(self, rows: Tensor) -> TokenLayout:
+        """The sequences at the batch rows `rows` [B']."""
+        return self._map(lambda t: t[rows.to(t.device)])
+
     def repeat(self, times: int) -> TokenLayout:
         """Each sequence `times` over (beams, samples)."""
         return self if times == 1 else self._map(lambda t: t.repeat_interleave(times, 0))

@@ -61,7 +61,7 @@ class Recipe:
                     f"{name}: {value!r} is no {base.__name__}; give a name, a mapping with a name, or an instance."
                 )
         if self.backend not in ("auto", *select.BACKENDS):
-            raise UnknownName("backend", self.backend, ("auto", *select.BACKENDS))
+            raise UnknownName("backend", str(self.backend), ("auto", *select.BACKENDS))
         if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 64):
             raise RecipeError(
                 f"chunk: {self.chunk!r}; give at least 64 tokens, or null for the whole prompt at once."
@@ -75,6 +75,8 @@ class Recipe:
         self._check_pairs()
 
     def _check_pairs(self) -> None:
+        if self.prune is not None:
+            raise RecipeError("prune: nothing here runs a pruner yet; leave it out.")
         if self.sparse.name != "dense" and not self.kv.admits_sparse:
             raise RecipeError(
                 f"sparse {self.sparse.name!r} cannot stand beside kv {self.kv.name!r}, which decides by itself what each "
@@ -96,6 +98,10 @@ class Recipe:
 
         Raises `UnknownName` with the nearest name and the list, or `RecipeError`.
         """
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in choices:
+            if name not in known:
+                raise UnknownName("recipe field", name, known)
         if isinstance(source, Recipe):
             return dataclasses.replace(source, **choices) if choices else source
         if source is None:
@@ -104,14 +110,13 @@ class Recipe:
             fields = dict(source)
         else:
             fields = fields_of(source)
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in (*fields, *choices):
+        for name in map(str, fields):
             if name not in known:
                 raise UnknownName("recipe field", name, known)
         return cls(**{**fields, **choices})
 
     def to_dict(self) -> dict[str, Any]:
-        """A mapping that `load` turns back into an equal recipe."""
+        """A mapping that `load` turns back into an equal recipe; a loaded model given from Python is told by its class."""
         out: dict[str, Any] = {}
         for f in dataclasses.fields(self):
             value: Any = getattr(self, f.name)
@@ -198,7 +203,7 @@ def _built(kind: str, value: str | Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
     if isinstance(value, Path):
         return str(value)

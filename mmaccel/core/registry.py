@@ -12,6 +12,7 @@ and is from then on known to recipes, to the command line and to the contract te
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -59,10 +60,24 @@ class Registry(Mapping[str, type]):
         for field in given:
             if field not in known:
                 raise UnknownName(f"field of {self.kind} {name!r}", field, known)
+        _check_types(f"{self.kind} {name!r}", cls, given)
         try:
             return cls(**given)
         except TypeError as error:
             raise RecipeError(f"{self.kind} {name!r}: {error}.") from error
+
+
+def _check_types(who: str, cls: type, given: Mapping[str, Any]) -> None:
+    """Numbers, strings and truth values where the fields say so; richer fields check themselves."""
+    hints = typing.get_type_hints(cls)
+    for field, value in given.items():
+        kinds = typing.get_args(hints[field]) or (hints[field],)
+        if not all(kind in (int, float, bool, str, type(None)) for kind in kinds):
+            continue
+        fits = type(value) in kinds or (type(value) is int and float in kinds)
+        if not fits:
+            wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise RecipeError(f"{who}: {field} is {value!r}; give {wanted}.")
 
 
 KINDS = ("sparse", "kv", "draft", "prune", "model")

@@ -54,8 +54,12 @@ class Report:
             f"prompt {self.prompt_tokens} tokens, {self.new_tokens} new; first token after {show(self.ttft_s, '.3f')} s, "
             f"then {show(self.tokens_per_s, '.1f')} tokens/s",
             f"attention: kept {show(self.kept, '.1%')} in prefill ({heads or 'none'}), backend {self.backend}",
-            f"memory: peak {self.peak_bytes / 2**20:.0f} MiB, "
-            + ", ".join(f"{key} {value:g}" for key, value in self.kv.items()),
+            ", ".join(
+                [
+                    f"memory: peak {self.peak_bytes / 2**20:.0f} MiB",
+                    *(f"{key} {value:g}" for key, value in self.kv.items()),
+                ]
+            ),
         ]
         if self.draft.get("rounds"):
             lines.append(
@@ -82,6 +86,7 @@ class Meter:
     proposed: int = 0
     target_steps: int = 0
     failed: str | None = None
+    generating: bool = False
 
     def clear(self) -> None:
         """Forget the last call."""
@@ -90,9 +95,21 @@ class Meter:
     def begin(self, device: torch.device) -> None:
         """A generation starts."""
         self.clear()
+        self.generating = True
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self.started = time.perf_counter()
+
+    def end(self) -> None:
+        """The generation is over; its figures stay until the next pass."""
+        self.generating = False
+
+    def enter(self, tokens: int, start: int) -> None:
+        """A pass over `tokens` new columns from column `start` on: the prompt of a generation, or a pass by itself."""
+        if not self.generating and start == 0:
+            self.clear()
+        if self.prompt_tokens == 0:
+            self.prompt_tokens = tokens
 
     def token(self, count: int = 1) -> None:
         """`count` new tokens reached the host."""
@@ -106,8 +123,8 @@ class Meter:
         """Prefill pairs of one layer and run: listed [B, H] and causal [B, 1]."""
         self.listed.setdefault(layer, []).append(listed)
         self.causal.setdefault(layer, []).append(causal)
-        if layer not in self.names or "dense" in self.names[layer]:
-            self.names[layer] = names
+        known = self.names.get(layer, names)
+        self.names[layer] = tuple(a if a == b else f"{a}+{b}" for a, b in zip(known, names, strict=True))
 
     def round(self, proposed: int, accepted: int) -> None:
         """One verification of a proposal."""

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.draft import Prompt
-from mmaccel.core.errors import DraftError
+from mmaccel.core.draft import DraftState, Prompt, Proposal
+from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.generate import speculate
-from mmaccel.models.runner import HFRunner
+from mmaccel.core.report import Meter
+from mmaccel.models.runner import HFRunner, unpadded
 
 if TYPE_CHECKING:
     from mmaccel.models.hf import Attachment
 
 
-def generate(attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     """Run the model's own `generate` up to its decoding loop, and there our own. Batch 1, one beam."""
+    if kwargs.get("input_ids") is None:
+        raise DraftError(f"draft {attachment.owner.recipe.draft.name!r} reads token ids; give input_ids.")
+    kwargs, pads = _without_pads(attachment, kwargs)
     raw = dict(kwargs)
-    if args:
-        raw["input_ids"] = args[0]
     owner = attachment.owner
     name = owner.recipe.draft.name
+    _read_stop_strings(attachment, kwargs)
     listener = raw.pop("streamer", None)  # transformers shows it the prompt, and leaves the rest to the loop
 
     def decode(
@@ -67,7 +73,7 @@ def generate(attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, An
                     listener.put(token[None])
 
         try:
-            state.begin(prompt)
+            state = _begun(state, prompt, meter)
             first = runner.prefill({"input_ids": input_ids, **model_kwargs})
         except BaseException:
             state.close()
@@ -89,7 +95,71 @@ def generate(attachment: Attachment, args: tuple[Any, ...], kwargs: dict[str, An
             return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache)  # type: ignore[arg-type]
         return ids
 
-    return attachment.generate(*args, **kwargs, custom_generate=decode)
+    out = attachment.generate(**kwargs, custom_generate=decode)
+    if pads is None:
+        return out
+    if isinstance(out, Tensor):
+        return torch.cat([pads, out], 1)
+    out.sequences = torch.cat([pads, out.sequences], 1)
+    return out
+
+
+def _without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+    """One left-padded prompt without its padding, and the padding's ids [1, n], to be put before the answer again."""
+    mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
+    if mask is None or ids.shape[0] != 1 or bool(mask.all()):
+        return kwargs, None
+    count = int((mask[0] == 0).sum())
+    kwargs = unpadded(kwargs)
+    attachment.promise(kwargs)
+    return kwargs, ids[:, :count]
+
+
+class _Silent(DraftState):
+    """What is left of a draft that failed before its first word."""
+
+    def begin(self, prompt: Prompt) -> None:
+        pass
+
+    def propose(self) -> Proposal:
+        return Proposal.empty()
+
+    def observe(self, committed: Tensor, kept: int) -> None:
+        pass
+
+
+def _begun(state: DraftState, prompt: Prompt, meter: Meter) -> DraftState:
+    """The draft, begun; one that fails is dropped, and decoding goes on without it."""
+    try:
+        state.begin(prompt)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        meter.draft_failed(reason)
+        message = f"the draft failed and was dropped; decoding goes on without it ({reason})."
+        warnings.warn(message, MmaccelWarning, stacklevel=2)
+        with suppress(Exception):
+            state.close()
+        return _Silent()
+    return state
+
+
+def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:
+    """Turn `stop_strings` into a criterion here: a decoding loop of one's own makes transformers lose the tokenizer."""
+    from transformers import StoppingCriteriaList, StopStringCriteria
+
+    config: Any = kwargs.get("generation_config") or attachment.model.generation_config
+    strings = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
+    if not strings:
+        return
+    tokenizer = kwargs.pop("tokenizer", None)
+    if tokenizer is None:
+        raise DraftError("stop_strings: give generate the tokenizer too (tokenizer=...).")
+    if getattr(config, "stop_strings", None):
+        kwargs["generation_config"] = config = copy.deepcopy(config)
+        config.stop_strings = None
+    kwargs.pop("stop_strings", None)
+    given = list(kwargs.get("stopping_criteria") or [])
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
 
 
 def _warp(processors: Any, sample: bool) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -21,6 +21,10 @@ from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 _VISUAL = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
 
 
+def _given(value: Any) -> bool:
+    return value is not None and (isinstance(value, Tensor) or bool(value))
+
+
 @dataclass(frozen=True)
 class Grid:
     """The tokens of one image or video: `frames` x `rows` x `columns` in order, then `marks` tokens of no frame."""
@@ -82,7 +86,7 @@ class Family(ModelAdapter):
         config: Any = model.config
         modality = torch.zeros_like(ids)
         if any(
-            inputs.get(name) is not None for name in _VISUAL
+            _given(inputs.get(name)) for name in _VISUAL
         ):  # a placeholder the model itself wrote is a word
             modality[ids == config.image_token_id] = IMAGE
             modality[ids == config.video_token_id] = VIDEO

@@ -11,8 +11,10 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -62,9 +64,9 @@ class _Layer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, state: KVState, index: int) -> None:
+    def __init__(self, cache: KVCache, index: int) -> None:
         super().__init__()
-        self.state, self.index = state, index
+        self.cache, self.state, self.index = cache, cache.state, index
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -73,6 +75,11 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if not self.cache.serving:
+            raise ModelError(
+                "past_key_values: this cache belongs to an accelerated model that is detached, or to another one; "
+                "start from a new cache."
+            )
         self.state.append(self.index, key_states, value_states)
         return key_states, value_states
 
@@ -99,8 +106,19 @@ class KVCache(Cache):
     """A `KVState` in the clothes of a transformers cache. It serves the accelerated model that opened it, no other."""
 
     def __init__(self, state: KVState, layers: int) -> None:
-        super().__init__(layers=[_Layer(state, index) for index in range(layers)])
         self.state = state
+        self.serving = False
+        self.sequence: _Sequence | None = None
+        super().__init__(layers=[_Layer(self, index) for index in range(layers)])
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Only inside may the layers be fed: elsewhere nobody would ask the memory what a query sees."""
+        self.serving = True
+        try:
+            yield
+        finally:
+            self.serving = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.state.length()
@@ -112,9 +130,22 @@ class KVCache(Cache):
             self.state.truncate(count if count > 0 else self.state.length() + count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the batch rows `beam_idx` [B']: keys, values and what is known of their columns."""
         self.state.reorder(beam_idx)
+        if self.sequence is not None:
+            layout, delta = self.sequence.layout, self.sequence.delta
+            self.sequence = _Sequence(layout.pick(beam_idx), delta[beam_idx])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.sequence is not None:
+            rows = torch.arange(self.sequence.layout.batch, device=self.sequence.layout.device)
+            self.reorder_cache(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
 
     def reset(self) -> None:
+        self.sequence = None
         self.state.reset()
 
 
@@ -124,6 +155,19 @@ class _Sequence:
 
     layout: TokenLayout
     delta: Tensor
+
+
+@dataclass(frozen=True)
+class Note:
+    """What travels from the multimodal model to the text model beside its arguments: the layout of the new columns, and
+    whether they are tokens to verify rather than a prompt."""
+
+    layout: TokenLayout | None = None
+    verify: bool = False
+
+
+NOTE = "mmaccel_note"
+"""The keyword under which a `Note` travels; no state is kept between the two calls."""
 
 
 class _Clock:
@@ -152,8 +196,7 @@ class Attachment:
         self.multimodal, self.text = family.multimodal(model), family.text(model)
         self.depth = owner.view.geometry.layers
         self.sequences: WeakKeyDictionary[Cache, _Sequence] = WeakKeyDictionary()
-        self.noticed: TokenLayout | None = None
-        self.promised: TokenLayout | None = None
+        self.promised = threading.local()
         self.before = {
             "forward": self.text.__dict__.get("forward"),
             "generate": model.__dict__.get("generate"),
@@ -194,7 +237,8 @@ class Attachment:
 
     def cache(self) -> KVCache:
         """A fresh cache of the recipe's memory."""
-        return KVCache(self.owner.open_state(), self.depth)
+        self.owner.last_state = self.owner.open_state()
+        return KVCache(self.owner.last_state, self.depth)
 
     def _notice(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -203,39 +247,52 @@ class Attachment:
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         ids = kwargs.get("input_ids")
-        self.noticed = None
+        note: Note = kwargs.pop(NOTE, None) or Note()
         if kwargs.get("past_key_values") is None and kwargs.get("use_cache", True) is not False:
             kwargs["past_key_values"] = self.cache()
         if ids is None:
-            return (), kwargs
+            return (), {**kwargs, NOTE: note}
         cache = kwargs.get("past_key_values")
         past = cache.get_seq_length() if cache is not None else 0
-        known = self.sequences.get(cache) if cache is not None else None
-        self.noticed = self._promised(ids) if past == 0 else None
-        if self.noticed is None:
-            self.noticed = self.family.layout(self.model, kwargs)
+        known = self._known(cache)
+        layout = self._promised(ids) if past == 0 else None
+        if layout is None:
+            layout = self.family.layout(self.model, kwargs)
         if past == 0:
             if kwargs.get("position_ids") is None:
                 kwargs["position_ids"] = self.family.positions(self.model, kwargs)
         elif known is not None and kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = self._continued(known, past, ids.shape[1], kwargs)
-        return (), kwargs
+            kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
+        return (), {**kwargs, NOTE: replace(note, layout=layout)}
+
+    def _known(self, cache: Cache | None) -> _Sequence | None:
+        if isinstance(cache, KVCache):
+            return cache.sequence
+        return self.sequences.get(cache) if cache is not None else None
+
+    def promise(self, inputs: Mapping[str, Any]) -> None:
+        """Read the layout of a prompt that `generate` is about to run, while its grids are there."""
+        self.promised.held = inputs["input_ids"], self.family.layout(self.model, inputs)
 
     def _promised(self, ids: Tensor) -> TokenLayout | None:
         """The layout read when `generate` was called, for each beam or sample: by now the grids may be gone."""
-        layout = self.promised
-        if layout is None or layout.length != ids.shape[1] or ids.shape[0] % layout.batch:
+        held: tuple[Tensor, TokenLayout] | None = getattr(self.promised, "held", None)
+        if held is None or held[0].shape[1] != ids.shape[1] or ids.shape[0] % held[1].batch:
             return None
-        return layout.repeat(ids.shape[0] // layout.batch)
+        times = ids.shape[0] // held[1].batch
+        same = torch.equal(held[0].repeat_interleave(times, 0), ids)
+        return held[1].repeat(times) if same else None
 
-    def _continued(self, known: _Sequence, past: int, count: int, kwargs: Mapping[str, Any]) -> Tensor:
+    def _continued(
+        self, known: _Sequence, past: int, layout: TokenLayout, kwargs: Mapping[str, Any]
+    ) -> Tensor:
         held = known.layout.take(slice(0, past))
         start = held.position.amax(1, keepdim=True) + held.valid.any(1, keepdim=True).long() + known.delta
-        if self.noticed is not None and bool((self.noticed.modality != 0).any()):
+        if bool((layout.modality != 0).any()):
             fresh = {k: v for k, v in kwargs.items() if k != "attention_mask"}
             new = self.family.positions(self.model, fresh)
         else:
-            new = torch.arange(count, device=start.device).expand(len(start), -1)
+            new = layout.position
             new = new.expand(3, -1, -1) if self.family.mrope else new
         return new + start
 
@@ -253,20 +310,25 @@ class Attachment:
         batch, count = entry.shape[:2]
         cache = kwargs.get("past_key_values")
         start = cache.get_seq_length() if cache is not None else 0
-        new, self.noticed = self.noticed, None
+        note: Note = kwargs.pop(NOTE, None) or Note()
+        new = note.layout
         if new is None or new.length != count:
             valid = None if mask is None else mask[:, -count:]
             new = TokenLayout.build(
                 torch.zeros(batch, count, dtype=torch.long, device=entry.device), valid=valid
             )
-        known = self.sequences.get(cache) if cache is not None else None
+        if not self.owner.recipe.kv.exact:
+            cache = self._own(cache, kwargs, new)
+        known = self._known(cache)
         if start and known is None:
             if isinstance(cache, KVCache):
                 raise ModelError(
                     "past_key_values: this cache was filled by another accelerated model; start from a new one."
                 )
+            past = torch.zeros(batch, start, dtype=torch.long, device=entry.device)
+            held = None if mask is None or mask.shape[1] < start + count else mask[:, :start]
             known = _Sequence(
-                TokenLayout.text(batch, start, entry.device),
+                TokenLayout.build(past, valid=held),
                 torch.zeros(batch, 1, dtype=torch.long, device=entry.device),
             )
         layout = known.layout.take(slice(0, start)).append(new) if start and known is not None else new
@@ -276,15 +338,35 @@ class Attachment:
                 if start and known is not None
                 else self._delta(kwargs.get("position_ids"), layout)
             )
-            self.sequences[cache] = _Sequence(layout, delta)
+            if isinstance(cache, KVCache):
+                cache.sequence = _Sequence(layout, delta)
+            else:
+                self.sequences[cache] = _Sequence(layout, delta)
         state = cache.state if isinstance(cache, KVCache) else None
-        run = Run(self.owner.road, layout, start, state)
-        if start == 0:
-            self.owner.road.meter.prompt_tokens = int(layout.valid.sum())
+        prefill = not note.verify and (count > 1 or start == 0)
+        run = Run(self.owner.road, layout, start, state, prefill)
+        if start == 0 or self.owner.road.meter.prompt_tokens == 0:
+            self.owner.road.meter.enter(int(new.valid.sum()), start)
         chunk = self.owner.recipe.chunk
         if chunk is None or count <= chunk:
             return self._pass(run, kwargs)
         return self._chunks(run, chunk, count, kwargs)
+
+    def _own(self, cache: Any, kwargs: dict[str, Any], new: TokenLayout) -> KVCache:
+        """A memory that forgets decides what is seen: it takes in every pass, and only its own cache will do."""
+        name = self.owner.recipe.kv.name
+        if cache is None:
+            cache = kwargs["past_key_values"] = self.cache()
+        if not isinstance(cache, KVCache):
+            raise ModelError(
+                f"past_key_values: kv {name!r} keeps a cache of its own; leave past_key_values out."
+            )
+        if new.padded:
+            raise ModelError(
+                f"attention_mask: kv {name!r} counts columns, so padding would take the place of tokens; "
+                "give prompts of one length, or one prompt at a time."
+            )
+        return cache
 
     @staticmethod
     def _delta(positions: Tensor | None, layout: TokenLayout) -> Tensor:
@@ -297,18 +379,21 @@ class Attachment:
         return positions.amax(1, keepdim=True).to(end.device) + 1 - end
 
     def _pass(self, run: Run, kwargs: dict[str, Any]) -> Any:
-        return self.forward(attention_mask={"full_attention": run, "sliding_attention": run}, **kwargs)
+        cache = kwargs.get("past_key_values")
+        serving = nullcontext() if not isinstance(cache, KVCache) else cache.at_work()
+        with serving:
+            return self.forward(attention_mask={"full_attention": run, "sliding_attention": run}, **kwargs)
 
     def _chunks(self, run: Run, chunk: int, count: int, kwargs: dict[str, Any]) -> Any:
         own = kwargs.get("past_key_values") is None
         if own:
             kwargs["past_key_values"] = self.cache()
-            run = Run(run.road, run.layout, run.start, kwargs["past_key_values"].state)
+            run = replace(run, state=kwargs["past_key_values"].state)
         outputs = []
         for begin in range(0, count, chunk):
             end = min(begin + chunk, count)
             piece = self.family.slice(kwargs, begin, end)
-            outputs.append(self._pass(run.part(begin, end, last=end == count), piece))
+            outputs.append(self._pass(run.part(begin, end), piece))
         whole = outputs[-1]
         whole.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
         if whole.get("hidden_states") is not None:
@@ -320,7 +405,13 @@ class Attachment:
         return whole
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        names = list(inspect.signature(self.generate).parameters)
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         config = kwargs.get("generation_config") or self.model.generation_config
+        if kwargs.get("prefill_chunk_size") or getattr(config, "prefill_chunk_size", None):
+            raise ModelError(
+                "prefill_chunk_size: leave it out and set chunk in the recipe, which does the same."
+            )
         if kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None):
             raise ModelError(
                 "cache_implementation: an accelerated model keeps its own cache; leave it out and choose kv in the recipe."
@@ -329,15 +420,18 @@ class Attachment:
             kwargs["past_key_values"] = self.cache()
         meter = self.owner.road.meter
         meter.begin(self.owner.view.device)
-        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+        if kwargs.get("input_ids") is None and isinstance(kwargs.get("inputs"), Tensor):
+            kwargs["input_ids"] = kwargs.pop("inputs")
+        ids = kwargs.get("input_ids")
         if isinstance(ids, Tensor) and not kwargs["past_key_values"].get_seq_length():
-            self.promised = self.family.layout(self.model, {**kwargs, "input_ids": ids})
+            self.promise(kwargs)
         try:
             if self.owner.recipe.draft.active:
-                return drafting.generate(self, args, kwargs)
+                return drafting.generate(self, kwargs)
             beams = kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
             if beams == 1:
                 kwargs["streamer"] = _Clock(meter.token, kwargs.get("streamer"))
-            return self.generate(*args, **kwargs)
+            return self.generate(**kwargs)
         finally:
-            self.promised = None
+            self.promised.held = None
+            meter.end()

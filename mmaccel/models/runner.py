@@ -47,7 +47,7 @@ class HFRunner(Runner):
             raise ModelError(
                 f"input_ids: {inputs['input_ids'].shape[0]} sequences; a runner takes one at a time."
             )
-        inputs = _accepted(self.model, _unpadded(inputs))
+        inputs = _accepted(self.model, unpadded(inputs))
         positions = inputs.get("position_ids")
         if positions is None:
             positions = self.family.positions(self.model, inputs)
@@ -62,7 +62,10 @@ class HFRunner(Runner):
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         if self.family.mrope:
             positions = positions.expand(3, -1, -1)
-        out = self.model(input_ids=ids, past_key_values=self.cache, position_ids=positions, use_cache=True)
+        told = {} if attached(self.model) is None else {"mmaccel_note": _verify()}
+        out = self.model(
+            input_ids=ids, past_key_values=self.cache, position_ids=positions, use_cache=True, **told
+        )
         return out.logits  # type: ignore[no-any-return]
 
     def truncate(self, length: int) -> None:
@@ -74,6 +77,12 @@ class HFRunner(Runner):
         return int(self.cache.get_seq_length())
 
 
+def _verify() -> Any:
+    from mmaccel.models.hf import Note
+
+    return Note(verify=True)
+
+
 def _accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs the model's forward knows, without empty ones."""
     known = inspect.signature(type(model).forward).parameters
@@ -82,7 +91,7 @@ def _accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in inputs.items() if v is not None and (k in known or k in extra)}
 
 
-def _unpadded(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def unpadded(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """One sequence without its padding columns and without a mask."""
     inputs = dict(inputs)
     mask = inputs.pop("attention_mask", None)

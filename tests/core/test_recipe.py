@@ -6,10 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import mmaccel
 from mmaccel.core.errors import RecipeError, UnknownName
+from mmaccel.core.prune import TokenPruner
 from mmaccel.core.recipe import Recipe, fields_of, names, presets
 from mmaccel.core.registry import Registry, registry
 from mmaccel.core.sparse import SparsePattern
@@ -100,7 +102,7 @@ def test_unknown_names_give_the_nearest_and_the_list() -> None:
 
 def test_names_far_from_all_give_the_list_alone() -> None:
     told = sentence("zzzzzz")
-    assert "did you mean" not in told and "There are: " in told
+    assert "did you mean" not in told and ": there are " in told
 
 
 @pytest.mark.parametrize(
@@ -180,3 +182,27 @@ def test_a_policy_of_ones_own_is_a_name_like_any() -> None:
         assert "of_my_own" in names()
     finally:
         del table._classes["of_my_own"]  # type: ignore[attr-defined]
+
+
+def test_every_field_comes_back() -> None:
+    choice = {"name": "boundary_2d", "sink": 8, "window": 16, "pairs": {"video>text": [4, 8]}}
+    recipe = Recipe.load({"sparse": choice, "dense_layers": [0, 2]})
+    told = recipe.to_dict()
+    assert told["sparse"]["pairs"] == {"video>text": [4, 8]} and told["dense_layers"] == [0, 2]
+    assert Recipe.load(told).to_dict() == told
+
+
+def test_what_core_cannot_honour_is_refused() -> None:
+    class Nobody(TokenPruner):
+        name = "nobody"
+        seat = "draft"
+
+        def keep(self, signals: object, layout: object, layer: int) -> torch.Tensor:
+            raise AssertionError
+
+    with pytest.raises(RecipeError, match="prune"):
+        Recipe(prune=Nobody())
+    with pytest.raises(UnknownName, match="sparse"):
+        Recipe.load(Recipe(), sprase="grid")
+    with pytest.raises(UnknownName, match="backend"):
+        Recipe(backend=3)  # type: ignore[arg-type]

@@ -96,6 +96,64 @@ def test_stop_criteria_and_streaming_are_the_plain_ones(family):
     assert torch.equal(ids, want) and listener.heard == ids[0].tolist() and listener.ended
 
 
+class Letters:
+    """A tokenizer as far as stop strings go: token n is the letter n."""
+
+    def get_vocab(self):
+        return {chr(1000 + n): n for n in range(200)}
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+    def decode(self, ids, **_):
+        return "".join(chr(1000 + int(n)) for n in ids)
+
+    def batch_decode(self, rows, **_):
+        return [self.decode(row) for row in rows]
+
+    def __call__(self, text, **_):
+        return {"input_ids": [-1]}
+
+    def _convert_id_to_token(self, number):
+        return "abcdef"
+
+    def __len__(self):
+        return 200
+
+
+def test_stop_strings_are_the_plain_ones(family):
+    name, model = family
+    inputs = prompt(name, PIECES["video"])
+    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    start = inputs["input_ids"].shape[1]
+    word = Letters().decode(plain[0, start + 4 : start + 6])
+    options = {"do_sample": False, "stop_strings": [word], "tokenizer": Letters()}
+    want = model.generate(**inputs, max_new_tokens=24, **options)
+    ids, _ = drafted(model, inputs, Sequential(model=copy.deepcopy(model), window=5), **options)
+    assert torch.equal(ids, want) and ids.shape[1] < plain.shape[1]
+    with pytest.raises(DraftError, match="tokenizer"):
+        drafted(model, inputs, Sequential(model=copy.deepcopy(model)), stop_strings=[word])
+
+
+def test_a_draft_of_another_family_is_refused_when_attached(family, tmp_path):
+    name, model = family
+    other = next(BUILD[kind]() for kind in BUILD if kind != name)
+    with pytest.raises(DraftError, match="family"):
+        mmaccel.accelerate(model, draft=Sequential(model=other))
+    assert mmaccel.attached(model) is None
+    with pytest.raises(DraftError, match=r"no config\.json"):
+        mmaccel.accelerate(model, draft={"name": "sequential", "model": str(tmp_path)})
+
+
+def test_the_report_is_of_the_target_s_memory_when_it_drafts_for_itself(family):
+    name, model = family
+    inputs = prompt(name, PIECES["video"])
+    _, report = drafted(model, inputs, Sequential(model=model, window=4), do_sample=False)
+    assert report.draft["accepted"] == report.draft["proposed"] > 0
+    assert report.kv["seen"] == inputs["input_ids"].shape[1] + 24 - 1
+    assert report.prompt_tokens == inputs["input_ids"].shape[1]
+
+
 def test_sampling_with_a_seed_runs_and_accepts_its_twin(family):
     name, model = family
     inputs = prompt(name, PIECES["video"])

@@ -156,6 +156,34 @@ def test_vision_tower_is_untouched(family):
             assert torch.equal(adapter.frames(model, inputs), plain)
 
 
+def test_a_report_is_of_the_last_pass(family):
+    name, model = family
+    two = batch(name, [prompt(name, PROMPTS["video"], seed=s) for s in (0, 1)])
+    with mmaccel.accelerate(model, "dense") as fast, torch.no_grad():
+        assert fast.report().kept is None and "memory: peak" in str(fast.report())
+        model(**two)
+        model(**prompt(name, PROMPTS["text"]))
+        report = fast.report()
+        assert (report.prompt_tokens, report.new_tokens, report.kept) == (20, 0, 1.0)
+
+
+def test_a_second_turn_on_the_same_cache_is_the_whole_conversation(family):
+    name, model = family
+    first = prompt(name, PROMPTS["video"])
+    ids = first["input_ids"]
+    with mmaccel.accelerate(model, "dense") as fast:
+        out = model.generate(**first, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+        more = torch.cat([out.sequences, torch.tensor([[11, 12, 13, 14]])], 1)
+        turn = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+        again = model.generate(**turn, past_key_values=out.past_key_values, max_new_tokens=5, do_sample=False)
+        assert fast.report().prompt_tokens == more.shape[1] - (out.sequences.shape[1] - 1)
+    whole = {**first, **turn}
+    if "mm_token_type_ids" in whole:
+        kinds = first["mm_token_type_ids"]
+        whole["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (0, more.shape[1] - ids.shape[1]))
+    assert torch.equal(again, model.generate(**whole, max_new_tokens=5, do_sample=False))
+
+
 def test_bad_calls_are_told(family):
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
@@ -166,6 +194,10 @@ def test_bad_calls_are_told(family):
             model.generate(**inputs, cache_implementation="static")
     with pytest.raises(ModelError, match=r"not supported.*llava_onevision"):
         mmaccel.accelerate(torch.nn.Linear(1, 1), "dense")
+    with pytest.raises(ModelError, match="language head"):
+        mmaccel.accelerate(model.model, "dense")
+    with pytest.raises(mmaccel.MmaccelError, match=r"window is 'big'; give int"):
+        mmaccel.accelerate(model, sparse={"name": "a_shape", "window": "big"})
     short = dict(inputs)
     short["input_ids"] = inputs["input_ids"][:, :-20]
     with (

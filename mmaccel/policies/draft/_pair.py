@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import nn
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.errors import DraftError, ModelError, RecipeError
 
 PADDING = 1024
 
@@ -30,10 +28,16 @@ def same_vocabulary(a: int, b: int) -> bool:
 
 
 def open_peer(name: str, target: ModelView, model: str | nn.Module) -> ModelView:
-    """The draft model's view; raises `DraftError` for a missing folder and for another vocabulary."""
-    if isinstance(model, str) and not Path(model).is_dir():
-        raise DraftError(f"{name}: model: there is no folder {model!r}; give the folder of a saved model.")
-    peer = target.peer(model)
+    """The draft model's view; raises `DraftError` for a missing model, another family and another vocabulary."""
+    try:
+        peer = target.peer(model)
+    except ModelError as error:
+        raise DraftError(f"{name}: model: {error}") from error
+    if peer.adapter.name != target.adapter.name:
+        raise DraftError(
+            f"{name}: model: the draft is a {peer.adapter.name} and the target a {target.adapter.name}, which read other "
+            "inputs; give a draft of the target's family."
+        )
     ours, theirs = target.geometry.vocab, peer.geometry.vocab
     if not same_vocabulary(ours, theirs):
         raise DraftError(

@@ -26,7 +26,9 @@ class Sequential(DraftStrategy):
     under the same temperature, cuts and penalties as the target, which is what speculative sampling needs. After Leviathan
     et al. 2023 (arXiv 2211.17192).
 
-    model   folder of the draft model, or the loaded module; it may be the target itself
+    One sequence with one beam, from an empty cache, tokens only (no scores).
+
+    model   folder, hub or shipped name of the draft model, or the loaded module; it may be the target itself
     window  tokens drafted a round, at least 1; fewer when fewer may still be generated
     """
 
@@ -43,6 +45,10 @@ class Sequential(DraftStrategy):
     @property
     def lookback(self) -> int:
         return self.window + 1
+
+    def check(self, target: ModelView) -> None:
+        assert self.model is not None
+        open_peer(self.name, target, self.model)
 
     def open(self, target: ModelView) -> DraftState:
         assert self.model is not None

@@ -79,6 +79,8 @@ class Boundary2D(SparsePattern):
                 extent = self.extent(MODALITIES[m], MODALITIES[other])
                 spans += near_and_first(queries, order, *extent, block)
             parts.append(Part(queries.row[:, None], tuple(spans)))
+        if not parts:  # all padding
+            return None
         return AttentionPlan(
             parts=tuple(parts),
             block_q=block,

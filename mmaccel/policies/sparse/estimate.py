@@ -37,7 +37,9 @@ class LastQueries:
         """
         L = min(count, query.shape[2])
         last = (queries.row >= 0).sum(1, keepdim=True) - L + torch.arange(L, device=query.device)
-        row = queries.row.gather(1, last.clamp(min=0)).long()
+        row = (
+            queries.row.gather(1, last.clamp(min=0)).long().clamp(min=0)
+        )  # a sequence may be all padding here
         at = torch.where(last >= 0, place.gather(1, last.clamp(min=0)).long(), -1)
         n = key.shape[2]
         if padded:

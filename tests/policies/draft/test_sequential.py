@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mmaccel.core.draft import Prompt
-from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.errors import DraftError, ModelError, RecipeError
 from mmaccel.core.generate import speculate
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import Sequential
@@ -163,9 +163,14 @@ def test_a_missing_model_is_told_at_birth(model: object) -> None:
 
 
 def test_a_missing_folder_is_told() -> None:
-    rule = bigram(torch.eye(4))
+    target = view(bigram(torch.eye(4)), 4)
+
+    def load(path: str, like: object) -> None:
+        raise ModelError(f"model {path!r} cannot be loaded; give a folder.")
+
+    target.adapter.load = load  # type: ignore[method-assign, assignment]
     with pytest.raises(DraftError) as error:
-        Sequential(model="no/such/folder").open(view(rule, 4))
+        Sequential(model="no/such/folder").check(target)
     sentence(error.value, "model", "no/such/folder")
 
 

@@ -1,0 +1,225 @@
+"""The seam to transformers under calls that are less usual: each of these once gave a wrong result, or a wrong error."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor
+
+import mmaccel
+from mmaccel.core.errors import ModelError
+from mmaccel.policies.draft.sequential import Sequential
+from tests.models.test_recipes import PIECES, SPARSE, small
+from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, batch, prompt
+
+WINDOW = {"name": "window", "sinks": 4, "window": 16}
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def family(request):
+    model = BUILD[request.param]()
+    model.generation_config.eos_token_id = None
+    return request.param, model
+
+
+@torch.no_grad()
+def logits(model, inputs, **kwargs):
+    return model(**inputs, **kwargs).logits
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_chunk_that_is_all_padding_for_one_sequence(family, name):
+    kind, model = family
+    prompts = [prompt(kind, [("text", 20)]), prompt(kind, [("text", 200)])]
+    with mmaccel.accelerate(model, sparse=small(name), chunk=64) as fast:
+        together = logits(fast, batch(kind, prompts))
+    assert together.isfinite().all()
+    if name in ("a_shape", "boundary_2d"):  # the others look at each chunk's own last queries
+        with mmaccel.accelerate(model, sparse=small(name)) as fast:
+            alone = logits(fast, prompts[1])
+        assert (together[1] - alone[0]).abs().max() <= 1e-4
+
+
+def test_a_long_window_is_verified_densely(family):
+    kind, model = family
+    inputs = prompt(kind, PIECES)
+    choice = {"sparse": small("a_shape"), "dense_tail": 0}
+    with mmaccel.accelerate(model, **choice) as fast:
+        alone = model.generate(**inputs, max_new_tokens=90, do_sample=False)
+        kept = fast.report().kept
+    draft = Sequential(model=copy.deepcopy(model), window=80)
+    with mmaccel.accelerate(model, draft=draft, **choice) as fast:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=90, do_sample=False), alone)
+        assert fast.report().kept == pytest.approx(kept) and fast.report().draft["proposed"] >= 80
+
+
+def test_the_dense_tail_is_taken_from_the_end_of_the_prompt(family):
+    kind, model = family
+    inputs = prompt(kind, PIECES)
+    with mmaccel.accelerate(model, sparse=small("a_shape"), dense_tail=64) as fast:
+        whole = logits(fast, inputs)
+    length = whole.shape[1]
+    chunk = length - 10  # the last piece holds ten of the sixty-four rows
+    with mmaccel.accelerate(model, sparse=small("a_shape"), dense_tail=64, chunk=chunk) as fast:
+        assert (logits(fast, inputs) - whole).abs().max() <= 1e-4
+        report = fast.report()
+    assert report.kept < 0.95 and set(report.heads()) == {"a_shape+dense"}
+
+
+def test_a_cache_does_not_outlive_its_recipe(family):
+    kind, model = family
+    inputs = prompt(kind, PROMPTS["video"])
+    with mmaccel.accelerate(model, "dense"), torch.no_grad():
+        cache = model(**inputs).past_key_values
+    with pytest.raises(ModelError, match="detached"):
+        logits(model, {"input_ids": torch.tensor([[7]])}, past_key_values=cache)
+
+
+def test_reordered_rows_take_their_padding_along(family):
+    kind, model = family
+    prompts = [prompt(kind, [("text", n)], seed=n) for n in (4, 15)]
+    step = torch.tensor([[7], [9]])
+    with mmaccel.accelerate(model, "dense"), torch.no_grad():
+        both = batch(kind, prompts)
+        cache = model(**both).past_key_values
+        cache.reorder_cache(torch.tensor([1, 0]))
+        mask = torch.nn.functional.pad(both["attention_mask"][[1, 0]], (0, 1), value=1)
+        swapped = model(input_ids=step, attention_mask=mask, past_key_values=cache).logits
+        cache.batch_repeat_interleave(2)
+        assert cache.sequence.layout.batch == 4
+    for row, (single, token) in enumerate(zip(prompts[::-1], step, strict=True)):
+        ids = torch.cat([single["input_ids"], token[None]], 1)
+        assert (swapped[row, -1] - logits(model, {"input_ids": ids})[0, -1]).abs().max() <= 1e-5
+
+
+def test_two_threads_on_one_model(family):
+    kind, model = family
+    work = [prompt(kind, PROMPTS["video"]), batch(kind, [prompt(kind, [("text", n)]) for n in (3, 21)])]
+    want = [logits(model, inputs) for inputs in work]
+    wrong = []
+
+    def run(inputs, plain):
+        for _ in range(25):
+            try:
+                got = logits(model, inputs)
+                valid = inputs["attention_mask"].bool()
+                if (got - plain)[valid].abs().max() > 1e-5:
+                    wrong.append("logits")
+            except Exception as error:
+                wrong.append(repr(error))
+
+    with mmaccel.accelerate(model, "dense"):
+        threads = [threading.Thread(target=run, args=pair) for pair in zip(work, want, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_a_call_inside_generate_has_a_layout_of_its_own(family):
+    kind, model = family
+    padded = batch(kind, [prompt(kind, [("text", n)], seed=n) for n in (4, 15)])
+    other = {"input_ids": torch.randint(3, 180, (2, 15), generator=torch.Generator().manual_seed(3))}
+    want, seen = logits(model, other), []
+
+    class Peek(LogitsProcessor):
+        def __call__(self, ids, scores):
+            seen.append(logits(model, other))
+            return scores
+
+    with mmaccel.accelerate(model, "dense"):
+        model.generate(**padded, max_new_tokens=2, do_sample=False, logits_processor=[Peek()])
+    assert seen and all((one - want).abs().max() <= 1e-5 for one in seen)
+
+
+def test_a_memory_that_forgets_is_never_passed_by(family):
+    kind, model = family
+    inputs = prompt(kind, PROMPTS["long"])
+    plain = logits(model, inputs)[:, -1]
+    with mmaccel.accelerate(model, kv=WINDOW) as fast:
+        limited = logits(fast, inputs)[:, -1]
+        assert (limited - plain).abs().max() > 1e-3
+        assert (logits(fast, inputs, use_cache=False)[:, -1] - limited).abs().max() <= 1e-5
+        with pytest.raises(ModelError, match=r"window.*own"):
+            logits(fast, inputs, past_key_values=DynamicCache())
+        with pytest.raises(ModelError, match="padding"):
+            logits(fast, batch(kind, [prompt(kind, [("text", n)]) for n in (4, 15)]))
+
+
+def test_the_padding_of_a_cache_filled_elsewhere_is_seen(family):
+    kind, model = family
+    both = batch(kind, [prompt(kind, [("text", n)], seed=n) for n in (4, 15)])
+    mask = torch.nn.functional.pad(both["attention_mask"], (0, 1), value=1)
+    place = both["attention_mask"].sum(1, keepdim=True)
+    step = {"input_ids": torch.tensor([[7], [9]]), "attention_mask": mask, "position_ids": place}
+    with torch.no_grad():
+        want = logits(model, step, past_key_values=model(**both).past_key_values)
+        cache = model(**both).past_key_values
+        with mmaccel.accelerate(model, "dense") as fast:
+            assert (logits(fast, step, past_key_values=cache) - want).abs().max() <= 1e-5
+
+
+def test_a_placeholder_that_the_model_wrote_is_a_word(family):
+    kind, model = family
+    first = prompt(kind, PROMPTS["text"])
+    with mmaccel.accelerate(model, "dense"):
+        out = model.generate(**first, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+        more = torch.cat([out.sequences, torch.tensor([[VID, IMG, 5]])], 1)
+        again = model.generate(
+            input_ids=more, past_key_values=out.past_key_values, max_new_tokens=3, do_sample=False
+        )
+    assert again.shape[1] == more.shape[1] + 3
+
+
+def test_a_padded_prompt_with_a_draft(family):
+    kind, model = family
+    inputs = prompt(kind, PROMPTS["video"])
+    padded = batch(kind, [inputs, prompt(kind, [("text", 60)])])
+    single = {
+        k: v[:1] if k in ("input_ids", "attention_mask", "mm_token_type_ids") else v
+        for k, v in padded.items()
+    }
+    plain = model.generate(**single, max_new_tokens=10, do_sample=False)
+    with mmaccel.accelerate(model, draft=Sequential(model=copy.deepcopy(model), window=4)) as fast:
+        assert torch.equal(model.generate(**single, max_new_tokens=10, do_sample=False), plain)
+        assert fast.report().draft["accepted"] == fast.report().draft["proposed"] > 0
+
+
+def test_a_draft_that_fails_at_once_costs_no_token(family, monkeypatch):
+    kind, model = family
+    inputs = prompt(kind, PROMPTS["video"])
+    plain = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    draft = copy.deepcopy(model)
+    with mmaccel.accelerate(model, draft=Sequential(model=draft, window=4)) as fast:
+        monkeypatch.setattr(draft, "forward", lambda *a, **k: 1 / 0)
+        with pytest.warns(mmaccel.MmaccelWarning, match="dropped"):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), plain)
+        assert "ZeroDivisionError" in fast.report().draft["failed"]
+
+
+def test_arguments_by_position_and_options_that_clash(family):
+    kind, model = family
+    ids = prompt(kind, PROMPTS["text"])["input_ids"]
+    config = GenerationConfig(num_beams=2, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    plain = model.generate(ids, config)
+    with mmaccel.accelerate(model, "dense"):
+        assert torch.equal(model.generate(ids, config), plain)
+        with pytest.raises(ModelError, match="chunk in the recipe"):
+            model.generate(ids, max_new_tokens=2, prefill_chunk_size=8)
+        with pytest.raises(ModelError, match="cache_implementation"):
+            model.generate(ids, GenerationConfig(cache_implementation="static"))
+
+
+def test_a_model_dropped_without_detaching_is_freed(family):
+    kind, _ = family
+    model = BUILD[kind]()
+    mmaccel.accelerate(model, "dense")
+    assert mmaccel.attached(model) is not None
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

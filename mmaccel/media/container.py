@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import stat
@@ -53,20 +54,15 @@ class Source:
         self._goal: float | None = None
         # Seconds before its goal that a seek aims: MPEG-TS lands late, and the margin needed once stays.
         self._back = 0.0
-        try:
-            self._container: Any = av.open(
-                file if file is not None else self.name, format=format, options=options or {}, timeout=timeout
-            )
-        except (av.error.FFmpegError, OSError, ValueError) as error:
-            raise VideoError(_why_not_open(self.name, error)) from error
-        try:
-            self._stream = self._pick()
-        except VideoError:
-            self._container.close()
-            raise
+        self._opener = functools.partial(
+            av.open,
+            file if file is not None else self.name,
+            format=format,
+            options=options or {},
+            timeout=timeout,
+        )
+        self._open()
         stream = self._stream
-        # A file that still grows would wait in the decoder for as many frames as there are threads.
-        stream.thread_type = "SLICE" if live else "AUTO"
         self._restarts = live or self._container.format.name == "mpegts"
         self.width, self.height = int(stream.codec_context.width), int(stream.codec_context.height)
         self.rate = float(stream.average_rate or stream.guessed_rate or 0)
@@ -86,6 +82,19 @@ class Source:
     def close(self) -> None:
         self._container.close()
 
+    def _open(self) -> None:
+        try:
+            self._container: Any = self._opener()
+        except (av.error.FFmpegError, OSError, ValueError) as error:
+            raise VideoError(_why_not_open(self.name, error)) from error
+        try:
+            self._stream = self._pick()
+        except VideoError:
+            self._container.close()
+            raise
+        # A file that still grows would wait in the decoder for as many frames as there are threads.
+        self._stream.thread_type = "SLICE" if self.live else "AUTO"
+
     def _pick(self) -> Any:
         container = self._container
         videos = [stream for stream in container.streams.video if not _is_cover(stream)]
@@ -103,14 +112,17 @@ class Source:
             return float(self._stream.duration * self._unit)
         whole = self._container.duration
         # The container's duration is that of its longest stream, which may be sound.
-        if whole is not None and len(self._container.streams) == 1:
-            return float(whole / av.time_base)
-        return None
+        if whole is None or len(self._container.streams) != 1:
+            return None
+        # Where only the header tells, as in Matroska, it tells the end on the clock of the file.
+        begin = max(self._container.start_time or 0, 0)
+        return float((whole - begin if begin < whole else whole) / av.time_base)
 
     def index(self) -> list[float] | None:
         """The presentation time of every frame, ascending, from the packets alone: nothing is decoded.
 
-        None when packets carry no times or two carry the same. Also learns how far apart key frames stand.
+        Only for what is `local`: it is read twice. None when packets carry no times or two carry the same.
+        Also learns how far apart key frames stand.
         """
         times, keys = [], []
         try:
@@ -191,6 +203,11 @@ class Source:
             return float(frame.duration * self._unit)
         return 1.0 / self.rate if self.rate else 0.04
 
+    def until(self, time: float, frame: av.VideoFrame) -> float:
+        """When a frame shown at `time` ends: the last of a file may claim more than the file lasts."""
+        end = time + self.length(frame)
+        return end if self.duration is None or time >= self.duration else min(end, self.duration)
+
     def _time(self, frame: av.VideoFrame, number: int) -> float:
         if frame.pts is None:
             return number / (self.rate or 25.0)
@@ -209,8 +226,10 @@ class Source:
     def _rewind(self) -> None:
         try:
             self._container.seek(0)
-        except av.error.FFmpegError as error:
-            raise VideoError(f"{self.name} cannot be read twice: {_reason(error)}.") from error
+        except av.error.FFmpegError:
+            # Bare streams cannot be sought in; a file can always be opened again.
+            self._container.close()
+            self._open()
 
     def _decode(self) -> Iterator[av.VideoFrame]:
         packets = self._container.demux(self._stream)

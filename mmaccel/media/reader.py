@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import av
 import torch
@@ -16,13 +15,18 @@ from torch import Tensor
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media.container import Source
 from mmaccel.media.picture import Picture
-from mmaccel.media.sampling import TIE, grid, nearest, uniform
+from mmaccel.media.sampling import TIE, Thinned, grid, nearest, uniform, unless_last
 from mmaccel.media.video import Progress, Video
 
 Stream = Iterable[tuple[float, av.VideoFrame]]
+Fit = Callable[[int, int, int], tuple[int, int]]
+"""`fit(frames, height, width)`: the (height, width) that a model makes of so many frames of that size."""
 
 AHEAD = 256
 """Frames for which there must still be room, while it is not known how many come."""
+
+ROOM = 2 << 30
+"""Bytes that frames may take before those much larger than the model needs are shrunk."""
 
 
 def read(
@@ -35,6 +39,7 @@ def read(
     max_frames: int | None = None,
     size: tuple[int, int] | None = None,
     max_side: int | None = 4096,
+    fit: Fit | None = None,
     progress: Progress | None = None,
     options: dict[str, str] | None = None,
     timeout: float | None = None,
@@ -45,10 +50,13 @@ def read(
       rate is respected; a frame that stands for long is repeated.
     - `count`: of the N frames, number `i * N // count`, as `transformers.video_utils.load_video` does.
     - `start`, `stop`: seconds from the start of the video, `stop` left out.
-    - `max_frames`: at most so many: the rate is lowered, the span stays whole.
+    - `max_frames`: at most so many: the rate is lowered, the span stays whole. Where the source does not tell
+      its length and can be read but once, every second frame is let go whenever there are too many.
     - `size` (height, width) scales while decoding; `max_side` only shrinks what is larger (None: no bound).
-    - `progress(done, total)` is called after each kept frame; `options` and `timeout` (seconds) go to the
-      opener.
+    - `fit(frames, height, width)` tells what the model will make of them: frames over four times that size
+      are shrunk while decoding to twice it where they would together take more than `ROOM` bytes.
+    - `progress(done, total)` is called after each kept frame, those let go later among them; `options` and
+      `timeout` (seconds) go to the opener.
 
     Sparse frames of a local file are reached by seeking. Raises `VideoError` when nothing can be read; warns
     `VideoWarning` when some of the asked frames could not be, and says how many.
@@ -57,30 +65,46 @@ def read(
     with Source(path, options=options, timeout=timeout) as source:
         picture = Picture(size, max_side)
         plan = _plan(source, fps, count, start or 0.0, stop, max_frames)
-        _check_memory(source, picture, plan.total)
-        frames: list[Tensor] = []
-        times: list[float] = []
-        last: av.VideoFrame | None = None
+        expected = min((n for n in (plan.total, plan.most) if n is not None), default=None)
+        fitted = fit is not None and expected is not None and _fit(source, picture, expected, fit)
+        _check_memory(source, picture, plan.total if plan.total is None else expected)
+        thinned: Thinned[tuple[float, Tensor]] = Thinned(plan.most)
+        kept = thinned.kept
+        drawn: tuple[av.VideoFrame, Tensor] | None = None
+        end = 0.0
         for time, frame in plan.stream:
-            frames.append(frames[-1] if frame is last else picture.draw(frame))
-            times.append(time)
-            last = frame
+
+            def make(time: float = time, frame: av.VideoFrame = frame) -> tuple[float, Tensor]:
+                nonlocal drawn
+                if drawn is None or drawn[0] is not frame:
+                    drawn = frame, picture.draw(frame)
+                return time, drawn[1]
+
+            thinned.add(make)
+            end = source.until(time, frame)
+            done, told = thinned.seen, plan.total
             if progress is not None:
-                progress(len(frames), plan.total)
-            if plan.total is None and len(frames) % AHEAD == 0:
-                _check_memory(source, picture, AHEAD)
-        if not frames:
+                progress(done, told if told is None or done <= told else None)
+            if (told is None or done > told) and thinned.step == 1 and done % AHEAD == 0:
+                _check_memory(source, picture, AHEAD if plan.most is None else min(AHEAD, plan.most - done))
+        if not kept:
             raise VideoError(_nothing(source, start, stop))
-        end = times[-1] + source.length(last) if last is not None else times[-1]
-        warn_of_loss(source, plan, len(frames), end)
-        warn_of_shrinking(source, picture)
-        rate = plan.rate or source.rate or len(times) / max(end - times[0], 1e-9)
+        warn_of_loss(source, plan, thinned.seen, end)
+        if not fitted:
+            warn_of_shrinking(source, picture)
+        times = [time for time, _ in kept]
+        rate = (plan.rate or source.rate) / thinned.step or len(times) / max(end - times[0], 1e-9)
+        whole = source.duration
+        frames = [frame for _, frame in kept]
+        kept.clear()
+        drawn = None
         return Video(
             frames=pile(frames),
             times=torch.tensor(times, dtype=torch.float64),
             fps=float(rate),
             source_fps=source.rate,
-            duration=source.duration if source.duration is not None else end,
+            # Joined recordings tell the length of the first alone.
+            duration=whole if whole is not None and times[-1] < whole else end,
         )
 
 
@@ -88,6 +112,7 @@ def read(
 class Plan:
     """The frames to keep: how many (None unknown) and at what rate (0.0 unknown).
 
+    Of more than `most` only each second, fourth, ... is kept.
     Of `due` frames that the header promises `there` are in the file; losses up to `slack` are rounding. Where
     `total` is but the mean rate times the span, its `end` in seconds tells of losses.
     """
@@ -99,6 +124,7 @@ class Plan:
     due: int = 0
     slack: int = 0
     end: float | None = None
+    most: int | None = None
 
 
 def _plan(
@@ -108,7 +134,10 @@ def _plan(
         return _by_rate(source, fps, start, stop, most)
     if count is None and most is None:
         return _all(source, start, stop)
-    return _by_number(source, count, start, stop, most)
+    times = source.index() if source.local else None
+    if count is None and times is None and (not source.count or start > 0 or stop is not None):
+        return replace(_all(source, start, stop), most=most)
+    return _by_number(source, times, count, start, stop, most)
 
 
 def _by_rate(source: Source, fps: float, start: float, stop: float | None, most: int | None) -> Plan:
@@ -121,15 +150,21 @@ def _by_rate(source: Source, fps: float, start: float, stop: float | None, most:
     total = max(0, _ceil((end - start) * fps)) if end is not None else None
     if total is not None and end is not None and most is not None and total > most:
         fps, total = most / (end - start), most
-    targets: Iterable[float] = grid(start, fps, stop)
+    kept = nearest(source.frames(start), grid(start, fps, stop), source.jump, source.until)
     if most is not None:
-        targets = itertools.islice(targets, most)
-    kept = nearest(source.frames(start), targets, source.jump, source.length)
-    return Plan(kept, total, fps, slack=1)
+        # A length that is rounded down should not cost every second frame.
+        kept = unless_last(kept, most) if total == most else kept
+    return Plan(kept, total, fps, slack=1, most=most)
 
 
-def _by_number(source: Source, count: int | None, start: float, stop: float | None, most: int | None) -> Plan:
-    times = source.index() if source.local else None
+def _by_number(
+    source: Source,
+    times: list[float] | None,
+    count: int | None,
+    start: float,
+    stop: float | None,
+    most: int | None,
+) -> Plan:
     slack = 0 if source.count else 1
     there, due = 0, 0
     if times is not None:
@@ -139,8 +174,8 @@ def _by_number(source: Source, count: int | None, start: float, stop: float | No
             raise VideoError(_nothing(source, start, stop))
     elif start > 0 or stop is not None:
         raise VideoError(
-            f"{source.name} does not tell the time of each frame, so count= and max_frames= cannot be "
-            "combined with start= or stop=: use fps=, or read the whole."
+            f"{source.name} does not tell the time of each frame, so count= cannot be combined with "
+            "start= or stop=: use fps=, or read the whole."
         )
     total = len(times) if times is not None else source.count
     if total == 0:
@@ -151,7 +186,7 @@ def _by_number(source: Source, count: int | None, start: float, stop: float | No
     numbers, rate = uniform(total, keep), keep / total * source.rate
     if times is not None:
         targets = [times[number] for number in numbers]
-        kept = nearest(source.frames(targets[0]), targets, source.jump, source.length)
+        kept = nearest(source.frames(targets[0]), targets, source.jump, source.until)
         return Plan(kept, keep, rate, there, due, slack)
     numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
     return Plan((pair for _, pair in nearest(numbered, map(float, numbers))), keep, rate)
@@ -224,6 +259,19 @@ def _nothing(source: Source, start: float | None, stop: float | None) -> str:
         span = f"from start={start or 0}" + (f" to stop={stop}" if stop is not None else "")
         return f"{source.name}{length} has no frame {span}: choose a span inside it."
     return f"{source.name} has no frames: its video stream is empty."
+
+
+def _fit(source: Source, picture: Picture, frames: int, fit: Fit) -> bool:
+    """Bound the sides to twice what the model needs, where that saves much; True when it did."""
+    height, width = picture.shape(source.height, source.width)
+    if picture.size is not None or frames * 3 * height * width <= ROOM:
+        return False
+    rows, columns = fit(frames, height, width)
+    if min(height / rows, width / columns) <= 4:
+        return False
+    # One scale for both sides: of the axis that is shrunk less.
+    picture.max_side = math.ceil(2 * max(rows / height, columns / width) * max(height, width))
+    return True
 
 
 def _check_memory(source: Source, picture: Picture, total: int | None) -> None:

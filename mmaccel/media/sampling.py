@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
@@ -30,13 +30,13 @@ def nearest(
     stream: Iterable[tuple[float, Item]],
     targets: Iterable[float],
     jump: Callable[[float, float], None] | None = None,
-    tail: Callable[[Item], float] | None = None,
+    until: Callable[[float, Item], float] | None = None,
 ) -> Iterator[tuple[float, Item]]:
     """For each target the item whose place lies nearest to it; of two equally near, the earlier.
 
     `stream` yields (place, item) in order and is read only as far as needed; two items are held at a time.
     `targets` do not decrease. `jump(place, target)` may move the stream ahead, to a place not after the
-    target. `tail(item)` is how long the last item lasts: later targets have no item and are left out.
+    target. `until(place, item)` is where the last item ends: later targets have no item and are left out.
     """
     wanted = iter(targets)
     target = next(wanted, None)
@@ -56,7 +56,42 @@ def nearest(
         if jump is not None:
             jump(place, target)
     if before is not None:
-        end = before[0] + (tail(before[1]) if tail else 0.0)
+        end = until(*before) if until else before[0]
         while target is not None and target < end - TIE:
             yield before
             target = next(wanted, None)
+
+
+def unless_last(stream: Iterable[Item], number: int) -> Iterator[Item]:
+    """The stream without item `number` where nothing follows it."""
+    held: list[Item] = []
+    for place, item in enumerate(stream):
+        if place == number:
+            held.append(item)
+            continue
+        yield from held
+        held.clear()
+        yield item
+
+
+class Thinned(Generic[Item]):
+    """At most `most` items of a stream whose length is not known, evenly spaced over all of it.
+
+    When there is no more room every second one is let go, and from then on only every second is taken; so
+    more than half of `most` stay of a longer stream. `step` is the distance of those kept, in items.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self.most = most
+        self.step = 1
+        self.seen = 0
+        self.kept: list[Item] = []
+
+    def add(self, make: Callable[[], Item]) -> None:
+        """Take the next item, made only if it is kept."""
+        place, self.seen = self.seen, self.seen + 1
+        if place % self.step == 0 and len(self.kept) == self.most:
+            del self.kept[1::2]
+            self.step *= 2
+        if place % self.step == 0:
+            self.kept.append(make())

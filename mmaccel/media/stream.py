@@ -74,7 +74,7 @@ def _clips(
     with ExitStack() as stack:
         source = _open(path, follow, timeout, format, options, stack)
         frames, times, done = [], [], 0
-        kept = nearest(source.frames(), grid(0.0, fps), source.jump, source.length)
+        kept = nearest(source.frames(), grid(0.0, fps), source.jump, source.until)
         for moment, frame in kept:
             frames.append(picture.draw(frame))
             times.append(moment)

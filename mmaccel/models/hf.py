@@ -1,4 +1,4 @@
-"""The seam to transformers, all of it: our attention, our cache, and the three calls that are wrapped on the instance.
+"""The seam to transformers: our attention, and the three calls that are wrapped on the instance (our cache: cache.py).
 
 Nothing global is patched. One attention name is registered for the process; it serves only models whose text modules hold
 our copy of their config. What an attached model carries is: that copy, a forward pre-hook on the multimodal module, and
@@ -12,8 +12,8 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,14 +21,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.attention import Run
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TokenLayout
 from mmaccel.models import drafting
+from mmaccel.models.cache import KVCache, Columns
 from mmaccel.models.family import Family
 
 ATTENTION = "mmaccel"
@@ -55,106 +55,6 @@ def attention(
 
 
 AttentionInterface.register(ATTENTION, attention)
-
-
-class _Layer(CacheLayerMixin):
-    """One layer of a `KVState`, as transformers wants to see it."""
-
-    is_sliding = False
-    is_croppable = True
-    is_compileable = False
-
-    def __init__(self, cache: KVCache, index: int) -> None:
-        super().__init__()
-        self.cache, self.state, self.index = cache, cache.state, index
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not self.cache.serving:
-            raise ModelError(
-                "past_key_values: this cache belongs to an accelerated model that is detached, or to another one; "
-                "start from a new cache."
-            )
-        self.state.append(self.index, key_states, value_states)
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        return self.state.length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.state.length() + int(query_length), 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def crop(self, max_length: int) -> None:
-        pass
-
-    def reset(self) -> None:
-        self.state.reset()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        pass
-
-
-class KVCache(Cache):
-    """A `KVState` in the clothes of a transformers cache. It serves the accelerated model that opened it, no other."""
-
-    def __init__(self, state: KVState, layers: int) -> None:
-        self.state = state
-        self.serving = False
-        self.sequence: _Sequence | None = None
-        super().__init__(layers=[_Layer(self, index) for index in range(layers)])
-
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Only inside may the layers be fed: elsewhere nobody would ask the memory what a query sees."""
-        self.serving = True
-        try:
-            yield
-        finally:
-            self.serving = False
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.state.length()
-
-    def crop(self, max_length: int) -> None:
-        """Negative: forget that many columns. Positive (older callers): the length to keep."""
-        count = int(max_length)
-        if count:
-            self.state.truncate(count if count > 0 else self.state.length() + count)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the batch rows `beam_idx` [B']: keys, values and what is known of their columns."""
-        self.state.reorder(beam_idx)
-        if self.sequence is not None:
-            layout, delta = self.sequence.layout, self.sequence.delta
-            self.sequence = _Sequence(layout.pick(beam_idx), delta[beam_idx])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.sequence is not None:
-            rows = torch.arange(self.sequence.layout.batch, device=self.sequence.layout.device)
-            self.reorder_cache(rows.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
-
-    def reset(self) -> None:
-        self.sequence = None
-        self.state.reset()
-
-
-@dataclass
-class _Sequence:
-    """What is known of the columns a cache holds: their layout, and the step from a column to its rotary position."""
-
-    layout: TokenLayout
-    delta: Tensor
 
 
 @dataclass(frozen=True)
@@ -195,7 +95,7 @@ class Attachment:
         self.model, self.family, self.owner = model, family, owner
         self.multimodal, self.text = family.multimodal(model), family.text(model)
         self.depth = owner.view.geometry.layers
-        self.sequences: WeakKeyDictionary[Cache, _Sequence] = WeakKeyDictionary()
+        self.sequences: WeakKeyDictionary[Cache, Columns] = WeakKeyDictionary()
         self.promised = threading.local()
         self.before = {
             "forward": self.text.__dict__.get("forward"),
@@ -265,7 +165,7 @@ class Attachment:
             kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
         return (), {**kwargs, NOTE: replace(note, layout=layout)}
 
-    def _known(self, cache: Cache | None) -> _Sequence | None:
+    def _known(self, cache: Cache | None) -> Columns | None:
         if isinstance(cache, KVCache):
             return cache.sequence
         return self.sequences.get(cache) if cache is not None else None
@@ -284,7 +184,7 @@ class Attachment:
         return held[1].repeat(times) if same else None
 
     def _continued(
-        self, known: _Sequence, past: int, layout: TokenLayout, kwargs: Mapping[str, Any]
+        self, known: Columns, past: int, layout: TokenLayout, kwargs: Mapping[str, Any]
     ) -> Tensor:
         held = known.layout.take(slice(0, past))
         start = held.position.amax(1, keepdim=True) + held.valid.any(1, keepdim=True).long() + known.delta
@@ -327,7 +227,7 @@ class Attachment:
                 )
             past = torch.zeros(batch, start, dtype=torch.long, device=entry.device)
             held = None if mask is None or mask.shape[1] < start + count else mask[:, :start]
-            known = _Sequence(
+            known = Columns(
                 TokenLayout.build(past, valid=held),
                 torch.zeros(batch, 1, dtype=torch.long, device=entry.device),
             )
@@ -339,9 +239,9 @@ class Attachment:
                 else self._delta(kwargs.get("position_ids"), layout)
             )
             if isinstance(cache, KVCache):
-                cache.sequence = _Sequence(layout, delta)
+                cache.sequence = Columns(layout, delta)
             else:
-                self.sequences[cache] = _Sequence(layout, delta)
+                self.sequences[cache] = Columns(layout, delta)
         state = cache.state if isinstance(cache, KVCache) else None
         prefill = not note.verify and (count > 1 or start == 0)
         run = Run(self.owner.road, layout, start, state, prefill)

@@ -35,7 +35,7 @@ class HFRunner(Runner):
             if kv is not None:
                 raise ModelError("kv: a plain model keeps everything; accelerate it to choose its memory.")
             return cls(model, family, DynamicCache())
-        from mmaccel.models.hf import KVCache
+        from mmaccel.models.cache import KVCache
 
         state = (
             owner.open_state() if kv is None else kv.open(owner.view.geometry, owner.view, owner.view.device)

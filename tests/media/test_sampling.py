@@ -40,7 +40,9 @@ def test_nearest_agrees_with_a_search_over_all(places: list[int], fps: int, tail
     end = times[-1] + tail / 1000
     kept = [
         round(place * 1000)
-        for place, _ in nearest(zip(times, times, strict=True), grid(0.0, fps), None, lambda _: tail / 1000)
+        for place, _ in nearest(
+            zip(times, times, strict=True), grid(0.0, fps), None, lambda place, _: place + tail / 1000
+        )
     ]
     wanted = list(itertools.takewhile(lambda target: target <= times[-1] or target < end, grid(0.0, fps)))
     gaps = np.abs(times[None] - np.array(wanted)[:, None])

@@ -24,13 +24,16 @@ $(PY):
 	done; echo "error: no Python 3.11 or newer with venv was found; install one and run make again." >&2; exit 1
 
 # torch first, by itself: the build that pip finds for this machine is the one everything else must accept.
+# An environment whose making was broken off may lack pip; it is mended here.
 $(STAMP): pyproject.toml constraints.txt | $(PY)
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip --default-pip >/dev/null
 	$(PY) -m pip install --quiet $$(grep '^torch==' constraints.txt)
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# Threads that spin while they wait take the time of those that work where the machine is busy.
 demo: $(STAMP)
-	$(VENV)/bin/mmaccel demo --worlds $(WORLDS) --seed0 $(SEED)
+	OMP_WAIT_POLICY=passive $(VENV)/bin/mmaccel demo --worlds $(WORLDS) --seed0 $(SEED)
 
 test: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS)
@@ -46,6 +49,7 @@ check: lint types test
 
 train: $(STAMP)
 	$(PY) -m mmaccel.train all --out $(OUT) --seconds $(SECONDS_EACH)
+	$(PY) -m mmaccel.train install $(OUT)
 
 bench: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest bench -o addopts='' --benchmark-only

@@ -30,9 +30,8 @@ WALLS = {
     "media": {"media", "core.errors"},
     "world": {"world", "core.errors"},
     "train": {"train", "models", "world", "core"},
-    "search": {"search", "core", "models", "policies", "backends", "media", "world"},
     "eval": {"eval", "core", "models", "policies", "media", "world"},
-    "cli": {"cli", "eval", "search", "core", "models", "policies", "backends", "media", "world"},
+    "cli": {"__version__", "cli", "eval", "core", "models", "policies", "backends", "media", "world"},
 }
 # Optional or heavy packages, and the only places that may name them.
 ONLY_IN = {
@@ -44,7 +43,7 @@ ONLY_IN = {
     "PIL": ("media/",),
     "rich": ("cli/",),
     "typer": ("cli/",),
-    "matplotlib": ("search/", "eval/"),
+    "matplotlib": ("eval/",),
     "torchvision": (),
 }
 LONGEST = 400

@@ -197,7 +197,6 @@ def test_the_shipped_models_are_small(shipped: Shipped) -> None:
     assert sum(sizes) <= 40 * 2**20
 
 
-@pytest.mark.slow
 def test_a_wheel_holds_what_it_needs(shipped: Shipped, tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -18,6 +19,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from mmaccel import __version__
+
+        print(f"mmaccel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Vision-language models made fast on long video."""
+
+
 app.command("ask")(ask.ask)
 app.command("list")(catalog.list_names)
 app.command("describe")(catalog.describe)
@@ -38,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            # The help of the command; rich may have printed it already.
+            print(str(error.format_message()) if hasattr(error, "format_message") else "", end="\n")
+            sys.exit(0)
         told = sentence(error)
         if told is None or os.environ.get("MMACCEL_DEBUG") == "1":
             raise

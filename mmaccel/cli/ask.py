@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.console import bars, counter, number, out, print_json, size
-from mmaccel.core.errors import VideoError
+from mmaccel.cli.console import bars, counter, many, number, out, print_json, size
+from mmaccel.core.errors import RecipeError, VideoError, VideoWarning
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -20,8 +22,22 @@ if TYPE_CHECKING:
     from mmaccel.core.recipe import Recipe
     from mmaccel.eval.answer import Answer
     from mmaccel.media import Video
+    from mmaccel.media.preprocess import Pixels
 
 MAX_FRAMES = 4096
+
+OPTIONS = (
+    (r"; max_side= or size= sets another size", ""),
+    (r", max_frames= or size=", " or max_frames="),
+    (r"\bfps and count exclude", "--fps and --frames exclude"),
+    (r"\bcount=(?=\w|-)", "--frames "),
+    (r"\bfps=(?=\w|-)", "--fps "),
+    (r"\bmax_frames=(?=\w|-)", "--max-frames "),
+    (r"\bcount=", "--frames"),
+    (r"\bfps=", "--fps"),
+    (r"\bmax_frames=", "--max-frames"),
+)
+"""The arguments of `media.read`, as its sentences name them, and the options of the command that give them."""
 
 Model = Annotated[str, typer.Option("--model", help="A shipped model's name, a folder, or a hub name.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
@@ -57,14 +73,20 @@ def ask(
         raise VideoError("the question is empty; ask something.")
     chosen = choices.recipes(recipe or ["dense" if draft is None else "sequential"], model, draft)
     if compare:
-        chosen = {"dense": choices.recipe("dense"), **chosen}
+        dense = choices.recipe("dense")
+        if chosen.get("dense", dense) != dense:
+            raise RecipeError(
+                "--compare shows the dense run as 'dense', and the recipe of that name is another; rename its file, "
+                "or name a preset beside --draft."
+            )
+        chosen = {"dense": dense, **chosen}
     place, kind = choices.where(device), choices.dtype(dtype)
     processor = choices.processor(model)
     with bars() as progress:
         seen = watch(video, processor, progress, fps=fps, frames=frames, max_frames=max_frames)
         loaded = choices.load(model, place, kind)
         answers = compared(loaded, processor, seen, question, chosen, progress, max_new_tokens)
-    facts = {"model": model, "video": video, "question": question, "frames": len(seen)}
+    facts = {"model": model, "video": video, "question": question, "frames": len(seen), "device": place}
     if as_json:
         print_json(as_object(answers, facts, compare))
     else:
@@ -87,11 +109,50 @@ def watch(
         raise VideoError(
             "--frames says how many frames, --fps and --max-frames bound them; give one or the other."
         )
-    if frames is not None:
-        return media.read(path, count=frames, progress=counter(progress, "decode", "frames"))
-    most = max_frames if max_frames is not None else processor.video.max_frames or MAX_FRAMES
-    rate = fps if fps is not None else processor.video.fps
-    return media.read(path, fps=rate, max_frames=most, progress=counter(progress, "decode", "frames"))
+    how: dict[str, Any] = {"count": frames}
+    if frames is None:
+        how["max_frames"] = max_frames if max_frames is not None else processor.video.max_frames or MAX_FRAMES
+        how["fps"] = fps if fps is not None else processor.video.fps
+    with own_options(path):
+        return media.read(
+            path, **how, fit=fit(processor.video), progress=counter(progress, "decode", "frames")
+        )
+
+
+def fit(pixels: Pixels) -> Callable[[int, int, int], tuple[int, int]]:
+    """The size that a processor with these settings gives to (frames, height, width)."""
+    from mmaccel.media.preprocess import frame_size_of, patch_size_of
+
+    def size(frames: int, height: int, width: int) -> tuple[int, int]:
+        if not pixels.do_resize:
+            return height, width
+        if pixels.merge_size is not None:
+            return patch_size_of(pixels, frames, height, width, cap=True)
+        return frame_size_of(pixels, height, width)
+
+    return size
+
+
+@contextmanager
+def own_options(path: str) -> Iterator[None]:
+    """What `media.read` says of its arguments, in errors and warnings, said of the options of the command."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", VideoWarning)
+        try:
+            yield
+        except VideoError as error:
+            raise VideoError(_said(str(error), path)) from error
+    for one in caught:
+        told = _said(str(one.message), path) if issubclass(one.category, VideoWarning) else one.message
+        warnings.warn(told, one.category, stacklevel=3)
+
+
+def _said(told: str, path: str) -> str:
+    # A path may hold any of the words.
+    parts = told.split(path)
+    for words, option in OPTIONS:
+        parts = [re.sub(words, option, part) for part in parts]
+    return path.join(parts)
 
 
 def compared(
@@ -156,10 +217,11 @@ def _layers(model: nn.Module, recipe: Recipe, progress: Progress, most: int) -> 
     stacks = [m for m in adapter.multimodal(model).modules() if isinstance(m, ModuleList) and m not in inside]
     vision = list(max(stacks, key=len, default=()))
     streamer = _Counted(progress, most)
-    hooks = []
+    hooks, tasks = [], []
     for name, layers in (("encode", vision), ("prefill", list(adapter.layers(model)))):
         whole = len(layers) if recipe.chunk is None or name == "encode" else None
         task = progress.add_task(name, total=whole, unit="layers")
+        tasks.append(task)
 
         def step(*_: Any, task: Any = task) -> None:
             if streamer.task is None:
@@ -171,7 +233,7 @@ def _layers(model: nn.Module, recipe: Recipe, progress: Progress, most: int) -> 
     finally:
         for hook in hooks:
             hook.remove()
-        for task in progress.task_ids:
+        for task in tasks:
             progress.remove_task(task)
 
 
@@ -183,12 +245,15 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any]) -> Gro
 
     prompt = next(iter(answers.values())).report.prompt_tokens
     head = Text(
-        f"{facts['question']}\n{facts['model']}, {facts['frames']} frames, {prompt} tokens", overflow="fold"
+        f"{facts['question']}\n{facts['model']}, {many(facts['frames'], 'frame')}, {many(prompt, 'token')}",
+        overflow="fold",
     )
     table = Table()
     table.add_column("")
     for name in answers:
         table.add_column(name, overflow="fold")
+    # On a CPU it is the process that is measured, from its start on: a later column cannot show less.
+    peak = "peak memory" if str(facts["device"]).startswith("cuda") else "peak memory (process so far)"
     rows: Sequence[tuple[str, Any]] = (
         ("answer", lambda a: a.text or "(nothing)"),
         ("first token", lambda a: number(a.report.ttft_s, ".2f", " s")),
@@ -196,13 +261,21 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any]) -> Gro
         ("kept", lambda a: number(a.report.kept, ".1%")),
         ("heads", lambda a: ", ".join(f"{name} x {n}" for name, n in sorted(a.report.heads().items()))),
         ("drafted", _drafted),
-        ("peak memory", lambda a: size(a.report.peak_bytes)),
+        ("cache", _cache),
+        (peak, lambda a: size(a.report.peak_bytes)),
     )
     for label, show in rows:
         cells = [show(answer) for answer in answers.values()]
         if any(cells):
             table.add_row(label, *(Text(cell) for cell in cells))
     return Group(head, table)
+
+
+def _cache(answer: Answer) -> str:
+    kv = answer.report.kv
+    if not kv.get("bytes"):
+        return ""
+    return f"{size(int(kv['bytes']))}, {int(kv['held'])} of {many(int(kv['seen']), 'token')} held"
 
 
 def _drafted(answer: Answer) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmaccel.core.errors import ModelError, RecipeError, UnknownName
+from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError
 from mmaccel.core.recipe import Recipe, fields_of
 from mmaccel.core.registry import registry
 from mmaccel.models import tiny
@@ -55,6 +56,16 @@ def recipes(texts: Sequence[str], model: str, draft: str | None = None) -> dict[
     return found
 
 
+def kinds(text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Kinds of question from a list with commas."""
+    from mmaccel.world.questions import checked_kinds
+
+    asked = text.replace(",", " ").split()
+    if not asked:
+        raise WorldError(f"no kind of question is named; choose from {', '.join(known)}.")
+    return checked_kinds(asked, known)
+
+
 def _takes_model(name: str) -> bool:
     return "model" in {f.name for f in dataclasses.fields(registry("draft")[name])}
 
@@ -94,14 +105,11 @@ def where(device: str) -> str:
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(device)
-    except RuntimeError as error:
-        raise ModelError(f"--device: {device!r} is no device; give auto, cpu, cuda or cuda:1.") from error
-    if kind.type == "cuda" and (
-        not torch.cuda.is_available() or (kind.index or 0) >= torch.cuda.device_count()
-    ):
-        raise ModelError(
-            f"--device: {device} is not there; this machine has {torch.cuda.device_count()} CUDA devices."
-        )
+    found = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", device)
+    if found is None:
+        raise ModelError(f"--device: {device!r} is no device; give auto, cpu, cuda or cuda:1.")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device != "cpu" and int(found[1] or 0) >= there:
+        told = f"{there} CUDA device{'' if there == 1 else 's'}"
+        raise ModelError(f"--device: {device} is not there; this machine has {told}.")
     return device

@@ -92,6 +92,23 @@ def counter(
     return update
 
 
+def steps(progress: Progress, unit: str = "frames") -> Callable[[str, int, int | None], None]:
+    """A callback ``(what, done, total)`` with a bar for each `what`, hidden while nothing of it is under way."""
+    tasks: dict[str, Any] = {}
+
+    def update(what: str, done: int, total: int | None) -> None:
+        if what not in tasks:
+            tasks[what] = progress.add_task(what, total=total, unit=unit)
+        progress.update(tasks[what], completed=done, total=total, visible=done != total)
+
+    return update
+
+
+def many(count: int, thing: str) -> str:
+    """A number of things: 1 frame, 2 frames."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
 def number(value: float | None, form: str, unit: str = "") -> str:
     """A figure for a table; a dash for None."""
     return "-" if value is None else f"{value:{form}}{unit}"

@@ -9,11 +9,12 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model
-from mmaccel.cli.console import bars, err, number, out, print_json
+from mmaccel.cli.console import bars, err, number, out, print_json, steps
 from mmaccel.core.errors import WorldError
 
 if TYPE_CHECKING:
     from mmaccel.eval.needle import Tally
+    from mmaccel.eval.table import Line
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure accuracy on the synthetic world, through real video files."
@@ -47,14 +48,15 @@ def needle(
     as_json: Json = False,
 ) -> None:
     """Questions with one-word answers: the share right at each length. Ctrl-C shows what there is so far."""
-    from mmaccel.eval.cases import DOCUMENT_KINDS, Film, cases, tokens_per_frame
+    from mmaccel.eval.cases import DOCUMENT_KINDS, Film, cases, checked_seed, seed_at, tokens_per_frame
     from mmaccel.eval.needle import Tally, judge
     from mmaccel.world.document import DOCUMENT_KINDS as ALL_DOCUMENT_KINDS
-    from mmaccel.world.questions import KINDS, checked_kinds
+    from mmaccel.world.questions import KINDS
 
+    checked_seed(seed)
     known = ALL_DOCUMENT_KINDS if documents else KINDS
     asked: tuple[str, ...] = DOCUMENT_KINDS if documents and kind == "needle" else ()
-    asked = asked or checked_kinds(None if kind == "all" else _parts(kind), known)
+    asked = asked or (known if kind == "all" else choices.kinds(kind, known))
     lengths = _lengths(frames)
     uneven = [length for length in lengths if documents and length % segments]
     if uneven:
@@ -66,16 +68,18 @@ def needle(
     processor = choices.processor(model)
     loaded = choices.load(model, place, kept_in)
     tally = Tally(recipe)
-    stopped = False
-    with Film(videos) as film, bars() as progress:
-        per_frame = tokens_per_frame(processor) if documents else 0
-        try:
+    for length in lengths:
+        tally.expect(length, asked, samples)
+    stopped, whole = False, False
+    try:
+        with bars() as progress, Film(videos, steps(progress)) as film:
+            per_frame = tokens_per_frame(processor) if documents else 0
             for length in lengths:
                 bar = progress.add_task(f"{length:>5}", total=samples * len(asked), unit="questions")
                 todo = cases(
                     length,
                     samples,
-                    seed,
+                    seed_at(seed, length),
                     asked,
                     documents=segments if documents else 0,
                     tokens_per_frame=per_frame or 16,
@@ -83,24 +87,33 @@ def needle(
                 for judged in judge(loaded, processor, {recipe: chosen}, todo, film):
                     tally.add(judged)
                     progress.advance(bar)
-        except KeyboardInterrupt:
-            stopped = True
-    rows = tally.rows()
-    if as_json:
-        print_json(
-            {
-                "model": model,
-                "recipe": recipe,
-                "seed": seed,
-                "kinds": list(asked),
-                "documents": documents,
-                "accuracy": {str(row["frames"]): row["accuracy"] for row in rows},
-                "lengths": rows,
-                "complete": not stopped,
-            }
+        whole = True
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        # Also when something broke: what was answered is not lost.
+        rows, missing = tally.rows(), tally.missing()
+        if as_json:
+            print_json(
+                {
+                    "model": model,
+                    "recipe": recipe,
+                    "seed": seed,
+                    "kinds": list(asked),
+                    "documents": documents,
+                    "accuracy": {str(row["frames"]): row["accuracy"] for row in rows},
+                    "lengths": rows,
+                    "complete": whole and not missing,
+                    "missing": missing,
+                }
+            )
+        else:
+            out().print(_rows(tally, asked))
+    for one in missing if whole else ():
+        told = "{asked} of {wanted} {kind} questions at {frames} frames: too few worlds have one.".format(
+            **one
         )
-    else:
-        out().print(_rows(tally, asked))
+        err().print(told, highlight=False, soft_wrap=True)
     if stopped:
         err().print("stopped: these are the answers so far.", highlight=False)
         raise typer.Exit(130)
@@ -124,8 +137,9 @@ def caption(
 ) -> None:
     """Long true captions under teacher forcing: the share of tokens right, and on how many a draft agrees."""
     from mmaccel.eval.caption import agreement, caption_cases, caption_scores
-    from mmaccel.eval.cases import Film
+    from mmaccel.eval.cases import Film, checked_seed
 
+    checked_seed(seed)
     chosen = choices.recipe(recipe, model)
     place, kept_in = choices.where(device), choices.dtype(dtype)
     processor = choices.processor(model)
@@ -133,7 +147,7 @@ def caption(
     second = choices.load(draft, place, kept_in) if draft is not None else None
     rows: list[dict[str, int]] = []
     stopped = False
-    with Film(videos) as film, bars() as progress:
+    with bars() as progress, Film(videos, steps(progress)) as film:
         bar = progress.add_task("captions", total=samples, unit="videos")
         try:
             told = caption_cases(frames, samples, seed, words)
@@ -171,13 +185,19 @@ def table(
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Every row of the model card's table, as Markdown or JSON; a row that was measured is never lost."""
+    """Every row of the model card's table, as Markdown or JSON; a row that was measured is never lost.
+
+    Ends with status 1 when a row misses its bound.
+    """
     import json
 
-    from mmaccel.eval.cases import Film
+    from mmaccel.eval.cases import Film, checked_seed
     from mmaccel.eval.table import ENTRIES, markdown, measure
     from mmaccel.models import tiny
 
+    checked_seed(seed)
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise WorldError(f"--out: {output} is no place for a file; name a file in a folder that exists.")
     chosen = choices.recipe(recipe, model)
     place, kept_in = choices.where(device), choices.dtype(dtype)
     processor = choices.processor(model)
@@ -185,50 +205,58 @@ def table(
     partner = draft or (f"{model}-draft" if f"{model}-draft" in tiny.NAMES else None)
     second = choices.load(partner, place, kept_in) if partner is not None else None
     entries = [entry for entry in ENTRIES if entry.tokens <= most_tokens]
-    lines = []
-    stopped = False
-    with Film(videos) as film, bars() as progress:
-        bar = progress.add_task("table", total=None, unit="")
+    lines: list[Line] = []
+    stopped, whole = False, False
 
-        def told(task: str, done: int, total: int) -> None:
-            progress.update(bar, description=task, completed=done, total=total)
+    def result() -> dict[str, Any]:
+        return {
+            "model": model,
+            "recipe": recipe,
+            "draft": partner,
+            "seed": seed,
+            "samples": samples,
+            "lines": [line.to_dict() for line in lines],
+            "markdown": markdown(lines),
+            "complete": whole,
+        }
 
-        measured = measure(
-            loaded,
-            processor,
-            film,
-            samples=samples,
-            seed=seed,
-            recipe=chosen,
-            draft=second,
-            entries=entries,
-            progress=told,
-        )
-        try:
-            for line in measured:
+    def write() -> None:
+        if output is not None:
+            output.write_text(json.dumps(result(), indent=2) + "\n", encoding="utf-8")
+
+    try:
+        with bars() as progress, Film(videos, steps(progress)) as film:
+            bar = progress.add_task("table", total=None, unit="")
+
+            def told(task: str, done: int, total: int) -> None:
+                progress.update(bar, description=task, completed=done, total=total)
+
+            for line in measure(
+                loaded,
+                processor,
+                film,
+                samples=samples,
+                seed=seed,
+                recipe=chosen,
+                draft=second,
+                entries=entries,
+                progress=told,
+            ):
                 lines.append(line)
-                if output is not None:
-                    output.write_text(
-                        json.dumps([one.to_dict() for one in lines], indent=2) + "\n", encoding="utf-8"
-                    )
-        except KeyboardInterrupt:
-            stopped = True
-    if as_json:
-        rows = [line.to_dict() for line in lines]
-        print_json(
-            {
-                "model": model,
-                "recipe": recipe,
-                "draft": partner,
-                "seed": seed,
-                "lines": rows,
-                "complete": not stopped,
-            }
-        )
-    else:
-        out().print(markdown(lines), markup=False, highlight=False, soft_wrap=True)
+                write()
+        whole = True
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        if as_json:
+            print_json(result())
+        else:
+            out().print(markdown(lines), markup=False, highlight=False, soft_wrap=True)
+    write()
     if stopped:
         raise typer.Exit(130)
+    if not all(line.met for line in lines):
+        raise typer.Exit(1)
 
 
 def _rows(tally: Tally, kinds: tuple[str, ...]) -> Any:
@@ -242,8 +270,8 @@ def _rows(tally: Tally, kinds: tuple[str, ...]) -> Any:
         cells = ["-" if one is None else f"{one['right']}/{one['asked']}" for one in per_kind]
         shown.add_row(
             str(row["frames"]),
-            str(row["tokens"]),
-            f"{row['accuracy']:.1%}",
+            number(row["tokens"], "d"),
+            number(row["accuracy"], ".1%"),
             number(row["kept"], ".1%"),
             *cells,
         )
@@ -256,7 +284,7 @@ def _parts(text: str) -> list[str]:
 
 def _lengths(text: str) -> list[int]:
     parts = _parts(text)
-    wrong = [part for part in parts if not part.isdigit() or int(part) < 1]
+    wrong = [part for part in parts if not (part.isascii() and part.isdigit()) or int(part) < 1]
     if wrong or not parts:
         raise WorldError(
             f"--frames: {wrong[0] if wrong else text!r} is no number of frames; give for example 8,32,128."

@@ -10,7 +10,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model, compared, side_by_side, watch
-from mmaccel.cli.console import bars, counter, number, out, print_json
+from mmaccel.cli.console import bars, counter, err, many, number, out, print_json, steps
 from mmaccel.core.errors import WorldError
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mmaccel.eval.cases import Case
     from mmaccel.eval.needle import Judged
 
+DEMO_KINDS = ("needle", "order", "combine")
+"""What the demonstration asks unless told otherwise."""
 ENOUGH = 0.9
 """The share of right answers under which the demonstration ends with status 1."""
 
@@ -38,11 +40,13 @@ def world(
     made = World.generate(seed, frames, style=style)
     if truth is not None and not truth.parent.is_dir():
         raise WorldError(f"the folder {truth.parent} does not exist; create it first.")
+    if truth is not None and truth.is_dir():
+        raise WorldError(f"{truth} is a folder; give the name of a file in it.")
     with bars() as progress:
         write_mp4(made, output, progress=counter(progress, "world", "frames", frames))
     if truth is not None:
         truth.write_text(json.dumps(made.truth(), indent=2) + "\n", encoding="utf-8")
-    told = f"{output}: {frames} frames, {len(made.cards)} cards, {len(made.segments)} scenes"
+    told = f"{output}: {many(frames, 'frame')}, {many(len(made.cards), 'card')}, {many(len(made.segments), 'scene')}"
     out().print(told, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -52,58 +56,84 @@ def demo(
     worlds: Annotated[int, typer.Option("--worlds", min=1, help="How many worlds.")] = 20,
     seed0: Annotated[int, typer.Option("--seed0", min=0, help="Seed of the first; the others follow.")] = 100,
     frames: Annotated[int, typer.Option("--frames", min=4, help="Frames of each world.")] = 128,
-    kinds: Annotated[
-        str, typer.Option("--kinds", help="Kinds of question, with commas.")
-    ] = "needle,order,combine",
+    kinds: Annotated[str, typer.Option("--kinds", help="Kinds of question, with commas.")] = ",".join(
+        DEMO_KINDS
+    ),
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
     """The road from an mp4 to a right answer: one world in detail, then several, dense beside sparse.
 
-    Ends with status 1 when fewer than nine in ten answers are right under any recipe.
+    Ends with status 1 when fewer than nine in ten answers are right under any recipe. Ctrl-C shows what there is so far.
     """
-    from mmaccel.eval.cases import Film
+    from mmaccel.eval.cases import Film, checked_seed
     from mmaccel.eval.needle import Tally, judge
-    from mmaccel.world.questions import KINDS, checked_kinds
+    from mmaccel.world.questions import KINDS
 
-    asked = checked_kinds(kinds.replace(",", " ").split(), KINDS)
+    checked_seed(seed0)
+    asked = choices.kinds(kinds, KINDS)
     chosen = choices.recipes(["dense", *(recipe or ["a_shape-short", "grid"])], model)
     place, kept_in = choices.where(device), choices.dtype(dtype)
+    todo = _todo(seed0, worlds, frames, asked)
     processor = choices.processor(model)
     loaded = choices.load(model, place, kept_in)
     seen: list[Judged] = []
     tallies = {name: Tally(name) for name in chosen}
     console = out()
-    with Film() as film, bars() as progress:
-        todo = _todo(seed0, worlds, frames, asked)
-        first = todo[0]
-        film.watch(first.world)
-        path = str(film.path(first.world))
-        video = watch(path, processor, progress)
-        answers = compared(loaded, processor, video, first.question, chosen, progress, 8)
-        facts = {"model": model, "question": first.question, "frames": len(video)}
-        if not as_json:
-            console.print(side_by_side(answers, facts))
-            console.print(f"the truth: {first.answer} (world {first.world.seed})\n", highlight=False)
-        bar = progress.add_task("worlds", total=len(todo), unit="questions")
-        for judged in judge(loaded, processor, chosen, todo, film):
-            seen.append(judged)
-            for tally in tallies.values():
-                tally.add(judged)
-            progress.advance(bar)
-    shares = {name: tally.share() or 0.0 for name, tally in tallies.items()}
+    whole = False
+    try:
+        with bars() as progress, Film(progress=steps(progress)) as film:
+            first = todo[0]
+            film.watch(first.world)
+            video = watch(str(film.path(first.world)), processor, progress)
+            answers = compared(loaded, processor, video, first.question, chosen, progress, 8)
+            facts = {"model": model, "question": first.question, "frames": len(video), "device": place}
+            if not as_json:
+                console.print(side_by_side(answers, facts))
+                console.print(f"the truth: {first.answer} (world {first.world.seed})\n", highlight=False)
+            bar = progress.add_task("worlds", total=len(todo), unit="questions")
+            for judged in judge(loaded, processor, chosen, todo, film):
+                seen.append(judged)
+                for tally in tallies.values():
+                    tally.add(judged)
+                progress.advance(bar)
+        whole = True
+    except KeyboardInterrupt:
+        err().print("stopped: these are the answers so far.", highlight=False)
+    shares = {name: tally.share() for name, tally in tallies.items()}
+    used = sorted({case.world.seed for case in todo})
+    skipped = sorted(set(range(used[0], used[-1] + 1)).union(range(seed0, used[0])).difference(used))
     if as_json:
         print_json(
-            {"model": model, "frames": frames, "accuracy": shares, "cases": [_told(one) for one in seen]}
+            {
+                "model": model,
+                "frames": frames,
+                "seeds": used,
+                "skipped": skipped,
+                "accuracy": shares,
+                "cases": [_told(one) for one in seen],
+                "complete": whole,
+            }
         )
-    else:
+    elif seen:
         console.print(_table(seen, list(chosen)))
-        rows = {name: tally.rows() for name, tally in tallies.items()}
-        for name, share in shares.items():
-            kept = number(rows[name][0]["kept"], ".1%")
-            console.print(f"{name}: {share:.1%} of {len(seen)} right, kept {kept}", highlight=False)
-    if min(shares.values()) < ENOUGH:
+        told = f"worlds {', '.join(map(str, used))}"
+        if skipped:
+            told += f"; without a question of every kind, and skipped: {', '.join(map(str, skipped))}"
+        console.print(told, highlight=False)
+        for name, tally in tallies.items():
+            kept = number(tally.rows()[0]["kept"], ".1%")
+            told = f"{name}: {number(shares[name], '.1%')} of {len(seen)} right, kept {kept}"
+            console.print(told, highlight=False)
+    if not whole:
+        raise typer.Exit(130)
+    short = {name: share for name, share in shares.items() if share is None or share < ENOUGH}
+    if short:
+        told = ", ".join(f"{name} ({number(share, '.1%')})" for name, share in short.items())
+        err().print(
+            f"fewer than {ENOUGH:.0%} of the answers are right: {told}.", highlight=False, soft_wrap=True
+        )
         raise typer.Exit(1)
 
 

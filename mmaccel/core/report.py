@@ -17,7 +17,8 @@ class Report:
 
     kept            query-key pairs in the listed blocks over causal pairs in prefill, mean over all layers and heads, dense
                     layers and rows included (a dense layer counts 1; blocks reach past the diagonal, so above 1 is possible)
-    patterns        for each layer, the name of the pattern each head ran ("dense" when it did not run sparse)
+    patterns        for each layer, the name of the pattern each head ran ("dense" when it did not run sparse; "grid+dense"
+                    when pieces of a prompt ran differently)
     ttft_s          seconds from the call of `generate` to its first token, vision included; None without generation
     tokens_per_s    new tokens after the first over the seconds they took; None for fewer than two
     peak_bytes      largest device memory during the call (CUDA), or largest resident set of the process so far (CPU)

@@ -16,9 +16,14 @@ from mmaccel.core.report import Report
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said, and what it took: `text` without special tokens, and the report of the run."""
+    """What a model said, and what it took.
+
+    `text` is without special tokens; `raw`, up to the end of the turn, has those that stand inside it; `report` is the
+    run's.
+    """
 
     text: str
+    raw: str
     report: Report
 
     def figures(self) -> dict[str, Any]:
@@ -63,5 +68,14 @@ def ask(
         options["streamer"] = streamer
     with torch.no_grad():
         ids = model.generate(**inputs, **options)
-    said = processor.decode(ids[0, inputs["input_ids"].shape[1] :])
-    return Answer(said.strip(), model.report())
+    said = ids[0, inputs["input_ids"].shape[1] :]
+    text = processor.decode(said).strip()
+    return Answer(text, _raw(processor.tokenizer, said.tolist(), text), model.report())
+
+
+def _raw(tokenizer: Any, said: list[int], text: str) -> str:
+    """The text up to the end of the turn, special tokens and all."""
+    if tokenizer.eos_token_id in said:
+        said = said[: said.index(tokenizer.eos_token_id)]
+    special = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return str(tokenizer.decode(said, skip_special_tokens=False)).strip() if special & set(said) else text

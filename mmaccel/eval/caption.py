@@ -12,13 +12,14 @@ from mmaccel.core.attach import accelerate
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe
 from mmaccel.eval.answer import prompt
-from mmaccel.eval.cases import Case, Film
+from mmaccel.eval.cases import Case, Film, checked_seed
 from mmaccel.models.tiny import CAPTION_REQUEST
 from mmaccel.world import World
 
 
 def caption_cases(frames: int, samples: int, seed: int, words: int = 480) -> Iterator[Case]:
     """Worlds full of cards, with their captions of at most `words` words as answers."""
+    checked_seed(seed)
     for number in range(seed, seed + samples):
         world = World.generate(number, frames, style="caption", max_words=words)
         yield Case(world, "caption", (("video", 0, frames),), CAPTION_REQUEST, world.caption())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -11,12 +13,31 @@ from types import TracebackType
 from typing import Any
 
 from mmaccel import media
+from mmaccel.core.errors import WorldError
 from mmaccel.media import Video
 from mmaccel.world import Document, World, write_mp4
 
 Piece = tuple[Any, ...]
 DOCUMENT_KINDS: tuple[str, ...] = ("needle", "note")
 """What is asked of documents unless told otherwise: a card in the video, a note in the text."""
+
+
+LAST_SEED = 2**31
+"""Evaluation asks about worlds of seeds below this one; training draws its own from 2**32 on."""
+
+
+def checked_seed(seed: int) -> int:
+    """The seed, if it is one to evaluate on. Raises `WorldError`."""
+    if not 0 <= seed < LAST_SEED:
+        raise WorldError(
+            f"seed must lie between 0 and {LAST_SEED - 1}, not {seed}; training has seen others."
+        )
+    return seed
+
+
+def seed_at(seed: int, frames: int) -> int:
+    """The first seed of a row of `frames` frames, far from those of other lengths: a seed has the same cards at each."""
+    return (checked_seed(seed) + 100_003 * frames) % LAST_SEED
 
 
 @dataclass(frozen=True)
@@ -67,6 +88,7 @@ def cases(
     fewer questions come where a kind hardly exists (an order needs two cards). `documents` > 0: interleaved documents of
     so many video segments.
     """
+    checked_seed(seed)
     left = dict.fromkeys(kinds, samples)
     for number in range(seed, seed + (50 + 10 * samples if worlds is None else worlds)):
         wanted = [kind for kind in kinds if left[kind]]
@@ -90,9 +112,15 @@ class Film(AbstractContextManager["Film"]):
     """Worlds as files: writes each once, reads it back through `media.read`, and keeps the last one read.
 
     Without a folder the files live in a temporary one, and each is deleted when the next is asked for.
+    `progress(what, done, total)` is called while frames are written (``"write"``) and read (``"read"``).
     """
 
-    def __init__(self, folder: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        progress: Callable[[str, int, int | None], None] | None = None,
+    ) -> None:
+        self._progress = progress
         self._temporary = TemporaryDirectory(prefix="mmaccel-") if folder is None else None
         self.folder = Path(self._temporary.name if self._temporary is not None else str(folder))
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -100,9 +128,16 @@ class Film(AbstractContextManager["Film"]):
 
     def path(self, world: World) -> Path:
         """Where the world's file is, or will be."""
-        return self.folder / f"{world.style}-{world.frames}-{world.seed}.mp4"
+        # Worlds of one seed and length differ by what they were asked to hold.
+        told = json.dumps(world.truth(), sort_keys=True).encode()
+        mark = hashlib.sha256(told).hexdigest()[:12]
+        return self.folder / f"{world.style}-{world.frames}-{world.seed}-{mark}.mp4"
 
-    def watch(self, world: World, progress: Callable[[int, int | None], None] | None = None) -> Video:
+    def _counter(self, what: str) -> Callable[[int, int | None], None] | None:
+        tell = self._progress
+        return None if tell is None else lambda done, total: tell(what, done, total)
+
+    def watch(self, world: World) -> Video:
         """Every frame of the world's file, as a reader of the file sees it."""
         path = self.path(world)
         if self._last is not None and self._last[0] == path:
@@ -110,8 +145,8 @@ class Film(AbstractContextManager["Film"]):
         if self._last is not None and self._temporary is not None:
             self._last[0].unlink(missing_ok=True)
         if not path.is_file():
-            write_mp4(world, path)
-        video = media.read(path, progress=progress)
+            write_mp4(world, path, progress=self._counter("write"))
+        video = media.read(path, progress=self._counter("read"))
         self._last = (path, video)
         return video
 

@@ -24,7 +24,8 @@ class Judged:
     answers: Mapping[str, Answer]
 
     def right(self, recipe: str) -> bool:
-        return self.case.right(self.answers[recipe].text)
+        """Whether that answer is the true one; a special token inside it makes it wrong."""
+        return self.case.right(self.answers[recipe].raw)
 
 
 def judge(
@@ -51,11 +52,26 @@ class Tally:
     """Right answers of one recipe, by number of frames and by kind, filled case by case.
 
     `rows` gives one mapping a length: frames, tokens (mean length of the prompt), accuracy, right, asked, kept (mean), and
-    the right and asked of each kind.
+    the right and asked of each kind. A length that was expected and never asked stays, with nothing right of 0 asked.
     """
 
     recipe: str
     _seen: dict[int, list[tuple[str, bool, int, float | None]]] = field(default_factory=dict)
+    _wanted: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    def expect(self, frames: int, kinds: Iterable[str], count: int) -> None:
+        """`count` questions of each kind are going to be asked at a length."""
+        self._wanted.setdefault(frames, {}).update(dict.fromkeys(kinds, count))
+        self._seen.setdefault(frames, [])
+
+    def missing(self) -> list[dict[str, Any]]:
+        """What was expected and not asked: frames, kind, asked, wanted."""
+        return [
+            {"frames": frames, "kind": kind, "asked": asked, "wanted": count}
+            for frames, kinds in sorted(self._wanted.items())
+            for kind, count in kinds.items()
+            if (asked := sum(kind == one for one, *_ in self._seen[frames])) < count
+        ]
 
     def add(self, judged: Judged) -> None:
         """Count one case."""
@@ -65,7 +81,9 @@ class Tally:
 
     def rows(self) -> list[dict[str, Any]]:
         """One mapping for each length, shortest first."""
-        return [_row(frames, seen) for frames, seen in sorted(self._seen.items())]
+        return [
+            _row(frames, seen, self._wanted.get(frames, {})) for frames, seen in sorted(self._seen.items())
+        ]
 
     def share(self) -> float | None:
         """The share right over everything; None before the first case."""
@@ -73,8 +91,10 @@ class Tally:
         return sum(every) / len(every) if every else None
 
 
-def _row(frames: int, seen: list[tuple[str, bool, int, float | None]]) -> dict[str, Any]:
-    kinds: dict[str, list[int]] = {}
+def _row(
+    frames: int, seen: list[tuple[str, bool, int, float | None]], wanted: Iterable[str]
+) -> dict[str, Any]:
+    kinds: dict[str, list[int]] = {kind: [0, 0] for kind in wanted}
     for kind, right, _, _ in seen:
         tally = kinds.setdefault(kind, [0, 0])
         tally[0] += right
@@ -83,8 +103,8 @@ def _row(frames: int, seen: list[tuple[str, bool, int, float | None]]) -> dict[s
     total = sum(right for right, _ in kinds.values())
     return {
         "frames": frames,
-        "tokens": round(sum(tokens for _, _, tokens, _ in seen) / len(seen)),
-        "accuracy": total / len(seen),
+        "tokens": round(sum(tokens for _, _, tokens, _ in seen) / len(seen)) if seen else None,
+        "accuracy": total / len(seen) if seen else None,
         "right": total,
         "asked": len(seen),
         "kept": sum(kept) / len(kept) if kept else None,

@@ -14,7 +14,7 @@ from torch import nn
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.eval.caption import agreement, caption_cases, caption_scores
-from mmaccel.eval.cases import DOCUMENT_KINDS, Film, cases, tokens_per_frame
+from mmaccel.eval.cases import DOCUMENT_KINDS, Film, cases, seed_at, tokens_per_frame
 from mmaccel.eval.needle import Judged, Tally, judge
 
 
@@ -116,7 +116,14 @@ def _questions(
     progress: Callable[[str, int, int], None] | None,
 ) -> Line:
     tally = Tally("measured")
-    asked = cases(frames, count, seed, entry.kinds, documents=entry.documents, tokens_per_frame=per_frame)
+    asked = cases(
+        frames,
+        count,
+        seed_at(seed, frames),
+        entry.kinds,
+        documents=entry.documents,
+        tokens_per_frame=per_frame,
+    )
     done = 0
     for judged in judge(model, processor, {"measured": recipe}, asked, film):
         tally.add(judged)
@@ -124,7 +131,7 @@ def _questions(
         if progress is not None:
             progress(f"{entry.task} {entry.tokens}", done, count * len(entry.kinds))
     rows = tally.rows()
-    tokens = rows[0]["tokens"] if rows else entry.tokens
+    tokens = (rows[0]["tokens"] if rows else None) or entry.tokens
     return Line(entry.task, frames, tokens, tally.share(), done, entry.least, entry.most)
 
 
@@ -141,7 +148,7 @@ def _captions(
     progress: Callable[[str, int, int], None] | None,
 ) -> Iterator[Line]:
     rows: list[Mapping[str, int]] = []
-    told = caption_cases(frames, count, seed)
+    told = caption_cases(frames, count, seed_at(seed, frames))
     for row in caption_scores(model, processor, told, film, recipe=recipe, draft=draft):
         rows.append(row)
         if progress is not None:
@@ -159,12 +166,18 @@ def step_ratio(
 ) -> float:
     """How many draft decode steps one target step costs, on the models' own device: batch 1 after `length` tokens of text.
 
-    The two take turns, and the lower quartile of each counts: what a step costs when nothing else runs.
+    On a CPU both run in two threads. The two take turns, and the lower quartile of each counts: what a step costs when
+    nothing else runs.
     """
     taken: dict[str, list[float]] = {"target": [], "draft": []}
-    for _ in range(rounds):
-        for name, model in (("target", target), ("draft", draft)):
-            taken[name] += _steps(model, length, steps)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(rounds):
+            for name, model in (("target", target), ("draft", draft)):
+                taken[name] += _steps(model, length, steps)
+    finally:
+        torch.set_num_threads(threads)
     low = {name: statistics.quantiles(times, n=4)[0] for name, times in taken.items()}
     return low["target"] / low["draft"]
 

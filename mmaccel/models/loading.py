@@ -21,6 +21,7 @@ def load_model(
     name: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu"
 ) -> nn.Module:
     """An unmodified transformers model in evaluation mode. Raises `ModelError` when the folder holds none."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForImageTextToText
 
     source = resolve(name)
@@ -29,7 +30,7 @@ def load_model(
         raise ModelError(f"model {source!r} has no config.json; give a folder written by save_pretrained.")
     try:
         model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         first = " ".join(str(error).split())
         known = ", ".join(tiny.NAMES)
         raise ModelError(

@@ -7,10 +7,8 @@ import time
 _BEGAN = time.monotonic()
 
 import argparse  # noqa: E402
-import json  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
 
 from mmaccel.core.errors import MmaccelError  # noqa: E402
 from mmaccel.models.tiny import NAMES  # noqa: E402
@@ -55,14 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     test.add_argument("--quick", action="store_true")
     test.add_argument("--lossy", type=float, default=0.0, help="strength of a codec loss, 0 to 1")
     test.add_argument("--device")
-    agree = commands.add_parser("agree", help="how often a draft's next word is its target's")
-    agree.add_argument("target", type=Path)
-    agree.add_argument("draft", type=Path)
-    agree.add_argument("--device")
     export = commands.add_parser("export", help="write the folder of a checkpoint")
     export.add_argument("run", type=Path, help="--out folder of a run")
     export.add_argument("folder", type=Path)
-    commands.add_parser("ratio", help="cost of a draft's decode step against its target's, on this CPU")
+    card = commands.add_parser("card", help="write the model card of an exported folder again")
+    card.add_argument("folder", type=Path)
+    card.add_argument("--rows", type=Path, help="file that `mmaccel eval table --out` wrote")
+    install = commands.add_parser("install", help="copy the exported models to where the package finds them")
+    install.add_argument("runs", type=Path, help="--out folder of `all`")
     return parser
 
 
@@ -70,16 +68,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        if options.command == "ratio":
-            return _ratio()
         from mmaccel.train import runs
 
         if options.command == "all":
             return runs.train_all(options, _BEGAN)
         if options.command == "test":
             runs.test(options.folder, options.quick, options.lossy, options.device)
-        elif options.command == "agree":
-            runs.agree(options.target, options.draft, options.device)
+        elif options.command == "card":
+            runs.card(options.folder, options.rows)
+        elif options.command == "install":
+            runs.install(options.runs)
         elif options.command == "export":
             runs.export_run(options.run, options.folder)
         else:
@@ -87,21 +85,6 @@ def main(arguments: list[str] | None = None) -> int:
     except MmaccelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
-
-
-def _ratio() -> int:
-    from mmaccel.train.ratio import measure
-
-    for row in measure():
-        told: dict[str, Any] = {
-            "target": row.target,
-            "draft": row.draft,
-            "target_ms": round(row.target_ms, 3),
-            "draft_ms": round(row.draft_ms, 3),
-            "ratio": round(row.ratio, 2),
-        }
-        print(json.dumps(told))
     return 0
 
 

@@ -7,18 +7,31 @@ from typing import Any
 from mmaccel.models.tiny import CAPTION_REQUEST
 from mmaccel.models.tiny.configs import Spec
 from mmaccel.train.evaluate import Scores, table
+from mmaccel.world import SCENES, SHAPES
+from mmaccel.world.words import NOTE_QUESTION, OBJECTS, QUESTIONS
 
 _FAMILY = {"llava_onevision": "LLaVA-OneVision", "qwen2_5_vl": "Qwen2.5-VL"}
 
 
-def write_card(spec: Spec, parameters: int, scores: Scores | None, head: dict[str, Any]) -> str:
-    """Markdown; `head` holds the run's options as the journal has them."""
+def _asked() -> str:
+    """An example of every question, as a person would write it."""
+    examples = [
+        form.format(*([SCENES[1]] if kind == "scene" else SHAPES[3:5])) for kind, form in QUESTIONS.items()
+    ]
+    examples += [NOTE_QUESTION.format(OBJECTS[0]), CAPTION_REQUEST]
+    written = [one.replace(" ?", "?").replace(" ,", ",").replace(" .", ".").capitalize() for one in examples]
+    return ", ".join(f'"{one}"' for one in written)
+
+
+def write_card(
+    spec: Spec, parameters: int, scores: Scores | None, head: dict[str, Any], rows: str | None = None
+) -> str:
+    """Markdown. `head` holds the run's options as the journal has them; `rows` is the table of `mmaccel eval table`."""
+    options = head["options"]
     role = (
         f"The draft of `{spec.target}`: the same family and tokenizer, cheap enough to guess ahead."
         if spec.target
-        else (
-            "A target model: small, yet it reads 64k tokens of video and answers about single frames of it."
-        )
+        else "A target model, small enough for any machine."
     )
     lines = [
         "---",
@@ -36,16 +49,21 @@ def write_card(spec: Spec, parameters: int, scores: Scores | None, head: dict[st
         "with a coloured shape that last one frame) and knows nothing else. It is made for tests, demonstrations and "
         "measurements of acceleration methods, not for real video.",
         "",
-        'Ask in the world\'s words, upper or lower case: "What colour was the star?", "Which came first, the star or '
-        'the ring?", "How many cards were shown?", "Which scene came just before the forest?", "Do the star and the '
-        'ring have the same colour?", "What colour was the card right after the star?", "What colour is the lamp in '
-        f'the notes?" (of text passages between videos), or "{CAPTION_REQUEST.replace(" .", ".").capitalize()}".',
+        f"Ask in the world's words, upper or lower case: {_asked()}. The note is one in a passage of text between videos.",
         "",
     ]
+    if rows is not None:
+        lines += [
+            "Measured with `mmaccel eval table` on worlds never trained on, written as H.264 and read back; answers are "
+            "greedy and right or wrong as a whole, captions count token by token under teacher forcing:",
+            "",
+            rows,
+            "",
+        ]
     if scores is not None:
         lines += [
-            "Accuracy in percent on videos never trained on, by number of frames; captions by token under teacher "
-            "forcing, `doc-` in interleaved documents, `end` is the end of a multi-part answer:",
+            "At the end of training, accuracy in percent on frames never trained on that went through no file, by number "
+            "of frames; `doc-` is in interleaved documents, `end` is the end of a multi-part answer:",
             "",
             "```",
             table(scores),
@@ -53,7 +71,8 @@ def write_card(spec: Spec, parameters: int, scores: Scores | None, head: dict[st
             "",
         ]
     lines += [
-        f"Training: `python -m mmaccel.train {spec.name}`, seed {head['options']['seed']}; the losses are in `curve.json`.",
+        f"Training: `python -m mmaccel.train {spec.name}`, seed {options['seed']}, videos of up to {options['longest']} "
+        "frames; the losses are in `curve.json`.",
         "",
     ]
     return "\n".join(lines)

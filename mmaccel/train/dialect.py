@@ -6,7 +6,6 @@ conversation, so what a model was trained on is what the packaged prompt gives i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,9 +131,4 @@ class Dialect:
         return at
 
 
-def fits(spec: Spec, tokens: int) -> int:
-    """How many frames of a spec make about `tokens` tokens."""
-    return max(1, math.floor(tokens / spec.tokens_per_frame))
-
-
-__all__ = ["CAPTION_REQUESTS", "INTERVALS", "Dialect", "Ids", "Span", "fits", "words"]
+__all__ = ["CAPTION_REQUESTS", "INTERVALS", "Dialect", "Ids", "Span", "words"]

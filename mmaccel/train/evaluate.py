@@ -110,34 +110,6 @@ def evaluate(
     return {kind: dict(lengths) for kind, lengths in scores.items()}
 
 
-@torch.no_grad()
-def agreement(
-    target: Any, target_spec: Spec, draft: Any, draft_spec: Spec, cases: Sequence[Case], *, seed: int = 1
-) -> dict[str, float]:
-    """Share of caption tokens on which a draft's most likely token is its target's, by number of frames.
-
-    Both models must be on the same device; both read the true caption.
-    """
-    device = next(target.parameters()).device
-    shares: dict[str, float] = {}
-    for case in cases:
-        same = count = 0
-        rng = Random(f"{seed} {case.kind} {case.frames}")
-        dialect = Dialect(target_spec)
-        for plan in _plans(case, 2048):
-            feed = step.upload(make_batch(plan, dialect, rng, training=False), device)
-            frames = pixels.draw(feed.table, target_spec)
-            frames = frames.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-            first, second = (
-                step.label_logits(model, feed, step.look(model, spec, feed, frames)).argmax(-1)
-                for model, spec in ((target, target_spec), (draft, draft_spec))
-            )
-            same += int((first == second).sum())
-            count += first.numel()
-        shares[case.label] = same / count
-    return shares
-
-
 def table(scores: Scores) -> str:
     """Scores as text: a line a kind, a column a length, in percent."""
     lengths = sorted({length for row in scores.values() for length in row}, key=int)

@@ -69,7 +69,9 @@ class Journal:
     evals: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
-        text = json.dumps({**self.head, "losses": self.losses, "evals": self.evals}, indent=1)
+        text = json.dumps(
+            {**self.head, "losses": self.losses, "evals": self.evals}, indent=1, allow_nan=False
+        )
         (folder / "curve.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -90,6 +92,11 @@ def _initialise(model: Any, spec: Spec, seed: int) -> None:
 def _share(scores: evaluate.Scores, kind: str, length: str) -> float:
     right, asked = scores.get(kind, {}).get(length, [0, 0])
     return right / max(1, asked)
+
+
+def _figure(value: float) -> float | None:
+    """Four places; None for what JSON cannot say."""
+    return round(value, 4) if math.isfinite(value) else None
 
 
 def rate_at(progress: float, peak: float) -> float:
@@ -162,7 +169,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.probes.load_state_dict(state["probes"])
         self.optimiser.load_state_dict(state["optimiser"])
-        self.step = state["step"]
+        self.step, self.slowdown = state["step"], state.get("slowdown", 1.0)
         if self.options.begin_at is None:
             self.progress = state["progress"]
         self.journal.losses, self.journal.evals = state["losses"], state["evals"]
@@ -178,6 +185,8 @@ class Trainer:
             "optimiser": self.optimiser.state_dict(),
             "step": self.step,
             "progress": self.progress,
+            "slowdown": self.slowdown,
+            "head": self.journal.head,
             "losses": self.journal.losses,
             "evals": self.journal.evals,
         }
@@ -353,8 +362,8 @@ class _Meter:
                 "step": trainer.step,
                 "progress": round(trainer.progress, 4),
                 "phase": self.last.phase,
-                "loss": round(loss, 4),
-                "kinds": {kind: round(value, 4) for kind, value in kinds.items()},
+                "loss": _figure(loss),
+                "kinds": {kind: _figure(value) for kind, value in kinds.items()},
             }
         )
         finite = math.isfinite(loss)

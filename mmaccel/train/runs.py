@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,13 +18,14 @@ from typing import Any
 import torch
 
 from mmaccel.core.errors import ModelError
+from mmaccel.models import tiny
 from mmaccel.models.loading import load_model
 from mmaccel.models.tiny.configs import SPECS, Spec, build_model, spec_of
 from mmaccel.models.tiny.package import export
 from mmaccel.train import evaluate
 from mmaccel.train.card import write_card
 from mmaccel.train.dialect import Dialect, words
-from mmaccel.train.loop import Options, Trainer
+from mmaccel.train.loop import Journal, Options, Trainer
 
 CPU = {"budget": 48, "longest": 24, "workers": 0}
 GPU = {"budget": 2048, "longest": 4096, "workers": 12}
@@ -29,6 +33,8 @@ GPU = {"budget": 2048, "longest": 4096, "workers": 12}
 
 def device_of(asked: str | None) -> str:
     """The device to use: what was asked, else a GPU where there is one."""
+    if asked is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", asked):
+        raise ModelError(f"--device: {asked!r} is no device; give cpu, cuda or cuda:1.")
     if asked is not None and asked.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError("--device cuda was asked, but torch sees no GPU; leave it out to train on the CPU.")
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,8 +110,56 @@ def export_run(run: Path, folder: Path) -> None:
     spec = spec_of(state["name"])
     model: Any = build_model(spec)
     model.load_state_dict(state["model"])
-    last = state["evals"][-1]["scores"] if state["evals"] else None
-    _export(model, spec, folder, last, {"options": {"seed": "of the checkpoint"}})
+    _export(model, spec, folder, _last(state["evals"]), state["head"])
+    curve = Journal(state["head"], state["losses"], state["evals"])
+    curve.save(folder)
+
+
+def _last(evals: list[dict[str, Any]]) -> evaluate.Scores | None:
+    return evals[-1]["scores"] if evals else None
+
+
+def card(folder: Path, rows: Path | None) -> None:
+    """Write the card of an exported folder again: its own curve.json, and the table that `mmaccel eval table` wrote."""
+    curve = _object(folder / "curve.json", "give the export folder of a run")
+    spec = spec_of(curve["model"])
+    told = None
+    if rows is not None:
+        found = _object(rows, "give the file that `mmaccel eval table --out` wrote")
+        measured = Path(str(found.get("model")))
+        if spec.name not in (measured.name, measured.parent.name) or not found.get("markdown"):
+            raise ModelError(
+                f"{rows} holds no table of {spec.name}; write one with `mmaccel eval table --out`."
+            )
+        told = str(found["markdown"])
+    model: Any = load_model(folder, dtype=torch.float32)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    text = write_card(spec, count, _last(curve["evals"]), curve, told)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _object(file: Path, mend: str) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read ({type(error).__name__}); {mend}.") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} holds no object; {mend}.")
+    return found
+
+
+def install(runs: Path) -> None:
+    """Copy the exported folders of `runs` to where the package looks for its models; each is there whole or not at all."""
+    found = [name for name in tiny.NAMES if (runs / name / "export" / "model.safetensors").is_file()]
+    if not found:
+        raise ModelError(f"there is no <name>/export in {runs}; give the --out folder of `all`.")
+    for name in found:
+        place, fresh = tiny.ROOT / name, tiny.ROOT / f"{name}.part"
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.copytree(runs / name / "export", fresh)
+        shutil.rmtree(place, ignore_errors=True)
+        fresh.rename(place)
+        print(f"{name}: {place}")
 
 
 def _loaded(folder: Path, device: str) -> tuple[Any, Spec]:
@@ -127,15 +181,6 @@ def test(folder: Path, quick: bool, lossy: float, asked: str | None) -> None:
     model, spec = _loaded(folder, device_of(asked))
     cases = evaluate.QUICK if quick else evaluate.FULL
     print(evaluate.table(evaluate.evaluate(model, spec, Dialect(spec), cases, lossy=lossy)))
-
-
-def agree(target: Path, draft: Path, asked: str | None) -> None:
-    """Print the share of caption tokens that a draft guesses as its target says them."""
-    device = device_of(asked)
-    (first, first_spec), (second, second_spec) = _loaded(target, device), _loaded(draft, device)
-    cases = [evaluate.Case("caption", frames, 24) for frames in (12, 64, 256)]
-    for frames, share in evaluate.agreement(first, first_spec, second, second_spec, cases).items():
-        print(f"{frames:>6} frames: {100 * share:.1f}% of caption tokens agree")
 
 
 def train_all(options: argparse.Namespace, began: float) -> int:

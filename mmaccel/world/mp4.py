@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def write_mp4(
 
     At most `FRAMES_AT_ONCE` frames are held. `crf` is x264's quality, 0 (lossless) to 51. `progress(done,
     total)` is called after each group of frames. The file appears under its name only when it is complete.
-    Raises `WorldError` for an odd side (4:2:0 needs even ones), a `crf` out of range or a missing folder.
+    Raises `WorldError` for an odd side (4:2:0 needs even ones), a `crf` out of range or a place that cannot be written.
     """
     import av
 
@@ -55,5 +56,9 @@ def write_mp4(
                     progress(min(start + FRAMES_AT_ONCE, world.frames), world.frames)
             container.mux(stream.encode())
         partial.replace(path)
+    except OSError as error:
+        why = (error.strerror or type(error).__name__).lower()
+        raise WorldError(f"{path} cannot be written ({why}); give another place.") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -96,5 +96,5 @@ def vocabulary() -> tuple[str, ...]:
     forms = [*QUESTIONS.values(), NOTE_QUESTION, OPENING, CHANGE, APPEAR, ENDING, NOTE]
     forms += [form for group in PROSE.values() for form in group]
     words = {word for form in forms for word in form.split() if "{" not in word}
-    names = (*COLOURS, *SHAPES, *SCENES, *NUMBERS, *OBJECTS, *PEOPLE, *THINGS, "a", "an", "yes", "no")
+    names = (*COLOURS, *SHAPES, *SCENES, *NUMBERS, *OBJECTS, *PEOPLE, *THINGS, "a", "an")
     return tuple(sorted(words.union(names)))

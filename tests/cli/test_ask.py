@@ -78,7 +78,8 @@ def test_a_yaml_file_is_a_recipe(call: Call, clip: str, ov: str, tmp_path: Path)
     status, out, _ = call("ask", clip, "hi", "--model", ov, "--recipe", path, "--json", "--max-new-tokens", 2)
     told = json.loads(out)
     assert status == 0 and told["recipe"] == "mine"
-    assert told["heads"]["dense"] == told["heads"]["a_shape"] / 2 and told["kept"] < 1
+    # The nine columns of the last piece are too few to run sparse.
+    assert told["heads"]["dense"] == told["heads"]["a_shape+dense"] / 2 and told["kept"] < 1
 
 
 def test_a_draft_of_the_same_weights_is_always_right(call: Call, clip: str, ov: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mmaccel import media
+from mmaccel.cli.worlds import DEMO_KINDS
 from mmaccel.world import World
 
 Call = Callable[..., tuple[int, str, str]]
@@ -130,8 +131,11 @@ def test_eval_table(call: Call, ov: str, tmp_path: Path) -> None:
         rows,
     )
     status, out, _ = call(*arguments)
-    assert status == 0 and "| V-NIAH | 8 |" in out and "| draft step |" in out and "at least 98.0%" in out
-    assert [row["task"] for row in json.loads(rows.read_text())] == ["V-NIAH", "draft step"]
+    # A model that knows nothing misses its bounds, and the status says so.
+    assert status == 1 and "| V-NIAH | 8 |" in out and "| draft step |" in out and "at least 98.0%" in out
+    told = json.loads(rows.read_text())
+    assert [row["task"] for row in told["lines"]] == ["V-NIAH", "draft step"]
+    assert told["complete"] and told["markdown"] in out
 
 
 def test_demo_fails_when_the_answers_are_wrong(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +143,69 @@ def test_demo_fails_when_the_answers_are_wrong(call: Call, ov: str, monkeypatch:
     status, out, _ = call(*arguments, "--json")
     told = json.loads(out)
     assert status == 1 and len(told["cases"]) == 6 and set(told["accuracy"]) == {"dense", "a_shape"}
-    assert {case["kind"] for case in told["cases"]} == {"needle", "order", "count"}
-    status, out, _ = call(*arguments)
+    assert {case["kind"] for case in told["cases"]} == set(DEMO_KINDS)
+    assert told["complete"] and len(told["seeds"]) == 2 and not set(told["seeds"]) & set(told["skipped"])
+    status, out, err = call(*arguments)
     assert status == 1 and "the truth:" in out and "of 6 right" in out
+    assert "fewer than 90% of the answers are right: dense (0.0%), a_shape (0.0%)." in err
+    assert all(str(seed) in out for seed in told["seeds"])
     from mmaccel.eval.cases import Case
 
     monkeypatch.setattr(Case, "right", lambda self, said: True)
     status, out, _ = call(*arguments)
     assert status == 0 and "dense: 100.0% of 6 right" in out
+
+
+def test_demo_keeps_what_it_has_when_stopped(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmaccel.eval import needle
+
+    real = needle.judge
+
+    def stopped(*arguments: Any, **options: Any) -> Iterator[Any]:
+        yield next(real(*arguments, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(needle, "judge", stopped)
+    arguments = ("demo", "--model", ov, "--worlds", 2, "--frames", 8, "--recipe", "a_shape")
+    status, out, err = call(*arguments, "--json")
+    told = json.loads(out)
+    assert status == 130 and not told["complete"] and len(told["cases"]) == 1 and "answers so far" in err
+    status, out, _ = call(*arguments)
+    assert status == 130 and "dense: 0.0% of 1 right" in out
+
+
+def test_what_cannot_be_asked_is_told(call: Call, ov: str) -> None:
+    """One frame holds one card: no order to ask about."""
+    arguments = ("eval", "needle", "--model", ov, "--frames", "1,8", "--samples", 1, "--kind", "order")
+    status, out, err = call(*arguments, "--json")
+    told = json.loads(out)
+    assert status == 0 and not told["complete"] and told["accuracy"]["1"] is None
+    assert told["lengths"][0]["asked"] == 0 and told["lengths"][0]["kinds"]["order"]["asked"] == 0
+    assert told["missing"] == [{"frames": 1, "kind": "order", "asked": 0, "wanted": 1}]
+    assert "0 of 1 order questions at 1 frames" in err
+
+
+def test_what_was_measured_is_printed_when_something_breaks(
+    call: Call, ov: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mmaccel.cli import main
+    from mmaccel.eval import table
+
+    def broken(*arguments: Any, **options: Any) -> Iterator[Any]:
+        yield table.Line("V-NIAH", 8, 128, 1.0, 1, 0.98)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(table, "measure", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["eval", "table", "--model", ov, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert not told["complete"] and [line["task"] for line in told["lines"]] == ["V-NIAH"]
+
+
+def test_version_and_help(call: Call) -> None:
+    from mmaccel import __version__
+
+    assert call("--version") == (0, f"mmaccel {__version__}\n", "")
+    for bare in ((), ("eval",)):
+        status, out, err = call(*bare)
+        assert status == 0 and "Usage" in out and "error" not in err

@@ -38,7 +38,7 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "missing draft": (
         ("ask", "CLIP", "hi", "--model", "OV", "--draft", "nodraft"),
-        "there is no folder 'nodraft'",
+        "model 'nodraft' cannot be loaded; give a folder",
     ),
     "no model": (("ask", "CLIP", "hi", "--model", "nomodel"), "nomodel"),
     "empty model": (("ask", "CLIP", "hi", "--model", "FOLDER"), "config.json"),
@@ -49,8 +49,8 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
         ("ask", "CLIP", "hi", "--model", "OV", "--fps", "1", "--frames", "3"),
         "give one or the other",
     ),
-    "no frames": (("ask", "CLIP", "hi", "--model", "OV", "--frames", "0"), "count=0 must be at least 1"),
-    "fps": (("ask", "CLIP", "hi", "--model", "OV", "--fps", "-1"), "fps=-1.0 must be a positive number"),
+    "no frames": (("ask", "CLIP", "hi", "--model", "OV", "--frames", "0"), "--frames 0 must be at least 1"),
+    "fps": (("ask", "CLIP", "hi", "--model", "OV", "--fps", "-1"), "--fps -1.0 must be a positive number"),
     "option": (("ask", "CLIP", "hi", "--sparse", "x"), "No such option: --sparse"),
     "command": (("ponder",), "No such command 'ponder'."),
     "name": (("describe", "vertical"), "did you mean 'vertical_slash'?"),
@@ -65,6 +65,17 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     "kind": (("eval", "needle", "--kind", "colour"), "unknown question kind 'colour'"),
     "segments": (("eval", "needle", "--documents", "--frames", "9"), "9 does not divide into 4 segments"),
     "samples": (("eval", "needle", "--samples", "0"), "Invalid value for '--samples'"),
+    "odd digit": (("eval", "needle", "--frames", "\u00b2"), "is no number of frames"),
+    "no kinds": (("demo", "--kinds", ","), "no kind of question is named"),
+    "a training seed": (("eval", "needle", "--seed", str(2**32)), "seed must lie between 0 and 2147483647"),
+    "a training seed in the demo": (("demo", "--seed0", str(2**31)), "training has seen others"),
+    "other device": (("ask", "CLIP", "hi", "--model", "OV", "--device", "meta"), "'meta' is no device"),
+    "table's place": (("eval", "table", "--out", "nofolder/x.json"), "in a folder that exists"),
+    "dense that drafts": (
+        ("ask", "CLIP", "hi", "--model", "OV", "--draft", "OV", "--recipe", "dense", "--compare"),
+        "the recipe of that name is another",
+    ),
+    "no place to write": (("world", "--out", "/proc/x.mp4"), "cannot be written"),
     "demo kinds": (("demo", "--kinds", "taste"), "unknown question kind 'taste'"),
     "words": (("eval", "caption", "--model", "OV", "--words", "2"), "max_words must be 17 or more"),
 }
@@ -89,6 +100,17 @@ def test_a_text_file_is_no_video(call: Call, ov: str, tmp_path: Path) -> None:
     path.write_text("not a film\n" * 50)
     status, out, err = call("ask", path, "hi", "--model", ov)
     assert (status, out) == (2, "") and "notes.mp4" in err and err.count("\n") == 1
+
+
+def test_a_cut_file_of_weights(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(ov, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    status, out, err = call("ask", clip, "hi", "--model", folder)
+    assert (status, out) == (2, "") and "cannot be loaded" in err and err.count("\n") == 1
 
 
 def test_debugging_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmaccel.eval.cases import Case, Film, cases, cut, tokens_per_frame
+from mmaccel.core.errors import WorldError
+from mmaccel.eval.cases import Case, Film, cases, cut, seed_at, tokens_per_frame
 from mmaccel.eval.needle import Judged, Tally, judge
 from mmaccel.models.loading import load_model, load_processor
 from mmaccel.world import World
@@ -103,12 +104,12 @@ def test_judging_counts_what_was_said(name: str, random_folder: Callable[[str], 
     for one in seen:
         tally.add(one)
     assert tally.share() == 0.0
-    lucky = [Judged(_answered_by(one.case, one.answers["dense"].text), one.answers) for one in seen]
+    lucky = [Judged(_answered_by(one.case, one.answers["dense"].raw), one.answers) for one in seen]
     tally = Tally("dense")
     for one in [*lucky, seen[0]]:
         tally.add(one)
     (row,) = tally.rows()
-    said = [one for one in lucky if one.answers["dense"].text]
+    said = [one for one in lucky if one.answers["dense"].raw]
     assert row["right"] == len(said) and row["asked"] == 5 and row["accuracy"] == len(said) / 5
     assert row["frames"] == 8 and row["kept"] == 1.0 and row["kinds"]["needle"]["asked"] == 3
 
@@ -119,3 +120,52 @@ def _answered_by(case: Case, said: str) -> Case:
 
 def test_a_tally_of_nothing() -> None:
     assert Tally("dense").rows() == [] and Tally("dense").share() is None
+
+
+def test_seeds_of_training_are_refused() -> None:
+    for seed in (-1, 2**31, 2**32):
+        with pytest.raises(WorldError, match="seed must lie between"):
+            next(cases(8, 1, seed, ("count",)))
+        with pytest.raises(WorldError, match="seed must lie between"):
+            seed_at(seed, 8)
+
+
+def test_lengths_ask_about_other_worlds() -> None:
+    """A seed has the same cards at every length, so rows of one seed would be one sample asked again."""
+    rows = [
+        {case.world.seed for case in cases(frames, 50, seed_at(3, frames), ("count",))}
+        for frames in (8, 32, 128, 512, 2048, 4096)
+    ]
+    assert len(set().union(*rows)) == sum(map(len, rows)) == 300
+    assert max(max(row) for row in rows) < 2**32
+
+
+def test_films_of_one_seed_are_told_apart(tmp_path: Path) -> None:
+    short, long = (World.generate(0, 64, style="caption", max_words=words) for words in (60, 480))
+    told: list[tuple[str, int, int | None]] = []
+    with Film(tmp_path, lambda *step: told.append(step)) as film:
+        assert film.path(short) != film.path(long)
+        assert not torch.equal(film.watch(short).frames, film.watch(long).frames)
+    assert {what for what, _, _ in told} == {"write", "read"} and ("write", 64, 64) in told
+
+
+def test_a_special_token_inside_an_answer_is_wrong(random_folder: Callable[[str], Path]) -> None:
+    from mmaccel.eval.answer import _raw
+
+    tokenizer = load_processor(random_folder("tiny-ov-draft")).tokenizer
+    red, start, end, pad = tokenizer.convert_tokens_to_ids(
+        ["\u0120red", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    )
+    case = Case(World.generate(0, 4), "needle", (("video", 0, 4),), "what colour was the star ?", "red")
+    assert case.right(_raw(tokenizer, [red, end, pad, start], "red"))
+    assert not case.right(_raw(tokenizer, [start, red, end], "red"))
+
+
+def test_what_was_expected_stays_in_a_tally() -> None:
+    tally = Tally("dense")
+    tally.expect(8, ("order",), 2)
+    (row,) = tally.rows()
+    assert (
+        row["asked"] == 0 and row["accuracy"] is None and row["kinds"] == {"order": {"right": 0, "asked": 0}}
+    )
+    assert tally.missing() == [{"frames": 8, "kind": "order", "asked": 0, "wanted": 2}]

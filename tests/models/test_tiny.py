@@ -114,6 +114,6 @@ def test_exported_folder_loads_in_stock_classes(name, tmp_path):
 def test_missing_weights_and_names_are_told(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="choose one of tiny-ov"):
         tiny.path("tiny")
-    monkeypatch.setattr(tiny, "__file__", str(tmp_path / "__init__.py"))
-    with pytest.raises(ModelError, match="train them with"):
+    monkeypatch.setattr(tiny, "ROOT", tmp_path)
+    with pytest.raises(ModelError, match="make train"):
         tiny.path("tiny-ov")

@@ -63,7 +63,7 @@ class Spec:
 _TARGET: dict[str, Any] = dict(
     vision_layers=4, vision_width=160, vision_heads=4, layers=8, hidden=256, heads=4, kv_heads=2, inner=640
 )
-# Three thin layers: a decode step then costs about a quarter of the target's eight (see `mmaccel.train.ratio`).
+# Three thin layers: a decode step then costs about a quarter of the target's eight (see `mmaccel.eval.table.step_ratio`).
 _DRAFT: dict[str, Any] = dict(
     vision_layers=2, vision_width=96, vision_heads=3, layers=3, hidden=128, heads=2, kv_heads=1, inner=256
 )

@@ -28,7 +28,7 @@ from mmaccel.core.attention import Run
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.models import drafting
-from mmaccel.models.cache import KVCache, Columns
+from mmaccel.models.cache import Columns, KVCache
 from mmaccel.models.family import Family
 
 ATTENTION = "mmaccel"
@@ -183,9 +183,7 @@ class Attachment:
         same = torch.equal(held[0].repeat_interleave(times, 0), ids)
         return held[1].repeat(times) if same else None
 
-    def _continued(
-        self, known: Columns, past: int, layout: TokenLayout, kwargs: Mapping[str, Any]
-    ) -> Tensor:
+    def _continued(self, known: Columns, past: int, layout: TokenLayout, kwargs: Mapping[str, Any]) -> Tensor:
         held = known.layout.take(slice(0, past))
         start = held.position.amax(1, keepdim=True) + held.valid.any(1, keepdim=True).long() + known.delta
         if bool((layout.modality != 0).any()):

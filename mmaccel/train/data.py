@@ -18,6 +18,7 @@ from mmaccel import world
 from mmaccel.models.tiny import CAPTION_REQUEST, CAPTION_REQUESTS
 from mmaccel.train.dialect import INTERVALS, Dialect, Ids, Span
 from mmaccel.train.plan import Plan
+from mmaccel.world.words import NOTE, OBJECTS
 
 FIRST_SEED, LAST_SEED = 2**32, 2**40  # of training; evaluation stays below 2**31
 KINDS: tuple[str, ...] = (*world.DOCUMENT_KINDS, "caption", "end")
@@ -44,7 +45,8 @@ class Batch:
     is what the token there must predict. `answers` numbers the answer or caption that each label belongs to.
     `table`: render table of all frames in reading order; `codec` [F]: strength of the codec loss, 0 is none.
     `recall` [C, tokens of a frame]: where, in the flattened ids, the tokens of frames that have a past to remember are,
-    and `past` [C, 4]: what that past is (see `mmaccel.train.probe.Recall`).
+    and `past` [C, 4]: what that past is (see `mmaccel.train.probe.Recall`). `notes` [M]: where the colours in notes are,
+    and `owners` [M]: whose they are, by place in `OBJECTS`.
     """
 
     plan: Plan
@@ -62,6 +64,8 @@ class Batch:
     codec: NDArray[np.float32]
     recall: Ids
     past: Ids
+    notes: Ids
+    owners: Ids
     videos: int
 
     @property
@@ -210,6 +214,7 @@ def _assemble(
             weights.append(_BESIDE if kind == "caption" != plan.kind else _WEIGHT.get(kind, 1.0))
         answer += labels[-1][3] + 1
     marked = np.stack(marks, 1)
+    notes, owners = _notes(dialect, ids[:, :prefix])
     recall = [_tokens_of(dialect, plan, ids, r, past[:, 0]) for r, past in enumerate(pasts)]
     return Batch(
         plan=plan,
@@ -227,6 +232,8 @@ def _assemble(
         codec=codec,
         recall=np.concatenate(recall),
         past=np.concatenate(pasts)[:, 1:],
+        notes=notes[0] * ids.shape[1] + notes[1],
+        owners=owners,
         videos=videos,
     )
 
@@ -238,6 +245,16 @@ def _tokens_of(dialect: Dialect, plan: Plan, ids: Ids, row: int, frames: Ids) ->
     first = frames * size + frames // (plan.frames // plan.segments) * marks
     found: Ids = places[first[:, None] + np.arange(size)] + row * ids.shape[1]
     return found
+
+
+def _notes(dialect: Dialect, prompts: Ids) -> tuple[tuple[Ids, Ids], Ids]:
+    """Rows and columns of the colours in the notes of prompts [B, P], and the objects they belong to."""
+    form = NOTE.split()
+    says, name, colour = form.index("says"), form.index("{0}"), form.index("{1}")
+    rows, columns = np.nonzero(prompts == dialect.encode("says"))
+    objects = dialect.encode(" ".join(OBJECTS))
+    owners = (prompts[rows, columns + name - says][:, None] == objects).argmax(1)
+    return (rows, columns + colour - says), owners
 
 
 def _round(value: int, to: int) -> int:

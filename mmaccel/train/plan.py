@@ -45,14 +45,14 @@ class Phase:
 
 
 TARGET: tuple[Phase, ...] = (
-    Phase("look", 0.07, 12, 0.0, 1.0, 0.0),
-    Phase("ask-4", 0.11, 4, 0.7, 0.3, 0.0),
-    Phase("ask-12", 0.20, 12, 0.7, 0.3, 0.0),
-    Phase("ask-32", 0.46, 32, 0.45, 0.3, 0.25),
-    Phase("ask-128", 0.54, 128, 0.45, 0.35, 0.2),
-    Phase("ask-512", 0.66, 512, 0.55, 0.3, 0.15),
-    Phase("ask-2048", 0.82, 2048, 0.6, 0.27, 0.13),
-    Phase("ask-4096", 1.01, 4096, 0.65, 0.23, 0.12),
+    Phase("look", 0.06, 12, 0.0, 1.0, 0.0),
+    Phase("ask-4", 0.09, 4, 0.7, 0.3, 0.0),
+    Phase("ask-12", 0.16, 12, 0.55, 0.3, 0.15),
+    Phase("ask-32", 0.40, 32, 0.4, 0.3, 0.3),
+    Phase("ask-128", 0.50, 128, 0.25, 0.3, 0.45),
+    Phase("ask-512", 0.64, 512, 0.45, 0.32, 0.23),
+    Phase("ask-2048", 0.82, 2048, 0.54, 0.28, 0.18),
+    Phase("ask-4096", 1.01, 4096, 0.62, 0.23, 0.15),
 )
 DRAFT: tuple[Phase, ...] = (
     Phase("look", 0.12, 12, 0.0, 1.0, 0.0),
@@ -75,8 +75,6 @@ def _log_uniform(rng: Random, low: int, high: int) -> int:
 def draw(phases: tuple[Phase, ...], progress: float, budget: int, rng: Random, longest: int = 4096) -> Plan:
     """The plan of a step that shows about `budget` frames, none longer than `longest`."""
     phase = phase_at(phases, progress)
-    if phase.ceiling <= 32:
-        budget //= 2  # what short videos teach takes steps rather than samples
     ceiling = min(phase.ceiling, longest)
     if phase.name == "look":
         frames = rng.randint(1, ceiling)

@@ -30,6 +30,8 @@ class Feed:
     codec: Tensor
     recall: Tensor
     past: Tensor
+    notes: Tensor
+    owners: Tensor
     prefix: int
     videos: int
 
@@ -54,6 +56,8 @@ def upload(batch: Batch, device: torch.device) -> Feed:
         codec=torch.from_numpy(batch.codec),
         recall=send(batch.recall),
         past=send(batch.past),
+        notes=send(batch.notes),
+        owners=send(batch.owners),
         prefix=batch.prefix,
         videos=batch.videos,
     )
@@ -62,11 +66,13 @@ def upload(batch: Batch, device: torch.device) -> Feed:
 @dataclass
 class Seen:
     """What a pass leaves: last hidden states [B, P + N, hidden], features [F, tokens_per_frame, hidden] of the frames,
-    and the states [C, tokens_per_frame, hidden] halfway up, of the frames that have a past to remember."""
+    and halfway up the states [C, tokens_per_frame, hidden] of the frames that have a past to remember and [M, hidden]
+    of the colours in notes."""
 
     states: Tensor
     features: Tensor
     halfway: Tensor
+    noted: Tensor
 
 
 def look(model: Any, spec: Spec, feed: Feed, frames: Tensor) -> Seen:
@@ -76,7 +82,7 @@ def look(model: Any, spec: Spec, feed: Feed, frames: Tensor) -> Seen:
     states, halfway = forward.hidden_states(
         model, spec, feed.ids, feed.positions, features, feed.videos, branches
     )
-    return Seen(states, features, halfway[feed.recall])
+    return Seen(states, features, halfway[feed.recall], halfway[feed.notes])
 
 
 def label_logits(model: Any, feed: Feed, seen: Seen) -> Tensor:

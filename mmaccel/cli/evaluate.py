@@ -178,8 +178,12 @@ def table(
     most_tokens: Annotated[int, typer.Option("--max-tokens", help="Leave longer rows out.")] = 65536,
     videos: Videos = None,
     draft: Draft = None,
+    jobs: Annotated[
+        int, typer.Option("--jobs", min=1, help="Processes; most of the time is video files, one core each.")
+    ] = 1,
     output: Annotated[
-        Path | None, typer.Option("--out", help="Also write the rows, as JSON, to this file.")
+        Path | None,
+        typer.Option("--out", help="Also write the rows, as JSON, to this file; go on where it stopped."),
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -190,9 +194,11 @@ def table(
     Ends with status 1 when a row misses its bound.
     """
     import json
+    from functools import partial
 
     from mmaccel.eval.cases import Film, checked_seed
-    from mmaccel.eval.table import ENTRIES, markdown, measure
+    from mmaccel.eval.jobs import Job, measure_in
+    from mmaccel.eval.table import ENTRIES, markdown, measure, order
     from mmaccel.models import tiny
 
     checked_seed(seed)
@@ -200,12 +206,11 @@ def table(
         raise WorldError(f"--out: {output} is no place for a file; name a file in a folder that exists.")
     chosen = choices.recipe(recipe, model)
     place, kept_in = choices.where(device), choices.dtype(dtype)
-    processor = choices.processor(model)
-    loaded = choices.load(model, place, kept_in)
     partner = draft or (f"{model}-draft" if f"{model}-draft" in tiny.NAMES else None)
-    second = choices.load(partner, place, kept_in) if partner is not None else None
+    load = partial(_load, model, partner, place, kept_in)
     entries = [entry for entry in ENTRIES if entry.tokens <= most_tokens]
-    lines: list[Line] = []
+    begun = _begun(output, {"model": model, "recipe": recipe, "draft": partner, "seed": seed})
+    lines = list(begun)
     stopped, whole = False, False
 
     def result() -> dict[str, Any]:
@@ -231,18 +236,34 @@ def table(
             def told(task: str, done: int, total: int) -> None:
                 progress.update(bar, description=task, completed=done, total=total)
 
-            for line in measure(
-                loaded,
-                processor,
-                film,
-                samples=samples,
-                seed=seed,
-                recipe=chosen,
-                draft=second,
-                entries=entries,
-                progress=told,
-            ):
+            if jobs > 1:
+                job = Job(
+                    load=load,
+                    samples=samples,
+                    seed=seed,
+                    recipe=chosen,
+                    entries=entries,
+                    done=begun,
+                    videos=videos,
+                )
+                measured = measure_in(jobs, job, told)
+            else:
+                loaded, processor, second = load()
+                measured = measure(
+                    loaded,
+                    processor,
+                    film,
+                    samples=samples,
+                    seed=seed,
+                    recipe=chosen,
+                    draft=second,
+                    entries=entries,
+                    progress=told,
+                    done=begun,
+                )
+            for line in measured:
                 lines.append(line)
+                lines.sort(key=order)
                 write()
         whole = True
     except KeyboardInterrupt:
@@ -257,6 +278,33 @@ def table(
         raise typer.Exit(130)
     if not all(line.met for line in lines):
         raise typer.Exit(1)
+
+
+def _begun(output: Path | None, settings: dict[str, Any]) -> list[Line]:
+    """The lines that an earlier run with the same settings left in a file. Raises `WorldError` for other settings."""
+    import json
+
+    from mmaccel.eval.table import Line
+
+    if output is None or not output.exists():
+        return []
+    try:
+        found = json.loads(output.read_text(encoding="utf-8"))
+        lines = [Line.from_dict(row) for row in found["lines"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WorldError(f"--out: {output} is there and holds no table; give another file.") from error
+    for name, value in settings.items():
+        if found.get(name) != value:
+            raise WorldError(
+                f"--out: {output} holds the table of {name} {found.get(name)!r}, not {value!r}; give another file."
+            )
+    return lines
+
+
+def _load(model: str, draft: str | None, device: str, dtype: str) -> tuple[Any, Any, Any]:
+    """Model, processor and draft; also what each process of --jobs begins with."""
+    second = choices.load(draft, device, dtype) if draft is not None else None
+    return choices.load(model, device, dtype), choices.processor(model), second
 
 
 def _rows(tally: Tally, kinds: tuple[str, ...]) -> Any:

@@ -8,7 +8,7 @@ from mmaccel.models.tiny import CAPTION_REQUEST
 from mmaccel.models.tiny.configs import Spec
 from mmaccel.train.evaluate import Scores, table
 from mmaccel.world import SCENES, SHAPES
-from mmaccel.world.words import NOTE_QUESTION, OBJECTS, QUESTIONS
+from mmaccel.world.words import QUESTIONS
 
 _FAMILY = {"llava_onevision": "LLaVA-OneVision", "qwen2_5_vl": "Qwen2.5-VL"}
 
@@ -18,7 +18,7 @@ def _asked() -> str:
     examples = [
         form.format(*([SCENES[1]] if kind == "scene" else SHAPES[3:5])) for kind, form in QUESTIONS.items()
     ]
-    examples += [NOTE_QUESTION.format(OBJECTS[0]), CAPTION_REQUEST]
+    examples.append(CAPTION_REQUEST)
     written = [one.replace(" ?", "?").replace(" ,", ",").replace(" .", ".").capitalize() for one in examples]
     return ", ".join(f'"{one}"' for one in written)
 
@@ -26,7 +26,8 @@ def _asked() -> str:
 def write_card(
     spec: Spec, parameters: int, scores: Scores | None, head: dict[str, Any], rows: str | None = None
 ) -> str:
-    """Markdown. `head` holds the run's options as the journal has them; `rows` is the table of `mmaccel eval table`."""
+    """Markdown. `head` holds the run's options as the journal has them, and remarks to add if any; `rows` is the table of
+    `mmaccel eval table`."""
     options = head["options"]
     role = (
         f"The draft of `{spec.target}`: the same family and tokenizer, cheap enough to guess ahead."
@@ -49,7 +50,7 @@ def write_card(
         "with a coloured shape that last one frame) and knows nothing else. It is made for tests, demonstrations and "
         "measurements of acceleration methods, not for real video.",
         "",
-        f"Ask in the world's words, upper or lower case: {_asked()}. The note is one in a passage of text between videos.",
+        f"Ask in the world's words, upper or lower case: {_asked()}.",
         "",
     ]
     if rows is not None:
@@ -73,6 +74,7 @@ def write_card(
     lines += [
         f"Training: `python -m mmaccel.train {spec.name}`, seed {options['seed']}, videos of up to {options['longest']} "
         "frames; the losses are in `curve.json`.",
+        *head.get("remarks", ()),
         "",
     ]
     return "\n".join(lines)

@@ -26,6 +26,8 @@ from mmaccel.train.probe import Eye, Recall
 
 WARM_UP, DECAY_FROM = 0.02, 0.72
 FRESH_STEPS = 100
+# Options that say where files were, not what was trained.
+NOT_TOLD = ("name", "out", "resume", "initial", "began")
 # Until when the readers' losses weigh much.
 EARLY = 0.6
 REPORT_SECONDS, SAVE_SECONDS, QUICK_SECONDS, DRAFT_QUICK_SECONDS = 10.0, 60.0, 110.0, 25.0
@@ -143,7 +145,7 @@ class Trainer:
         self.journal = Journal(
             {
                 "model": options.name,
-                "options": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(options).items()},
+                "options": {k: v for k, v in asdict(options).items() if k not in NOT_TOLD},
             }
         )
         if options.initial is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from fractions import Fraction
@@ -41,7 +42,8 @@ def write_mp4(
         raise WorldError(f"{path} is a folder; give the name of a file in it.")
 
     table = world.table()
-    partial = path.with_name(path.name + ".part")
+    # Two processes may write the same file at once.
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with av.open(str(partial), "w", format="mp4") as container:
             stream = container.add_stream("libx264", rate=Fraction(world.fps).limit_denominator(1000))

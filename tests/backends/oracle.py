@@ -26,9 +26,13 @@ def budget(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     """The answer in float64, and the most a backend may be off it in the type of the inputs.
 
     That is twice what plain attention in that type is off, over a few orders of summation (a plan has an order of its
-    own, and the error of one order of a single row is a matter of luck), and one rounding of the largest value.
+    own, and the error of one order of a single row is a matter of luck), one rounding of the largest value, and one
+    fp32 rounding of each score: kernels turn scores to base 2 for the exponential, which plain attention does not. A
+    relative error e of score s moves an output by e * p * |s| * |v| at most, summed over the keys.
     """
-    exact = masked(query.double(), key.double(), value.double(), mask, scale)
+    wide = query.double(), key.double(), value.double()
+    exact = masked(*wide, mask, scale)
+    turned = float(_moved(*wide, mask, scale).max()) * torch.finfo(torch.float32).eps / 2
     generator = torch.Generator().manual_seed(0)
     orders = [torch.arange(key.shape[2])] + [
         torch.randperm(key.shape[2], generator=generator) for _ in range(4)
@@ -38,7 +42,16 @@ def budget(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
         order = order.to(key.device)
         plain = masked(query, key[:, :, order], value[:, :, order], mask[..., order], scale).double()
         error = max(error, float((plain - exact).abs().max()))
-    return exact, 2 * error + torch.finfo(query.dtype).eps * float(exact.abs().max())
+    return exact, 2 * error + torch.finfo(query.dtype).eps * float(exact.abs().max()) + turned
+
+
+def _moved(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Sum over the keys of p * |s| * |v|, for each output."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    score = (query * scale) @ key.transpose(2, 3)
+    weight = score.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
+    return (weight * score.abs()) @ value.abs()
 
 
 def flat(part: Part, plan: AttentionPlan) -> tuple:

@@ -84,7 +84,7 @@ def test_eval_needle_documents(call: Call, random_folder: Folder) -> None:
     arguments = ("eval", "needle", "--model", model, "--frames", "8", "--samples", 1, "--documents", "--json")
     status, out, _ = call(*arguments)
     told = json.loads(out)
-    assert status == 0 and told["documents"] and set(told["lengths"][0]["kinds"]) == {"needle", "note"}
+    assert status == 0 and told["documents"] and set(told["lengths"][0]["kinds"]) == {"needle"}
 
 
 def test_eval_keeps_what_it_has_when_stopped(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +136,17 @@ def test_eval_table(call: Call, ov: str, tmp_path: Path) -> None:
     told = json.loads(rows.read_text())
     assert [row["task"] for row in told["lines"]] == ["V-NIAH", "draft step"]
     assert told["complete"] and told["markdown"] in out
+    # A second run measures what is missing only, and puts it where it belongs.
+    told["lines"] = [{**told["lines"][1], "value": 99.0}]
+    rows.write_text(json.dumps(told))
+    status, out, _ = call(*arguments)
+    again = json.loads(rows.read_text())["lines"]
+    assert [row["task"] for row in again] == ["V-NIAH", "draft step"] and again[1]["value"] == 99.0
+    status, _, err = call(*arguments, "--seed", 5)
+    assert status == 2 and "holds the table of seed 0, not 5" in err
+    rows.write_text("[]")
+    status, _, err = call(*arguments)
+    assert status == 2 and "holds no table" in err and rows.read_text() == "[]"
 
 
 def test_demo_fails_when_the_answers_are_wrong(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from mmaccel.core.errors import ModelError
+from mmaccel.core.recipe import Recipe
 from mmaccel.eval.cases import Film
+from mmaccel.eval.jobs import Job, measure_in, merged
 from mmaccel.eval.table import ENTRIES, Entry, Line, frames_of, markdown, measure, step_ratio
 from mmaccel.models.loading import load_model, load_processor
 
@@ -43,10 +50,10 @@ def test_markdown_tells_what_was_missed() -> None:
         Line("scene", 512, 8192, 0.3, 50, 0.0),
     ]
     rows = markdown(lines).splitlines()[2:]
-    assert rows[0] == "| V-NIAH | 8 | 128 | 100.0% | 50 | at least 98.0% |"
-    assert rows[1].endswith("at least 90.0% (missed) |")
-    assert rows[2] == "| draft step | - | 1024 | 4.20 | 1 | 3.00 to 6.00 |"
-    assert rows[3].endswith("| - |")
+    assert rows[0] == "| V-NIAH | 8 | 128 | 100.0% | 50 | at least 98.0% |  |"
+    assert rows[1].endswith("at least 90.0% (missed) |  |")
+    assert rows[2] == "| draft step | - | 1024 | 4.20 | 1 | 3.00 to 6.00 |  |"
+    assert rows[3].endswith("| - |  |")
 
 
 def test_measuring_gives_a_line_an_entry(random_folder: Callable[[str], Path]) -> None:
@@ -80,3 +87,46 @@ def test_a_model_costs_as_much_as_itself(random_folder: Callable[[str], Path]) -
     large = load_model(random_folder("tiny-ov"), dtype=torch.float32)
     assert 1 / 3 < step_ratio(small, small, length=64, steps=12) < 3
     assert step_ratio(large, small, length=64, steps=12) > 1.5
+
+
+def _loaded(folder: Path) -> tuple[Any, Any, Any]:
+    model = load_model(folder, dtype=torch.float32)
+    return model, load_processor(folder), model
+
+
+def test_jobs_change_no_figure(random_folder: Callable[[str], Path]) -> None:
+    """Five answers over three processes, and captions over more processes than there are captions."""
+    load = partial(_loaded, random_folder("tiny-qwen-draft"))
+    entries = (Entry("V-NIAH", 128, ("needle", "count"), 0.98), Entry("caption", 128, (), 0.9))
+    recipe = Recipe()
+    told: list[tuple[str, int, int]] = []
+    model, processor, draft = load()
+    with Film() as film:
+        alone = list(measure(model, processor, film, samples=2, draft=draft, entries=entries))
+    assert {line.device for line in alone} == {"CPU, float32"}
+    with Film() as film:
+        rest = measure(model, processor, film, samples=2, draft=draft, entries=entries, done=alone[1:])
+        assert [line.task for line in rest] == ["V-NIAH"]
+    job = Job(load=load, samples=2, seed=0, recipe=recipe, entries=entries)
+    together = list(measure_in(3, job, lambda *what: told.append(what)))
+    assert [line.task for line in together] == ["V-NIAH", "caption", "draft agrees", "draft step"]
+    for one, same in zip(alone[:-1], together[:-1], strict=True):
+        assert one.value is not None and same.value is not None
+        assert replace(same, value=round(same.value, 9)) == replace(one, value=round(one.value, 9))
+    assert ("V-NIAH 128", 4, 4) in told and told[-1][1:] == (2, 2)
+
+
+def test_merged_lines_weigh_answers() -> None:
+    lines = [
+        Line("count", 8, 120, 1.0, 3, 0.9),
+        Line("count", 8, 130, 0.0, 1, 0.9),
+        Line("count", 8, 128, None, 0, 0.9),
+    ]
+    assert merged(lines) == Line("count", 8, 122, 0.75, 4, 0.9)
+    assert merged(lines[2:]) == lines[2]
+
+
+def test_an_error_of_a_job_is_raised(tmp_path: Path) -> None:
+    job = Job(load=partial(_loaded, tmp_path), samples=1, seed=0, recipe=Recipe())
+    with pytest.raises(ModelError, match="config"):
+        list(measure_in(2, job))

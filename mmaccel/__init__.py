@@ -41,7 +41,7 @@ __all__ = [
     "register",
 ]
 
-_ROOMS = ("eval", "media", "world")
+_ROOMS = ("eval", "media", "search", "world")
 
 
 def list_policies(kind: str | None = None) -> dict[str, list[str]]:

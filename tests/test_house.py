@@ -30,8 +30,20 @@ WALLS = {
     "media": {"media", "core.errors"},
     "world": {"world", "core.errors"},
     "train": {"train", "models", "world", "core"},
+    "search": {"search", "core", "policies", "backends"},
     "eval": {"eval", "core", "models", "policies", "media", "world"},
-    "cli": {"__version__", "cli", "eval", "core", "models", "policies", "backends", "media", "world"},
+    "cli": {
+        "__version__",
+        "cli",
+        "eval",
+        "search",
+        "core",
+        "models",
+        "policies",
+        "backends",
+        "media",
+        "world",
+    },
 }
 # Optional or heavy packages, and the only places that may name them.
 ONLY_IN = {
@@ -43,7 +55,7 @@ ONLY_IN = {
     "PIL": ("media/",),
     "rich": ("cli/",),
     "typer": ("cli/",),
-    "matplotlib": ("eval/",),
+    "matplotlib": ("eval/", "search/"),
     "torchvision": (),
 }
 LONGEST = 400

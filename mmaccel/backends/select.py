@@ -1,25 +1,61 @@
-"""Which backend serves a device: what is usable and why not, and one choice, made once."""
+"""Which backend serves a device: what is usable and why not, and one choice, made once.
+
+On CUDA "auto" is the backend whose blocks cost least on this device at the model's shape, measured when a recipe is
+attached (in about ten seconds; kept on disk after that); from the same costs it follows for each prompt whether a pattern
+beats dense attention. On the CPU the order of `PREFERENCE` decides, and nothing is measured unless asked.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmaccel.backends import cost
+from mmaccel.backends.cost import Costs, Shape, Store
 from mmaccel.core.errors import RecipeError, UnknownName
+
+__all__ = ["Choice", "Shape", "choose", "decide", "get", "usable"]
 
 BlockAttend = Callable[..., tuple[Tensor, Tensor]]
 
 BACKENDS = {
     "reference": "mmaccel.backends.reference",
     "flex": "mmaccel.backends.flex",
+    "triton": "mmaccel.backends.triton",
 }
 """Name to module; each has ``usable(device) -> str | None`` and ``op``, a custom operator of the flat schema."""
 
-PREFERENCE = {"cuda": ("flex", "reference"), "cpu": ("reference", "flex")}
-"""Order in which "auto" looks; fastest first."""
+PREFERENCE = {"cuda": ("triton", "flex", "reference"), "cpu": ("reference", "flex")}
+"""Order in which "auto" looks where nothing is measured, and in which it measures; fastest first."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend of an attached recipe, why it is this one, and what things cost there (None: not measured)."""
+
+    backend: str
+    why: str
+    costs: Costs | None = None
+
+    def pays(self, listed: float, causal: float, tokens: float) -> bool:
+        """Whether a pattern that lists at most `listed` pairs of a layer beats dense attention over `causal` pairs.
+
+        Both count the pairs of all heads and sequences; a plan for `tokens` tokens is made first. Dense wins a tie. True
+        where nothing was measured.
+        """
+        if self.costs is None:
+            return True
+        sparse = self.costs.sparse[self.backend](listed) + self.costs.planning(tokens)
+        return sparse < self.costs.dense(causal)
+
+    def describe(self) -> str:
+        """The choice and its reason in one sentence."""
+        return f"{self.backend} ({self.why})"
 
 
 def usable(device: torch.device | str) -> dict[str, str | None]:
@@ -28,12 +64,52 @@ def usable(device: torch.device | str) -> dict[str, str | None]:
 
 
 def choose(device: torch.device | str) -> str:
-    """The name that "auto" stands for on `device`."""
+    """The name that "auto" stands for on `device` where nothing is measured."""
+    return _candidates(torch.device(device))[0]
+
+
+def decide(
+    name: str,
+    device: torch.device | str,
+    shape: Shape,
+    *,
+    plan: Callable[[int], Callable[[], Any]] | None = None,
+    label: str = "",
+    measure: bool | None = None,
+    store: Store | None = None,
+    **how: Any,
+) -> Choice:
+    """The backend for `name` ("auto", or one by name, which stands) on `device`, for layers of `shape`.
+
+    plan     tokens -> something that plans a layer of that many, timed with the rest; `label` tells it from others
+    measure  whether "auto" measures; by default on CUDA alone
+    store    where costs are kept, the user's cache folder by default
+    how      for `cost.measure`
+
+    Raises as `get` does.
+    """
     device = torch.device(device)
-    for name in PREFERENCE.get(device.type, ("reference",)):
-        if _why_not(name, device) is None:
-            return name
-    return "reference"
+    if name != "auto":
+        get(name, device)
+        return Choice(name, "asked for by name")
+    names = _candidates(device)
+    if not (device.type == "cuda" if measure is None else measure):
+        return Choice(names[0], f"the first of {', '.join(names)} on {device.type}; nothing was measured")
+    if shape.dtype == torch.float64:
+        return Choice("reference", "no other computes in float64")
+    kept = store if store is not None else Store()
+    tried = tuple(n for n in names if n != "reference") or names
+    key = cost.key_of(device, shape, tried, label)
+    costs = kept.get(key)
+    again = costs is not None
+    if costs is None or not costs.sparse:
+        costs = cost.measure(device, shape, {n: get(n, device) for n in tried}, plan, **how)
+        kept.put(key, costs)
+    if not costs.sparse:
+        return Choice("reference", ", ".join(f"{n}: {reason}" for n, reason in costs.untried.items()), None)
+    # What matters is the rate of long lists; the fixed part is paid by every backend.
+    best = min(costs.sparse, key=lambda n: costs.sparse[n].each)
+    return Choice(best, _reason(costs, best, shape, again), costs)
 
 
 def get(name: str, device: torch.device | str) -> BlockAttend:
@@ -53,6 +129,21 @@ def get(name: str, device: torch.device | str) -> BlockAttend:
         )
     op: BlockAttend = import_module(BACKENDS[name]).op
     return op
+
+
+def _candidates(device: torch.device) -> tuple[str, ...]:
+    names = PREFERENCE.get(device.type, ("reference",))
+    return tuple(n for n in names if _why_not(n, device) is None) or ("reference",)
+
+
+def _reason(costs: Costs, best: str, shape: Shape, again: bool) -> str:
+    def rate(line: cost.Line) -> str:
+        return f"{4 * shape.size / line.each / 1e12:.3g} TFLOP/s"
+
+    told = [f"{name} {rate(line)}" for name, line in costs.sparse.items()]
+    told += [f"{name} not tried: {why}" for name, why in costs.untried.items()]
+    when = "measured before" if again else "measured"
+    return f"{when}: blocks by {', '.join(told)}; dense {rate(costs.dense)}"
 
 
 def _others(device: torch.device) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mmaccel.cli import ask, catalog, evaluate, worlds
+from mmaccel.cli import ask, catalog, draw, evaluate, search, worlds
 from mmaccel.cli.console import quiet, sentence
 
 app = typer.Typer(
@@ -41,6 +41,8 @@ def options(
 app.command("ask")(ask.ask)
 app.command("list")(catalog.list_names)
 app.command("describe")(catalog.describe)
+app.command("search")(search.search)
+app.command("draw")(draw.draw)
 app.command("world")(worlds.world)
 app.command("demo")(worlds.demo)
 app.add_typer(evaluate.app, name="eval")

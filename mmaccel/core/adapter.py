@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -61,6 +62,17 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def geometry(self, model: nn.Module) -> Geometry: ...
+
+    def fingerprint(self, model: nn.Module) -> dict[str, Any]:
+        """What a table of head patterns is bound to: the model's type and sizes; JSON-ready."""
+        shape = self.geometry(model)
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        sizes = {name: getattr(shape, name) for name in ("layers", "heads", "kv_heads", "head_dim")}
+        return {"type": kind, **sizes}
+
+    def folder(self, model: nn.Module) -> Path | None:
+        """The local folder the model was loaded from, if there is one."""
+        return None
 
     @abstractmethod
     def multimodal(self, model: nn.Module) -> nn.Module:
@@ -135,6 +147,16 @@ class ModelView:
     @property
     def geometry(self) -> Geometry:
         return self.adapter.geometry(self.model)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """See `ModelAdapter.fingerprint`."""
+        return self.adapter.fingerprint(self.model)
+
+    @property
+    def folder(self) -> Path | None:
+        """See `ModelAdapter.folder`."""
+        return self.adapter.folder(self.model)
 
     @property
     def device(self) -> torch.device:

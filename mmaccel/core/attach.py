@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
 from mmaccel.backends import select
@@ -15,12 +18,17 @@ from mmaccel.core.adapter import ModelAdapter, ModelView
 from mmaccel.core.attention import Road
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import KVState
+from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Report
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
 _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
+
+
+FRAME = 196
+"""Tokens of a frame of the prompts on which a pattern's planning is timed."""
 
 
 def adapter_for(model: nn.Module) -> ModelAdapter:
@@ -48,9 +56,10 @@ class Accelerated:
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.model = model
-        self.recipe = recipe
         self.adapter = adapter_for(model)
         self.view = ModelView(model, self.adapter, adapter_for)
+        bound = recipe.sparse.bind(self.view)
+        self.recipe = recipe = recipe if bound is recipe.sparse else replace(recipe, sparse=bound)
         self.last_state: KVState | None = None
         depth = self.view.geometry.layers
         wrong = [n for n in recipe.dense_layers if n >= depth]
@@ -60,8 +69,8 @@ class Accelerated:
             )
         recipe.draft.check(self.view)
         device = self.view.device
-        name = select.choose(device) if recipe.backend == "auto" else recipe.backend
-        self.road = Road(recipe, name, select.get(name, device))
+        choice = choose_backend(recipe, self.view)
+        self.road = Road(recipe, choice.backend, select.get(choice.backend, device), choice=choice)
         self._detach: Callable[[], None] | None = self.adapter.attach(model, self)
         _attached[model] = ref(self)
 
@@ -83,7 +92,8 @@ class Accelerated:
     def report(self) -> Report:
         """Figures of the last `generate`, or of the forward passes since the last one."""
         kv = self.last_state.counters() if self.last_state is not None else {}
-        return self.road.meter.report(self.recipe.to_dict(), self.road.backend, kv, self.view.device)
+        why = self.road.choice.why if self.road.choice is not None else ""
+        return self.road.meter.report(self.recipe.to_dict(), self.road.backend, kv, self.view.device, why)
 
     def detach(self) -> None:
         """Leave the model as it was before; a second call does nothing."""
@@ -116,6 +126,25 @@ def accelerate(
             "the model is accelerated already; call detach() on what accelerate returned, then attach anew."
         )
     return Accelerated(model, chosen)
+
+
+def choose_backend(recipe: Recipe, view: ModelView) -> select.Choice:
+    """The backend of a recipe on a model; "auto" may measure, the making of the recipe's plans included."""
+    device, sizes = view.device, view.geometry
+    if recipe.sparse.name == "dense" and recipe.backend == "auto":
+        return select.Choice(select.choose(device), "the recipe is dense and lists no block")
+    dtype = next(view.model.parameters()).dtype
+    pattern = recipe.sparse.at(0)
+
+    def plan(n: int) -> Callable[[], object]:
+        place = torch.arange(n, device=device)[None]
+        layout = TokenLayout.build(torch.full_like(place, VIDEO), frame=place // FRAME)
+        query = torch.randn(1, sizes.heads, n, sizes.head_dim, device=device).to(dtype)
+        return lambda: pattern.plan(query, query[:, : sizes.kv_heads], layout, layout)
+
+    label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
+    shape = select.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
+    return select.decide(recipe.backend, device, shape, plan=plan, label=label)
 
 
 def attached(model: nn.Module) -> Accelerated | None:

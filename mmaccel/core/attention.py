@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends import ops, select
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lower import attend_plan
@@ -31,10 +31,25 @@ class Road:
     backend: str
     kernel: Callable[..., tuple[Tensor, Tensor]]
     meter: Meter = field(default_factory=Meter)
+    probe: Callable[[Run, int, Tensor, Tensor, Tensor, float], None] | None = None
+    """Called with what enters a layer's attention, before it is computed: (run, layer, query, key, value, scale)."""
+    choice: select.Choice | None = None
 
     def sparse(self, layer: int) -> bool:
         """Whether a prefill follows the pattern at `layer`."""
         return self.recipe.sparse.name != "dense" and layer not in self.recipe.dense_layers
+
+    def pays(self, layer: int, query: Tensor, n_key: int) -> bool:
+        """Whether the pattern of `layer` beats dense attention, from sizes and measured costs alone."""
+        if self.choice is None:
+            return True
+        pattern = self.recipe.sparse.at(layer)
+        B, H, n, _ = query.shape
+        causal = n * (2 * n_key - n + 1) / 2
+        # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys.
+        most = causal + n * pattern.block
+        listed = min(pattern.bound(n, n_key) * pattern.block**2, most)
+        return self.choice.pays(B * H * listed, B * H * causal, B * n_key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +83,13 @@ class Run:
         if view is not None:
             key, value = view.key, view.value
         rows = query.shape[2]
+        if self.road.probe is not None:
+            self.road.probe(self, layer, query, key, value, scale)
         limited = view is not None and (view.column is not None or view.window is not None)
         plan = None
-        if not limited and self.prefill and rows >= MIN_ROWS and self.road.sparse(layer):
-            plan = self._plan(query, key, rows)
+        sparse = not limited and self.prefill and rows >= MIN_ROWS and self.road.sparse(layer)
+        if sparse and self.road.pays(layer, query, key.shape[2]):
+            plan = self._plan(layer, query, key, rows)
         if plan is not None:
             return self._sparse(layer, plan, query, key, value, scale)
         self._count(layer, rows, None, query)
@@ -88,15 +106,16 @@ class Run:
         )
         return out
 
-    def _plan(self, query: Tensor, key: Tensor, rows: int) -> AttentionPlan | None:
+    def _plan(self, layer: int, query: Tensor, key: Tensor, rows: int) -> AttentionPlan | None:
         queries = self.layout.take(slice(self.start, self.start + rows))
-        plan = self.road.recipe.sparse.plan(query, key, queries, self.layout)
+        plan = self.road.recipe.sparse.at(layer).plan(query, key, queries, self.layout)
         tail = self._tail(rows)
         if plan is None or not tail:
             return plan
         head = rows - tail
         parts = tuple(replace(p, q_row=torch.where(p.q_row < head, p.q_row, -1)) for p in plan.parts)
-        return replace(plan, parts=parts)
+        dense = replace(plan.dense, rows=head) if plan.dense is not None else None
+        return replace(plan, parts=parts, dense=dense)
 
     def _tail(self, rows: int) -> int:
         return min(max(self.road.recipe.dense_tail - self.rest, 0), rows)
@@ -137,5 +156,7 @@ class Run:
         else:
             tail = self._tail(rows)
             listed = plan.listed_pairs() + pairs[:, rows - tail :].sum(1, keepdim=True)
-            names = self.road.recipe.sparse.per_head(heads)
+            names = self.road.recipe.sparse.at(layer).per_head(heads)
+            if plan.dense is not None:
+                names = tuple("dense" if h in plan.dense.heads else name for h, name in enumerate(names))
         self.road.meter.attention(layer, names, listed, causal)

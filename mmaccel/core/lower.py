@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mmaccel.core.plan import AttentionPlan, Part
+from mmaccel.backends import ops
+from mmaccel.core.mix import runs
+from mmaccel.core.plan import AttentionPlan, DenseHeads, Part
 
 BlockAttend = Callable[..., tuple[Tensor, Tensor]]
 """A backend's operator; its arguments are those of `mmaccel.backends.ops.block_attend`."""
@@ -49,7 +51,8 @@ def attend_plan(
     """Attention of one layer: out [B, H, n_query, D] in the type of the query, and its lse [B, H, n_query].
 
     Rows that no part serves, or that see no key, are zero with lse = -inf. Parts that share rows (`plan.overlap`) are
-    merged exactly by their log-sum-exps.
+    merged exactly by their log-sum-exps. Heads that the plan leaves dense go through the dense operator, which knows no
+    log-sum-exp: theirs is NaN.
     """
     B, H, n, _ = query.shape
     out: Tensor | None = None
@@ -64,7 +67,24 @@ def attend_plan(
     if out is None or lse is None:
         kind = torch.float64 if query.dtype == torch.float64 else torch.float32
         return value.new_zeros(B, H, n, value.shape[-1]), query.new_full((B, H, n), -torch.inf, dtype=kind)
-    return out[:, :, :n].to(query.dtype), lse[:, :, :n]
+    out, lse = out[:, :, :n].to(query.dtype), lse[:, :, :n]
+    if plan.dense is not None:
+        _attend_dense(plan.dense, query, key, value, scale, out, lse)
+    return out, lse
+
+
+def _attend_dense(
+    dense: DenseHeads, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor
+) -> None:
+    """Write the rows of the dense heads into `out` and `lse`; keys are views of whole groups."""
+    n, start = dense.rows, key.shape[2] - query.shape[2]
+    seen = slice(0, start + n)
+    valid = dense.keys.valid[:, seen] if dense.keys.padded else None
+    for run in runs(dense.heads, query.shape[1] // key.shape[1]):
+        k, v = key[:, run.groups, seen], value[:, run.groups, seen]
+        q, heads = run.of(query)[:, :, :n], list(run.heads)
+        out[:, heads, :n] = ops.dense_attend(q, k, v, scale, start=start, valid=valid)
+        lse[:, heads, :n] = torch.nan
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

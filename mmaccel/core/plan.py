@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import ABSENT, FULL, TEST
+from mmaccel.core.layout import TokenLayout
 
 FAR = 2**31 - 1
 """The upper end of an open range."""
@@ -81,10 +82,39 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
+class DenseHeads:
+    """Heads that no part of a plan serves: their queries see every valid key not after them, by the dense operator.
+
+    heads ascending; of the queries, whose layout is `queries`, the first `rows`; keys the layout of all keys.
+    """
+
+    heads: tuple[int, ...]
+    queries: TokenLayout
+    keys: TokenLayout
+    rows: int
+
+    def mask(self) -> Tensor:
+        """[B, n_query, n_key] bool: the pairs of each of the heads."""
+        q, k = self.queries, self.keys
+        seen = (k.position[:, None] <= q.position[:, :, None]) & k.valid[:, None] & q.valid[:, :, None]
+        return seen & (torch.arange(q.length, device=q.device) < self.rows)[:, None]
+
+    def pairs(self) -> Tensor:
+        """[B] float64: how many pairs each of the heads computes."""
+        q = self.queries.take(slice(0, self.rows))
+        return ((q.position + 1) * q.valid).sum(1).double()
+
+    def to(self, device: torch.device | str) -> DenseHeads:
+        """The same with its layouts on `device`."""
+        return replace(self, queries=self.queries.to(device), keys=self.keys.to(device))
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """What one attention layer computes: disjoint parts, or parts that share rows over disjoint keys (`overlap`).
 
-    `batch`, `heads`, `n_query`, `n_key` are the sizes of the tensors it is for. Lives for one layer.
+    `batch`, `heads`, `n_query`, `n_key` are the sizes of the tensors it is for. `dense`: heads that no part serves. Lives
+    for one layer.
     """
 
     parts: tuple[Part, ...]
@@ -95,6 +125,7 @@ class AttentionPlan:
     n_query: int
     n_key: int
     overlap: bool = False
+    dense: DenseHeads | None = None
 
     def count_mask(self) -> Tensor:
         """[B, H, n_query, n_key] uint8: in how many spans a pair is computed. Anything above 1 is a fault of the planner."""
@@ -112,7 +143,10 @@ class AttentionPlan:
                 )
                 rows = _or_last(q_row, self.n_query)[..., None].expand_as(wide)
                 total.scatter_add_(2, rows, wide)
-        return total[:, :, :-1, :-1]
+        total = total[:, :, :-1, :-1]
+        if self.dense is not None:
+            total[:, list(self.dense.heads)] += self.dense.mask()[:, None].to(torch.uint8)
+        return total
 
     def to_mask(self) -> Tensor:
         """[B, H, n_query, n_key] bool: the exact pairs this plan computes. For tests and pictures, not for long inputs."""
@@ -128,6 +162,8 @@ class AttentionPlan:
             for span in part.spans:
                 nk = _per_block(span.k_row >= 0, self.block_k)
                 total += _listed_area(span.lists, nq, nk).expand(B, H)
+        if self.dense is not None:
+            total[:, list(self.dense.heads)] += self.dense.pairs()[:, None]
         return total
 
     def to(self, device: torch.device | str) -> AttentionPlan:
@@ -140,7 +176,8 @@ class AttentionPlan:
             return KeySpan(k_row, q_place, k_place, span.lo, span.hi, lists)
 
         parts = tuple(Part(p.q_row.to(device), tuple(map(moved, p.spans))) for p in self.parts)
-        return replace(self, parts=parts)
+        dense = self.dense.to(device) if self.dense is not None else None
+        return replace(self, parts=parts, dense=dense)
 
 
 def element_mask(part: Part, span: KeySpan, block_q: int, block_k: int) -> Tensor:
@@ -189,7 +226,9 @@ def span_from_ranges(
     inside = torch.arange(owner.numel(), device=flat.device) - (flat.cumsum(0) - flat)[owner]
     index = start.reshape(-1)[owner] + inside
     row = owner // length.shape[-1]
-    return _classified(q_row, k_row, q_place, k_place, lo, hi, row, index, length.shape[:3], block_q, block_k)
+    return span_from_entries(
+        q_row, k_row, q_place, k_place, lo, hi, row, index, length.shape[:3], block_q, block_k
+    )
 
 
 def span_from_table(
@@ -206,47 +245,10 @@ def span_from_table(
     """A span that lists the True entries of `table` [b, h, M, key blocks]; dropped and classified as above."""
     b, h, m, n = table.shape
     row, index = table.reshape(b * h * m, n).nonzero(as_tuple=True)
-    return _classified(q_row, k_row, q_place, k_place, lo, hi, row, index, (b, h, m), block_q, block_k)
+    return span_from_entries(q_row, k_row, q_place, k_place, lo, hi, row, index, (b, h, m), block_q, block_k)
 
 
-def span_from_steps(
-    q_row: Tensor,
-    k_row: Tensor,
-    q_place: Tensor,
-    k_place: Tensor,
-    lo: int,
-    hi: int,
-    home: Tensor,
-    steps: Tensor,
-    block_q: int,
-    block_k: int,
-) -> KeySpan:
-    """A span in which every query block lists the same blocks, seen from itself.
-
-    Query block m lists key block ``home + m - t`` for every t with ``steps[..., t]``, as far as there is one.
-    home [b, 1] or [b, h] block numbers, steps [b, h, T] bool. Dropped and classified as in `span_from_ranges`.
-    """
-    b, h, T = steps.shape
-    m, n = q_row.shape[-1] // block_q, k_row.shape[-1] // block_k
-    # Steps by head, the largest first, so that the blocks of a list ascend.
-    head, t = steps.flip(2).reshape(b * h, T).nonzero(as_tuple=True)
-    t = T - 1 - t
-    count = torch.bincount(head, minlength=b * h)
-    begin = (count.cumsum(0) - count)[:, None]
-    at = home.expand(b, h).reshape(-1, 1) + torch.arange(m, device=steps.device)
-    # In the key (head, -t) steps ascend; those with 0 <= at - t < n are one run of a head's steps.
-    order = head * (T + 1) + (T - 1 - t)
-    low = torch.arange(b * h, device=steps.device)[:, None] * (T + 1)
-    first = torch.searchsorted(order, low + (T - 1 - at).clamp(0, T)) - begin
-    end = torch.searchsorted(order, low + (T - 1 - (at - n)).clamp(0, T)) - begin
-    length = (end - first).clamp(min=0).reshape(-1)
-    row = torch.repeat_interleave(torch.arange(length.numel(), device=steps.device), length)
-    inside = torch.arange(row.numel(), device=steps.device) - (length.cumsum(0) - length)[row]
-    index = at.reshape(-1)[row] - t[(begin + first).reshape(-1)[row] + inside]
-    return _classified(q_row, k_row, q_place, k_place, lo, hi, row, index, (b, h, m), block_q, block_k)
-
-
-def _classified(
+def span_from_entries(
     q_row: Tensor,
     k_row: Tensor,
     q_place: Tensor,
@@ -259,6 +261,10 @@ def _classified(
     block_q: int,
     block_k: int,
 ) -> KeySpan:
+    """A span of listed blocks told one by one; dropped and classified as in `span_from_ranges`.
+
+    `row` is the number of a query block counted through `shape` = (b, h, M), ascending; `index` that of a key block.
+    """
     b, h, m = shape
     big = FAR
     q_has, k_has = q_row >= 0, k_row >= 0

@@ -16,7 +16,7 @@ from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.prune import TokenPruner
-from mmaccel.core.registry import registry
+from mmaccel.core.registry import policy, registry
 from mmaccel.core.sparse import SparsePattern
 
 
@@ -32,7 +32,8 @@ class Recipe:
     kv          the memory
     draft       the draft strategy
     prune       a token pruner, or None
-    backend     "auto" (chosen once, when the recipe is attached), "reference" or "flex"; a named one never falls back
+    backend     "auto" (chosen once, when the recipe is attached; on CUDA by measured cost, and dense wherever a pattern
+                would not win), or one by name ("reference", "flex", "triton"), which never falls back
     chunk       prefill in chunks of this many tokens; None runs the whole prompt at once
     dense_tail  the last this many rows of a prompt see every key: the question's rows decide the answer and cost next to
                 nothing. 0 runs the pattern on every row, as the paper's baselines do
@@ -52,7 +53,7 @@ class Recipe:
         for name, kind, base in _SLOTS:
             value = getattr(self, name)
             if isinstance(value, str | Mapping):
-                value = _built(kind, value)
+                value = policy(kind, value)
                 object.__setattr__(self, name, value)
             if value is None and name == "prune":
                 continue
@@ -120,9 +121,6 @@ class Recipe:
         out: dict[str, Any] = {}
         for f in dataclasses.fields(self):
             value: Any = getattr(self, f.name)
-            if dataclasses.is_dataclass(value):
-                fields = {p.name: _plain(getattr(value, p.name)) for p in dataclasses.fields(value)}
-                value = {"name": value.name, **fields}  # type: ignore[union-attr]
             out[f.name] = _plain(value)
         return out
 
@@ -190,24 +188,15 @@ def fields_of(source: str | Path) -> dict[str, Any]:
     return fields
 
 
-def _built(kind: str, value: str | Mapping[str, Any]) -> Any:
-    if isinstance(value, str):
-        return registry(kind).build(value)
-    fields = dict(value)
-    name = fields.pop("name", None)
-    if not isinstance(name, str):
-        raise RecipeError(
-            f"{kind}: a mapping needs the policy's name, for example {{name: {next(iter(registry(kind)), '...')}}}."
-        )
-    return registry(kind).build(name, fields)
-
-
 def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and isinstance(getattr(value, "name", None), str):  # a policy
+        fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"name": value.name, **fields}  # type: ignore[union-attr]
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
     if value is None or isinstance(value, str | int | float | bool):
         return value

@@ -91,6 +91,25 @@ def registry(kind: str) -> Registry:
     return _registries[kind]
 
 
+def policy(kind: str, value: Any, where: str = "") -> Any:
+    """A policy from its name, or from a mapping with its name and fields; one that is there already as it is.
+
+    `where` names the field in the error; anything but a name or a mapping is handed back for the caller to judge.
+    """
+    if isinstance(value, str):
+        return registry(kind).build(value)
+    if not isinstance(value, Mapping):
+        return value
+    fields = dict(value)
+    name = fields.pop("name", None)
+    if not isinstance(name, str):
+        raise RecipeError(
+            f"{where or kind}: a mapping needs the policy's name, for example "
+            f"{{name: {next(iter(registry(kind)), '...')}}}."
+        )
+    return registry(kind).build(name, fields)
+
+
 def register(kind: str, name: str) -> Callable[[C], C]:
     """Class decorator: put a class in the registry of `kind` and give it its public `name`."""
 

@@ -24,6 +24,7 @@ class Report:
     peak_bytes      largest device memory during the call (CUDA), or largest resident set of the process so far (CPU)
     draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), failed (a reason or None)
     kv              counters of the memory
+    backend_why     why it is this backend, with the measured rates where "auto" measured
     """
 
     recipe: dict[str, Any]
@@ -37,6 +38,7 @@ class Report:
     peak_bytes: int
     draft: dict[str, Any]
     kv: dict[str, float]
+    backend_why: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary of all fields."""
@@ -62,6 +64,8 @@ class Report:
                 ]
             ),
         ]
+        if self.backend_why.startswith("measured"):
+            lines.insert(2, f"backend {self.backend}: {self.backend_why}")
         if self.draft.get("rounds"):
             lines.append(
                 f"draft: {self.draft['accepted']} of {self.draft['proposed']} accepted in {self.draft['rounds']} rounds, "
@@ -150,7 +154,12 @@ class Meter:
         return float(torch.stack(shares).mean())
 
     def report(
-        self, recipe: dict[str, Any], backend: str, kv: dict[str, float], device: torch.device
+        self,
+        recipe: dict[str, Any],
+        backend: str,
+        kv: dict[str, float],
+        device: torch.device,
+        why: str = "",
     ) -> Report:
         """The figures so far."""
         rate = None
@@ -181,6 +190,7 @@ class Meter:
                 "failed": self.failed,
             },
             kv=kv,
+            backend_why=why,
         )
 
 

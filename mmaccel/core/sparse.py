@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import AttentionPlan
+
+if TYPE_CHECKING:
+    from mmaccel.core.adapter import ModelView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,14 @@ class SparsePattern(ABC):
         query [B, H, n_query, D] and key [B, G, n_key, D] after rotation, H a multiple of G; layouts of the same lengths,
         `q_layout.position` and `k_layout.position` in the same count. Queries may be the last rows of a longer sequence.
         """
+
+    def bind(self, model: ModelView) -> SparsePattern:
+        """This pattern as it serves `model`, asked once when a recipe is attached; `RecipeError` where it cannot."""
+        return self
+
+    def at(self, layer: int) -> SparsePattern:
+        """The pattern of one layer: itself, unless it differs between layers."""
+        return self
 
     @abstractmethod
     def bound(self, n_query: int, n_key: int) -> int:

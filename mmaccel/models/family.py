@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 
+_ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
 _VISUAL = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
 
 
@@ -62,6 +64,17 @@ class Family(ModelAdapter):
             hidden=config.hidden_size,
             vocab=config.vocab_size,
         )
+
+    def fingerprint(self, model: nn.Module) -> dict[str, Any]:
+        config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+        rope = getattr(config, "rope_parameters", None) or {}
+        # Only what turns keys: releases differ in what else they write beside it.
+        told = {name: rope[name] for name in _ROPE if rope.get(name) is not None}
+        return {**super().fingerprint(model), "rope": told}
+
+    def folder(self, model: nn.Module) -> Path | None:
+        source = getattr(model.config, "_name_or_path", "")
+        return Path(source) if source and Path(source).is_dir() else None
 
     def multimodal(self, model: nn.Module) -> nn.Module:
         return model.model  # type: ignore[return-value]

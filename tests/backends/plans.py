@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_from_table
-from mmaccel.policies.sparse import AShape, Boundary2D, Grid, VerticalSlash
+from mmaccel.policies.sparse import AShape, Boundary2D, Grid, KBoundary, QBoundary, VerticalSlash
 from tests.policies.sparse.scenes import Scene, sequence
 
 PATTERNS = {
@@ -15,7 +15,19 @@ PATTERNS = {
     "vertical_slash": VerticalSlash(vertical=12, slash=5, block=16),
     "grid": Grid(min_stride=2, block=16),
     "grid_free": Grid(stride="free", min_stride=3, max_stride=12, block=32),
-    "boundary_2d": Boundary2D(sink=4, window=13, pairs={"text>video": (0, 0)}, block=16),
+    "boundary_2d": Boundary2D(
+        default=AShape(sink=4, window=13),
+        pairs={
+            "text>video": None,
+            "video>video": Grid(min_stride=2),
+            "video>text": VerticalSlash(vertical=3, slash=2),
+        },
+        block=16,
+    ),
+    "q_boundary": QBoundary(
+        text=VerticalSlash(vertical=12, slash=5), video=AShape(sink=4, window=13), block=16
+    ),
+    "k_boundary": KBoundary(text="dense", video=Grid(min_stride=2), block=16),
 }
 
 SCENE = Scene(

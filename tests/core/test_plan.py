@@ -22,8 +22,8 @@ from mmaccel.core.plan import (
     KeySpan,
     Part,
     pad_rows,
+    span_from_entries,
     span_from_ranges,
-    span_from_steps,
     span_from_table,
 )
 from tests.backends.oracle import log_sum_exp, masked
@@ -118,20 +118,13 @@ def test_span_from_table(drawn) -> None:
     check(order, span_from_table(*order, table, BLOCK, BLOCK), table)
 
 
-@given(orders(), st.integers(1, 9), st.booleans())
-def test_span_from_steps(drawn, count: int, shared: bool) -> None:
+@given(orders())
+def test_span_from_entries(drawn) -> None:
     order, rng = drawn
-    q_row, k_row = order[0], order[1]
-    B, H, m, n = *q_row.shape[:2], q_row.shape[-1] // BLOCK, k_row.shape[-1] // BLOCK
-    steps = torch.rand(B, H, count, generator=rng) < 0.5
-    home = torch.randint(-2, n + 3, (B, 1 if shared else H), generator=rng)
-    listed = torch.zeros(B, H, m, n, dtype=torch.bool)
-    for b, h, t in steps.nonzero().tolist():
-        for block in range(m):
-            key = int(home[b, h % home.shape[1]]) + block - t
-            if 0 <= key < n:
-                listed[b, h, block, key] = True
-    check(order, span_from_steps(*order, home, steps, BLOCK, BLOCK), listed)
+    shape = (*order[0].shape[:2], order[0].shape[-1] // BLOCK, order[1].shape[-1] // BLOCK)
+    table = torch.rand(shape, generator=rng) < 0.6
+    row, index = table.flatten(0, 2).nonzero(as_tuple=True)
+    check(order, span_from_entries(*order, row, index, shape[:3], BLOCK, BLOCK), table)
 
 
 def test_lists_may_be_followed_by_slack() -> None:

@@ -185,10 +185,14 @@ def test_a_policy_of_ones_own_is_a_name_like_any() -> None:
 
 
 def test_every_field_comes_back() -> None:
-    choice = {"name": "boundary_2d", "sink": 8, "window": 16, "pairs": {"video>text": [4, 8]}}
+    choice = {
+        "name": "boundary_2d",
+        "default": "a_shape",
+        "pairs": {"video>text": {"name": "a_shape", "sink": 4}},
+    }
     recipe = Recipe.load({"sparse": choice, "dense_layers": [0, 2]})
     told = recipe.to_dict()
-    assert told["sparse"]["pairs"] == {"video>text": [4, 8]} and told["dense_layers"] == [0, 2]
+    assert told["sparse"]["pairs"]["video>text"]["sink"] == 4 and told["dense_layers"] == [0, 2]
     assert Recipe.load(told).to_dict() == told
 
 

@@ -13,11 +13,25 @@ from tests.models.tiny_random import BUILD, batch, prompt
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
 SMALL = {
     "a_shape": {"sink": 16, "window": 32},
+    "tri_shape": {"sink": 16, "window": 32, "bottom": 24},
+    "sf_fixed": {"summary": 2},
+    "sf_strided": {},
+    "block_topk": {"budget": 0.5, "sink": 16},
     "vertical_slash": {"vertical": 12, "slash": 4, "last_q": 16},
     "grid": {"stride": "frame", "min_stride": 2, "last_q": 16},
-    "boundary_2d": {"sink": 8, "window": 24},
+    "boundary_2d": {"default": {"name": "a_shape", "sink": 8, "window": 24}},
+    "q_boundary": {
+        "text": {"name": "a_shape", "sink": 8, "window": 24},
+        "image": {"name": "vertical_slash", "vertical": 12, "slash": 4, "last_q": 16},
+        "video": {"name": "grid", "min_stride": 2, "last_q": 16},
+    },
+    "k_boundary": {
+        "text": {"name": "a_shape", "sink": 8, "window": 24},
+        "image": {"name": "a_shape", "sink": 2, "window": 4},
+        "video": {"name": "vertical_slash", "vertical": 12, "slash": 4, "last_q": 16},
+    },
 }
-SPARSE = sorted(set(registry("sparse")) - {"dense"})
+SPARSE = sorted(set(registry("sparse")) - {"dense", "per_head"})
 
 
 def small(name: str) -> dict:

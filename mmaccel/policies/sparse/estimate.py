@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mmaccel.policies.sparse.orders import Order
+
+Score = Literal["contrast", "mean", "sum"]
+"""How the lines of one class are weighed together."""
 
 BUDGET = 1 << 28
 """Most attention weights held at a time; beyond it key/value groups go one by one."""
@@ -16,58 +20,81 @@ BUDGET = 1 << 28
 
 @dataclass(frozen=True, eq=False)
 class LastQueries:
-    """The attention of the last `count` valid queries of each sequence to its valid keys, in their order.
+    """The attention of the last `count` queries of an order to the keys of another.
 
-    query [B, H, L, D], key [B, G, n, D]; at [B, L] place of each query among the keys, -1 where a sequence is shorter;
-    seen [B, n] whether there is a key.
+    query [B, H, L, D], the queries; key [B, G, N, D], the tensor of which the keys are the rows `row` [B, n], or its first
+    n rows when that is None; at [B, L] place of each query among them, -1 where there is none.
+    seen [B, n] whether there is a key, no later than the last query. total [B, H, L] the log-sum-exp of all that a query
+    sees, when the keys are not all of it. pooled: the query heads of one key head share the mean of their weights.
     """
 
     query: Tensor
     key: Tensor
+    row: Tensor | None
     at: Tensor
     seen: Tensor
+    total: Tensor | None
+    pooled: bool
 
     @classmethod
     def of(
-        cls, query: Tensor, key: Tensor, queries: Order, keys: Order, place: Tensor, count: int, padded: bool
+        cls,
+        query: Tensor,
+        key: Tensor,
+        queries: Order,
+        keys: Order,
+        place: Tensor,
+        count: int,
+        gathered: bool,
+        total: Tensor | None,
+        pooled: bool,
     ) -> LastQueries:
-        """The last `count` of `queries`, whose places among `keys` are `place` [B, n]; no host read.
+        """The last `count` of `queries`, whose places among `keys` are `place` [B, P]; no host read.
 
-        `padded` says whether the rows of `keys` are anything but 0, 1, 2, ...
+        `gathered` says whether the rows of `keys` are anything but 0, 1, 2, ...
         """
         L = min(count, query.shape[2])
         last = (queries.row >= 0).sum(1, keepdim=True) - L + torch.arange(L, device=query.device)
-        row = (
-            queries.row.gather(1, last.clamp(min=0)).long().clamp(min=0)
-        )  # a sequence may be all padding here
+        # A sequence may be all padding here.
+        row = queries.row.gather(1, last.clamp(min=0)).long().clamp(min=0)
         at = torch.where(last >= 0, place.gather(1, last.clamp(min=0)).long(), -1)
-        n = key.shape[2]
-        if padded:
-            key = key.gather(2, keys.row[:, None, :n, None].clamp(min=0).long().expand_as(key))
+        n = min(key.shape[2], len(keys))
         picked = query.gather(2, row[:, None, :, None].expand(*query.shape[:2], L, query.shape[3]))
-        return cls(picked, key, at, keys.row[:, :n] >= 0)
+        seen = (keys.row[:, :n] >= 0) & (torch.arange(n, device=key.device) <= at[:, -1:])
+        rows = keys.row[:, :n].clamp(min=0).long() if gathered else None
+        return cls(picked, key, rows, at, seen, total, pooled)
+
+    @property
+    def width(self) -> int:
+        """n, the most keys there can be."""
+        return self.seen.shape[1]
 
     def weights(self) -> Iterator[Tensor]:
         """Softmax weights [B, h, L, n] float32 of consecutive runs of heads, all heads at once where memory allows."""
-        B, H, L, D = self.query.shape
-        G, n = self.key.shape[1:3]
-        group = H // G
-        column = torch.arange(n, device=self.key.device)
-        hidden = (column > self.at[..., None])[:, None]
-        step = max(1, min(G, BUDGET // (B * group * L * n)))
-        for g in range(0, G, step):
-            run = min(step, G - g)
-            q = self.query[:, g * group : (g + run) * group].reshape(B, run, group * L, D)
-            scores = (q.float() * D**-0.5) @ self.key[:, g : g + run].float().transpose(2, 3)
-            scores = scores.view(B, -1, L, n).masked_fill_(hidden, -torch.inf)
-            yield scores.softmax(-1).nan_to_num_(0.0)
+        first, group = 0, self.query.shape[1] // self.key.shape[1]
+        for scores in self._scores():
+            h = scores.shape[1]
+            if self.total is None:
+                weight = scores.softmax(-1)
+            else:
+                weight = scores.sub_(self.total[:, first : first + h, :, None]).exp_()
+            weight.nan_to_num_(0.0)
+            if self.pooled:
+                shared = weight.view(weight.shape[0], -1, group, *weight.shape[2:]).mean(2, keepdim=True)
+                weight = shared.expand(-1, -1, group, -1, -1).flatten(1, 2)
+            first += h
+            yield weight
+
+    def totals(self) -> Tensor:
+        """[B, H, L] float32: the log-sum-exp of the scores of each query."""
+        return torch.cat([scores.logsumexp(-1) for scores in self._scores()], 1)
 
     def lines(self) -> tuple[Tensor, Tensor]:
         """[B, H, n] float32, twice: the weight of each column, and of each diagonal (query place minus key place).
 
         Sums over the queries; divided by `askers`, means over the queries that have a key there.
         """
-        n = self.key.shape[2]
+        n = self.width
         source = self.at[..., None] - torch.arange(n, device=self.key.device)
         outside = (source < 0)[:, None]
         index = source.clamp(min=0)[:, None]
@@ -80,27 +107,72 @@ class LastQueries:
 
     def askers(self) -> Tensor:
         """[B, 1, n] float32: the queries that see column j, which are as many as have a key on diagonal j; at least 1."""
-        place = torch.arange(self.key.shape[2], device=self.key.device)
+        place = torch.arange(self.width, device=self.key.device)
         return (place <= self.at[..., None]).sum(1, keepdim=True).clamp(min=1).float()
 
+    def _scores(self) -> Iterator[Tensor]:
+        """Scaled scores [B, h, L, n] float32, -inf where a key is after the query."""
+        B, H, L, D = self.query.shape
+        G, n = self.key.shape[1], self.width
+        group = H // G
+        column = torch.arange(n, device=self.key.device)
+        hidden = (column > self.at[..., None])[:, None]
+        step = max(1, min(G, BUDGET // max(1, B * group * L * n)))
+        for g in range(0, G, step):
+            run = min(step, G - g)
+            q = self.query[:, g * group : (g + run) * group].reshape(B, run, group * L, D)
+            k = self.key[:, g : g + run]
+            if self.row is None:
+                k = k[:, :, :n]
+            else:
+                k = k.gather(2, self.row[:, None, :, None].expand(B, run, n, D))
+            scores = (q.float() * D**-0.5) @ k.float().transpose(2, 3)
+            yield scores.view(B, -1, L, n).masked_fill_(hidden, -torch.inf)
 
-def class_means(score: Tensor, number: Tensor, seen: Tensor, classes: int) -> Tensor:
-    """[B, H, classes]: the mean of score [B, H, n] over each class, its largest member left out.
 
-    number [B or 1, H or 1, n] class of each column, seen [B, n] which columns there are. A line of a grid has many
-    members; without its largest one a single strong column (a sink, the query itself) no longer looks like a line.
-    Classes with fewer than two members get 0.
+def standing(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
+    """[B, H, n]: what a line of weight [B, H, n] counts for under `score`; seen [B, n] which lines there are.
+
+    For "contrast" the logarithm of the weight, in standard deviations above the mean over the lines: it tames what draws
+    nearly everything, such as a sink. The weight of an even spread is 1 before the logarithm, and what is far below one
+    tenth of it is alike.
     """
-    B, H, _ = score.shape
-    number = number.expand_as(score).long()
-    there = seen[:, None].expand_as(score).to(score.dtype)
-    zeros = score.new_zeros(B, H, classes)
-    count = zeros.scatter_add(2, number, there)
-    total = zeros.scatter_add(2, number, score * there)
-    largest = zeros.scatter_reduce(2, number, score * there, "amax")
-    return trimmed(total, largest, count)
+    if score != "contrast":
+        return weight
+    there = seen[:, None].to(weight.dtype)
+    count = there.sum(-1, keepdim=True).clamp(min=1)
+    level = (weight * count + 0.1).log() * there
+    level = (level - level.sum(-1, keepdim=True) / count) * there
+    spread = (level.square().sum(-1, keepdim=True) / count).sqrt()
+    return level / spread.clamp(min=1e-6)
 
 
-def trimmed(total: Tensor, largest: Tensor, count: Tensor) -> Tensor:
-    """Mean without the largest member, from sums; 0 where there are fewer than two."""
-    return torch.where(count >= 2, (total - largest) / (count - 1).clamp(min=1), 0.0)
+def class_scores(value: Tensor, number: Tensor, seen: Tensor, classes: int, score: Score) -> Tensor:
+    """[B, H, classes]: how heavy each class of lines is; value [B, H, n] their `standing`.
+
+    number [B or 1, H or 1, n] class of each line, seen [B, n] which lines there are.
+    """
+    B, H, _ = value.shape
+    number = number.expand_as(value).long()
+    there = seen[:, None].expand_as(value)
+    zeros = value.new_zeros(B, H, classes)
+    total = zeros.scatter_add(2, number, value.masked_fill(~there, 0.0))
+    count = zeros.scatter_add(2, number, there.to(value.dtype))
+    largest = zeros.scatter_reduce(
+        2, number, value.masked_fill(~there, -torch.inf), "amax", include_self=False
+    )
+    return judged(total, largest, count, score)
+
+
+def judged(total: Tensor, largest: Tensor, count: Tensor, score: Score) -> Tensor:
+    """How heavy classes are, from the sums over their members, the largest members and their numbers.
+
+    The mean leaves the largest member out: a line of a grid has many members, and without its largest one a single strong
+    column (a sink, the query itself) no longer looks like one. The contrast is that mean in standard errors. Both are
+    -inf where there are fewer than two members.
+    """
+    if score == "sum":
+        return total
+    rest = (count - 1).clamp(min=1)
+    mean = (total - largest) / (rest if score == "mean" else rest.sqrt())
+    return torch.where(count >= 2, mean, -torch.inf)

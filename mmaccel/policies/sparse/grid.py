@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import AttentionPlan, Part
+from mmaccel.core.plan import Part
 from mmaccel.core.registry import register
-from mmaccel.core.sparse import SparsePattern
-from mmaccel.policies.sparse.estimate import LastQueries
-from mmaccel.policies.sparse.orders import Order, at_or_before, natural, touched, whole_blocks
+from mmaccel.policies.sparse.estimate import Score
+from mmaccel.policies.sparse.intra import IntraPattern, Sight
+from mmaccel.policies.sparse.orders import touched, whole_blocks
 from mmaccel.policies.sparse.residue import Residue, dense_rows
-from mmaccel.policies.sparse.stride import Classes, best_stride, frame_classes, frame_phases, strided_classes
+from mmaccel.policies.sparse.stride import (
+    Classes,
+    Search,
+    frame_classes,
+    frame_phases,
+    room,
+    strided_classes,
+)
+
+Phase = Literal["keys", "queries"]
+Estimate = Literal["head", "group"]
 
 
 @register("sparse", "grid")
 @dataclass(frozen=True, kw_only=True)
-class Grid(SparsePattern):
+class Grid(IntraPattern):
     """Every token has a class; a head attends along lines of one class. Exact, no block is rounded up.
 
     slash       a query of class c sees the keys of class (c - p) mod s not after it: lines parallel to the diagonal
@@ -29,18 +37,26 @@ class Grid(SparsePattern):
     horizontal  a query of class v sees every key not after it
 
     The stride s and the phases p and v are estimated, head by head, from the last `last_q` queries (MMInference,
-    Algorithm 1): the weight of a line is the mean over its members, the largest one left out, of what they get from each
-    of those queries; of the strides within `slack` of the best the smallest wins, for multiples of a stride weigh alike.
-    The phase of horizontal lines is that of the columns: few queries cannot show which rows are dense, and grids are
-    symmetrical (section 2.2). A query on no line sees nothing, and its output is zero.
+    Algorithm 1). A query on no line sees nothing, and its output is zero. What the paper leaves open is a field:
+
+    score             "mean": a class of lines weighs the mean over its members, the largest one left out, of what they get
+                      from each of those queries; "contrast": the mean of the logarithms, in standard errors, which is
+                      greatest at the stride itself, where the mean of many classes under noise is greatest at one of its
+                      multiples; "sum": the sum over the members, which favours small strides
+    slack             of the strides within this share of the best the smallest wins, for multiples of a stride weigh alike
+    horizontal_phase  "keys": v of the horizontal lines is that of the columns, for grids are symmetrical (section 2.2) and
+                      few queries cannot show which rows are dense; "queries": the class whose queries spread their weight
+                      most evenly, among the last ones
+    estimate          "head": each query head by itself; "group": the heads that share a key head together
 
     stride="free"   class = place mod s, with s searched in min_stride..max_stride
     stride="frame"  class = number of the token in its frame, s = tokens of the largest frame (at most max_stride, beyond
                     which classes wrap), so that neither ragged frames nor timestamps shift a line; tokens outside frames
                     count on from the first token of the frame before them
 
-    A batch is attended densely when one of its prompts is shorter than 3 * min_stride, or, under "frame", has no frame or
-    one class that holds more than 1 / min_stride of its tokens.
+    A sequence of fewer than 3 * min_stride tokens is one class, and so attended densely. One that has no frame, or a class
+    that holds more than 1 / min_stride of its tokens, takes a searched stride under "frame" too. Within a modality boundary
+    places and frames are those of the keys, and a query is of the class of the last key not after it.
     """
 
     adaptive: ClassVar[bool] = True
@@ -53,6 +69,9 @@ class Grid(SparsePattern):
     slash: bool = True
     last_q: int = 64
     slack: float = 0.02
+    score: Score = "contrast"
+    horizontal_phase: Phase = "keys"
+    estimate: Estimate = "head"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,75 +87,61 @@ class Grid(SparsePattern):
             raise RecipeError(f"grid: last_q is {self.last_q}; give at least 1 query.")
         if not 0 <= self.slack < 1:
             raise RecipeError(f"grid: slack is {self.slack}; give a share from 0 to 1.")
+        for name, kind in (("score", Score), ("horizontal_phase", Phase), ("estimate", Estimate)):
+            known = get_args(kind)
+            if getattr(self, name) not in known:
+                told = ", ".join(map(repr, known[:-1]))
+                raise RecipeError(f"grid: {name} is {getattr(self, name)!r}; give {told} or {known[-1]!r}.")
 
-    def plan(
-        self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
-    ) -> AttentionPlan | None:
-        B, H, n_query, _ = query.shape
-        n_key, block = key.shape[2], self.block
-        if n_key < 3 * self.min_stride:
-            return None
-        queries, keys = natural(q_layout, block=block), natural(k_layout, block=block)
-        place = at_or_before(keys, queries)
-        sample = LastQueries.of(query, key, queries, keys, place, self.last_q, k_layout.padded)
-        classes = self._classes(sample, k_layout, keys)
-        if classes is None:
-            return None
-        residue = Residue.of(queries, keys, place, classes, block=block, slash=self.slash)
+    def parts(self, sight: Sight) -> tuple[Part, ...]:
+        classes = self._classes(sight)
+        residue = Residue.of(sight, classes, slash=self.slash)
         parts: list[Part] = []
         if self.slash or self.vertical:
             q_row = residue.q_row
             if self.horizontal:
-                q_row = torch.where(residue.own == classes.line, -1, q_row)
+                q_row = torch.where(residue.own == classes.dense, -1, q_row)
             spans = [residue.slash(q_row, self.vertical)] if self.slash else []
             spans += [residue.vertical(q_row)] if self.vertical else []
             parts.append(Part(q_row, tuple(spans)))
         if self.horizontal:
-            parts.append(dense_rows(queries, keys, place, classes, block))
-        return AttentionPlan(
-            parts=tuple(parts),
-            block_q=block,
-            block_k=block,
-            batch=B,
-            heads=H,
-            n_query=n_query,
-            n_key=n_key,
-        )
+            parts.append(dense_rows(sight, classes))
+        return tuple(parts)
 
-    def bound(self, n_query: int, n_key: int) -> int:
-        block, room = self.block, self._room(n_key)
-        rows, keys = whole_blocks(n_query, block), whole_blocks(n_key, block)
-        total = 0
+    def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
+        block, most = self.block, room(n_key, self.min_stride)
+        keys = whole_blocks(n_key, block)
+        each, more = 0, 0
         if self.slash:
             # A block of queries touches one class, and one more for each class that begins in it.
-            total += rows * touched(room, block) + keys + 2 * min(self.max_stride, n_query)
+            each += touched(most, block)
+            more += keys + 2 * min(self.max_stride, n_query)
         if self.vertical:
-            total += rows * touched(room, block)
+            each += touched(most, block)
         if self.horizontal:
-            total += whole_blocks(min(room, n_query), block) * keys
-        return total
+            more += whole_blocks(n_query if ties else min(most, n_query), block) * keys
+        return each, more
 
-    def _room(self, n_key: int) -> int:
-        """The most keys of a class."""
-        return whole_blocks(n_key, self.min_stride)
-
-    def _classes(self, sample: LastQueries, layout: TokenLayout, keys: Order) -> Classes | None:
-        n, low, high = sample.key.shape[2], self.min_stride, self.max_stride
-        if self.stride == "free":
-            if layout.padded and bool((layout.valid.sum(1) < 3 * low).any()):
-                return None
-            high = min(high, n // 3)
-            columns, diagonals = (line / sample.askers() for line in sample.lines())
-            stride = best_stride(
-                columns if self.horizontal or self.vertical else None,
-                diagonals if self.slash else None,
-                sample.at[:, -1],
-                low,
-                high,
-                self.slack,
-            )
-            return strided_classes(columns, diagonals, sample, stride, len(keys), low, high)
-        number, stride, fits = frame_classes(layout, keys, low, high)
-        if not bool(fits):
-            return None
-        return frame_phases(sample, number, stride, self._room(n), high)
+    def _classes(self, sight: Sight) -> Classes:
+        sample = sight.last(self.last_q, self.estimate == "group")
+        search = Search(
+            low=self.min_stride,
+            most=self.max_stride,
+            slack=self.slack,
+            score=self.score,
+            rows=self.horizontal_phase == "queries",
+            keys=sight.width,
+        )
+        if self.stride == "frame":
+            number, stride, fits = frame_classes(sight.layer.k_layout, sight.keys, search)
+            framed = frame_phases(sample, number, stride, search)
+            if bool(fits.all()):
+                return framed
+        free = strided_classes(
+            sample,
+            sight.keys,
+            search,
+            by_columns=self.horizontal or self.vertical,
+            by_diagonals=self.slash,
+        )
+        return framed.where(fits, free) if self.stride == "frame" else free

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.plan import FAR, KeySpan, Part, span_from_ranges
-from mmaccel.policies.sparse.orders import Order, places, row_ranges
+from mmaccel.policies.sparse.intra import Sight
+from mmaccel.policies.sparse.orders import places, row_ranges
 from mmaccel.policies.sparse.stride import Classes
 
 
@@ -31,21 +32,20 @@ class Residue:
     pair: Tensor
 
     @classmethod
-    def of(
-        cls, queries: Order, keys: Order, at: Tensor, classes: Classes, *, block: int, slash: bool
-    ) -> Residue:
-        """The order for queries at places `at` [B, P]; without slashes the queries stay in the order they are in."""
+    def of(cls, sight: Sight, classes: Classes, *, slash: bool) -> Residue:
+        """The order of the queries and keys of `sight`; without slashes the queries stay in the order they are in."""
+        keys, at = sight.keys, sight.at
         base = len(keys) + 1
         code, order = (classes.number * base + places(keys)[:, None]).sort(-1)
         k_row = keys.row[:, None].expand_as(order).gather(2, order)
         own = query_classes(classes, at)
         pair = (own - classes.shift) % classes.stride if slash else own
-        q_row, q_at = queries.row[:, None].expand_as(pair), at[:, None].expand_as(pair)
+        q_row, q_at = sight.q_row.expand_as(pair), at[:, None].expand_as(pair)
         own = own.expand_as(pair)
         if slash:
             order = torch.where(q_row >= 0, pair * base + q_at, FAR * base).argsort(-1)
             q_row, q_at, own, pair = (t.gather(2, order) for t in (q_row, q_at, own, pair))
-        return cls(classes, block, base, code, k_row, q_row, q_at, own, pair)
+        return cls(classes, sight.layer.block, base, code, k_row, q_row, q_at, own, pair)
 
     def slash(self, q_row: Tensor, owned: bool) -> KeySpan:
         """Each query and the keys of its paired class; `owned`: the keys of the vertical line are another span's."""
@@ -91,22 +91,23 @@ class Residue:
 
 
 def query_classes(classes: Classes, at: Tensor) -> Tensor:
-    """[B, h, P]: the class of each query, that of the key at its own place; -1 for padding."""
+    """[B, h, P]: the class of each query, that of the key at its own place; -1 where a query sees no key."""
     number = classes.number
     own = number.gather(2, at.clamp(min=0).long()[:, None].expand(-1, number.shape[1], -1))
     return own.masked_fill(at[:, None] < 0, -1)
 
 
-def dense_rows(queries: Order, keys: Order, at: Tensor, classes: Classes, block: int) -> Part:
+def dense_rows(sight: Sight, classes: Classes) -> Part:
     """The queries of the horizontal line, in their order, over every key not after them; one host read, their number."""
-    chosen = query_classes(classes, at) == classes.line
+    keys, at, block = sight.keys, sight.at, sight.layer.block
+    chosen = query_classes(classes, at) == classes.dense
     slot = chosen.long().cumsum(2)
     size = max(int(slot.amax()), 1)
     size += -size % block
     slot = torch.where(chosen, slot - 1, size)
     lead = (*chosen.shape[:2], size + 1)
     q_row = torch.full(lead, -1, dtype=torch.int32, device=at.device)
-    q_row = q_row.scatter_(2, slot, queries.row[:, None].expand_as(slot))[..., :-1].contiguous()
+    q_row = q_row.scatter_(2, slot, sight.q_row.expand_as(slot))[..., :-1].contiguous()
     place = torch.full(lead, -1, dtype=torch.int32, device=at.device)
     place = place.scatter_(2, slot, at[:, None].expand_as(slot))[..., :-1].contiguous()
     ranges = row_ranges(torch.zeros_like(place), place + 1, block, block)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.policies.sparse.estimate import LastQueries, class_means, trimmed
+from mmaccel.policies.sparse.estimate import LastQueries, Score, class_scores, judged, standing
 from mmaccel.policies.sparse.orders import Order
 
 REACH = 64
@@ -19,72 +19,129 @@ REACH = 64
 class Classes:
     """number [B, h, N] class of each key in its order, beyond every class for padding; stride [B, h, 1] classes there are.
 
-    line [B, H, 1] class of the vertical and horizontal lines, shift [B, H, 1] phase of the slashes; h is 1 or H.
-    room is the most keys that a class can have, most the most classes there can be, padding counted.
+    line [B, H, 1] class of the vertical lines, dense [B, H, 1] that of the horizontal ones, shift [B, H, 1] phase of the
+    slashes; h is 1 or H. room is the most keys a query can see of a class, most the most classes, padding counted.
     """
 
     number: Tensor
     stride: Tensor
     line: Tensor
+    dense: Tensor
     shift: Tensor
     room: int
     most: int
 
+    def where(self, mine: Tensor, other: Classes) -> Classes:
+        """Those of the sequences `mine` [B] as they are here, the rest as in `other`."""
+        here = mine[:, None, None]
+        return Classes(
+            torch.where(here, self.number, other.number),
+            torch.where(here, self.stride, other.stride),
+            torch.where(here, self.line, other.line),
+            torch.where(here, self.dense, other.dense),
+            torch.where(here, self.shift, other.shift),
+            self.room,
+            self.most,
+        )
 
-def best_stride(
-    columns: Tensor | None, diagonals: Tensor | None, at: Tensor, low: int, high: int, slack: float
-) -> Tensor:
-    """[B, H, 1]: the smallest stride of low..high whose best lines weigh within `slack` of the best of any stride.
 
-    columns, diagonals [B, H, n] weights, or None; at [B] place of the last query. A stride weighs what its heaviest class
-    of columns and its heaviest class of diagonals weigh together, and nothing where three of it do not fit.
+@dataclass(frozen=True)
+class Search:
+    """How lines are judged: the strides in question, and fields of `Grid`; `keys` are how many keys there can be."""
+
+    low: int
+    most: int
+    slack: float
+    score: Score
+    rows: bool
+    keys: int
+
+    @property
+    def least(self) -> int:
+        """Keys below which a stride of `low` does not repeat."""
+        return 3 * self.low
+
+    @property
+    def high(self) -> int:
+        """The largest stride that repeats."""
+        return max(self.low, min(self.most, self.keys // 3))
+
+    @property
+    def room(self) -> int:
+        """The most keys a query can see of one class: those of the least stride, or all of too short a sequence."""
+        return room(self.keys, self.low)
+
+
+def room(keys: int, low: int) -> int:
+    """The most of `keys` keys that a query can see of one class when no stride is below `low`."""
+    return max(-(-keys // low), min(keys, 3 * low - 1))
+
+
+def best_stride(columns: Tensor | None, diagonals: Tensor | None, at: Tensor, search: Search) -> Tensor:
+    """[B, H, 1]: the smallest stride whose best lines weigh within the slack of the best of any stride.
+
+    columns, diagonals [B, H, n] the standing of lines, or None; at [B] place of the last query. A stride weighs what its
+    heaviest class of columns and its heaviest class of diagonals weigh together, and nothing where three of it do not fit.
     """
     some = columns if columns is not None else diagonals
     assert some is not None
+    low, high = search.low, search.high
     width = min(some.shape[2], REACH * high)
     step = torch.arange(width, device=some.device)
     there = (step <= at[:, None])[None, :, None]
     recent = (at[:, None] - step).clamp(min=0)[:, None]
     lines = [columns.gather(2, recent.expand(*columns.shape[:2], -1))] if columns is not None else []
     lines += [diagonals[..., :width]] if diagonals is not None else []
-    weight = torch.stack(lines).masked_fill(~there, 0.0)
+    value = torch.stack(lines).masked_fill(~there, 0.0)
     strides = torch.arange(low, high + 1, device=some.device)
-    score = torch.stack([_heaviest(weight, there, s) for s in range(low, high + 1)], -1)
-    score = score.masked_fill((3 * strides > at[:, None] + 1)[:, None], 0.0)
-    good = score >= (1 - slack) * score.amax(-1, keepdim=True)
+    score = torch.stack([_heaviest(value, there, s, search.score) for s in range(low, high + 1)], -1)
+    score = score.masked_fill((3 * strides > at[:, None] + 1)[:, None], -torch.inf)
+    best = score.amax(-1, keepdim=True)
+    good = score >= best - search.slack * best.abs()
     return low + good.to(torch.uint8).argmax(-1, keepdim=True)
 
 
-def _heaviest(weight: Tensor, there: Tensor, stride: int) -> Tensor:
-    """[B, H]: the mean of the heaviest class, summed over the kinds of line; weight [kinds, B, H, width]."""
-    short = -weight.shape[-1] % stride
-    lines = -(-weight.shape[-1] // stride)
-    folded = torch.nn.functional.pad(weight, (0, short)).view(*weight.shape[:-1], lines, stride)
-    count = torch.nn.functional.pad(there, (0, short)).view(*there.shape[:-1], lines, stride).sum(-2)
-    return trimmed(folded.sum(-2), folded.amax(-2), count).amax(-1).sum(0)
+def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor:
+    """[B, H]: the score of the heaviest class, summed over the kinds of line; value [kinds, B, H, width], 0 outside."""
+    short = -value.shape[-1] % stride
+    lines = -(-value.shape[-1] // stride)
+    folded = torch.nn.functional.pad(value, (0, short)).view(*value.shape[:-1], lines, stride)
+    inside = torch.nn.functional.pad(there, (0, short)).view(*there.shape[:-1], lines, stride)
+    largest = folded.masked_fill(~inside, -torch.inf).amax(-2)
+    return judged(folded.sum(-2), largest, inside.sum(-2), score).amax(-1).sum(0)
 
 
 def strided_classes(
-    columns: Tensor, diagonals: Tensor, sample: LastQueries, stride: Tensor, size: int, low: int, high: int
+    sample: LastQueries, keys: Order, search: Search, *, by_columns: bool, by_diagonals: bool
 ) -> Classes:
-    """Classes by place mod stride [B, H, 1], of low..high, for `size` keys, with the phases of the heaviest lines."""
-    n = columns.shape[2]
-    place = torch.arange(size, device=columns.device)
-    there = torch.nn.functional.pad(sample.seen, (0, size - n))[:, None]
-    number = torch.where(there, place % stride, high)
-    line = class_means(columns, number[..., :n], sample.seen, high + 1).argmax(-1, keepdim=True)
-    ahead = place[:n] <= sample.at[:, -1:]
-    shift = class_means(diagonals, place[:n] % stride, ahead, high + 1).argmax(-1, keepdim=True)
-    return Classes(number, stride, line, shift, room=-(-n // low), most=high + 1)
+    """Classes by place modulo the best stride, with the phases of the heaviest lines.
+
+    Where fewer than 3 * low keys are seen no stride repeats, and it is 1: one class, of which every line is made.
+    """
+    columns, diagonals = (line / sample.askers() for line in sample.lines())
+    last, n = sample.at[:, -1], sample.width
+    place = torch.arange(len(keys), device=columns.device)
+    ahead = place[:n] <= last[:, None]
+    columns = standing(columns, sample.seen, search.score)
+    diagonals = standing(diagonals, ahead, search.score)
+    stride = best_stride(columns if by_columns else None, diagonals if by_diagonals else None, last, search)
+    stride = stride.masked_fill((last + 1 < search.least)[:, None, None], 1)
+    number = torch.where((keys.row >= 0)[:, None], place % stride, search.most)
+    own, classes = number[..., :n], search.most + 1
+    line = class_scores(columns, own, sample.seen, classes, search.score).argmax(-1, keepdim=True)
+    shift = class_scores(diagonals, place[:n] % stride, ahead, classes, search.score)
+    dense = evenest(sample, own, classes) if search.rows else line
+    return Classes(number, stride, line, dense, shift.argmax(-1, keepdim=True), search.room, classes)
 
 
-def frame_classes(layout: TokenLayout, keys: Order, low: int, high: int) -> tuple[Tensor, Tensor, Tensor]:
-    """number [B, 1, N] and stride [B, 1, 1] by the place of tokens in their frame, and whether they serve (bool, on device).
+def frame_classes(layout: TokenLayout, keys: Order, search: Search) -> tuple[Tensor, Tensor, Tensor]:
+    """number [B, 1, N] and stride [B, 1, 1] by the place of tokens in their frame, and which sequences they serve [B].
 
-    A token outside frames counts on from the first token of the frame before it. The number of padding is `high`. They
-    serve if every sequence has 3 * low tokens, a frame, and no class of more than 1 / low of its tokens.
+    A token outside frames counts on from the first token of the frame before it. They serve a sequence that has
+    3 * low tokens, a frame, and no class of more than 1 / low of its tokens.
     """
     B, N = keys.row.shape
+    low, high = search.low, search.most
     here, row = keys.row >= 0, keys.row.clamp(min=0).long()
     framed = (layout.frame.gather(1, row) >= 0) & here
     cell = layout.cell.gather(1, row)
@@ -96,32 +153,46 @@ def frame_classes(layout: TokenLayout, keys: Order, low: int, high: int) -> tupl
     number = torch.where(here, number % stride, high)
     sizes = torch.zeros(B, high + 1, dtype=torch.long, device=row.device).scatter_add_(1, number, here.long())
     count = here.sum(1)
-    fits = (count >= 3 * low) & (longest[:, 0] > 0) & (sizes.amax(1) <= (count + low - 1) // low)
-    return number[:, None], stride[:, None], (fits | (count == 0)).all()
+    fits = (count >= search.least) & (longest[:, 0] > 0) & (sizes.amax(1) <= (count + low - 1) // low)
+    return number[:, None], stride[:, None], fits | (count == 0)
 
 
-def frame_phases(sample: LastQueries, number: Tensor, stride: Tensor, room: int, high: int) -> Classes:
-    """Classes `number` [B, 1, N] of `stride` [B, 1, 1], at most `high`, with the phases of the heaviest lines."""
-    B = number.shape[0]
-    n = sample.key.shape[2]
+def frame_phases(sample: LastQueries, number: Tensor, stride: Tensor, search: Search) -> Classes:
+    """Classes `number` [B, 1, N] of `stride` [B, 1, 1], with the phases of the heaviest lines."""
+    B, high, classes = number.shape[0], search.most, search.most + 1
+    n = sample.width
     own = number[..., :n]
     at = sample.at.clamp(min=0)[:, None]
     asking = own.gather(2, at)
     before = (torch.arange(n, device=own.device) < sample.at[..., None])[:, None]
     bins = own[:, :, None].expand(B, 1, at.shape[2], n)
     # What each query gives to each class of keys, its own key left out: that one is heavy whatever the phase.
-    count = before.new_zeros(B, 1, at.shape[2], high + 1, dtype=torch.float32)
+    count = before.new_zeros(B, 1, at.shape[2], classes, dtype=torch.float32)
     count = count.scatter_add_(3, bins, before.float())
     phase = torch.arange(high, device=own.device)
     paired = torch.where(phase < stride[..., None], (asking[..., None] - phase) % stride[..., None], high)
     members = count.gather(3, paired).sum(2)
     lines, shifts = [], []
     for weight in sample.weights():
-        lines.append(
-            class_means(weight.sum(2) / sample.askers(), own, sample.seen, high + 1).argmax(-1, keepdim=True)
-        )
+        value = standing(weight.sum(2) / sample.askers(), sample.seen, search.score)
+        lines.append(class_scores(value, own, sample.seen, classes, search.score).argmax(-1, keepdim=True))
         given = torch.zeros(B, weight.shape[1], *count.shape[2:], device=weight.device)
         given.scatter_add_(3, bins.expand(-1, weight.shape[1], -1, -1), weight * before)
         total = given.gather(3, paired.expand(-1, weight.shape[1], -1, -1)).sum(2)
-        shifts.append((total / members.clamp(min=1)).argmax(-1, keepdim=True))
-    return Classes(number, stride, torch.cat(lines, 1), torch.cat(shifts, 1), room=room, most=high + 1)
+        score = total if search.score == "sum" else total / members.clamp(min=1)
+        shifts.append(score.argmax(-1, keepdim=True))
+    line = torch.cat(lines, 1)
+    dense = evenest(sample, own, classes) if search.rows else line
+    return Classes(number, stride, line, dense, torch.cat(shifts, 1), room=search.room, most=classes)
+
+
+def evenest(sample: LastQueries, number: Tensor, classes: int) -> Tensor:
+    """[B, H, 1]: of the classes of the last queries the one whose queries spread widest, by the entropy of their weights."""
+    at = sample.at[:, None]
+    own = number.gather(2, at.clamp(min=0).expand(-1, number.shape[1], -1)).long()
+    spread = torch.cat([torch.special.entr(weight).sum(-1) for weight in sample.weights()], 1)
+    there = (at >= 0).expand_as(spread).float()
+    zeros = spread.new_zeros(*spread.shape[:2], classes)
+    total = zeros.scatter_add(2, own.expand_as(spread), spread * there)
+    count = zeros.scatter_add(2, own.expand_as(spread), there)
+    return (total / count.clamp(min=1)).argmax(-1, keepdim=True)

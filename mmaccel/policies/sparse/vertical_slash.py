@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, KeySpan, Part, pad_rows, span_from_ranges, span_from_steps
+from mmaccel.core.plan import FAR, KeySpan, Part, pad_rows, span_from_ranges
 from mmaccel.core.registry import register
-from mmaccel.core.sparse import SparsePattern
-from mmaccel.policies.sparse.estimate import LastQueries
-from mmaccel.policies.sparse.orders import (
-    Order,
-    at_or_before,
-    natural,
-    places,
-    row_ranges,
-    whole_blocks,
-)
+from mmaccel.policies.sparse.intra import IntraPattern, Sight
+from mmaccel.policies.sparse.orders import places, row_ranges, whole_blocks
+from mmaccel.policies.sparse.slashes import slash_blocks
 
 
 @register("sparse", "vertical_slash")
 @dataclass(frozen=True, kw_only=True)
-class VerticalSlash(SparsePattern):
+class VerticalSlash(IntraPattern):
     """Every query sees the `vertical` strongest columns and the blocks that the `slash` strongest diagonals touch.
 
     Strength is the softmax weight of the last `last_q` queries of a head, summed along the line; the main diagonal is
     always kept, so that a token sees itself. Columns are exact. Diagonals are rounded: in blocks of the tokens' order, a
     block that a kept diagonal touches is seen whole, as far as causality goes. A column that stands in such a block is
     computed once. After MInference and MMInference (Appendix C.3, Table 3).
+
+    estimate="head" weighs each query head by itself, "group" the heads that share a key head together. Within a modality
+    boundary diagonals count in keys of the modality.
     """
 
     adaptive: ClassVar[bool] = True
@@ -41,6 +36,7 @@ class VerticalSlash(SparsePattern):
     vertical: int = 1000
     slash: int = 1024
     last_q: int = 64
+    estimate: Literal["head", "group"] = "head"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,32 +46,23 @@ class VerticalSlash(SparsePattern):
             raise RecipeError(f"vertical_slash: slash is {self.slash}; give at least 1, the main diagonal.")
         if self.last_q < 1:
             raise RecipeError(f"vertical_slash: last_q is {self.last_q}; give at least 1 query.")
+        if self.estimate not in ("head", "group"):
+            raise RecipeError(f"vertical_slash: estimate is {self.estimate!r}; give 'head' or 'group'.")
 
-    def plan(
-        self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
-    ) -> AttentionPlan | None:
-        block = self.block
-        queries, keys = natural(q_layout, block=block), natural(k_layout, block=block)
-        place = at_or_before(keys, queries)
-        sample = LastQueries.of(query, key, queries, keys, place, self.last_q, k_layout.padded)
+    def parts(self, sight: Sight) -> tuple[Part, ...]:
+        sample = sight.last(self.last_q, self.estimate == "group")
         columns, diagonals = sample.lines()
-        chosen = self._columns(columns, sample.seen, len(keys))
-        slash = self._slashes(queries, keys, place, chosen, self._diagonals(diagonals, sample.at))
-        spans = (slash, self._verticals(queries, keys, place, chosen)) if self.vertical else (slash,)
-        return AttentionPlan(
-            parts=(Part(queries.row[:, None], spans),),
-            block_q=block,
-            block_k=block,
-            batch=query.shape[0],
-            heads=query.shape[1],
-            n_query=query.shape[2],
-            n_key=key.shape[2],
-        )
+        chosen = self._columns(columns, sample.seen, len(sight.keys))
+        slash = self._slashes(sight, chosen, self._diagonals(diagonals, sample.at))
+        spans = (slash, self._verticals(sight, chosen)) if self.vertical else (slash,)
+        return (Part(sight.q_row, spans),)
 
-    def bound(self, n_query: int, n_key: int) -> int:
+    def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         blocks = whole_blocks(n_key, self.block)
         columns = whole_blocks(min(self.vertical, n_key), self.block)
-        return whole_blocks(n_query, self.block) * (min(2 * self.slash, blocks) + columns)
+        # A diagonal touches two blocks of a run of queries, and as many as there are queries where none follow.
+        slash = min((self.block if gaps else 2) * self.slash, blocks)
+        return slash + columns, 0
 
     def _columns(self, score: Tensor, seen: Tensor, none: int) -> Tensor:
         """[B, H, K] kept columns in ascending order, `none` where a sequence has fewer."""
@@ -92,28 +79,19 @@ class VerticalSlash(SparsePattern):
         top = score.topk(min(self.slash, n), 2)
         return torch.where(top.values >= 0, top.indices, -1)
 
-    def _slashes(
-        self, queries: Order, keys: Order, place: Tensor, chosen: Tensor, diagonal: Tensor
-    ) -> KeySpan:
+    def _slashes(self, sight: Sight, chosen: Tensor, diagonal: Tensor) -> KeySpan:
         """The slash blocks, over keys in their order; the kept columns are absent, for the other span owns them."""
         B, H = chosen.shape[:2]
-        N, block = len(keys), self.block
-        owned = torch.zeros(B, H, N + 1, dtype=torch.bool, device=chosen.device).scatter_(2, chosen, True)
-        # Query block m begins at place (home + m) * block + shift; diagonal d then touches two key blocks, `near` and
-        # `far` blocks before home + m, for every m alike (near is -1 where a shift lets the block itself straddle).
-        home, shift = place[:, :1] // block, (place[:, :1] % block)[:, None]
-        near = -torch.div(shift + block - 1 - diagonal, block, rounding_mode="floor")
-        far = -torch.div(shift - diagonal, block, rounding_mode="floor")
-        last = N // block + 2
-        steps = torch.zeros(B, H, last + 1, dtype=torch.bool, device=chosen.device)
-        for step in (near, far):
-            steps.scatter_(2, torch.where(diagonal >= 0, step + 1, last).clamp(max=last), True)
-        k_row = keys.row[:, None].masked_fill(owned[..., :-1], -1)
-        order = (queries.row[:, None], k_row, place[:, None], places(keys)[:, None])
-        return span_from_steps(*order, 0, FAR, (home + 1).long(), steps[..., :last], block, block)
+        N = len(sight.keys)
+        owned = torch.zeros(B, H, N + 1, dtype=torch.bool, device=chosen.device)
+        kept = owned.scatter(2, torch.where(diagonal >= 0, diagonal, N), True)[..., :-1]
+        k_row = sight.keys.row[:, None].masked_fill(owned.scatter_(2, chosen, True)[..., :-1], -1)
+        order = (sight.q_row, k_row, sight.at[:, None], places(sight.keys)[:, None])
+        return slash_blocks(*order, kept, self.block)
 
-    def _verticals(self, queries: Order, keys: Order, place: Tensor, chosen: Tensor) -> KeySpan:
+    def _verticals(self, sight: Sight, chosen: Tensor) -> KeySpan:
         """The kept columns, gathered; a column's place is that of its token."""
+        keys, place = sight.keys, sight.at
         block, there = self.block, chosen < len(keys)
         row = keys.row[:, None].expand(-1, chosen.shape[1], -1).gather(2, chosen.clamp(max=len(keys) - 1))
         k_row = pad_rows(torch.where(there, row, -1), block)
@@ -121,5 +99,5 @@ class VerticalSlash(SparsePattern):
         at = place[:, None].expand(-1, chosen.shape[1], -1).long().contiguous()
         seen = torch.searchsorted(chosen, at, right=True)
         start, stop = row_ranges(torch.zeros_like(seen), seen, block, block)
-        order = (queries.row[:, None], k_row, place[:, None], k_place)
+        order = (sight.q_row, k_row, place[:, None], k_place)
         return span_from_ranges(*order, 0, FAR, start, stop, block, block)

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mmaccel.core.layout import MODALITIES
-
 from .scenes import Token
 
 Rows = Sequence[tuple[int, np.ndarray]]
@@ -32,10 +30,10 @@ def a_shape(tokens: Sequence[Token], *, sink: int, window: int) -> np.ndarray:
     return mask
 
 
-def last_rows(query: np.ndarray, key: np.ndarray, first: int, count: int) -> Rows:
-    """Causal softmax weights of the last `count` of the queries [n, D] at positions first, first + 1, ..."""
+def last_rows(query: np.ndarray, key: np.ndarray, first: int) -> Rows:
+    """Causal softmax weights of the queries [n, D] at positions first, first + 1, ..."""
     rows = []
-    for i in range(max(0, len(query) - count), len(query)):
+    for i in range(len(query)):
         position = first + i
         score = key[: position + 1] @ query[i] / math.sqrt(query.shape[1])
         weight = np.exp(score - score.max())
@@ -62,77 +60,128 @@ def strongest(score: np.ndarray, count: int) -> set[int]:
     return set(np.argsort(-score, kind="stable")[:count].tolist())
 
 
+def among(rows: Rows, keys: Sequence[int]) -> Rows:
+    """The same weights, told of the keys `keys` alone: rows (place of the query among them, weights)."""
+    return [(place_of(i, keys), weights[[j for j in keys if j <= i]]) for i, weights in rows]
+
+
+def place_of(position: int, keys: Sequence[int]) -> int:
+    return sum(j <= position for j in keys) - 1
+
+
+def dense_among(n: int, queries: Sequence[int], keys: Sequence[int]) -> np.ndarray:
+    mask = np.zeros((n, n), bool)
+    for i in queries:
+        mask[i, [j for j in keys if j <= i]] = True
+    return mask
+
+
+def a_shape_among(
+    n: int, queries: Sequence[int], keys: Sequence[int], *, sink: int, window: int
+) -> np.ndarray:
+    """The first and the last of those keys that are not after the query."""
+    mask = np.zeros((n, n), bool)
+    for i in queries:
+        before = [j for j in keys if j <= i]
+        mask[i, before[:sink] + before[max(0, len(before) - window) :]] = True
+    return mask
+
+
 def vertical_slash(
-    tokens: Sequence[Token], rows: Rows, *, vertical: int, slash: int, first: int, block: int
+    n: int,
+    queries: Sequence[int],
+    keys: Sequence[int],
+    rows: Rows,
+    *,
+    vertical: int,
+    slash: int,
+    block: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The element mask, and its closure: slashes rounded to the blocks they touch, of queries from `first` on."""
-    n = len(tokens)
+    """The element mask, and its closure: slashes rounded to the blocks they touch in these orders.
+
+    `rows` as `among` tells them; columns and diagonals are counted in places among `keys`.
+    """
     last = rows[-1][0] if rows else -1
-    columns, diagonals = columns_and_diagonals(rows, n)
-    columns = columns[: last + 1] if len(columns) > last + 1 else columns
-    kept_columns = strongest(np.concatenate([columns, np.zeros(n - len(columns))]), vertical)
-    diagonals = diagonals[: last + 1].copy()
+    columns, diagonals = columns_and_diagonals(rows, len(keys))
+    kept_columns = strongest(columns[: last + 1], vertical)
     diagonals[:1] = np.inf
-    kept_diagonals = strongest(diagonals, slash)
-    # A block of queries counts as whole, also the last one, of which some rows may be missing.
-    end = first + math.ceil((n - first) / block) * block
+    kept_diagonals = strongest(diagonals[: last + 1], slash)
+    place = [place_of(i, keys) for i in queries]
     touched = {
-        ((i - first) // block, (i - d) // block)
-        for i in range(first, end)
-        for d in kept_diagonals
-        if i - d >= 0
+        (r // block, (p - d) // block) for r, p in enumerate(place) for d in kept_diagonals if p - d >= 0
     }
     element, closure = np.zeros((n, n), bool), np.zeros((n, n), bool)
-    for i in range(first, n):
-        for j in range(i + 1):
-            element[i, j] = j in kept_columns or i - j in kept_diagonals
-            closure[i, j] = j in kept_columns or ((i - first) // block, j // block) in touched
+    for r, i in enumerate(queries):
+        for k in range(place[r] + 1):
+            element[i, keys[k]] = k in kept_columns or place[r] - k in kept_diagonals
+            closure[i, keys[k]] = k in kept_columns or (r // block, k // block) in touched
     return element, closure
 
 
-def mean_without_largest(values: list[float]) -> float:
-    return (sum(values) - max(values)) / (len(values) - 1) if len(values) > 1 else 0.0
+def standing(score: np.ndarray, kind: str) -> np.ndarray:
+    """What lines count for: weights; for contrast the standardised logarithms of weights over that of an even spread."""
+    if kind != "contrast" or not len(score):
+        return score
+    level = np.log(score * len(score) + 0.1)
+    return (level - level.mean()) / max(level.std(), 1e-6)
 
 
-def class_weights(score: np.ndarray, number: Sequence[int], stride: int) -> list[float]:
+def class_score(values: list[float], kind: str) -> float:
+    """The sum; the mean without the largest; or that mean in standard errors."""
+    if kind == "sum":
+        return sum(values)
+    if len(values) < 2:
+        return -math.inf
+    mean = (sum(values) - max(values)) / (len(values) - 1)
+    return mean if kind == "mean" else mean * math.sqrt(len(values) - 1)
+
+
+def class_scores(score: np.ndarray, number: Sequence[int], stride: int, kind: str) -> list[float]:
     members: list[list[float]] = [[] for _ in range(stride)]
-    for weight, c in zip(score, number, strict=False):
+    for weight, c in zip(score, number, strict=True):
         members[c].append(float(weight))
-    return [mean_without_largest(m) for m in members]
+    return [class_score(m, kind) for m in members]
 
 
 def free_stride(
-    columns: np.ndarray | None, diagonals: np.ndarray | None, last: int, low: int, high: int, slack: float
+    columns: np.ndarray | None, diagonals: np.ndarray | None, *, low: int, high: int, slack: float, kind: str
 ) -> int:
-    """The smallest stride whose heaviest lines weigh within `slack` of the best."""
+    """The smallest stride whose heaviest lines weigh within `slack` of the best; 1 where three of the least do not fit."""
+    n = len(columns if columns is not None else diagonals)
+    if n < 3 * low:
+        return 1
     scores = {}
-    for stride in range(low, high + 1):
+    for stride in range(low, min(high, n // 3) + 1):
+        number = [j % stride for j in range(n)]
         scores[stride] = 0.0
-        if 3 * stride > last + 1:
-            continue
-        if columns is not None:
-            number = [(last - j) % stride for j in range(last + 1)]
-            scores[stride] += max(class_weights(columns[: last + 1], number, stride))
-        if diagonals is not None:
-            number = [d % stride for d in range(last + 1)]
-            scores[stride] += max(class_weights(diagonals[: last + 1], number, stride))
+        for lines in (columns, diagonals):
+            if lines is not None:
+                scores[stride] += max(class_scores(lines, number, stride, kind))
     best = max(scores.values())
-    return min(s for s, score in scores.items() if score >= (1 - slack) * best)
+    return min(s for s, score in scores.items() if score >= best - slack * abs(best))
 
 
-def free_grid(rows: Rows, n: int, *, low: int, high: int, slack: float, lines: bool, slash: bool):
-    """(class of each token, stride, line, shift) of a head whose stride is searched."""
-    last = rows[-1][0] if rows else -1
+def seen_lines(rows: Rows, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """The standing of the columns and of the diagonals that the last of the queries sees."""
+    n = rows[-1][0] + 1 if rows else 0
     columns, diagonals = (per_query(score, rows) for score in columns_and_diagonals(rows, n))
-    stride = free_stride(columns if lines else None, diagonals if slash else None, last, low, high, slack)
+    return standing(columns, kind), standing(diagonals, kind)
+
+
+def free_grid(rows: Rows, n: int, *, low: int, high: int, slack: float, lines: bool, slash: bool, kind: str):
+    """(class of each of n keys, stride, line, shift) of a head whose stride is searched."""
+    columns, diagonals = seen_lines(rows, kind)
+    stride = free_stride(
+        columns if lines else None, diagonals if slash else None, low=low, high=high, slack=slack, kind=kind
+    )
     number = [i % stride for i in range(n)]
-    line = int(np.argmax(class_weights(columns, number, stride)))
-    shift = int(np.argmax(class_weights(diagonals[: last + 1], number, stride)))
+    line = int(np.argmax(class_scores(columns, number[: len(columns)], stride, kind)))
+    shift = int(np.argmax(class_scores(diagonals, number[: len(columns)], stride, kind)))
     return number, stride, line, shift
 
 
-def frame_grid(tokens: Sequence[Token], rows: Rows, *, low: int, high: int):
-    """(class of each token, stride, line, shift) of a head whose lines follow the frames."""
+def frame_grid(tokens: Sequence[Token], rows: Rows, *, low: int, high: int, kind: str):
+    """(class of each token, stride, line, shift) of a head whose lines follow the frames of the keys `tokens`."""
     longest = max((t.cell + 1 for t in tokens), default=0)
     stride = min(max(longest, low), high)
     number, begin = [], 0
@@ -140,19 +189,37 @@ def frame_grid(tokens: Sequence[Token], rows: Rows, *, low: int, high: int):
         if token.cell == 0:
             begin = i
         number.append((token.cell if token.frame >= 0 else i - begin) % stride)
-    columns = per_query(columns_and_diagonals(rows, len(tokens))[0], rows)
-    line = int(np.argmax(class_weights(columns, number, stride)))
+    columns = seen_lines(rows, kind)[0]
+    line = int(np.argmax(class_scores(columns, number[: len(columns)], stride, kind)))
     given, members = np.zeros(stride), np.zeros(stride)
     for position, weights in rows:
         for j in range(position):
             phase = (number[position] - number[j]) % stride
             given[phase] += weights[j]
             members[phase] += 1
-    shift = int(np.argmax(given / np.maximum(members, 1)))
+    shift = int(np.argmax(given if kind == "sum" else given / np.maximum(members, 1)))
     return number, stride, line, shift
 
 
+def frames_serve(tokens: Sequence[Token], number: Sequence[int], low: int) -> bool:
+    """Whether there are enough tokens, a frame, and no class of more than one in `low` of the tokens."""
+    largest = max((list(number).count(c) for c in set(number)), default=0)
+    return len(tokens) >= 3 * low and any(t.frame >= 0 for t in tokens) and largest <= -(-len(tokens) // low)
+
+
+def evenest_class(rows: Rows, number: Sequence[int], stride: int) -> int:
+    """Of the classes of the queries of `rows`, that whose weights have the greatest mean entropy."""
+    found: list[list[float]] = [[] for _ in range(stride)]
+    for place, weights in rows:
+        if place >= 0:
+            found[number[place]].append(float(-sum(w * math.log(w) for w in weights if w > 0)))
+    return int(np.argmax([sum(f) / max(1, len(f)) for f in found]))
+
+
 def grid(
+    n: int,
+    queries: Sequence[int],
+    keys: Sequence[int],
     number: Sequence[int],
     stride: int,
     line: int,
@@ -161,27 +228,24 @@ def grid(
     horizontal: bool,
     vertical: bool,
     slash: bool,
+    dense: int | None = None,
 ) -> np.ndarray:
-    n = len(number)
+    """Lines of classes `number` of the keys; a query is of the class of the last key not after it."""
     mask = np.zeros((n, n), bool)
-    for i in range(n):
-        for j in range(i + 1):
-            mask[i, j] = (
-                (horizontal and number[i] == line)
-                or (vertical and number[j] == line)
-                or (slash and (number[i] - number[j]) % stride == shift)
+    for i in queries:
+        place = place_of(i, keys)
+        for k in range(place + 1):
+            mask[i, keys[k]] = (
+                (horizontal and number[place] == (line if dense is None else dense))
+                or (vertical and number[k] == line)
+                or (slash and (number[place] - number[k]) % stride == shift)
             )
     return mask
 
 
-def boundary_2d(tokens: Sequence[Token], *, extent) -> np.ndarray:
-    """Sinks and windows counted in tokens of the key's modality; extent(query modality, key modality)."""
-    n = len(tokens)
-    mask = np.zeros((n, n), bool)
-    for i, query in enumerate(tokens):
-        for other, name in MODALITIES.items():
-            sink, window = extent(MODALITIES[query.modality], name)
-            before = [j for j in range(i + 1) if tokens[j].modality == other]
-            for j in set(before[:sink]) | set(before[max(0, len(before) - window) :] if window else []):
-                mask[i, j] = True
-    return mask
+def sliding_window_3d(shape: tuple[int, int, int], window: tuple[int, int, int]) -> np.ndarray:
+    """A token of a grid (frames, rows, columns), in reading order, sees those at most a window away in each direction."""
+    cells = [(t, r, c) for t in range(shape[0]) for r in range(shape[1]) for c in range(shape[2])]
+    return np.array(
+        [[all(abs(a - b) <= w for a, b, w in zip(p, q, window, strict=True)) for q in cells] for p in cells]
+    )

@@ -41,13 +41,34 @@ VARIANTS = {"grid of a searched stride": ("grid", dict(stride="free"))}
 
 CASES = [*NAMES, *VARIANTS]
 
+HEADS = {
+    0: dict(name="grid", min_stride=2, max_stride=12, last_q=16),
+    1: dict(name="a_shape", sink=5, window=11),
+    3: dict(name="vertical_slash", vertical=9, slash=4, last_q=16),
+}
+SIDES = dict(
+    text=dict(name="vertical_slash", vertical=9, slash=2, last_q=16),
+    image=dict(name="a_shape", sink=2, window=5),
+    video=dict(name="grid", min_stride=2, max_stride=12, last_q=16),
+)
+NEEDED = {
+    "q_boundary": SIDES,
+    "k_boundary": SIDES,
+    "boundary_2d": dict(
+        default=SIDES["image"],
+        pairs={"text>video": SIDES["text"], "video>video": SIDES["video"], "image>text": None},
+    ),
+    "per_head": dict(table={0: HEADS}, default=dict(name="a_shape", sink=3, window=21)),
+}
+"""What a pattern must be told to be anything."""
+
 
 def small(case: str) -> SparsePattern:
     name, more = VARIANTS.get(case, (case, {}))
     cls = registry("sparse")[name]
     fields = {f.name: f.type for f in dataclasses.fields(cls)}
     given_fields = {n: v for n, v in SMALL.items() if n in fields and fields[n] == type(v).__name__}
-    return cls(**given_fields, **more)
+    return cls(**given_fields, **NEEDED.get(name, {}), **more)
 
 
 def plan_of(pattern: SparsePattern, scene: Scene) -> AttentionPlan | None:

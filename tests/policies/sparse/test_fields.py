@@ -8,8 +8,9 @@ import pytest
 
 import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
-from mmaccel.policies.sparse import Boundary2D
+from mmaccel.policies.sparse import AShape, Boundary2D, Dense, Grid, QBoundary
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dense", dict(block=48), "block is 48"),
@@ -25,10 +26,22 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("grid", dict(horizontal=False, vertical=False, slash=False), "turn one on"),
     ("grid", dict(last_q=0), "last_q is 0"),
     ("grid", dict(slack=1.0), "slack is 1.0"),
-    ("boundary_2d", dict(window=0), "window 0"),
-    ("boundary_2d", dict(pairs={"video>txt": (1, 1)}), "did you mean 'video>text'"),
-    ("boundary_2d", dict(pairs={"video>text": (1,)}), r"give \(sink, window\)"),
-    ("boundary_2d", dict(pairs={"text>text": (9, 0)}), "the token itself"),
+    ("grid", dict(score="median"), "score is 'median'; give 'contrast', 'mean' or 'sum'"),
+    ("grid", dict(horizontal_phase="rows"), "give 'keys' or 'queries'"),
+    ("grid", dict(estimate="heads"), "give 'head' or 'group'"),
+    ("vertical_slash", dict(estimate="heads"), "give 'head' or 'group'"),
+    ("q_boundary", dict(text="a_shap"), "did you mean 'a_shape'"),
+    ("q_boundary", dict(vidio="grid"), "did you mean 'video'"),
+    ("q_boundary", dict(video={"name": "grid", "strid": "free"}), "did you mean 'stride'"),
+    ("q_boundary", dict(video={"stride": "free"}), "q_boundary: video: a mapping needs the policy's name"),
+    ("q_boundary", dict(video={"name": "a_shape", "window": 0}), "window is 0"),
+    ("k_boundary", dict(text=5), "k_boundary: text is 5; give one of a_shape, "),
+    ("k_boundary", dict(text="boundary_2d"), "k_boundary: text is 'boundary_2d'; give one of a_shape, "),
+    ("k_boundary", dict(text=None, image=None, video=None), "all null"),
+    ("boundary_2d", dict(pairs={"video>txt": "grid"}), "did you mean 'video>text'"),
+    ("boundary_2d", dict(pairs={"video>text": (4, 8)}), r"pairs\['video>text'\] is \(4, 8\); give one of"),
+    ("boundary_2d", dict(pairs=["video>text"]), "give a mapping"),
+    ("boundary_2d", dict(default=None), "every pair is left out"),
 ]
 
 
@@ -38,8 +51,27 @@ def test_a_wrong_field_is_told(name: str, fields: dict[str, Any], message: str) 
         registry("sparse").build(name, fields)
 
 
-def test_pairs_of_a_boundary_as_a_recipe_writes_them() -> None:
-    pattern = registry("sparse").build("boundary_2d", dict(sink=2, window=3, pairs={"video>text": [0, 7]}))
+def test_patterns_of_a_boundary_as_a_recipe_writes_them() -> None:
+    fields = dict(
+        block=32, default="grid", pairs={"video>text": {"name": "a_shape", "sink": 0}, "text>video": None}
+    )
+    pattern = registry("sparse").build("boundary_2d", fields)
     assert isinstance(pattern, Boundary2D)
-    assert pattern.extent("video", "text") == (0, 7)
-    assert pattern.extent("text", "video") == (2, 3)
+    assert pattern.pair("video", "text") == AShape(sink=0, block=32)
+    assert pattern.pair("text", "video") is None
+    assert pattern.pair("text", "text") == Grid(block=32)
+    again = Recipe.load(sparse=pattern).to_dict()["sparse"]
+    assert again["pairs"]["video>text"]["sink"] == 0 and again["default"]["name"] == "grid"
+    assert Recipe.load({"sparse": again}).sparse == pattern
+
+
+def test_sides_of_a_boundary_as_a_recipe_writes_them() -> None:
+    fields = {
+        "name": "q_boundary",
+        "text": "dense",
+        "video": {"name": "grid", "stride": "free"},
+        "image": None,
+    }
+    pattern = Recipe.load({"sparse": fields}).sparse
+    assert pattern == QBoundary(text=Dense(), video=Grid(stride="free"), image=None)
+    assert Recipe.load(Recipe.load(sparse=pattern).to_dict()).sparse == pattern

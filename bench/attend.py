@@ -1,0 +1,331 @@
+"""One attention layer at a model's shape: dense by the best kernels at hand, and patterns through the backends.
+
+    python bench/attend.py --device cuda --out bench/results/attend_h200_202601.jsonl
+
+Each row is one way of one case: the median of runs timed by CUDA events (by the clock on a CPU), the making of the plan
+apart, the pairs in listed blocks, useful TFLOP/s (4 * head size for each of those pairs; of causal pairs for dense). Ways
+of a case see the same tensors. What cannot run is a row too, with the reason. `--tokens` makes every case that long and
+its budgets shorter alike: a smoke test, no result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import Log, Times, environment
+
+from mmaccel.backends import select
+from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.lower import attend_plan
+from mmaccel.core.plan import AttentionPlan
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.sparse import SparsePattern
+from mmaccel.policies.sparse import VerticalSlash
+
+FRAME = 196
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pattern on a prompt.
+
+    sparse   the pattern, budgets in tokens of the full length
+    islands  runs of text between which the video is cut; a quarter of the tokens, or one token each
+    lines    which diagonals are kept: "near", "frames" (at multiples of a frame), or those that the estimate finds
+    like     the case whose time for the same pairs this one is held against
+    """
+
+    tokens: int
+    sparse: dict[str, Any]
+    islands: int = 0
+    single: bool = False
+    lines: str = ""
+    like: str = ""
+
+
+NEAR = {"name": "a_shape", "sink": 128, "window": 4096}
+CASES = {
+    "a_shape": Case(1 << 17, NEAR),
+    "a_shape_128": Case(1 << 17, {**NEAR, "block": 128}),
+    "vertical_slash_near": Case(
+        1 << 17, {"name": "vertical_slash", "vertical": 1000, "slash": 6096}, lines="near"
+    ),
+    "vertical_slash_frames": Case(
+        1 << 17, {"name": "vertical_slash", "vertical": 1000, "slash": 1024}, lines="frames"
+    ),
+    "vertical_slash_near_128": Case(
+        1 << 17, {"name": "vertical_slash", "vertical": 1000, "slash": 6096, "block": 128}, lines="near"
+    ),
+    "grid": Case(1 << 20, {"name": "grid", "stride": "frame"}),
+    "grid_128k": Case(1 << 17, {"name": "grid", "stride": "frame"}),
+    **{
+        f"{name}{'_single' if single else ''}": Case(
+            1 << 17, {"name": name, **fields}, islands=32, single=single, like="a_shape"
+        )
+        for name, fields in (
+            ("q_boundary", {"text": NEAR, "video": NEAR}),
+            ("boundary_2d", {"default": NEAR}),
+        )
+        for single in (False, True)
+    },
+}
+BUDGETS = ("sink", "window", "vertical", "slash")
+
+
+def shortened(case: Case, tokens: int) -> Case:
+    """The case at another length, its budgets in proportion."""
+    share = tokens / case.tokens
+
+    def fields(sparse: dict[str, Any]) -> dict[str, Any]:
+        scaled = {k: max(4, int(v * share)) for k, v in sparse.items() if k in BUDGETS}
+        inner = {k: fields(v) for k, v in sparse.items() if isinstance(v, dict)}
+        return {**sparse, **scaled, **inner}
+
+    islands = min(case.islands, tokens // 64)
+    return Case(tokens, fields(case.sparse), islands, case.single, case.lines, case.like)
+
+
+def layout_of(case: Case, frame: int, device: torch.device) -> TokenLayout:
+    """Video in frames of `frame` tokens, cut by islands of text at even distances."""
+    n = case.tokens
+    place = torch.arange(n)
+    text = torch.zeros(n, dtype=torch.bool)
+    if case.islands:
+        length = 1 if case.single else n // 4 // case.islands
+        text = place % (n // case.islands) >= n // case.islands - length
+    number = (~text).long().cumsum(0) - 1
+    modality = torch.where(text, TEXT, VIDEO)[None].to(device)
+    return TokenLayout.build(modality, frame=torch.where(text, -1, number // frame)[None].to(device))
+
+
+def drawn(
+    tokens: int, heads: tuple[int, int], size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, laid out as projections leave them."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def noise(count: int) -> Tensor:
+        shape = (1, tokens, count, size)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
+
+    return noise(heads[0]), noise(heads[1]), noise(heads[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenDiagonals(VerticalSlash):
+    """Estimates as ever, and then keeps the diagonals that the case names: the nearest, or those at multiples of `pitch`.
+
+    At multiples, that is the nearest of them and the two diagonals on either side.
+    """
+
+    pitch: int = 0
+
+    def _diagonals(self, score: Tensor, at: Tensor) -> Tensor:
+        found = super()._diagonals(score, at)
+        given = torch.arange(self.slash, device=score.device)
+        if self.pitch:
+            given = (given[:, None] * self.pitch + torch.arange(-2, 3, device=score.device)).flatten()
+            given = given[given >= 0]
+        return given[: found.shape[2]].clamp(max=score.shape[2] - 1).expand_as(found)
+
+
+def pattern_of(case: Case, frame: int) -> SparsePattern:
+    if not case.lines:
+        return Recipe.load(sparse=case.sparse).sparse
+    fields = {k: v for k, v in case.sparse.items() if k != "name"}
+    return GivenDiagonals(**fields, pitch=frame if case.lines == "frames" else 0)
+
+
+def timed(run: Run, device: torch.device, repeats: int, warmup: int) -> Times:
+    """Seconds of `repeats` runs after `warmup`; by events on CUDA."""
+    for _ in range(warmup):
+        run()
+    taken = []
+    for _ in range(max(repeats, 2)):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            torch.cuda.synchronize(device)
+            taken.append(begin.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - began)
+    return Times(tuple(taken))
+
+
+def dense_ways(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str, Run]]:
+    """Dense causal attention by each kernel there may be."""
+    scale = query.shape[-1] ** -0.5
+
+    def sdpa(kind: SDPBackend) -> Run:
+        def run() -> Tensor:
+            with sdpa_kernel(kind):
+                return F.scaled_dot_product_attention(
+                    query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+                )
+
+        return run
+
+    yield "dense_flash", sdpa(SDPBackend.FLASH_ATTENTION)
+    if query.is_cuda:
+        yield "dense_cudnn", sdpa(SDPBackend.CUDNN_ATTENTION)
+        yield "dense_efficient", sdpa(SDPBackend.EFFICIENT_ATTENTION)
+        turned = [t.transpose(1, 2).contiguous() for t in (query, key, value)]
+        try:
+            from flash_attn.cute import flash_attn_func
+
+            yield "dense_flash_attn_4", lambda: flash_attn_func(*turned, softmax_scale=scale, causal=True)
+        except ImportError:
+            pass
+        try:
+            from flash_attn import flash_attn_func as flash_attn_2
+
+            yield "dense_flash_attn_2", lambda: flash_attn_2(*turned, softmax_scale=scale, causal=True)
+        except ImportError:
+            pass
+
+
+def kernels(names: Sequence[str], device: torch.device) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Backends by name; "triton_tuned" is the Triton backend with its configuration found by trial."""
+    for name in names:
+        if name == "triton_tuned":
+            from functools import partial
+
+            from mmaccel.backends.triton.attend import block_attend
+            from mmaccel.backends.triton.tuned import tuned
+
+            yield name, partial(block_attend, kernel=tuned)
+        else:
+            yield name, select.get(name, device)
+
+
+def measured(
+    log: Log, told: dict[str, Any], run: Run, how: dict[str, Any], pairs: float, size: int
+) -> float | None:
+    """Time `run`, write its row, and give its median; what fails is written with its reason."""
+    try:
+        times = timed(run, **how)
+    except Exception as error:
+        torch.cuda.empty_cache() if torch.cuda.is_available() else None
+        row = {
+            **told,
+            "failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        }
+        log.row(**row)
+        print(f"{told['case']:24} {told['way']:20} {row['failed'][:80]}", flush=True)
+        return None
+    rate = 4 * size * pairs / times.median / 1e12
+    log.row(**told, **times.row(), tflops=rate)
+    print(f"{told['case']:24} {told['way']:20} {times.median * 1e3:10.3f} ms {rate:7.3g} TFLOP/s", flush=True)
+    return times.median
+
+
+def bench_case(name: str, case: Case, options: argparse.Namespace, log: Log) -> None:
+    device, size, (many, few) = torch.device(options.device), options.size, options.heads
+    dtype = getattr(torch, options.dtype)
+    how = dict(device=device, repeats=options.repeats, warmup=options.warmup)
+    frame = min(FRAME, max(8, case.tokens // 16))
+    query, key, value = drawn(case.tokens, (many, few), size, dtype, device)
+    layout = layout_of(case, frame, device)
+    told = dict(case=name, tokens=case.tokens, heads=many, groups=few, size=size, dtype=options.dtype)
+    causal = case.tokens * (case.tokens + 1) / 2
+
+    # Dense on the heads of one group where all would take too long; times the groups, which is written down.
+    part = 1 if case.tokens > options.dense_all and few > 1 else few
+    best = math.inf
+    if not options.no_dense:
+        heads = slice(0, many // few * part)
+        for way, run in dense_ways(query[:, heads], key[:, :part], value[:, :part]):
+            pairs = causal * many // few * part
+            row = dict(told, way=way, kept=1.0, **({"groups_timed": part} if part < few else {}))
+            taken = measured(log, row, run, how, pairs, size)
+            best = min(best, taken * few / part) if taken is not None else best
+
+    pattern = pattern_of(case, frame)
+    held: list[AttentionPlan | None] = [None]
+
+    def index() -> None:
+        held[0] = None
+        held[0] = pattern.plan(query, key, layout, layout)
+
+    index_s = measured(log, dict(told, way="index", pattern=case.sparse), index, how, 0, size)
+    plan = held[0]
+    if plan is None or index_s is None:
+        return
+    listed = float(plan.listed_pairs().sum())
+    blocks = sum(
+        s.lists.index.shape[0] * many // s.lists.offset.shape[1] for p in plan.parts for s in p.spans
+    )
+    first: Tensor | None = None
+    for way, kernel in kernels(options.backends, device):
+
+        def run(kernel: Callable[..., Any] = kernel) -> Tensor:
+            out: Tensor = attend_plan(plan, query, key, value, size**-0.5, kernel)[0]
+            return out
+
+        row = dict(
+            told, way=way, kept=listed / (many * causal), blocks=blocks, index_s=index_s, like=case.like
+        )
+        if best < math.inf:
+            row["against_s"] = best
+        try:
+            out = run()
+            first = out if first is None else first
+            row["apart"] = float((out - first).abs().max())
+            del out
+        except Exception:  # `measured` meets it again, and writes it down
+            pass
+        measured(log, row, run, how, listed, size)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--backends", nargs="+", help="default: all that run here but the reference")
+    parser.add_argument("--heads", nargs=2, type=int, default=(28, 4), metavar=("HEADS", "GROUPS"))
+    parser.add_argument("--size", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--tokens", type=int, help="this length for every case: a smoke test")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--no-dense", action="store_true")
+    parser.add_argument(
+        "--dense-all", type=int, default=1 << 18, help="above, dense is timed on one group's heads"
+    )
+    options = parser.parse_args(argv)
+    if options.backends is None:
+        runs = [
+            n for n, reason in select.usable(options.device).items() if reason is None and n != "reference"
+        ]
+        options.backends = runs if torch.device(options.device).type == "cuda" else ["reference"]
+    log = Log(options.out, options.device)
+    print(environment(options.device))
+    for name in options.cases:
+        case = CASES[name]
+        bench_case(name, shortened(case, options.tokens) if options.tokens else case, options, log)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""How often the stride and the phases of a planted grid head are recovered, against how faint its lines are.
+
+A head is planted by its scores alone: the last 64 queries are unit vectors and each key holds what they give it, so that
+every pair on a line has `ratio` times the weight of a pair of the background. Gaussian noise on every score, a sink and a
+neighbourhood lie over it. What `Grid(stride="free")` plans for those queries is then read back from the plan.
+
+    python bench/planted.py --draws 1000 --out bench/results/planted_cpu_202611.jsonl --picture docs/planted.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.layout import TokenLayout
+from mmaccel.policies.sparse import Grid
+
+ROWS = 64
+"""Queries that the estimate sees, and that are planned."""
+
+LOW, HIGH = 2, 1024
+"""Strides that are planted, and searched."""
+
+KINDS = tuple(
+    tuple(kind for kind, on in zip(("horizontal", "vertical", "slash"), bits, strict=True) if on)
+    for bits in (
+        (1, 0, 0),
+        (0, 1, 0),
+        (0, 0, 1),
+        (1, 1, 0),
+        (1, 0, 1),
+        (0, 1, 1),
+        (1, 1, 1),
+    )
+)
+"""Every combination of lines."""
+
+RATIOS = (1.05, 1.1, 1.15, 1.25, 1.5, 2.0, 4.0)
+
+SEARCHED = ("planted lines searched", "all lines searched")
+"""Which lines the pattern has on: those of the head, or every kind."""
+
+BATCH = 25
+"""Heads of one plan, over the same number of keys."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """Lines of one stride: the classes (place mod stride) of its columns and of its diagonals (query minus key).
+
+    A head with horizontal lines, of the class of its first column, has that column too: grids are symmetrical, and the
+    rows themselves leave no trace in a softmax. noise: deviation of the scores; sink, near: what the first key and the
+    eight nearest get on top.
+    """
+
+    kinds: tuple[str, ...]
+    stride: int
+    columns: tuple[int, ...]
+    diagonals: tuple[int, ...]
+    noise: float
+    sink: float
+    near: float
+
+    @classmethod
+    def draw(cls, kinds: tuple[str, ...], rng: torch.Generator) -> Head:
+        """One to three lines of each kind, of any stride (its logarithm is uniform) and any phase.
+
+        Heads whose lines leave no background (some of stride 2) have nothing to be found by, and are drawn again.
+        """
+
+        def uniform(low: float, high: float) -> float:
+            return low + (high - low) * float(torch.rand((), generator=rng))
+
+        def phases(stride: int) -> tuple[int, ...]:
+            count = min(int(uniform(1, 4)), max(1, stride // 4))
+            return tuple(torch.randperm(stride, generator=rng)[:count].tolist())
+
+        stride = min(HIGH, int(math.exp(uniform(math.log(LOW), math.log(HIGH + 1)))))
+        columns = phases(stride) if "vertical" in kinds or "horizontal" in kinds else ()
+        diagonals = phases(stride) if "slash" in kinds else ()
+        head = cls(kinds, stride, columns, diagonals, uniform(0, 1), uniform(0, 6), uniform(0, 3))
+        period = torch.arange(stride)
+        return head if not head.on_line(period[:, None], period[None]).all() else cls.draw(kinds, rng)
+
+    def on_line(self, row: Tensor, column: Tensor) -> Tensor:
+        """Whether the pairs of a query and a key at these places are on a line."""
+        line = torch.zeros(torch.broadcast_shapes(row.shape, column.shape), dtype=torch.bool)
+        for phase in self.columns:
+            line |= column % self.stride == phase
+        for phase in self.diagonals:
+            line |= (row - column) % self.stride == phase
+        if "horizontal" in self.kinds:
+            line |= row % self.stride == self.columns[0]
+        return line
+
+    def scores(self, n: int, ratio: float, rng: torch.Generator) -> Tensor:
+        """[ROWS, n]: what the last queries of `n` tokens give to each key, not yet causal."""
+        row, column = torch.arange(n - ROWS, n)[:, None], torch.arange(n)[None]
+        score = self.noise * torch.randn(ROWS, n, generator=rng) + math.log(ratio) * self.on_line(row, column)
+        score += self.near * ((row - column >= 0) & (row - column < 8))
+        score[:, 0] += self.sink
+        return score
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a plan follows: its stride and the class of its column and of its diagonal, where it has such lines."""
+
+    stride: int
+    column: int | None = None
+    diagonal: int | None = None
+
+    def verdict(self, head: Head) -> str:
+        """ "exact", "harmonic" (a multiple or a divisor of the stride, on the planted lines) or "missed"."""
+        multiple, divisor = self.stride % head.stride == 0, head.stride % self.stride == 0
+        if not (multiple or divisor):
+            return "missed"
+        common = min(self.stride, head.stride)
+        for phase, planted in ((self.column, head.columns), (self.diagonal, head.diagonals)):
+            if phase is not None and planted and phase % common not in {p % common for p in planted}:
+                return "missed"
+        return "exact" if self.stride == head.stride else "harmonic"
+
+
+def plan_mask(heads: Sequence[Head], n: int, ratio: float, rng: torch.Generator, pattern: Grid) -> Tensor:
+    """[heads, ROWS, n] bool: what the pattern lets the last queries of `n` tokens see."""
+    score = torch.stack([head.scores(n, ratio, rng) for head in heads])
+    query = ROWS**0.5 * torch.eye(ROWS).expand(1, len(heads), ROWS, ROWS)
+    layout = TokenLayout.text(1, n)
+    plan = pattern.plan(query, score.transpose(1, 2)[None], layout.take(slice(n - ROWS, None)), layout)
+    assert plan is not None
+    return plan.to_mask()[0]
+
+
+def read(mask: Tensor, columns: bool, diagonals: bool) -> Found:
+    """The grid of a head that sees `mask` [ROWS, n]; only one of stride 2 can be dense, and its phases are not read."""
+    n = mask.shape[1]
+    place = torch.arange(n)
+    row = place[-ROWS:, None]
+    some = ~(mask | (place > row)).all(1)  # a row on a horizontal line sees everything
+    if not some.any():
+        return Found(2)
+    found: dict[str, int] = {}
+    gaps = set()
+    if columns:
+        lines = mask[some][:, : n - ROWS].all(0).nonzero()[:, 0]
+        found["column"] = int(lines[0])
+        gaps |= set(lines.diff().tolist())
+    if diagonals:
+        leaning = mask.gather(1, (row - place[: n - ROWS]).clamp(min=0))[some]
+        lines = leaning.all(0).nonzero()[:, 0]
+        found["diagonal"] = int(lines[0])
+        gaps |= set(lines.diff().tolist())
+    stride = min(gaps)
+    return Found(stride, **{kind: phase % stride for kind, phase in found.items()})
+
+
+def pattern_of(kinds: Sequence[str]) -> Grid:
+    """The pattern with those lines on; that of a head of horizontal lines alone shows the columns that decide them."""
+    return Grid(
+        stride="free",
+        min_stride=LOW,
+        max_stride=HIGH,
+        horizontal="horizontal" in kinds and kinds != ("horizontal",),
+        vertical="vertical" in kinds or kinds == ("horizontal",),
+        slash="slash" in kinds,
+    )
+
+
+def verdicts(
+    kinds: tuple[str, ...], count: int, ratio: float, seed: int, blind: bool = False
+) -> list[tuple[Head, Found, str]]:
+    """`count` draws of heads with those lines, and how each was recovered; `blind`: every kind of line is searched."""
+    rng = torch.Generator().manual_seed(seed)
+    pattern = pattern_of(KINDS[-1] if blind else kinds)
+    told = []
+    while len(told) < count:
+        heads = [Head.draw(kinds, rng) for _ in range(min(BATCH, count - len(told)))]
+        n = int(torch.randint(4 * HIGH, 8 * HIGH, (), generator=rng))
+        for head, mask in zip(heads, plan_mask(heads, n, ratio, rng, pattern), strict=True):
+            found = read(mask, pattern.vertical, pattern.slash)
+            told.append((head, found, found.verdict(head)))
+    return told
+
+
+def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
+    """The share recovered against the ratio, as a picture."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("planted: a picture needs matplotlib; install the 'plot' extra, or leave out --picture.")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for searched in SEARCHED:
+        points: dict[float, list[dict[str, Any]]] = {}
+        for row in rows:
+            if row["searched"] == searched:
+                points.setdefault(row["ratio"], []).append(row)
+        ratios = sorted(points)
+        for style, verdicts in (("-o", ("exact",)), (":", ("exact", "harmonic"))):
+            share = [
+                sum(row[v] for row in points[r] for v in verdicts) / sum(row["draws"] for row in points[r])
+                for r in ratios
+            ]
+            label = f"{searched}, {'stride exact' if len(verdicts) == 1 else 'or a harmonic'}"
+            color = "C0" if searched == SEARCHED[0] else "C1"
+            axes.plot([r - 1 for r in ratios], share, style, color=color, label=label, markersize=4)
+    axes.axhline(0.99, color="grey", linewidth=0.7)
+    axes.set(
+        xscale="log", xlabel="weight of a pair on a line / of a background pair", ylabel="heads recovered"
+    )
+    axes.set_xticks([r - 1 for r in ratios], [f"{r:g}" for r in ratios])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1.02)
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plt.rcParams["svg.hashsalt"] = "planted"
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def main() -> None:
+    from timing import Log
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--draws", type=int, default=1000, help="heads for each ratio, shared out over the kinds"
+    )
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines")
+    parser.add_argument("--picture", type=Path, help="SVG or PNG of the curve")
+    options = parser.parse_args()
+    log, rows = Log(options.out), []
+    for ratio in options.ratios:
+        for searched in SEARCHED:
+            total: Counter[str] = Counter()
+            for k, kinds in enumerate(KINDS):
+                count = options.draws // len(KINDS) + (k < options.draws % len(KINDS))
+                told = verdicts(kinds, count, ratio, options.seed + k, blind=searched == SEARCHED[1])
+                tally = Counter(verdict for *_, verdict in told)
+                total += tally
+                row = dict(
+                    case="planted grid", ratio=ratio, lines=list(kinds), searched=searched, draws=count
+                )
+                row |= {verdict: tally[verdict] for verdict in ("exact", "harmonic", "missed")}
+                rows.append(row)
+                log.row(**row)
+            print(f"ratio {ratio:g}, {searched}: {dict(total)}", flush=True)
+    if options.picture:
+        draw_curve(rows, options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""What attention costs on this device, measured once and kept: dense, the blocks of each backend, the making of plans.
+
+A cost is a line, seconds of a fixed part and seconds for each unit of work, through the times of a short and a long
+prompt of one sequence. What can be known of a prompt beforehand (`SparsePattern.bound`, its length) then tells whether a
+pattern would win, without a look at the device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.backends import ops
+
+LIMIT = 10.0
+"""Seconds that measuring may take."""
+
+STARTS = {"triton": 4.0, "flex": 20.0}
+"""Seconds a backend takes to compile, about; one for which there is no time is not tried."""
+
+LENGTHS = (4096, 16384)
+"""Tokens of the two prompts that are timed."""
+
+BLOCK = 64
+
+Bench = Callable[[Callable[[], Any], torch.device], float]
+"""Runs something as often as it wants and says how many seconds one run takes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Attention of one layer: query heads, key/value heads, head size, and the type of the tensors."""
+
+    heads: int
+    groups: int
+    size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of `work` units: ``fixed + each * work``."""
+
+    fixed: float
+    each: float
+
+    def __call__(self, work: float) -> float:
+        return self.fixed + self.each * work
+
+    @classmethod
+    def through(cls, short: tuple[float, float], long: tuple[float, float]) -> Line:
+        """The line through two points (work, seconds); through the longer alone where the shorter took longer."""
+        (less, early), (more, late) = short, long
+        each = (late - early) / (more - less)
+        if each <= 0:
+            return cls(0.0, late / more)
+        return cls(max(early - each * less, 0.0), each)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on one device for one shape.
+
+    dense     a unit is a causal pair of one query head
+    sparse    backend -> the same, a unit being a pair in a listed block; lists are each head's own
+    planning  making the plan of a layer; a unit is a token
+    untried   backend -> why it has no cost
+    """
+
+    dense: Line
+    sparse: dict[str, Line]
+    planning: Line = Line(0.0, 0.0)
+    untried: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Costs:
+        """From what `asdict` made of one."""
+        sparse = {name: Line(**line) for name, line in found["sparse"].items()}
+        return cls(Line(**found["dense"]), sparse, Line(**found["planning"]), dict(found["untried"]))
+
+
+def bench(run: Callable[[], Any], device: torch.device) -> float:
+    """The median of five runs after two that do not count; by events on CUDA."""
+    for _ in range(2):
+        run()
+    taken: list[float] = []
+    if device.type != "cuda":
+        for _ in range(5):
+            began = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken)
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize(device)
+        taken.append(float(begin.elapsed_time(end)) / 1e3)
+    return statistics.median(taken)
+
+
+def measure(
+    device: torch.device,
+    shape: Shape,
+    backends: Mapping[str, Callable[..., tuple[Tensor, Tensor]]],
+    plan: Callable[[int], Callable[[], Any]] | None = None,
+    *,
+    bench: Bench = bench,
+    clock: Callable[[], float] = time.perf_counter,
+    limit: float = LIMIT,
+    lengths: tuple[int, int] = LENGTHS,
+) -> Costs:
+    """Time dense attention, the backends in their order, and `plan(tokens)()`, in about `limit` seconds."""
+    began = clock()
+    tensors = {n: _tensors(shape, n, device) for n in lengths}
+    scale = shape.size**-0.5
+
+    def line(make: Callable[[int], tuple[float, Callable[[], Any]]]) -> Line:
+        (short, first), (long, second) = (make(n) for n in lengths)
+        return Line.through((short, bench(first, device)), (long, bench(second, device)))
+
+    def dense(n: int) -> tuple[float, Callable[[], Any]]:
+        return shape.heads * n * (n + 1) / 2, lambda: ops.dense_attend(*tensors[n], scale)
+
+    def planning(n: int) -> tuple[float, Callable[[], Any]]:
+        assert plan is not None
+        return n, plan(n)
+
+    costs_dense = line(dense)
+    costs_plan = Line(0.0, 0.0) if plan is None else line(planning)
+    found: dict[str, Line] = {}
+    untried: dict[str, str] = {}
+    for name, kernel in backends.items():
+        if found and clock() - began + STARTS.get(name, 0.0) > limit:
+            untried[name] = (
+                f"it takes about {STARTS[name]:.0f} s to start" if name in STARTS else "no time was left"
+            )
+            continue
+
+        def blocks(n: int, kernel: Callable[..., Any] = kernel) -> tuple[float, Callable[[], Any]]:
+            listed, arguments = near_blocks(n, shape.heads, device)
+            return listed * BLOCK**2, lambda: kernel(*tensors[n], *arguments, scale)
+
+        try:
+            found[name] = line(blocks)
+        except Exception as error:  # whatever a compiler or a device may raise: another backend serves then
+            untried[name] = f"it failed with {type(error).__name__}"
+    return Costs(costs_dense, found, costs_plan, untried)
+
+
+def _tensors(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        drawn = torch.randn(1, n, heads, shape.size, generator=generator, device=device)
+        return drawn.to(shape.dtype).transpose(1, 2)
+
+    return draw(shape.heads), draw(shape.groups), draw(shape.groups)
+
+
+def near_blocks(n: int, heads: int, device: torch.device) -> tuple[int, tuple[Any, ...]]:
+    """A part in which each block of queries lists the eighth of the blocks that is nearest; with how many it lists."""
+    m = n // BLOCK
+    block = torch.arange(m, device=device)
+    table = (block[:, None] >= block) & (block[:, None] - block < max(1, m // 8))
+    row, index = (t.repeat(heads) for t in table.nonzero(as_tuple=True))
+    count = table.sum(1).repeat(heads)
+    ends = torch.nn.functional.pad(count.cumsum(0), (1, 0))
+    first = torch.arange(heads, device=device)[:, None] * m
+    offset = ends[first + torch.arange(m + 1, device=device)][None]
+    kind = torch.where(row == index, ops.TEST, ops.FULL).to(torch.int8)
+    place = torch.arange(m * BLOCK, dtype=torch.int32, device=device).view(1, 1, -1)
+    rows = place.expand(1, heads, -1).contiguous()
+    lists = ([offset], [index.to(torch.int32)], [kind])
+    return len(row), (rows, [rows], [place], [place], [0], [2**31 - 1], *lists, BLOCK, BLOCK)
+
+
+class Store:
+    """Costs on disk, one JSON file: by device, shape, versions, and a label for what was planned."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self.path = path if path is not None else Path(home) / "mmaccel" / "costs.json"
+
+    def get(self, key: str) -> Costs | None:
+        """What is kept under `key`; None where nothing is, or nothing that can be read."""
+        try:
+            return Costs.of(self._all()[key])
+        except (KeyError, TypeError, AttributeError):
+            return None
+
+    def put(self, key: str, costs: Costs) -> None:
+        """Keep `costs`; where nothing can be written, they are measured again next time."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            whole = {**self._all(), key: asdict(costs)}
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.path.parent, delete=False, encoding="utf-8"
+            ) as file:
+                json.dump(whole, file, indent=1)
+            os.replace(file.name, self.path)
+        except OSError:
+            return
+
+    def _all(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def key_of(device: torch.device, shape: Shape, backends: tuple[str, ...], label: str) -> str:
+    """What costs depend on, as text."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    sizes = f"{shape.heads} heads, {shape.groups} groups, size {shape.size}, {str(shape.dtype).removeprefix('torch.')}"
+    versions = " ".join(f"{package} {_version(package)}" for package in ("torch", "triton", "mmaccel"))
+    return " | ".join((name, sizes, versions, "+".join(backends), label))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

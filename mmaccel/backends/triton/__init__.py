@@ -1,0 +1,33 @@
+"""One part of an attention plan in Triton: gathered inside the kernel, one softmax over all spans, long rows split."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.backends.ops import define
+
+
+def usable(device: torch.device) -> str | None:
+    """Why this backend cannot run on `device`; None when it can. Triton itself is not imported to tell."""
+    if device.type != "cuda":
+        return "Triton kernels run on cuda"
+    if find_spec("triton") is None:
+        return "it needs triton"
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs compute capability 8.0"
+    return None
+
+
+def _block_attend(*args: Any) -> tuple[Tensor, Tensor]:
+    from mmaccel.backends.triton.attend import block_attend
+
+    return block_attend(*args)
+
+
+op = define("block_attend_triton", _block_attend)

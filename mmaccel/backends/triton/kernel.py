@@ -1,0 +1,336 @@
+"""The Triton kernels: block-sparse attention over listed key blocks, and the merging of rows that were split.
+
+A *list row* is one block of queries of one sequence and one head, or of one sequence where all heads share the lists.
+A *tile* is what one program computes: rows of one list row, of `PACK` heads of a key/value group where lists are shared,
+so that a tile of keys that was loaded serves them all. The spans of a part are walked as one list, in one loop.
+"""
+
+# What follows is Triton's language, not Python's: it knows no unpacking of tuples into tuples, and tells constant
+# conditions, which leave no trace in the machine code, from the rest by their nesting.
+# mypy: ignore-errors
+# ruff: noqa: RUF005, RUF059, SIM102
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mmaccel.backends import ops
+
+FULL, TEST = tl.constexpr(ops.FULL), tl.constexpr(ops.TEST)
+
+TOGETHER = tl.constexpr(4)
+"""Spans walked in one loop. Each costs a few scalar instructions a step; a loop of its own would empty the pipeline."""
+
+
+@triton.jit
+def _tile(tile, row, q_row, q_row_b, q_row_h, M, GROUP, LISTS, BLOCK_Q, ROWS, PACK):
+    """Where the rows of a tile lie: sequence, head of each row, place in the part, row of the query tensor (or -1)."""
+    m = row % M
+    b = row // M // LISTS
+    h = row // M % LISTS
+    sub = tile % (BLOCK_Q // ROWS)
+    tile = tile // (BLOCK_Q // ROWS)
+    r = tl.arange(0, ROWS * PACK)
+    if LISTS == 1:
+        packs = (GROUP + PACK - 1) // PACK
+        g = tile // packs
+        member = tile % packs * PACK + r // ROWS
+        head = g * GROUP + member
+        mine = member < GROUP
+    else:
+        g = h // GROUP
+        head = h + 0 * r
+        mine = r >= 0
+    place = m * BLOCK_Q + sub * ROWS + r % ROWS
+    at = tl.load(q_row + b.to(tl.int64) * q_row_b + h.to(tl.int64) * q_row_h + place)
+    return b, h, g, head, mine, place, at
+
+
+@triton.jit
+def _store(OUT, LSE, acc, peak, total, b, head, mine, place, at, HEADS, P, DV, BLOCK_DV):
+    """Normalise and store the rows of a tile; those that are padding, or saw nothing, as zero and -inf."""
+    d = tl.arange(0, BLOCK_DV)
+    seen = (total > 0) & (at >= 0)
+    out = tl.where(seen, 1.0 / tl.where(seen, total, 1.0), 0.0)[:, None] * tl.where(seen[:, None], acc, 0.0)
+    lse = tl.where(seen, (peak + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    target = (b.to(tl.int64) * HEADS + head) * P + place
+    tl.store(LSE + target, lse, mask=mine)
+    tl.store(
+        OUT + target[:, None] * DV + d[None, :],
+        out.to(OUT.dtype.element_ty),
+        mask=mine[:, None] & (d < DV)[None, :],
+    )
+
+
+@triton.jit
+def _walk(
+    first,
+    last,
+    q,
+    keys,
+    values,
+    acc,
+    peak,
+    total,
+    place,
+    spans,
+    steps,
+    scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The running softmax of a tile over entries first .. last of some spans, walked as one list."""
+    ends, indices, kinds, k_rows, q_places, k_places, lows, highs = spans
+    k_s, k_d, v_s, v_d = steps
+    d, dv, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N)
+    for j in range(first * (BLOCK_K // BLOCK_N), last * (BLOCK_K // BLOCK_N)):
+        e = j // (BLOCK_K // BLOCK_N)
+        index_at, kind_at, rows_at = indices[0], kinds[0], k_rows[0]
+        for s in tl.static_range(1, len(ends)):
+            later = e >= ends[s - 1]
+            index_at = tl.where(later, indices[s], index_at)
+            kind_at = tl.where(later, kinds[s], kind_at)
+            rows_at = tl.where(later, k_rows[s], rows_at)
+        key_at = tl.load(index_at + e) * BLOCK_K + j % (BLOCK_K // BLOCK_N) * BLOCK_N + n
+        kind = tl.load(kind_at + e)
+        row = tl.load(rows_at + key_at)
+        there = row >= 0
+        if WIDE:
+            row = row.to(tl.int64)
+        k = tl.load(
+            keys + (row * k_s)[None, :] + (d * k_d)[:, None],
+            mask=there[None, :] & (d < D)[:, None],
+            other=0.0,
+        )
+        score = tl.dot(q, k, input_precision=PRECISION)
+        if kind != FULL:
+            score = tl.where(there[None, :], score, float("-inf"))
+        if kind == TEST:
+            q_at, k_at, low, high = q_places[0], k_places[0], lows[0], highs[0]
+            for s in tl.static_range(1, len(ends)):
+                later = e >= ends[s - 1]
+                q_at, k_at = tl.where(later, q_places[s], q_at), tl.where(later, k_places[s], k_at)
+                low, high = tl.where(later, lows[s], low), tl.where(later, highs[s], high)
+            gap = tl.load(q_at + place)[:, None] - tl.load(k_at + key_at)[None, :]
+            score = tl.where((gap >= low) & (gap < high), score, float("-inf"))
+        top = tl.maximum(peak, tl.max(score, 1) * scale)
+        floor = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.math.exp2(score * scale - floor[:, None])
+        fade = tl.math.exp2(peak - floor)
+        total = total * fade + tl.sum(p, 1)
+        v = tl.load(
+            values + (row * v_s)[:, None] + (dv * v_d)[None, :],
+            mask=there[:, None] & (dv < DV)[None, :],
+            other=0.0,
+        )
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        peak = top
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["M", "chunk", "list_rows"])
+def attend_kernel(
+    Q,
+    K,
+    V,
+    OUT,
+    LSE,
+    PART_OUT,
+    PART_LSE,
+    ITEM,
+    FIRST,
+    SLOT,
+    q_row,
+    k_row,
+    q_place,
+    k_place,
+    offset,
+    index,
+    kind,
+    lo,
+    hi,
+    strides,
+    q_row_b,
+    q_row_h,
+    q_b,
+    q_h,
+    q_s,
+    q_d,
+    k_b,
+    k_h,
+    k_s,
+    k_d,
+    v_b,
+    v_h,
+    v_s,
+    v_d,
+    P,
+    M,
+    list_rows,
+    chunk,
+    scale,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LISTS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile, or under SPLIT one piece of at most `chunk` listed blocks of it.
+
+    `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` six: of the sequence and the head in
+    k_row, q_place and k_place, and two more in offset. Long rows come first: the last ones of each head.
+    """
+    if SPLIT:
+        row = tl.load(ITEM + tl.program_id(0))
+        if row >= list_rows:
+            return
+        begun = tl.load(FIRST + row).to(tl.int32)
+        piece, pieces = tl.program_id(0) - begun, tl.load(FIRST + row + 1).to(tl.int32) - begun
+    else:
+        row = list_rows - 1 - tl.program_id(0)
+    tile = tl.program_id(1)
+    b, h, g, head, mine, place, at = _tile(
+        tile, row, q_row, q_row_b, q_row_h, M, GROUP, LISTS, BLOCK_Q, ROWS, PACK
+    )
+    b64, h64 = b.to(tl.int64), h.to(tl.int64)
+    m = row % M
+
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    here = mine & (at >= 0)
+    q = tl.load(
+        Q
+        + (b64 * q_b + head.to(tl.int64) * q_h + tl.maximum(at, 0).to(tl.int64) * q_s)[:, None]
+        + (d * q_d)[None, :],
+        mask=here[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    keys = K + b64 * k_b + g.to(tl.int64) * k_h
+    values = V + b64 * v_b + g.to(tl.int64) * v_h
+    peak = tl.full([ROWS * PACK], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS * PACK], tl.float32)
+    acc = tl.zeros([ROWS * PACK, BLOCK_DV], tl.float32)
+    # Entry e of the list row is entry e + shift of the span that it falls into.
+    count = 0
+    for group in tl.static_range(0, len(k_row), TOGETHER):
+        begun = count
+        ends = ()
+        indices = ()
+        kinds = ()
+        k_rows = ()
+        q_places = ()
+        k_places = ()
+        lows = ()
+        highs = ()
+        for s in tl.static_range(group, group + TOGETHER if group + TOGETHER < len(k_row) else len(k_row)):
+            of_list = offset[s] + b64 * strides[s][6] + h64 * strides[s][7] + m
+            begin, end = tl.load(of_list), tl.load(of_list + 1)
+            indices = indices + (index[s] + (begin - count),)
+            kinds = kinds + (kind[s] + (begin - count),)
+            k_rows = k_rows + (k_row[s] + b64 * strides[s][0] + h64 * strides[s][1],)
+            q_places = q_places + (q_place[s] + b64 * strides[s][2] + h64 * strides[s][3],)
+            k_places = k_places + (k_place[s] + b64 * strides[s][4] + h64 * strides[s][5],)
+            lows = lows + (lo[s],)
+            highs = highs + (hi[s],)
+            count = count + (end - begin).to(tl.int32)
+            ends = ends + (count,)
+        first, last = begun, count
+        if SPLIT:
+            first, last = tl.maximum(begun, piece * chunk), tl.minimum(count, piece * chunk + chunk)
+        acc, peak, total = _walk(
+            first,
+            last,
+            q,
+            keys,
+            values,
+            acc,
+            peak,
+            total,
+            place,
+            (ends, indices, kinds, k_rows, q_places, k_places, lows, highs),
+            (k_s, k_d, v_s, v_d),
+            scale,
+            D,
+            DV,
+            BLOCK_K,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_DV,
+            WIDE,
+            PRECISION,
+        )
+
+    if SPLIT:
+        if pieces > 1:
+            slot = (tl.load(SLOT + row) + piece) * tl.num_programs(1) + tile
+            r = slot * (ROWS * PACK) + tl.arange(0, ROWS * PACK)
+            seen = total > 0
+            tl.store(PART_LSE + r, tl.where(seen, peak + tl.log2(tl.where(seen, total, 1.0)), float("-inf")))
+            part = acc / tl.where(seen, total, 1.0)[:, None]
+            tl.store(PART_OUT + r[:, None] * DV + dv[None, :], part, mask=(dv < DV)[None, :])
+            return
+    _store(OUT, LSE, acc, peak, total, b, head, mine, place, at, HEADS, P, DV, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["M"])
+def merge_kernel(
+    PART_OUT,
+    PART_LSE,
+    FIRST,
+    SLOT,
+    OUT,
+    LSE,
+    q_row,
+    q_row_b,
+    q_row_h,
+    P,
+    M,
+    DV: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LISTS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    ROWS: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """The pieces of a tile put together by their log-sum-exps; a tile that was not split is left alone."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    pieces = (tl.load(FIRST + row + 1) - tl.load(FIRST + row)).to(tl.int32)
+    if pieces < 2:
+        return
+    b, h, g, head, mine, place, at = _tile(
+        tile, row, q_row, q_row_b, q_row_h, M, GROUP, LISTS, BLOCK_Q, ROWS, PACK
+    )
+    dv = tl.arange(0, BLOCK_DV)
+    peak = tl.full([ROWS * PACK], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS * PACK], tl.float32)
+    acc = tl.zeros([ROWS * PACK, BLOCK_DV], tl.float32)
+    slot = tl.load(SLOT + row)
+    for piece in range(pieces):
+        r = ((slot + piece) * tl.num_programs(1) + tile) * (ROWS * PACK) + tl.arange(0, ROWS * PACK)
+        lse = tl.load(PART_LSE + r)
+        part = tl.load(PART_OUT + r[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
+        top = tl.maximum(peak, lse)
+        floor = tl.where(top == float("-inf"), 0.0, top)
+        weight, fade = tl.math.exp2(lse - floor), tl.math.exp2(peak - floor)
+        acc = acc * fade[:, None] + part * weight[:, None]
+        total = total * fade + weight
+        peak = top
+    _store(OUT, LSE, acc, peak, total, b, head, mine, place, at, HEADS, P, DV, BLOCK_DV)

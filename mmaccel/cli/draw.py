@@ -1,0 +1,97 @@
+"""`mmaccel draw`: a table as a map, or real heads before and after a permutation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmaccel.cli import choices
+from mmaccel.cli.ask import Device, Dtype, Model
+from mmaccel.cli.console import bars, many, out, steps
+from mmaccel.cli.search import Fps, Most, Texts, Videos, sample
+from mmaccel.core.errors import ModelError, RecipeError
+
+HEADS = "heads"
+MANY = 16
+"""So many heads are drawn unless they are named."""
+
+
+def draw(
+    what: Annotated[str, typer.Argument(help="A table that `mmaccel search` wrote, or the word: heads.")],
+    output: Annotated[Path, typer.Option("--out", help="The picture of a table; a folder for heads.")],
+    model: Model = "tiny-ov",
+    video: Videos = None,
+    text: Texts = None,
+    layer: Annotated[list[int] | None, typer.Option("--layer", min=0, help="Layers to draw.")] = None,
+    head: Annotated[
+        list[int] | None, typer.Option("--head", min=0, help="Heads to draw, of each layer.")
+    ] = None,
+    form: Annotated[str, typer.Option("--format", help="png, svg or pdf, for heads.")] = "png",
+    resolution: Annotated[int, typer.Option("--resolution", min=16, help="Cells along a side.")] = 256,
+    max_tokens: Most = 25_000,
+    fps: Fps = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """The map of patterns by layer and head from a table, or, with the word heads, what heads of a model attend to.
+
+    A head is drawn as it stands, and with rows and columns ordered by place in the frame and by modality.
+    """
+    from mmaccel.search.picture import figure, head_picture, save, table_map
+
+    if what != HEADS:
+        from mmaccel.policies.sparse.head_table import read_table
+
+        table = read_table(what)
+        if not output.parent.is_dir():
+            raise RecipeError(f"--out: the folder {output.parent} does not exist; create it first.")
+        save(table_map(table), output)
+        out().print(str(output), markup=False, highlight=False, soft_wrap=True)
+        return
+
+    from mmaccel.core.attach import adapter_for
+    from mmaccel.search.sample import Inside, watch
+
+    figure(1, 1)  # says at once where matplotlib is missing
+    if output.exists() and not output.is_dir():
+        raise RecipeError(f"--out: {output} is a file; give a folder for the pictures.")
+    place, kind = choices.where(device), choices.dtype(dtype)
+    processor = choices.processor(model)
+    with bars() as progress:
+        loaded = choices.load(model, place, kind)
+        shape = adapter_for(loaded).geometry(loaded)
+        wanted = _wanted(layer, head, shape.layers, shape.heads)
+        inputs, _ = sample(loaded, processor, video or [], text or [], max_tokens, fps, progress)
+        output.mkdir(parents=True, exist_ok=True)
+        tell, done = steps(progress, "heads"), 0
+
+        def visit(inside: Inside) -> None:
+            nonlocal done
+            for one in wanted[inside.layer]:
+                path = output / f"layer{inside.layer:02d}-head{one:02d}.{form}"
+                save(head_picture(inside, one, resolution), path)
+                done += 1
+                tell("draw", done, sum(map(len, wanted.values())))
+
+        watch(loaded, inputs, visit, set(wanted))
+    out().print(f"{output}: {many(done, 'head')}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _wanted(
+    layers: list[int] | None, heads: list[int] | None, depth: int, width: int
+) -> dict[int, list[int]]:
+    """Layer -> heads to draw: those named, or as many of all as are still looked at, evenly spread."""
+    for name, asked, there in (("--layer", layers, depth), ("--head", heads, width)):
+        if asked and max(asked) >= there:
+            raise ModelError(f"{name}: there is no {max(asked)}; the model has 0 to {there - 1}.")
+    if layers or heads:
+        return {n: sorted(set(heads or range(width))) for n in sorted(set(layers or range(depth)))}
+    step = max(1, -(-depth * width // MANY))
+    chosen: dict[int, list[int]] = {}
+    for number in range(0, depth * width, step):
+        # A step that is a multiple of the heads would draw the same head of each layer.
+        layer = number // width
+        chosen.setdefault(layer, []).append((number + layer) % width)
+    return chosen

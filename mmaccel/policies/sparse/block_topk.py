@@ -1,0 +1,159 @@
+"""The blocks of keys that a cheap look at each block of queries finds heaviest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.plan import FAR, AttentionPlan, Part, span_from_table
+from mmaccel.core.registry import register
+from mmaccel.core.sparse import SparsePattern
+from mmaccel.policies.sparse.intra import Layer, Sight
+from mmaccel.policies.sparse.orders import places, whole_blocks
+
+ENTRIES = 1 << 24
+"""Most scores held at a time; query blocks go in runs of as many as fit."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """Runs of `size` tokens: what is compared. vector [B, X, T, E], present [B, T, size] which of their tokens there are."""
+
+    vector: Tensor
+    present: Tensor
+    size: int
+
+
+@register("sparse", "block_topk")
+@dataclass(frozen=True, kw_only=True)
+class BlockTopK(SparsePattern):
+    """A block of queries sees the fewest key blocks that hold `budget` of its estimated weight, at most `top` of them.
+
+    Blocks that hold the first `sink` tokens, and those with the queries' own places, are always kept and counted first.
+    `budget` 1 keeps every block, up to `top`; a `top` of None is no limit.
+
+    score="antidiagonal"  queries and keys in tiles of `stride`; the weight of a pair of tiles is the mean of the scores on
+                          its antidiagonal, which every row, column and diagonal crosses, under a softmax over the tiles; a
+                          block has the sum over its tiles (XAttention, arXiv 2503.16428)
+    score="mean"          the softmax of the scores of mean queries and mean keys of whole blocks (the query-aware half of
+                          FlexPrefill, arXiv 2502.20766; `stride` plays no part)
+
+    Each query head chooses for itself. Scores are made for runs of query blocks; kept is a bool for each pair of blocks.
+    Departures: where a prompt comes in chunks, tiles whose first key is not after their first query take part; the former
+    work thresholds per head by a table, the latter mixes in vertical-slash heads.
+    """
+
+    adaptive: ClassVar[bool] = True
+
+    score: Literal["antidiagonal", "mean"] = "antidiagonal"
+    stride: int = 16
+    budget: float = 0.9
+    top: int | None = None
+    sink: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.score not in ("antidiagonal", "mean"):
+            raise RecipeError(f"block_topk: score is {self.score!r}; give 'antidiagonal' or 'mean'.")
+        if self.stride < 1 or self.block % self.stride:
+            raise RecipeError(
+                f"block_topk: stride is {self.stride}; give a divisor of block, which is {self.block}."
+            )
+        if not 0 <= self.budget <= 1:
+            raise RecipeError(f"block_topk: budget is {self.budget}; give a share from 0 to 1.")
+        if self.top is not None and self.top < 1:
+            raise RecipeError(f"block_topk: top is {self.top}; give at least 1 block, or null for no limit.")
+        if self.sink < 0:
+            raise RecipeError(f"block_topk: sink is {self.sink}; give 0 or more.")
+
+    def plan(
+        self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
+        layer = Layer(query, key, q_layout, k_layout, self.block)
+        sight = layer.sight()
+        table = torch.cat(list(self._kept(query, key, sight)), 2)
+        order = (sight.q_row, sight.keys.row[:, None], sight.at[:, None], places(sight.keys)[:, None])
+        span = span_from_table(*order, 0, FAR, table, self.block, self.block)
+        return layer.plan([Part(sight.q_row, (span,))])
+
+    def bound(self, n_query: int, n_key: int) -> int:
+        block, first = self.block, n_key - n_query
+        most = whole_blocks(n_key, block)
+        if self.top is not None:
+            most = min(most, max(self.top, whole_blocks(self.sink, block) + 2))
+        ends = range(block, n_query + block, block)
+        return sum(min(most, whole_blocks(first + min(end, n_query), block)) for end in ends)
+
+    def _kept(self, query: Tensor, key: Tensor, sight: Sight) -> Iterator[Tensor]:
+        """[B, H, m, N] bool for consecutive runs of m query blocks: which of the N key blocks are kept."""
+        B, H = query.shape[:2]
+        block, size = self.block, self.block if self.score == "mean" else self.stride
+        keys = self._tiles(key, sight.keys.row, size)
+        run = block * max(1, ENTRIES // (B * H * (block // size) * keys.vector.shape[2]))
+        for begin in range(0, sight.at.shape[1], run):
+            rows, at = sight.queries.row[:, begin : begin + run], sight.at[:, begin : begin + run]
+            share = self._shares(self._tiles(query, rows, size, flip=True), keys, at)
+            yield self._chosen(share, at)
+
+    def _tiles(self, x: Tensor, row: Tensor, size: int, flip: bool = False) -> _Tiles:
+        """Tiles of the rows `row` [B, n] of x [B, X, rows, D]; flipped, their tokens are in reverse."""
+        B, X, _, D = x.shape
+        there = (row >= 0)[:, None, :, None]
+        picked = x.gather(2, row.clamp(min=0).long()[:, None, :, None].expand(B, X, -1, D)) * there
+        tiles = picked.view(B, X, -1, size, D)
+        present = (row >= 0).view(B, -1, size)
+        if self.score == "mean":
+            mean = tiles.sum(3) / present.sum(2).clamp(min=1)[:, None, :, None].to(x.dtype)
+            return _Tiles(mean, present, size)
+        if flip:
+            tiles, present = tiles.flip(3), present.flip(2)
+        return _Tiles(tiles.reshape(B, X, -1, size * D), present, size)
+
+    def _shares(self, queries: _Tiles, keys: _Tiles, at: Tensor) -> Tensor:
+        """[B, H, m, N]: the share of each key block in the estimated weight of each query block, 0 where none is seen."""
+        B, H, rows, E = queries.vector.shape
+        G, tiles = keys.vector.shape[1:3]
+        size, high = queries.size, torch.promote_types(queries.vector.dtype, torch.float32)
+        score = queries.vector.view(B, G, -1, E) @ keys.vector.transpose(2, 3)
+        score = score.to(high).view(B, H, rows, tiles)
+        if self.score == "mean":
+            score = score * E**-0.5
+        else:
+            pairs = queries.present.float() @ keys.present.float().transpose(1, 2)
+            score = score * (E // size) ** -0.5 / pairs.clamp(min=1)[:, None]
+        first = at.view(B, rows, size)
+        first = torch.where(first >= 0, first, FAR).amin(2).masked_fill((first < 0).all(2), -1)
+        begin = size * torch.arange(tiles, device=at.device)
+        hidden = (begin > first[..., None]) | ~keys.present.any(2)[:, None]
+        weight = score.masked_fill_(hidden[:, None], -torch.inf).softmax(-1).nan_to_num_(0.0)
+        inside = self.block // size
+        weight = weight.view(B, H, rows // inside, inside, tiles // inside, inside).sum((3, 5))
+        there = (first >= 0).view(B, -1, inside).sum(2).clamp(min=1)
+        share: Tensor = weight / there[:, None, :, None]
+        return share
+
+    def _chosen(self, share: Tensor, at: Tensor) -> Tensor:
+        """[B, H, m, N] bool: the blocks that are kept, of shares and the places of the queries."""
+        block = self.block
+        place = at.view(at.shape[0], -1, block)
+        last = place.amax(2)[:, None, :, None]
+        first = torch.where(place >= 0, place, FAR).amin(2)[:, None, :, None]
+        number = torch.arange(share.shape[3], device=at.device)
+        seen = number * block <= last
+        always = seen & ((number * block < self.sink) | (number >= first // block))
+        # Shares are at most 1: what is always kept comes first.
+        order = torch.where(always, share + 2.0, share).argsort(dim=-1, descending=True, stable=True)
+        if self.budget < 1:
+            share = share.gather(3, order)
+            keep = share.cumsum(3) - share < self.budget
+        else:
+            keep = torch.ones_like(order, dtype=torch.bool)
+        if self.top is not None:
+            keep &= number < self.top
+        return (torch.zeros_like(keep).scatter_(3, order, keep) | always) & seen

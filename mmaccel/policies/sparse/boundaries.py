@@ -1,0 +1,125 @@
+"""Patterns within the boundaries of modalities: what Q-, K- and 2D-boundary heads are composed of."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import MODALITIES, TokenLayout
+from mmaccel.core.plan import AttentionPlan, KeySpan, Part
+from mmaccel.core.registry import policy, registry
+from mmaccel.core.sparse import SparsePattern
+from mmaccel.policies.sparse.intra import IntraPattern, Layer
+from mmaccel.policies.sparse.orders import whole_blocks
+
+Inner = SparsePattern | Mapping[str, Any] | str | None
+"""What a field for a pattern within a boundary may be given; it holds an `IntraPattern`, or None for nothing."""
+
+
+def inner(value: Any, where: str, block: int) -> IntraPattern | None:
+    """The pattern of a field of that kind, in blocks of `block` tokens; `where` names the field in errors."""
+    pattern = policy("sparse", value, where)
+    if pattern is None:
+        return None
+    if not isinstance(pattern, IntraPattern):
+        known = [n for n in registry("sparse") if issubclass(registry("sparse")[n], IntraPattern)]
+        told = getattr(pattern, "name", pattern)
+        raise RecipeError(
+            f"{where} is {told!r}; give one of {', '.join(known)}, by name, as a mapping with a name, or null."
+        )
+    return dataclasses.replace(pattern, block=block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary(SparsePattern):
+    """Groups of queries over groups of keys, each pair under a pattern of its own, all under one softmax.
+
+    What a pattern within a boundary measures, it measures in ranks among the keys of its group (MMInference, section 2.4),
+    and what it estimates, it estimates from the last queries of its group, whatever island they are in (section 3.2): the
+    weights that those queries give to the keys of the group, of all that they see. Causality is that of the sequence. In
+    chunked prefill the last queries of each chunk decide.
+    """
+
+    adaptive: ClassVar[bool] = True
+    rounded: ClassVar[bool] = True
+
+    @abstractmethod
+    def within(self, query: int | None, key: int | None) -> IntraPattern | None:
+        """The pattern of queries of one modality over keys of another; None stands for all of them."""
+
+    @abstractmethod
+    def groups(self) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+        """The groups of queries and those of keys."""
+
+    def plan(
+        self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
+        layer = Layer(query, key, q_layout, k_layout, self.block)
+        parts: list[Part] = []
+        overlap = False
+        of_queries, of_keys = self.groups()
+        for q in of_queries:
+            if q is not None and not q_layout.census[q]:
+                continue
+            # Parts in the order of the queries are one part: their spans share its softmax.
+            spans: list[KeySpan] = []
+            orders = 0
+            for k in of_keys:
+                pattern = self.within(q, k)
+                if pattern is None or (k is not None and not k_layout.census[k]):
+                    continue
+                sight = layer.sight(q, k)
+                found = pattern.parts(sight)
+                apart = [p for p in found if p.q_row is not sight.q_row]
+                orders += bool(apart) + pattern.shares_rows
+                parts += apart
+                spans += [s for p in found if p.q_row is sight.q_row for s in p.spans]
+            if spans:
+                parts.append(Part(layer.queries(q)[1], tuple(spans)))
+            overlap |= orders + bool(spans) > 1
+        return layer.plan(parts, overlap)
+
+    def bound(self, n_query: int, n_key: int) -> int:
+        of_queries, of_keys = self.groups()
+        # Blocks of groups, each of which may end in a part of one.
+        rows = whole_blocks(n_query, self.block) + len(of_queries) - 1
+        keys = whole_blocks(n_key, self.block) + len(of_keys) - 1
+        total = 0
+        for k in of_keys:
+            tolls = [(0, 0)]
+            for q in of_queries:
+                pattern = self.within(q, k)
+                if pattern is not None:
+                    gaps, ties = q is not None and q != k, k is not None and q != k
+                    tolls.append(pattern.toll(n_query, n_key, gaps=gaps, ties=ties))
+            total += rows * max(each for each, _ in tolls) + sum(more for _, more in tolls)
+        # No pattern lists a block of keys more than three times for a block of queries.
+        return min(total, 3 * rows * keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneSided(Boundary):
+    """A boundary on one side: a pattern for each modality, None (null) for one that is left out."""
+
+    text: Inner = "a_shape"
+    image: Inner = "a_shape"
+    video: Inner = "a_shape"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in MODALITIES.values():
+            found = inner(getattr(self, name), f"{self.name}: {name}", self.block)
+            object.__setattr__(self, name, found)
+        if not any(getattr(self, name) for name in MODALITIES.values()):
+            raise RecipeError(f"{self.name}: text, image and video are all null; give one of them a pattern.")
+
+    def of(self, modality: int) -> IntraPattern | None:
+        """The pattern of one modality."""
+        found: IntraPattern | None = getattr(self, MODALITIES[modality])
+        return found

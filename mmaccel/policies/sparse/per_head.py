@@ -1,0 +1,220 @@
+"""A pattern for each head of each layer, by a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.mix import Share, mix, runs
+from mmaccel.core.plan import AttentionPlan
+from mmaccel.core.registry import policy, register
+from mmaccel.core.sparse import SparsePattern
+from mmaccel.policies.sparse.dense import Dense
+from mmaccel.policies.sparse.head_table import choices, difference, read_table
+
+if TYPE_CHECKING:
+    from mmaccel.core.adapter import ModelView
+
+SHIPPED = "shipped"
+"""Stands for the table in the model's own folder."""
+FILE = "heads.json"
+"""What that table is called."""
+
+
+@register("sparse", "per_head")
+@dataclass(frozen=True, kw_only=True)
+class PerHead(SparsePattern):
+    """Each head of each layer follows the pattern that a table gives it (MMInference, section 3.3 and Algorithm 4).
+
+    table    "shipped": the file heads.json in the model's folder; or the path of a file that `mmaccel search` wrote; or
+             the choices themselves, ``{layer: {head: {"name": "grid", "stride": "free"}}}``
+    default  the pattern of layers and heads that the table does not name; None: dense
+
+    A file is bound to the model it was searched on: type, layers, heads, key/value heads, head size, rotary settings.
+    Heads of one pattern and like fields are planned together, and the sparse heads of a layer run in one operator call a
+    part; dense heads go through the dense kernel. Every pattern has the block size of this one.
+    """
+
+    adaptive: ClassVar[bool] = True
+    rounded: ClassVar[bool] = True
+
+    table: str | Mapping[int, Mapping[int, Any]] = SHIPPED
+    default: SparsePattern | str | Mapping[str, Any] | None = None
+    heads: ClassVar[int | None] = None  # how many there are, on what `bind` returns
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.default is not None:
+            object.__setattr__(self, "default", self._pattern("default", self.default))
+        if isinstance(self.table, Mapping):
+            object.__setattr__(self, "table", self._patterns(self.table))
+        elif not isinstance(self.table, str):
+            raise RecipeError(
+                f"per_head: table is {self.table!r}; give 'shipped', a file, or a mapping of layers."
+            )
+        elif self.table != SHIPPED:
+            _ = self._named
+
+    @cached_property
+    def _file(self) -> dict[str, Any] | None:
+        """What the table's file holds; None for choices given themselves, and for a shipped table not found yet."""
+        if not isinstance(self.table, str) or self.table == SHIPPED:
+            return None
+        held = read_table(self.table)
+        if held["block"] != self.block:
+            raise RecipeError(
+                f"per_head: block is {self.block}, and table {self.table!r} was searched with {held['block']}; "
+                f"set block to {held['block']}."
+            )
+        return held
+
+    @cached_property
+    def _named(self) -> Mapping[int, Mapping[int, SparsePattern]]:
+        if isinstance(self.table, Mapping):
+            return self.table
+        return {} if self._file is None else self._patterns(choices(self._file))
+
+    @cached_property
+    def _layers(self) -> dict[int, SparsePattern]:
+        return {}
+
+    def _patterns(self, table: Mapping[Any, Any]) -> dict[int, dict[int, SparsePattern]]:
+        built: dict[int, dict[int, SparsePattern]] = {}
+        for layer, heads in table.items():
+            if not isinstance(heads, Mapping):
+                raise RecipeError(
+                    f"per_head: table[{layer!r}] is {heads!r}; give a mapping from head numbers to patterns."
+                )
+            built[_number("layer", layer)] = {
+                _number("head", head): self._pattern(f"table[{layer}][{head}]", value)
+                for head, value in heads.items()
+            }
+        return built
+
+    def _pattern(self, where: str, value: Any) -> SparsePattern:
+        if isinstance(value, Mapping):
+            value = {"block": self.block, **value}
+        elif isinstance(value, str):
+            value = {"block": self.block, "name": value}
+        pattern = policy("sparse", value, f"per_head: {where}")
+        if not isinstance(pattern, SparsePattern) or isinstance(pattern, PerHead):
+            raise RecipeError(f"per_head: {where} is {value!r}; give one pattern, by name or as a mapping.")
+        if pattern.block != self.block:
+            raise RecipeError(
+                f"per_head: {where} has blocks of {pattern.block} and the rest of {self.block}; give them one size."
+            )
+        return pattern
+
+    def bind(self, model: ModelView) -> SparsePattern:
+        if self.table == SHIPPED:
+            path = model.folder / FILE if model.folder is not None else None
+            if path is None or not path.is_file():
+                raise RecipeError(
+                    f"per_head: no table is shipped with this model (there is no {FILE} in its folder); "
+                    "run `mmaccel search` on it and give the file as table."
+                )
+            return replace(self, table=str(path)).bind(model)
+        other = None if self._file is None else difference(self._file, model.fingerprint)
+        if other is not None:
+            raise RecipeError(
+                f"per_head: table {self.table!r} was searched on another model ({other}); run `mmaccel search` on this."
+            )
+        shape = model.geometry
+        for layer, heads in self._named.items():
+            if layer >= shape.layers:
+                raise RecipeError(
+                    f"per_head: table has layer {layer}; the model has layers 0 to {shape.layers - 1}."
+                )
+            if heads and max(heads) >= shape.heads:
+                raise RecipeError(
+                    f"per_head: table[{layer}] has head {max(heads)}; the model has heads 0 to {shape.heads - 1}."
+                )
+        bound = replace(self)
+        object.__setattr__(bound, "heads", shape.heads)
+        return bound
+
+    def at(self, layer: int) -> SparsePattern:
+        if layer not in self._layers:
+            rest = self.default if isinstance(self.default, SparsePattern) else Dense(block=self.block)
+            named = self._named.get(layer, {})
+            layers = LayerHeads(block=self.block, named=named, rest=rest, heads=self.heads)
+            self._layers[layer] = layers if named else rest
+        return self._layers[layer]
+
+    def plan(
+        self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
+        """The plan of layer 0; the road asks `at` for the pattern of each layer."""
+        return self.at(0).plan(query, key, q_layout, k_layout)
+
+    def bound(self, n_query: int, n_key: int) -> int:
+        return max(self.at(layer).bound(n_query, n_key) for layer in (0, *self._named))
+
+    def per_head(self, heads: int) -> tuple[str, ...]:
+        return self.at(0).per_head(heads)
+
+
+def _number(what: str, value: Any) -> int:
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise RecipeError(f"per_head: {value!r} is no {what}; give its number, 0 or more.")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerHeads(SparsePattern):
+    """One layer of `PerHead`: the pattern of each head that is named, and of the rest; `heads` of them, where known."""
+
+    name: ClassVar[str] = PerHead.name
+    adaptive: ClassVar[bool] = True
+    rounded: ClassVar[bool] = True
+
+    named: Mapping[int, SparsePattern]
+    rest: SparsePattern = field(default_factory=Dense)
+    heads: int | None = None
+
+    def of(self, head: int) -> SparsePattern:
+        """The pattern of one head."""
+        return self.named.get(head, self.rest)
+
+    def kinds(self, heads: int) -> list[tuple[SparsePattern, list[int]]]:
+        """The different patterns of `heads` heads, each with the heads that follow it."""
+        found: list[tuple[SparsePattern, list[int]]] = []
+        for head in range(heads):
+            pattern = self.of(head)
+            same = next((some for known, some in found if known == pattern), None)
+            if same is None:
+                found.append((pattern, [head]))
+            else:
+                same.append(head)
+        return found
+
+    def plan(
+        self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
+        heads = query.shape[1]
+        shares: list[Share] = []
+        for pattern, some in self.kinds(heads):
+            if not pattern.adaptive:
+                # What looks at the layout alone is planned for one head, and all follow it.
+                shares.append((some, pattern.plan(query[:, :1], key[:, :1], q_layout, k_layout)))
+                continue
+            for run in runs(some, heads // key.shape[1]):
+                plan = pattern.plan(run.of(query), key[:, run.groups], q_layout, k_layout)
+                shares.append((run.heads, plan))
+        return mix(shares, heads, q_layout, k_layout)
+
+    def bound(self, n_query: int, n_key: int) -> int:
+        whole = self.heads is not None and len(self.named) >= self.heads
+        some = [*self.named.values(), *([] if whole else [self.rest])]
+        return max(pattern.bound(n_query, n_key) for pattern in some)
+
+    def per_head(self, heads: int) -> tuple[str, ...]:
+        return tuple(self.of(head).per_head(1)[0] for head in range(heads))

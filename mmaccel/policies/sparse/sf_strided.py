@@ -1,0 +1,93 @@
+"""Local window, and the keys at the query's own offset in every segment before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mmaccel.core.plan import Part, span_from_ranges
+from mmaccel.core.registry import register
+from mmaccel.policies.sparse.intra import IntraPattern, Sight
+from mmaccel.policies.sparse.orders import row_ranges, touched, whole_blocks
+from mmaccel.policies.sparse.segments import Segments, Stride, check_stride, fitting
+
+
+@register("sparse", "sf_strided")
+@dataclass(frozen=True, kw_only=True)
+class SFStrided(IntraPattern):
+    """A query sees the last `stride` tokens, itself counted, and every stride-th before: Sparse Transformer, strided.
+
+    stride="frame"  the window is as long as the longest frame of the sequence; beyond it a query sees the keys at its own
+                    offset in their segment, which is its own cell in every frame before. Segments are those of
+                    `sf_fixed`: neither ragged frames nor timestamps shift the lines
+    an int          a window of so many tokens and every key with (query - key) mod stride = 0
+
+    The two stand in different orders, the tokens' own and (offset, place), so that each row is served by two parts over
+    disjoint keys, merged by their log-sum-exps. Exact: no block is rounded up. After Child et al. 2019 (arXiv 1904.10509)
+    with the sizes of MMInference (Table 2: both the tokens of a frame).
+    """
+
+    shares_rows: ClassVar[bool] = True
+
+    stride: Stride = "frame"
+    min_stride: int = 8
+    max_stride: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_stride("sf_strided", self.stride, self.min_stride, self.max_stride)
+
+    def parts(self, sight: Sight) -> tuple[Part, ...]:
+        segments = Segments.of(sight, self.stride, self.min_stride, self.max_stride)
+        return (self._window(sight, segments), self._lines(sight, segments))
+
+    def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
+        block, keys = self.block, whole_blocks(n_key, self.block)
+        least, most = (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride,) * 2
+        window = min(touched(block + most - 1, block), keys)
+        line = min(touched(whole_blocks(n_key, least), block), keys)
+        # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys. In the order of
+        # the lines a block of queries has one offset, and one more for each that begins in it.
+        return window + line, keys + 2 * min(most, n_query) + (keys if gaps else 0)
+
+    def _window(self, sight: Sight, segments: Segments) -> Part:
+        """The keys less than a stride before each query.
+
+        The stride differs between sequences and the range of a span does not: counted in strides of `size`, of which the
+        tokens fill the first, tokens are less than `size` apart exactly when they are less than a stride apart.
+        """
+        block, size, stride = self.block, segments.size, segments.stride
+        # Even cuts of min_stride or more are no more than `count`, one that is cut short among them.
+        most = size * (segments.count + len(sight.keys) - sight.width + 1)
+        number = torch.arange(len(sight.keys), device=stride.device)
+        k_place = fitting(number // stride * size + number % stride, most)
+        at = sight.at.long()
+        q_place = fitting(at // stride * size + at % stride, most).masked_fill(at < 0, -1)[:, None]
+        ranges = row_ranges((at - stride + 1)[:, None], at[:, None] + 1, block, block)
+        order = (sight.q_row, sight.keys.row[:, None], q_place, k_place[:, None])
+        return Part(sight.q_row, (span_from_ranges(*order, 0, size, *ranges, block, block),))
+
+    def _lines(self, sight: Sight, segments: Segments) -> Part:
+        """The keys at the offset of each query, a stride or more before it; queries and keys by (offset, place)."""
+        block, room = self.block, segments.count
+        rows, at = sight.keys.row, sight.at.long()
+        base = len(sight.keys) + 1
+        offset = torch.where(rows >= 0, segments.offset, segments.size)
+        code, order = (offset * base + torch.arange(base - 1, device=rows.device)).sort(1)
+        k_row, offset = rows.gather(1, order), code // base
+        k_place = torch.arange(base - 1, device=rows.device) - torch.searchsorted(code, offset * base)
+        own = torch.where(at >= 0, segments.offset.gather(1, at.clamp(min=0)), segments.size + 1)
+        order = (own * base + at).argsort(1)
+        own, at, q_row = own.gather(1, order), at.gather(1, order), sight.queries.row.gather(1, order)
+        start = torch.searchsorted(code, own * base)
+        end = torch.searchsorted(code, own * base + at - segments.stride, right=True)
+        end = torch.where(at >= segments.stride, end, start)
+        # Offsets lie two rooms apart, so that no pair of two offsets is within one.
+        most = 2 * room * (segments.size + 2)
+        q_place = fitting(own * (2 * room) + end - start - 1, most).masked_fill(q_row < 0, -1)
+        k_place = fitting(offset * (2 * room) + k_place, most).masked_fill(k_row < 0, 0)
+        ranges = row_ranges(start[:, None], torch.where(q_row >= 0, end, 0)[:, None], block, block)
+        places = (q_row[:, None], k_row[:, None], q_place[:, None], k_place[:, None])
+        return Part(q_row[:, None], (span_from_ranges(*places, 0, room, *ranges, block, block),))

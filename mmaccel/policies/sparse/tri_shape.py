@@ -1,0 +1,73 @@
+"""Sink, local window, and dense last queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.plan import FAR, Part, span_from_ranges
+from mmaccel.core.registry import register
+from mmaccel.policies.sparse.a_shape import near_and_first
+from mmaccel.policies.sparse.intra import IntraPattern, Sight
+from mmaccel.policies.sparse.orders import places, row_ranges, touched, whole_blocks
+
+
+@register("sparse", "tri_shape")
+@dataclass(frozen=True, kw_only=True)
+class TriShape(IntraPattern):
+    """As `a_shape`, and the last `bottom` queries of a sequence see every key not after them.
+
+    In chunked prefill these are the last queries of each chunk, as with the estimates of adaptive patterns: what comes
+    after a chunk is not known to it, and its dense rows cost bottom / chunk of dense attention. Within a modality boundary
+    they are the last queries of the modality. The dense rows are a part of their own, so that their long lists stand apart.
+
+    Exact: no block is rounded up. After SCBench (LI et al. 2025, arXiv 2412.10319) with the sizes of MMInference
+    (Table 2: sink 128, local 4096, bottom 128).
+    """
+
+    sink: int = 128
+    window: int = 4096
+    bottom: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sink < 0:
+            raise RecipeError(f"tri_shape: sink is {self.sink}; give 0 or more.")
+        if self.window < 1:
+            raise RecipeError(f"tri_shape: window is {self.window}; give at least 1, the token itself.")
+        if self.bottom < 0:
+            raise RecipeError(f"tri_shape: bottom is {self.bottom}; give 0 or more queries.")
+
+    def parts(self, sight: Sight) -> tuple[Part, ...]:
+        block, rows = self.block, sight.queries.row
+        last = min(self.bottom, rows.shape[1])
+        parts = []
+        if last < rows.shape[1]:
+            upper = torch.arange(rows.shape[1], device=rows.device) < _count(rows) - last
+            above = replace(sight, q_row=torch.where(upper, rows, -1)[:, None])
+            parts.append(Part(above.q_row, near_and_first(above, self.sink, self.window, block)))
+        if last:
+            slot = _count(rows) - last + torch.arange(whole_blocks(last, block) * block, device=rows.device)
+            there = (slot >= 0) & (slot < _count(rows))
+            pick = slot.clamp(0, rows.shape[1] - 1)
+            q_row = torch.where(there, rows.gather(1, pick), -1)[:, None]
+            place = torch.where(there, sight.at.gather(1, pick), -1)[:, None]
+            ranges = row_ranges(torch.zeros_like(place), place + 1, block, block)
+            order = (q_row, sight.keys.row[:, None], place, places(sight.keys)[:, None])
+            parts.append(Part(q_row, (span_from_ranges(*order, 0, FAR, *ranges, block, block),)))
+        return tuple(parts)
+
+    def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
+        keys = whole_blocks(n_key, self.block)
+        near = min(touched(self.block + self.window - 1, self.block), keys)
+        bottom = whole_blocks(min(self.bottom, n_query), self.block) * keys
+        # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.
+        return near + whole_blocks(min(self.sink, n_key), self.block), bottom + (keys if gaps else 0)
+
+
+def _count(rows: Tensor) -> Tensor:
+    """[B, 1]: how many of the rows there are."""
+    return (rows >= 0).sum(1, keepdim=True)

@@ -1,0 +1,91 @@
+"""What a search has done so far, in a folder: a search that was stopped goes on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmaccel.core.errors import RecipeError
+
+
+class Parts:
+    """What a search has done so far, a file a layer, each written whole or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        """Start, or go on with what is there if it is about the same; `RecipeError` if it is about something else."""
+        told = json.loads(json.dumps(about))
+        if (self.folder / "about.json").is_file():
+            known = _read(self.folder / "about.json")
+            if known != told:
+                other = next(n for n in {**told, **known} if told.get(n) != known.get(n))
+                raise RecipeError(
+                    f"{self.folder} holds a search with another {other}; delete the folder, or give another --out."
+                )
+            return
+        self.folder.mkdir(exist_ok=True)
+        write_json(self.folder / "about.json", told)
+
+    def measured(self) -> list[dict[str, Any]]:
+        """What was measured."""
+        path = self.folder / "measured.json"
+        return _read(path) if path.is_file() else []
+
+    def note(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Keep one measurement."""
+        write_json(self.folder / "measured.json", [*self.measured(), row])
+        return row
+
+    def spent(self, seconds: float) -> None:
+        """Count time that was no layer's."""
+        path = self.folder / "spent.json"
+        write_json(path, [*(_read(path) if path.is_file() else []), seconds])
+
+    def _path(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer:03d}.json"
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer is done."""
+        return self._path(layer).is_file()
+
+    def layer(self, layer: int, heads: list[dict[str, Any]], seconds: float, peak: int) -> None:
+        """Keep a layer."""
+        write_json(self._path(layer), {"heads": heads, "seconds": seconds, "peak_bytes": peak})
+
+    def heads(self, layer: int) -> list[dict[str, Any]]:
+        """What was measured for the heads of a layer."""
+        found: list[dict[str, Any]] = _read(self._path(layer))["heads"]
+        return found
+
+    def seconds(self, depth: int) -> float:
+        """All time spent, over all the times the search was started."""
+        spent = _read(self.folder / "spent.json")
+        return sum(spent) + sum(_read(self._path(n))["seconds"] for n in range(depth))
+
+    def peaks(self, depth: int) -> list[int]:
+        """The most memory held at each layer."""
+        return [_read(self._path(n))["peak_bytes"] for n in range(depth)]
+
+    def remove(self) -> None:
+        """The table is written."""
+        shutil.rmtree(self.folder)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file whole or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))

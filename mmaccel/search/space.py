@@ -1,0 +1,209 @@
+"""The search space of MMInference (Table 3), and how its rows are brought to one measured cost (section C.5).
+
+Rows are budgets in tokens for contexts of 64k and more. For a shorter context all budgets shrink in proportion to it
+(columns, diagonals and sinks in tokens, windows in whole frames), and so does the target, an A-shape of 1k global and 4k
+local tokens; strides, which are sizes of frames, stay. Levelling then changes what a row does not stand for, until an
+attention of all heads takes as long as the target's, on the device: the sinks of an A-shape, whose row is its window, and
+columns and diagonals of a vertical-slash alike, whose row is their ratio. A grid has no budget: it costs what its lines
+cost, often less than the target, and is left out where it costs more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmaccel.core.registry import policy
+from mmaccel.core.sparse import SparsePattern
+
+LONG = 1 << 16
+"""Contexts from here on take Table 3 as it is."""
+TARGET = (1024, 4096)
+"""Global and local tokens of the A-shape whose cost is the target."""
+LINES = ("horizontal", "vertical", "slash")
+_GRIDS = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 1, 1))
+_WINDOWS = ((128, 1024), (128, 2048), (128, 4096))
+_COLUMNS = (
+    (1000, 1024),
+    (1000, 2048),
+    (2000, 2048),
+    (1000, 3096),
+    (2000, 3096),
+    (1000, 4096),
+    (2000, 4096),
+    (3500, 200),
+    (1000, 2500),
+)
+STEP = 2 ** (1 / 16)
+"""Budgets change by powers of this."""
+REACH = 128
+"""And by no more of them than this, up or down."""
+FAR = 64
+"""Nor by more of them at a time."""
+ROUNDS = 6
+"""A row is measured at most so often."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large budgets are: `context` tokens of which a frame has `frame` (0 where there is none), in blocks of `block`."""
+
+    context: int
+    frame: int
+    block: int
+
+    def tokens(self, count: float) -> int:
+        """A budget of Table 3 in tokens of this context."""
+        return max(1, round(count * min(1.0, self.context / LONG)))
+
+    def window(self, count: int) -> int:
+        """A window of Table 3 in whole frames; at full size as it is."""
+        tokens = self.tokens(count)
+        if self.context >= LONG or not self.frame:
+            return tokens
+        return max(1, round(tokens / self.frame)) * self.frame
+
+    def target(self) -> dict[str, Any]:
+        """The A-shape whose cost is the target."""
+        sink, window = TARGET
+        return self._made("a_shape", sink=self.tokens(sink), window=self.window(window))
+
+    def _made(self, name: str, **fields: Any) -> dict[str, Any]:
+        return {"name": name, "block": self.block, **fields}
+
+    def grid(self, lines: Sequence[int], stride: str) -> dict[str, Any]:
+        on = {line: bool(flag) for line, flag in zip(LINES, lines, strict=True)}
+        return self._made("grid", stride=stride, max_stride=1024, **on)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of Table 3: its label, and its pattern (a mapping of name and fields) with `step` more powers of budget."""
+
+    label: str
+    make: Callable[[int], dict[str, Any]]
+    fixed: bool = False
+
+
+def rows(scale: Scale) -> list[Row]:
+    """The 24 rows: 12 grids, 3 A-shapes, 9 vertical-slashes."""
+    found = []
+    for stride in ("frame", "free"):
+        for lines in _GRIDS:
+            on = "+".join(line for line, flag in zip(LINES, lines, strict=True) if flag)
+            found.append(Row(f"grid ({stride}, {on})", _grid(scale.grid(lines, stride)), fixed=True))
+    for sink, window in _WINDOWS:
+        found.append(Row(f"a_shape ({sink}, {window})", _a_shape(scale, sink, window)))
+    for vertical, slash in _COLUMNS:
+        found.append(Row(f"vertical_slash ({vertical}, {slash})", _vertical_slash(scale, vertical, slash)))
+    return found
+
+
+def _grid(pattern: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
+    return lambda step: pattern
+
+
+def _a_shape(scale: Scale, sink: int, window: int) -> Callable[[int], dict[str, Any]]:
+    def make(step: int) -> dict[str, Any]:
+        return scale._made("a_shape", sink=scale.tokens(sink * STEP**step), window=scale.window(window))
+
+    return make
+
+
+def _vertical_slash(scale: Scale, vertical: int, slash: int) -> Callable[[int], dict[str, Any]]:
+    def make(step: int) -> dict[str, Any]:
+        columns, diagonals = (scale.tokens(n * STEP**step) for n in (vertical, slash))
+        return scale._made("vertical_slash", vertical=columns, slash=diagonals)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A pattern at the target's cost, the rows that came to it, what it was measured to take.
+
+    state: "level" (within the tolerance), "under" (cheaper, and can cost no more), "dear" (dearer, left out).
+    """
+
+    rows: tuple[str, ...]
+    pattern: Mapping[str, Any]
+    cost: float
+    state: str
+
+
+Cost = Callable[[Mapping[str, Any]], float]
+"""What a pattern (a mapping) takes for all heads of a layer, over what the target takes."""
+
+
+def level(
+    found: Sequence[Row], cost: Cost, tolerance: float, first: Sequence[int]
+) -> list[tuple[int, Candidate]]:
+    """Each row brought to the target's cost, 1, as (steps taken, candidate), beginning at `first` steps of each row.
+
+    What a row ends as depends on the costs alone: the same costs give the same candidates.
+    """
+    out = []
+    for row, start in zip(found, first, strict=True):
+        tried: dict[int, float] = {}
+        step: int | None = start
+        while step is not None:
+            tried[step] = cost(row.make(step))
+            near = abs(tried[step] - 1) <= tolerance
+            step = None if row.fixed or near or len(tried) == ROUNDS else _next(tried, row)
+        # The dearest that is not too dear; if all are, the cheapest.
+        fits = {s: t for s, t in tried.items() if t <= 1 + tolerance}
+        best = max(fits, key=lambda s: (fits[s], -s)) if fits else min(tried, key=lambda s: (tried[s], s))
+        state = "dear" if not fits else "under" if tried[best] < 1 - tolerance else "level"
+        out.append((best, Candidate((row.label,), row.make(best), tried[best], state)))
+    return out
+
+
+def _next(tried: Mapping[int, float], row: Row) -> int | None:
+    """The step to try after those tried: between a cheaper and a dearer one in proportion, outside them by their ratio."""
+    below = max((s for s, t in tried.items() if t < 1), default=None)
+    above = min((s for s, t in tried.items() if t >= 1 and (below is None or s > below)), default=None)
+    if below is None or above is None:
+        edge = below if above is None else above
+        assert edge is not None
+        # At first in proportion to the cost, and at least half as much again; then along the line through the last two.
+        move = max(abs(math.log(tried[edge]) / math.log(STEP)), 10.0)
+        if len(tried) > 1:
+            last, before = sorted(tried, key=lambda s: abs(tried[s] - 1))[:2]
+            slope = (tried[last] - tried[before]) / (STEP**last - STEP**before)
+            wanted = STEP**last + (1 - tried[last]) / slope if slope > 0 else 0.0
+            move = min(max(abs(math.log(wanted) / math.log(STEP) - edge), move), FAR) if wanted > 0 else move
+        step = min(max(edge + round(move if above is None else -move), -REACH), REACH)
+        return step if step not in tried and row.make(step) != row.make(edge) else None
+    low, high = STEP**below, STEP**above
+    share = (1 - tried[below]) / (tried[above] - tried[below])
+    step = round(math.log(low + share * (high - low)) / math.log(STEP))
+    step = min(max(step, below + 1), above - 1)
+    return step if below < step < above else None
+
+
+def merged(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Rows that came to the same pattern, as one candidate."""
+    held: dict[str, Candidate] = {}
+    for one in candidates:
+        name = key(one.pattern)
+        known = held.get(name)
+        held[name] = (
+            one
+            if known is None
+            else Candidate((*known.rows, *one.rows), one.pattern, known.cost, known.state)
+        )
+    return list(held.values())
+
+
+def key(pattern: Mapping[str, Any]) -> str:
+    """One text for one pattern."""
+    return json.dumps(pattern, sort_keys=True)
+
+
+def built(pattern: Mapping[str, Any]) -> SparsePattern:
+    """The pattern of a mapping."""
+    found: SparsePattern = policy("sparse", pattern)
+    return found

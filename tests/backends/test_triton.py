@@ -1,0 +1,61 @@
+"""The Triton backend without a device: interpreted on the CPU, and compiled for devices that are not here.
+
+Whether Triton interprets is settled when it is imported, and PyTorch may have imported it long ago, so each of these runs
+in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmaccel.backends import select, triton
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("chosen", ["test_patterns", "not test_patterns"], ids=["patterns", "the rest"])
+def test_interpreted(chosen: str) -> None:
+    cases = "tests/backends/triton_cases.py"
+    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
+    out = run("pytest", cases, "-k", chosen, *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
+    assert " passed" in out and "failed" not in out and "skipped" not in out
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiles_for_devices_that_are_not_here(capability: int) -> None:
+    """The tiles of every type and way fit shared memory; products run on the matrix units; nothing spills to memory."""
+    rows = run("tests.backends.triton_compile", str(capability), TRITON_INTERPRET="0").splitlines()
+    assert len(rows) == 6
+    for row in rows:
+        name, shared, products, spilled = row.split(",")
+        assert int(shared) <= {80: 166912, 90: 232448}[capability], row
+        assert (int(products) > 0) == (name != "fp32"), row
+        assert int(spilled) == 0 or name == "fp32", row
+
+
+def test_tells_why_it_cannot_run() -> None:
+    """On the CPU it never can: the interpreter is for tests."""
+    reason = triton.usable(torch.device("cpu"))
+    assert reason is not None and "cuda" in reason
+    assert select.usable("cpu")["triton"] == reason

@@ -1,0 +1,308 @@
+"""The Triton backend against the oracle: collected by `test_triton` in Triton's interpreter, by `test_triton_gpu` on CUDA.
+
+Triton must be told to interpret before it is imported, so the interpreted run is a process of its own. Its products of
+bfloat16 matrices are wrong, so that type waits for a device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmaccel.backends import ops
+from mmaccel.backends import triton as backend
+from mmaccel.backends.triton.attend import Work, block_attend
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import TEXT, VIDEO
+from mmaccel.core.lower import attend_plan
+from mmaccel.core.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
+from tests.policies.sparse.scenes import Scene, sequence
+from tests.policies.sparse.test_contract import CASES, plan_of, small
+
+from .oracle import budget, flat, log_sum_exp
+from .plans import random_plan
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float16, torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
+
+SCENE = Scene(
+    (
+        sequence([(TEXT, [5]), (VIDEO, [5, 5, 5, 3]), (TEXT, [1]), (VIDEO, [5] * 4), (TEXT, [14])]),
+        sequence([(TEXT, [3]), (VIDEO, [6] * 5), (TEXT, [9])]),
+    ),
+    heads=3,
+    groups=1,
+    size=16,
+    seed=11,
+)
+"""Two modalities, ragged frames, an island of one token, padding on the left; three heads a group: a pair is short."""
+
+
+def draw(plan: AttentionPlan, groups: int, size: int, seed: int, value_size: int = 0) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    sizes = (
+        (plan.heads, plan.n_query, size),
+        (groups, plan.n_key, size),
+        (groups, plan.n_key, value_size or size),
+    )
+    return [torch.randn(plan.batch, *s, generator=rng) for s in sizes]
+
+
+def check(
+    plan: AttentionPlan,
+    tensors: list[Tensor],
+    dtype: torch.dtype = torch.float32,
+    *,
+    scale: float = 0.25,
+    kernel: Callable[..., tuple[Tensor, Tensor]] = block_attend,
+) -> tuple[Tensor, Tensor]:
+    """Run `plan` and hold the answer to float64 attention under its mask; gives out and lse."""
+    plan = plan.to(DEVICE)
+    query, key, value = (t.to(DEVICE, dtype) for t in tensors)
+    mask = plan.to_mask()
+    out, lse = attend_plan(plan, query, key, value, scale, kernel)
+    exact, allowed = budget(query, key, value, mask, scale)
+    assert out.dtype == dtype and out.shape == exact.shape and lse.dtype == torch.float32
+    assert float((out.double() - exact).abs().max()) <= allowed
+    blind = ~mask.any(-1)
+    assert (out[blind] == 0).all() and torch.equal(lse == -torch.inf, blind)
+    wide = log_sum_exp(query.double(), key.double(), mask, scale)[~blind]
+    plain = float((log_sum_exp(query, key, mask, scale)[~blind].double() - wide).abs().max())
+    assert float((lse[~blind].double() - wide).abs().max()) <= 2 * plain + torch.finfo(
+        torch.float32
+    ).eps * float(wide.abs().max())
+    return out, lse
+
+
+@pytest.mark.parametrize(("start", "chunk"), [(0, None), (20, 2)], ids=["whole", "late and split"])
+@pytest.mark.parametrize("name", CASES)
+def test_patterns(name: str, start: int, chunk: int | None) -> None:
+    """Every registered pattern; then as a later piece of the prompt, each row split into pieces of two blocks."""
+    scene = replace(SCENE, start=start)
+    plan = plan_of(small(name), scene)
+    if plan is None:
+        assert name == "dense"
+        return
+    dense = getattr(plan, "dense", None)
+    heads = () if dense is None else dense.heads
+    assert len(heads) < plan.heads
+    check_served(plan, list(scene.tensors(torch.float32)), partial(block_attend, chunk=chunk), heads)
+
+
+def check_served(plan: AttentionPlan, tensors: list[Tensor], kernel, dense: tuple[int, ...]) -> None:
+    """As `check`, for plans that may leave heads to the dense operator, which tells no log-sum-exp."""
+    if not dense:
+        check(plan, tensors, kernel=kernel)
+        return
+    plan = plan.to(DEVICE)
+    query, key, value = (t.to(DEVICE) for t in tensors)
+    exact, allowed = budget(query, key, value, plan.to_mask(), 0.25)
+    out, _ = attend_plan(plan, query, key, value, 0.25, kernel)
+    assert float((out.double() - exact).abs().max()) <= allowed
+
+
+@settings(max_examples=8 if INTERPRETED else 40)
+@given(
+    seed=st.integers(0, 2**16),
+    lead=st.sampled_from(["", "b", "h", "bh"]),
+    groups=st.sampled_from([1, 2, 4]),
+    sizes=st.sampled_from([(30, 50), (1, 70), (40, 33)]),
+    chunk=st.sampled_from([None, 1, 2]),
+)
+def test_random_plans(seed: int, lead: str, groups: int, sizes: tuple[int, int], chunk: int | None) -> None:
+    plan = random_plan(seed, lead=lead, n_query=sizes[0], n_key=sizes[1])
+    check(plan, draw(plan, groups, 16, seed), kernel=partial(block_attend, chunk=chunk))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64), (80, 80), (96, 96), (128, 128), (24, 40)], ids=str)
+def test_head_sizes(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    plan = random_plan(sum(sizes), batch=1, n_query=30, n_key=60, lead="h")
+    tensors = draw(plan, 2, sizes[0], 4, sizes[1])
+    check(plan, tensors, dtype, scale=sizes[0] ** -0.5)
+
+
+def blocks_plan(block_q: int, block_k: int, lead: str, spans: int = 2, heads: int = 4) -> AttentionPlan:
+    """Rows over `spans` spans, disjoint in keys, of which some pairs are tested."""
+    rng = torch.Generator().manual_seed(block_q + block_k + spans)
+    shape = (1, heads if lead else 1)
+    P, N = 2 * block_q, 2 * block_k
+    q_row = torch.rand(*shape, P, generator=rng).argsort(-1).int()
+    rows = torch.rand(*shape, spans * N, generator=rng).argsort(-1).int()
+    rows.masked_fill_(torch.rand(rows.shape, generator=rng) < 0.1, -1)
+    made = []
+    for s, k_row in enumerate(rows.split(N, -1)):
+        q_place, k_place = (
+            torch.randint(0, N, (*shape, n), generator=rng, dtype=torch.int32) for n in (P, N)
+        )
+        table = torch.rand(*shape, 2, 2, generator=rng) < 0.7
+        made.append(span_from_table(q_row, k_row, q_place, k_place, -s, N // 2, table, block_q, block_k))
+    return AttentionPlan((Part(q_row, tuple(made)),), block_q, block_k, 1, heads, P, spans * N)
+
+
+@pytest.mark.parametrize("lead", ["", "h"])
+@pytest.mark.parametrize(("block_q", "block_k"), [(64, 64), (128, 128), (256, 16), (16, 256)])
+def test_blocks_larger_than_a_tile(block_q: int, block_k: int, lead: str) -> None:
+    plan = blocks_plan(block_q, block_k, lead)
+    check(plan, draw(plan, 2, 16, 1))
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_many_spans(chunk: int | None) -> None:
+    """More spans than one loop walks, and than one piece of a split row covers."""
+    plan = blocks_plan(16, 16, "h", spans=9)
+    check(plan, draw(plan, 2, 16, 1), kernel=partial(block_attend, chunk=chunk))
+
+
+def test_the_wide_places_of_a_span_widen_all() -> None:
+    plan = blocks_plan(16, 16, "h")
+    part, (first, second) = plan.parts[0], plan.parts[0].spans
+    second = replace(second, q_place=second.q_place.long() + 2**40, k_place=second.k_place.long() + 2**40)
+    check(replace(plan, parts=(Part(part.q_row, (first, second)),)), draw(plan, 2, 16, 1))
+
+
+def test_tensors_of_any_strides() -> None:
+    """Queries as a projection leaves them, keys in a cache that has room for more, values backwards by stride of heads."""
+    plan = random_plan(9, n_query=30, n_key=50)
+    tensors = draw(plan, 2, 16, 3)
+    query, key, value = (t.to(DEVICE) for t in tensors)
+    turned = query.transpose(1, 2).contiguous().transpose(1, 2)
+    room = torch.full((plan.batch, 2, 99, 24), torch.nan, device=DEVICE)
+    room[:, :, 7:57, 3:19] = key
+    spread = torch.full((plan.batch, 2, 50, 32), torch.nan, device=DEVICE)
+    spread[..., ::2] = value
+    arguments = flat(plan.to(DEVICE).parts[0], plan)
+    want = block_attend(query, key, value, *arguments, 0.25)
+    got = block_attend(turned, room[:, :, 7:57, 3:19], spread[..., ::2], *arguments, 0.25)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def test_lists_that_are_views() -> None:
+    """Shared tensors expanded, and tensors whose last dimension is not dense, give what copies give."""
+    plan = random_plan(2, n_query=30, n_key=50, lead="b").to(DEVICE)
+    part = plan.parts[0]
+
+    def spread(t: Tensor) -> Tensor:
+        return t[..., None].expand(*t.shape, 2).contiguous()[..., 0].expand(2, 4, -1)
+
+    def viewed(span: KeySpan) -> KeySpan:
+        lists = replace(span.lists, offset=spread(span.lists.offset))
+        rows, q, k = (spread(t) for t in (span.k_row, span.q_place, span.k_place))
+        return KeySpan(rows, q, k, span.lo, span.hi, lists)
+
+    views = replace(plan, parts=(Part(spread(part.q_row), tuple(map(viewed, part.spans))),))
+    tensors = [t.to(DEVICE) for t in draw(plan, 2, 16, 3)]
+    want = attend_plan(plan, *tensors, 0.25, block_attend)
+    got = attend_plan(views, *tensors, 0.25, block_attend)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1.7])
+def test_any_scale(scale: float) -> None:
+    plan = random_plan(4, n_query=30, n_key=50)
+    check(plan, draw(plan, 2, 16, 3), scale=scale)
+
+
+def test_rows_that_see_nothing_are_zero() -> None:
+    """Query blocks without a list, rows that the test leaves nothing, padded rows; an unseen key may hold anything."""
+    plan = random_plan(3, n_query=40, n_key=64)
+    part, span = plan.parts[0], plan.parts[0].spans[0]
+    table = torch.zeros(2, 4, part.q_row.shape[-1] // 16, span.k_row.shape[-1] // 32, dtype=torch.bool)
+    table[:, ::2, 0] = True
+    order = (part.q_row, span.k_row, span.q_place, span.k_place, span.lo, span.hi, table)
+    plan = replace(plan, parts=(Part(part.q_row, (span_from_table(*order, 16, 32),)),))
+    query, key, value = draw(plan, 2, 16, 1)
+    _, lse = check(plan, [query, key, value])
+    assert (lse == -torch.inf).any() and lse.isfinite().any()
+    nan = torch.where(plan.to_mask().any(2).view(2, 2, 2, -1).any(2)[..., None], 0.0, torch.nan)
+    assert nan.isnan().any()
+    kept = [t.to(DEVICE) for t in (query, key + nan, value + nan)]
+    assert attend_plan(plan.to(DEVICE), *kept, 0.25, block_attend)[0].isfinite().all()
+
+
+def test_full_blocks_are_not_tested() -> None:
+    keys, queries = (torch.arange(n, dtype=torch.int32).view(1, 1, n) for n in (64, 16))
+    lists = BlockLists(
+        torch.tensor([[[0, 2]]]), torch.tensor([0, 1], dtype=torch.int32), torch.full((2,), FULL).char()
+    )
+    span = KeySpan(keys, torch.full((1, 1, 16), -5).int(), keys, 0, 1, lists)
+    plan = AttentionPlan((Part(queries, (span,)),), 16, 32, batch=2, heads=4, n_query=16, n_key=64)
+    assert plan.to_mask().all()
+    check(plan, draw(plan, 2, 16, 2))
+
+
+def test_a_row_is_split_where_lists_are_uneven() -> None:
+    """One block of queries with every key, the rest with one block: by itself the kernel splits the long list alone."""
+    n = 64 * 16
+    q_row, k_row = (torch.arange(m, dtype=torch.int32).view(1, 1, m) for m in (48, n))
+    table = torch.zeros(1, 1, 3, n // 16, dtype=torch.bool)
+    table[..., 0], table[:, :, 1] = True, True
+    zero = torch.zeros(1, 1, 48, dtype=torch.int32)
+    span = span_from_table(q_row, k_row, zero, 0 * k_row, 0, 1, table, 16, 16)
+    plan = AttentionPlan((Part(q_row, (span,)),), 16, 16, batch=1, heads=2, n_query=48, n_key=n)
+    tensors = draw(plan, 1, 16, 5)
+    _, lse = check(plan, tensors)
+    if INTERPRETED:
+        work = Work.of([span.lists.offset], 1, 1, 3, 66, 32)
+        assert work.first.diff().tolist() == [1, 2, 1] and work.item.tolist() == [0, 1, 1, 2, 3]
+        whole = check(plan, tensors, kernel=partial(block_attend, chunk=99))
+        torch.testing.assert_close(lse, whole[1], rtol=0, atol=1e-5)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 9), st.integers(0, 20))
+def test_work_fits_the_room_that_is_made_for_it(lengths: list[int], chunk: int, slack: int) -> None:
+    """Sizes come from the host's bound alone: every piece has its program, and every piece of a split row its slot."""
+    length = torch.tensor(lengths)
+    offset = torch.nn.functional.pad(length.cumsum(0), (1, 0)).view(1, 1, -1)
+    work = Work.of([offset], 1, 1, len(lengths), sum(lengths) + slack, chunk)
+    pieces = [max(1, -(-n // chunk)) for n in lengths]
+    want = [row for row, count in enumerate(pieces) for _ in range(count)]
+    assert work.item.tolist() == want + [len(lengths)] * (work.items - len(want))
+    held = [count if count > 1 else 0 for count in pieces]
+    assert sum(held) <= work.slots
+    assert work.slot.tolist() == [sum(held[:row]) for row in range(len(held))]
+
+
+def test_nothing_to_do() -> None:
+    plan = random_plan(6, n_query=30, n_key=50).to(DEVICE)
+    query, key, value = (t.to(DEVICE) for t in draw(plan, 2, 16, 3))
+    arguments = flat(plan.parts[0], plan)
+    out, lse = block_attend(query, key[:, :, :0], value[:, :, :0], *arguments, 0.25)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_float64_is_refused() -> None:
+    plan = random_plan(6, n_query=30, n_key=50)
+    with pytest.raises(
+        RecipeError, match=r"'triton' computes in .*, not in torch.float64; choose 'reference'"
+    ):
+        attend_plan(plan, *(t.double() for t in draw(plan, 2, 16, 3)), 0.25, block_attend)
+
+
+def test_is_a_clean_operator() -> None:
+    plan = random_plan(7, n_query=30, n_key=50).to(DEVICE)
+    tensors = [t.to(DEVICE) for t in draw(plan, 2, 16, 3)]
+    torch.library.opcheck(backend.op, (*tensors, *flat(plan.parts[0], plan), 0.2))
+    schemas = [str(op._opoverload._schema).split("(", 1)[1] for op in (ops.block_attend, backend.op)]
+    assert schemas[0] == schemas[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_fake_tells_the_truth(dtype: torch.dtype) -> None:
+    plan = random_plan(8, n_query=30, n_key=50).to(DEVICE)
+    tensors = [t.to(DEVICE, dtype).transpose(1, 2).contiguous().transpose(1, 2) for t in draw(plan, 2, 16, 3)]
+    arguments = (*tensors, *flat(plan.parts[0], plan), 0.2)
+    real = backend.op(*arguments)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = backend.op(*arguments)
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())

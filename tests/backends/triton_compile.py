@@ -1,0 +1,121 @@
+"""Compile the kernels for a CUDA device that need not be there: ``python -m tests.backends.triton_compile 90``.
+
+Prints a row for each way they are used: name, bytes of shared memory, instructions of the matrix units, bytes of stack a
+thread (where registers spill to).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from mmaccel.backends.triton import attend
+from mmaccel.backends.triton.kernel import attend_kernel, merge_kernel
+
+S, FAR = 512, 2**31 - 1
+
+
+class Elsewhere:
+    """What Triton asks of a driver in order to compile."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+class Compiled:
+    """Stands in for a kernel: a launch compiles it and goes no further."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.found: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **named: self.found.append(self.kernel.warmup(*args, grid=grid, **named))
+
+
+def compiled(
+    dtype: torch.dtype, *, block: int = 64, lists: int = 28, size: int = 128, **named: Any
+) -> list[Any]:
+    def rows(n: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(1, lists, n, dtype=kind)
+
+    query = torch.empty(1, S, 28, size, dtype=dtype).transpose(1, 2)
+    key = torch.empty(1, S, 4, size, dtype=dtype).transpose(1, 2)
+    index = torch.zeros(1000, dtype=torch.int32)
+    two = [rows(S)] * 2
+    lists_of = [rows(S // block + 1, torch.int64)] * 2, [index] * 2, [index.char()] * 2
+    walk, merge = Compiled(attend_kernel), Compiled(merge_kernel)
+    shared = {80: 166912, 90: 232448}[driver.active.get_current_target().arch]
+    with (
+        mock.patch.object(attend, "merge_kernel", merge),
+        mock.patch.object(attend, "_shared", lambda _: shared),
+    ):
+        attend.block_attend(
+            query,
+            key,
+            key,
+            rows(S),
+            two,
+            two,
+            two,
+            [0, 5],
+            [FAR, 7],
+            *lists_of,
+            block,
+            block,
+            0.1,
+            kernel=walk,
+            **named,
+        )
+    return walk.found + merge.found
+
+
+def stack(kernel: Any) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", told)[-1])
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "bf16": dict(dtype=torch.bfloat16),
+    "fp16": dict(dtype=torch.float16, size=96),
+    "fp32": dict(dtype=torch.float32),
+    "shared lists": dict(dtype=torch.bfloat16, lists=1),
+    "large blocks": dict(dtype=torch.bfloat16, block=128),
+    "split": dict(dtype=torch.bfloat16, chunk=2),
+}
+
+
+def main(capability: int) -> None:
+    driver.set_active(Elsewhere(capability))
+    for name, way in WAYS.items():
+        kernels = compiled(**way)
+        ptx = kernels[0].asm["ptx"]
+        products = len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx))
+        print(name, max(k.metadata.shared for k in kernels), products, sum(map(stack, kernels)), sep=",")
+
+
+if __name__ == "__main__":
+    assert triton.knobs.runtime.interpret is False
+    main(int(sys.argv[1]))

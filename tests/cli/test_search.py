@@ -1,0 +1,162 @@
+"""`mmaccel search` and `mmaccel draw`: what they write, print and refuse."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmaccel.search import replayed
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def table(random_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table of a random model, by the command itself, from two short clips with text between."""
+    from mmaccel.cli import main
+    from mmaccel.world import World, write_mp4
+
+    folder = tmp_path_factory.mktemp("search")
+    for seed in (3, 4):
+        write_mp4(World.generate(seed, 16), folder / f"{seed}.mp4")
+    path = folder / "table.json"
+    words = "a note says the lamp is red . " * 8
+    sample = ("--video", folder / "3.mp4", "--text", words)
+    sample += ("--video", folder / "4.mp4", "--text", "describe the video .")
+    how = ("--boundaries", "no_boundary,q_boundary", "--cost", "pairs", "--block", 16, "--device", "cpu")
+    arguments = ("search", random_folder("tiny-ov-draft"), *sample, "--out", path, *how)
+    with pytest.raises(SystemExit) as done:
+        main([str(one) for one in arguments])
+    assert not done.value.code
+    return path
+
+
+def test_search_writes_a_table(table: Path) -> None:
+    found = json.loads(table.read_text())
+    assert replayed(found) == found
+    assert found["sample"]["videos"] == ["3.mp4", "4.mp4"] and found["sample"]["frames"] == 32
+    assert found["sample"]["text_tokens"] > 60 and found["boundaries"] == ["no_boundary", "q_boundary"]
+    assert [p.name for p in table.parent.iterdir() if "parts" in p.name or p.name.startswith(".")] == []
+
+
+def test_ask_runs_it_and_names_each_head(table: Path, call: Call, ov: str, tmp_path: Path, clip: str) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
+    status, out, err = call(
+        "ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 1, "--json"
+    )
+    assert status == 0, err
+    told = json.loads(out)
+    found = json.loads(table.read_text())
+    names = [head["pattern"]["name"] for layer in found["layers"] for head in layer]
+    assert told["heads"] == {name: names.count(name) for name in set(names)} and told["kept"] < 1
+
+
+def test_a_sample_is_cut_to_its_bound(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    arguments = ("--boundaries", "no_boundary", "--cost", "pairs", "--block", 16, "--device", "cpu")
+    status, out, _ = call(
+        "search", ov, "--video", clip, "--max-tokens", 300, "--out", path, *arguments, "--json"
+    )
+    told = json.loads(out)
+    assert status == 0 and 250 < told["tokens"] <= 300 and told["heads"] == sum(told["boundaries"].values())
+    assert json.loads(path.read_text())["sample"]["frames"] < 20
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_draw_makes_a_map(table: Path, call: Call, tmp_path: Path, ending: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"map.{ending}"
+    status, out, _ = call("draw", table, "--out", path)
+    assert status == 0 and str(path) in out and path.stat().st_size > 1000
+    if ending == "svg":
+        assert "<svg" in path.read_text()
+
+
+def test_draw_shows_heads(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "heads"
+    named = ("--layer", 1, "--head", 0, "--head", 1, "--resolution", 32, "--max-tokens", 300)
+    status, out, err = call("draw", "heads", "--model", ov, "--video", clip, "--out", folder, *named)
+    assert status == 0, err
+    assert sorted(p.name for p in folder.iterdir()) == ["layer01-head00.png", "layer01-head01.png"]
+    assert "2 heads" in out
+
+
+def test_a_missing_matplotlib_is_told(
+    table: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return plain(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    status, out, err = call("draw", table, "--out", tmp_path / "map.svg")
+    assert (status, out) == (2, "")
+    assert err == "error: pictures need matplotlib; install mmaccel with its plot extra.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("search", "OV", "--out", "TMP/t.json"), "--video: name at least one video file"),
+        (("search", "OV", "--video", "none.mp4", "--out", "TMP/t.json"), "there is no file none.mp4"),
+        (("search", "OV", "--video", "CLIP", "--out", "TMP/no/t.json"), "does not exist; create it first."),
+        (
+            ("search", "OV", "--video", "CLIP", "--out", "TMP/t.json", "--boundaries", "q"),
+            "unknown boundary type",
+        ),
+        (("search", "OV", "--video", "CLIP", "--out", "TMP/t.json", "--backend", "fast"), "unknown backend"),
+        (
+            ("search", "OV", "--video", "CLIP", "--out", "TMP/t.json", "--cost", "money"),
+            "'seconds' or 'pairs'",
+        ),
+        (("draw", "none.json", "--out", "TMP/m.svg"), "table 'none.json' cannot be read"),
+        (("draw", "TABLE", "--out", "TMP/m.xyz"), "end the name in .svg, .png or .pdf."),
+        (("draw", "TABLE", "--out", "TMP/no/m.svg"), "does not exist; create it first."),
+        (("draw", "heads", "--model", "OV", "--out", "TMP/h"), "--video: name at least one"),
+        (("draw", "heads", "--model", "OV", "--video", "CLIP", "--out", "TABLE"), "is a file; give a folder"),
+        (
+            ("draw", "heads", "--model", "OV", "--video", "CLIP", "--out", "TMP/h", "--layer", "99"),
+            "there is no 99",
+        ),
+    ],
+)
+def test_errors_are_one_sentence(
+    arguments: tuple[str, ...], words: str, call: Call, ov: str, clip: str, table: Path, tmp_path: Path
+) -> None:
+    given = {"OV": ov, "CLIP": clip, "TABLE": str(table), "TMP": str(tmp_path)}
+    status, out, err = call(*(given.get(a, a.replace("TMP", str(tmp_path))) for a in arguments))
+    assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+    assert words in err
+
+
+def test_a_table_of_another_model_is_refused(
+    table: Path, call: Call, clip: str, tmp_path: Path, random_folder: Callable[[str], Path]
+) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
+    other = random_folder("tiny-qwen-draft")
+    status, out, err = call("ask", clip, "hi", "--model", other, "--recipe", recipe)
+    assert (status, out) == (2, "") and "was searched on another model" in err
+
+
+@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
+def test_shipped_models_have_their_table(name: str, shipped: Callable[[str], str]) -> None:
+    from mmaccel.core.attach import adapter_for
+    from mmaccel.models import tiny
+    from mmaccel.models.loading import load_model
+    from mmaccel.policies.sparse.head_table import difference, read_table
+
+    found = read_table(tiny.path(shipped(name)) / "heads.json")
+    assert replayed(found) == found
+    model = load_model(name)
+    assert difference(found, adapter_for(model).fingerprint(model)) is None

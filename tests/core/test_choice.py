@@ -1,0 +1,66 @@
+"""Dense or sparse, told from sizes and measured costs before anything is planned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmaccel.backends import ops, select
+from mmaccel.backends.cost import Costs, Line
+from mmaccel.core.attention import Road, Run
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.recipe import Recipe
+
+RECIPE = Recipe.load(sparse={"name": "a_shape", "sink": 128, "window": 1024}, dense_tail=0)
+
+
+def road(costs: Costs | None) -> Road:
+    return Road(RECIPE, "reference", ops.block_attend, choice=select.Choice("reference", "told", costs))
+
+
+def query(rows: int, batch: int = 1) -> torch.Tensor:
+    return torch.empty(batch, 4, rows, 16, device="meta")
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_bound_is_what_sparse_may_cost(batch: int) -> None:
+    """Blocks three times as dear as dense: a window of 1024 and its sinks win once the prompt is long enough for that."""
+    costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 3.0)})
+    for n in (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 16):
+        listed = RECIPE.sparse.bound(n, n) * 64**2
+        assert road(costs).pays(0, query(n, batch), n) == (3 * listed < n * (n + 1) / 2)
+    assert road(costs).pays(0, query(1 << 16), 1 << 16) and not road(costs).pays(0, query(1 << 10), 1 << 10)
+
+
+def test_late_rows_of_a_long_prompt_pay_sooner() -> None:
+    costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 3.0)})
+    assert not road(costs).pays(0, query(2048), 2048) and road(costs).pays(0, query(2048), 1 << 16)
+
+
+def test_planning_is_part_of_the_price() -> None:
+    costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 1.0)}, planning=Line(1e12, 0.0))
+    assert not road(costs).pays(0, query(1 << 16), 1 << 16)
+
+
+def test_a_loose_bound_counts_no_more_than_causality_admits() -> None:
+    """1024 diagonals may touch every block of 8192 keys: then the pattern costs what dense costs, not twice that."""
+    recipe = Recipe.load(sparse={"name": "vertical_slash"})
+    n = 8192
+    assert recipe.sparse.bound(n, n) * 64**2 > 1.5 * n * (n + 1) / 2
+    costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 0.9)})
+    choice = select.Choice("reference", "told", costs)
+    assert Road(recipe, "reference", ops.block_attend, choice=choice).pays(0, query(n), n)
+
+
+@pytest.mark.parametrize(("each", "name"), [(1e-9, "a_shape"), (1e9, "dense")])
+def test_a_layer_runs_what_pays(each: float, name: str) -> None:
+    way = road(Costs(Line(0.0, 1.0), {"reference": Line(0.0, each)}))
+    q, k = torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16)
+    out = Run(way, TokenLayout.text(1, 100), 0, None).attend(0, q, k, k, 0.25)
+    assert way.meter.names[0] == (name,) * 4
+    torch.testing.assert_close(out, ops.dense_attend(q, k, k, 0.25))
+
+
+def test_without_costs_a_pattern_runs() -> None:
+    assert road(None).pays(0, query(64), 64)
+    assert Road(RECIPE, "reference", ops.block_attend).pays(0, query(64), 64)

@@ -1,0 +1,213 @@
+"""A plan mixed of several computes, for each head, what that head's own plan computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmaccel.backends import ops
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.lower import attend_plan
+from mmaccel.core.mix import HeadRun, mix, runs
+from mmaccel.core.plan import AttentionPlan, BlockLists, KeySpan, Part, span_from_table
+from tests.policies.sparse.scenes import Scene, scenes
+
+BLOCK = 16
+
+
+def random_plan(scene: Scene, heads: int, seed: int) -> AttentionPlan:
+    """A plan with parts and spans of random number, order, range and lists; parts may share rows over disjoint keys."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=rng))
+
+    B, n_query, n_key = scene.batch, scene.length - scene.start, scene.length
+    layout = scene.layout()
+    overlap = bool(number(0, 2))
+    row_owner = torch.randint(0, 3, (n_query,), generator=rng)
+    key_owner = torch.randint(0, 6, (n_key,), generator=rng)
+    parts = []
+    for p in range(number(1, 4)):
+        h = heads if number(0, 2) else 1
+        mine = torch.ones(n_query, dtype=torch.bool) if overlap else row_owner == p
+        q_row = ordered(mine, layout.valid[:, scene.start :], h, rng)
+        P = q_row.shape[-1]
+        spans = []
+        for s in range(number(1, 3)):
+            hs = heads if number(0, 2) else 1
+            # Each span of a part, and of parts that share rows, has keys of its own.
+            own = key_owner == (2 * p + s if overlap else s)
+            k_row = ordered(own, layout.valid, hs, rng)
+            N = k_row.shape[-1]
+            q_place, k_place = torch.arange(P).expand(1, 1, P), torch.arange(N).expand(1, 1, N)
+            lo = number(-3, 9)
+            hi = lo + number(1, 60) if number(0, 2) else 2**31 - 1
+            lead = (B, max(h, hs), P // BLOCK, N // BLOCK)
+            table = torch.rand(lead, generator=rng) < 0.7
+            spans.append(
+                span_from_table(q_row, k_row, q_place.int(), k_place.int(), lo, hi, table, BLOCK, BLOCK)
+            )
+        parts.append(Part(q_row, tuple(spans)))
+    return AttentionPlan(tuple(parts), BLOCK, BLOCK, B, heads, n_query, n_key, overlap)
+
+
+def ordered(member: Tensor, valid: Tensor, heads: int, rng: torch.Generator) -> Tensor:
+    """[B, heads, whole blocks] int32: the members in a random order, -1 for what is padding, absent or past the last."""
+    n = member.shape[0]
+    rows = torch.full((valid.shape[0], heads, n + -n % BLOCK), -1, dtype=torch.int32)
+    for b in range(valid.shape[0]):
+        for h in range(heads):
+            order = torch.randperm(n, generator=rng)
+            rows[b, h, :n] = torch.where(member[order] & valid[b, order], order, -1)
+    return rows
+
+
+def shares_of(heads: int, seed: int) -> list[tuple[int, ...]]:
+    """The heads dealt out at random."""
+    rng = torch.Generator().manual_seed(seed)
+    owner = torch.randint(0, 3, (heads,), generator=rng).tolist()
+    return [tuple(h for h in range(heads) if owner[h] == n) for n in range(3) if n in owner]
+
+
+def own_masks(shares, heads: int, scene: Scene) -> Tensor:
+    """[B, H, n_query, n_key]: what each head would compute by itself."""
+    layout = scene.layout()
+    queries = layout.take(slice(scene.start, None))
+    out = torch.zeros(scene.batch, heads, scene.length - scene.start, scene.length, dtype=torch.bool)
+    causal = layout.position[:, None] <= queries.position[:, :, None]
+    for some, plan in shares:
+        if plan is None:
+            out[:, list(some)] = (causal & layout.valid[:, None] & queries.valid[:, :, None])[:, None]
+        else:
+            out[:, list(some)] = plan.to_mask().expand(-1, len(some), -1, -1)
+    return out
+
+
+def masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = (query @ key.transpose(2, 3)) * query.shape[-1] ** -0.5
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0) @ value
+
+
+@settings(max_examples=15)
+@given(scene=scenes(), seed=st.integers(0, 2**16), lone=st.booleans())
+def test_each_head_keeps_its_own_pairs(scene: Scene, seed: int, lone: bool) -> None:
+    heads, layout = scene.heads, scene.layout()
+    queries = layout.take(slice(scene.start, None))
+    dealt = shares_of(heads, seed)
+    plans = [random_plan(scene, 1 if lone else len(some), seed + n) for n, some in enumerate(dealt)]
+    shares = list(zip(dealt, plans, strict=True))
+    if seed % 3 == 0:
+        shares[-1] = (dealt[-1], None)
+    mixed = mix(shares, heads, queries, layout)
+    expected = own_masks(shares, heads, scene)
+    if all(plan is None for _, plan in shares):
+        assert mixed is None
+        return
+    assert mixed is not None and mixed.heads == heads
+    assert torch.equal(mixed.to_mask(), expected)
+    assert mixed.count_mask().max() <= 1
+    for some, plan in shares:
+        if plan is not None:
+            listed = plan.listed_pairs().expand(-1, len(some))
+            assert torch.equal(mixed.listed_pairs()[:, list(some)], listed)
+        else:
+            pairs = expected[:, list(some)].sum((2, 3)).double()
+            assert torch.equal(mixed.listed_pairs()[:, list(some)], pairs)
+    tensors = scene.tensors()
+    for op in (ops.block_attend, flex()):
+        out, _ = attend_plan(mixed, *tensors, scene.size**-0.5, op)
+        torch.testing.assert_close(out, masked(*tensors, expected), rtol=0, atol=1e-10)
+
+
+def flex():
+    from mmaccel.backends.flex import op
+
+    return op
+
+
+@given(scene=scenes(), seed=st.integers(0, 2**16))
+def test_lists_follow_one_another_and_are_no_longer_than_they_were(scene: Scene, seed: int) -> None:
+    dealt = shares_of(scene.heads, seed)
+    plans = [random_plan(scene, len(some), seed + n) for n, some in enumerate(dealt)]
+    layout = scene.layout()
+    mixed = mix(
+        list(zip(dealt, plans, strict=True)), scene.heads, layout.take(slice(scene.start, None)), layout
+    )
+    assert mixed is not None
+    count = 0
+    for part in mixed.parts:
+        for span in part.spans:
+            offset = span.lists.offset
+            b, h, m1 = offset.shape
+            assert m1 == part.q_row.shape[-1] // BLOCK + 1 and h in (1, scene.heads)
+            flat = offset.reshape(b * h, m1)
+            assert (flat[1:, 0] == flat[:-1, -1]).all() and flat[0, 0] == 0
+            assert (span.lists.index >= 0).all() and (span.lists.index < span.k_row.shape[-1] // BLOCK).all()
+            count += int(flat[:, -1].max()) * (scene.batch // b)
+    alone = 0
+    for some, plan in zip(dealt, plans, strict=True):
+        for part in plan.parts:
+            for span in part.spans:
+                lists = span.lists
+                alone += int(
+                    (lists.offset[..., -1] - lists.offset[..., 0]).expand(scene.batch, len(some)).sum()
+                )
+    assert count == alone
+
+
+def test_ranges_share_a_slot_where_they_begin_at_nought() -> None:
+    """[5, inf) and [0, inf) become one slot, [0, 5) another: two, not three."""
+    layout = TokenLayout.text(1, 64)
+    places = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
+    lists = BlockLists(
+        torch.tensor([[[0, 1, 2, 3, 4]]]), torch.zeros(4).int(), torch.full((4,), 2).to(torch.int8)
+    )
+
+    def span(lo: int, hi: int) -> KeySpan:
+        return KeySpan(places, places, places, lo, hi, lists)
+
+    far = 2**31 - 1
+    one = AttentionPlan((Part(places, (span(0, 5), span(5, far))),), BLOCK, BLOCK, 1, 1, 64, 64)
+    two = AttentionPlan((Part(places, (span(0, far),)),), BLOCK, BLOCK, 1, 1, 64, 64)
+    mixed = mix([((0,), one), ((1,), two)], 2, layout, layout)
+    assert mixed is not None
+    assert [(s.lo, s.hi) for s in mixed.parts[0].spans] == [(0, 5), (0, far)]
+
+
+def test_one_share_of_all_heads_is_its_own_plan() -> None:
+    layout = TokenLayout.text(1, 64)
+    places = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
+    lists = BlockLists(
+        torch.tensor([[[0, 1, 2, 3, 4]]]), torch.zeros(4).int(), torch.full((4,), 2).to(torch.int8)
+    )
+    part = Part(places, (KeySpan(places, places, places, 0, 9, lists),))
+    plan = AttentionPlan((part,), BLOCK, BLOCK, 1, 4, 64, 64)
+    assert mix([((0, 1, 2, 3), plan)], 4, layout, layout) is plan
+    lone = replace(plan, heads=1)
+    mixed = mix([((0, 1, 2, 3), lone)], 4, layout, layout)
+    assert mixed is not None and mixed.parts is plan.parts and mixed.heads == 4
+
+
+def test_heads_are_each_named_once() -> None:
+    layout = TokenLayout.text(1, 64)
+    with pytest.raises(ValueError, match="each of 0 to 2 once"):
+        mix([((0, 1), None), ((1,), None)], 3, layout, layout)
+    assert mix([((0, 2), None), ((1,), None)], 3, layout, layout) is None
+
+
+def test_runs_are_views_of_whole_groups() -> None:
+    assert runs([0, 1, 2, 3], 2) == [HeadRun((0, 1, 2, 3), slice(0, 2))]
+    assert runs([1, 2, 7], 2) == [HeadRun((1, 2), slice(0, 2)), HeadRun((7,), slice(3, 4))]
+    assert runs([0, 1, 3, 6], 3) == [HeadRun((0, 1), slice(0, 1)), HeadRun((3, 6), slice(1, 3))]
+    query = torch.randn(1, 8, 5, 4)
+    adjacent, apart = runs([2, 3], 4)[0], runs([1, 3], 4)[0]
+    assert adjacent.of(query).data_ptr() == query[:, 2:].data_ptr()
+    assert torch.equal(apart.of(query), query[:, [1, 3]])

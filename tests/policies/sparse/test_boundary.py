@@ -1,0 +1,330 @@
+"""Boundaries between modalities, against masks put together pair by pair from those of the patterns within."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
+from mmaccel.backends import ops
+from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO
+from mmaccel.core.lower import attend_plan
+from mmaccel.core.registry import registry
+from mmaccel.policies.sparse import AShape, Boundary2D, Dense, Grid, KBoundary, QBoundary, VerticalSlash
+from mmaccel.policies.sparse.intra import IntraPattern
+from tests.backends.oracle import masked
+
+from . import masks
+from .scenes import Scene, Token, scenes, sequence
+from .test_contract import small
+from .test_exact import grid_mask, place, planned, weights_of
+from .test_planted import grid_head
+from .test_planted import grid_mask as grid_mask_of
+
+Masks = tuple[np.ndarray, np.ndarray]
+
+
+def within(
+    pattern: IntraPattern | None,
+    tokens: Sequence[Token],
+    queries: Sequence[int],
+    keys: Sequence[int],
+    rows: masks.Rows,
+) -> Masks:
+    """The element mask and its closure of some queries over some keys; rows: all that the last of the queries attend to."""
+    n = len(tokens)
+    if pattern is None:
+        return (np.zeros((n, n), bool),) * 2
+    if isinstance(pattern, Dense):
+        return (masks.dense_among(n, queries, keys),) * 2
+    if isinstance(pattern, AShape):
+        return (masks.a_shape_among(n, queries, keys, sink=pattern.sink, window=pattern.window),) * 2
+    told = masks.among(rows, keys)
+    if isinstance(pattern, Grid):
+        return (grid_mask(pattern, tokens, queries, keys, told),) * 2
+    assert isinstance(pattern, VerticalSlash)
+    budget = dict(vertical=pattern.vertical, slash=pattern.slash)
+    return masks.vertical_slash(n, queries, keys, told, **budget, block=pattern.block)
+
+
+def expected(boundary: QBoundary | KBoundary | Boundary2D, scene: Scene, b: int, head: int) -> Masks:
+    """The masks of one head of sequence b, pair of groups by pair of groups."""
+    tokens = scene.sequences[b]
+    first = max(0, scene.start - scene.pad(b))
+    everyone = [None]
+    of_queries = everyone if isinstance(boundary, KBoundary) else list(MODALITIES)
+    of_keys = everyone if isinstance(boundary, QBoundary) else list(MODALITIES)
+    n = len(tokens)
+    element, closure = np.zeros((n, n), bool), np.zeros((n, n), bool)
+    for q in of_queries:
+        queries = [i for i in range(first, n) if q in (None, tokens[i].modality)]
+        rows, _ = weights_of(scene, b, head, 16, modality=q)
+        for k in of_keys:
+            keys = [j for j in range(n) if k in (None, tokens[j].modality)]
+            if isinstance(boundary, Boundary2D):
+                name = f"{MODALITIES[q]}>{MODALITIES[k]}"
+                pattern = boundary.pairs.get(name, boundary.default)
+            else:
+                pattern = getattr(boundary, MODALITIES[k if q is None else q])
+            less, more = within(pattern, tokens, queries, keys, rows)
+            element |= less
+            closure |= more
+    return element, closure
+
+
+def check(boundary: QBoundary | KBoundary | Boundary2D, scene: Scene) -> None:
+    got = planned(boundary, scene)
+    for b in range(scene.batch):
+        for h in range(scene.heads):
+            element, closure = (place(scene, b, m) for m in expected(boundary, scene, b, h))
+            assert (got[b, h] >= element).all()
+            assert (got[b, h] <= closure).all()
+
+
+def pattern(name: str, **fields: Any) -> dict[str, Any]:
+    return {"name": name, **fields}
+
+
+INNER: list[Any] = [
+    None,
+    "dense",
+    pattern("a_shape", sink=0, window=1),
+    pattern("a_shape", sink=3, window=7),
+    pattern("a_shape", sink=17, window=20),
+    pattern("vertical_slash", vertical=5, slash=3, last_q=16),
+    pattern("vertical_slash", vertical=0, slash=9, last_q=16),
+    pattern("grid", min_stride=2, max_stride=12, last_q=16),
+    pattern("grid", stride="free", min_stride=2, max_stride=9, last_q=16),
+    pattern("grid", min_stride=2, max_stride=12, last_q=16, horizontal=False),
+    pattern("grid", stride="free", min_stride=3, max_stride=9, last_q=16, slash=False, score="mean"),
+]
+
+
+@given(scenes(), st.tuples(*[st.sampled_from(INNER)] * 2), st.sampled_from(INNER[1:]))
+def test_q_boundary(scene: Scene, some: tuple[Any, Any], other: Any) -> None:
+    check(QBoundary(text=some[0], image=some[1], video=other, block=16), scene)
+
+
+@given(scenes(), st.tuples(*[st.sampled_from(INNER)] * 2), st.sampled_from(INNER[1:]))
+def test_k_boundary(scene: Scene, some: tuple[Any, Any], other: Any) -> None:
+    check(KBoundary(text=some[0], image=some[1], video=other, block=16), scene)
+
+
+PAIRS = [f"{q}>{k}" for q in MODALITIES.values() for k in MODALITIES.values()]
+
+
+@given(
+    scenes(),
+    st.sampled_from(INNER[1:]),
+    st.dictionaries(st.sampled_from(PAIRS), st.sampled_from(INNER), max_size=5),
+)
+def test_boundary_2d(scene: Scene, default: Any, pairs: dict[str, Any]) -> None:
+    check(Boundary2D(default=default, pairs=pairs, block=16), scene)
+
+
+LAYOUTS = {
+    "timestamps of one token": [x for f in range(14) for x in ((TEXT, [1]), (VIDEO, [6]))] + [(TEXT, [3])],
+    "ragged frames": [(TEXT, [5]), (VIDEO, [6, 6, 7, 5, 1, 6, 6]), (TEXT, [9])],
+    "videos of two resolutions": [(VIDEO, [4] * 9), (TEXT, [7]), (VIDEO, [9] * 7), (TEXT, [11])],
+    "videos and images": [
+        (IMAGE, [8]),
+        (TEXT, [1]),
+        (VIDEO, [5] * 6),
+        (IMAGE, [3]),
+        (TEXT, [2]),
+        (IMAGE, [1]),
+        (VIDEO, [5] * 5),
+    ],
+    "text first": [(TEXT, [40]), (VIDEO, [6] * 12)],
+    "text last": [(VIDEO, [6] * 12), (TEXT, [40])],
+    "text alone": [(TEXT, [90])],
+    "video alone": [(VIDEO, [7] * 13)],
+    "one token": [(TEXT, [1])],
+    "a picture of one token": [(IMAGE, [1]), (TEXT, [30])],
+}
+BOUNDARIES = {
+    "q": QBoundary(text=INNER[5], image=INNER[3], video=INNER[7], block=16),
+    "k": KBoundary(text=INNER[8], image="dense", video=INNER[5], block=16),
+    "2d": Boundary2D(
+        default=INNER[3],
+        pairs={
+            "video>video": INNER[7],
+            "text>video": INNER[5],
+            "video>text": None,
+            "text>text": INNER[8],
+            "image>video": INNER[9],
+        },
+        block=16,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BOUNDARIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("late", [0.0, 0.5, 0.9], ids=["whole", "half", "end"])
+def test_layouts(kind: str, layout: str, late: float) -> None:
+    tokens = sequence(LAYOUTS[layout])
+    beside = sequence([(TEXT, [3]), (VIDEO, [5] * 3), (TEXT, [2])])
+    scene = Scene((tokens, beside))
+    check(BOUNDARIES[kind], replace(scene, start=int(scene.length * late)))
+
+
+@pytest.mark.parametrize(
+    "inner", INNER[1:], ids=lambda p: p if isinstance(p, str) else "-".join(map(str, p.values()))
+)
+@pytest.mark.parametrize("segments", [[(TEXT, [100])], [(VIDEO, [6] * 18)]], ids=["text", "video"])
+def test_a_single_modality_is_planned_as_without_a_boundary(inner: Any, segments: Any) -> None:
+    """The very same lists, so that a boundary costs nothing where there is none."""
+    scene = Scene((sequence(segments),), start=37)
+    query, key, _ = scene.tensors()
+    layout = scene.layout()
+    where = (query, key, layout.take(slice(scene.start, None)), layout)
+    alone = QBoundary(video=inner, block=16).video
+    assert isinstance(alone, IntraPattern)
+    sight_parts = Boundary2D(default=alone, block=16).plan(*where)
+    for boundary in (
+        QBoundary(text=inner, image=inner, video=inner, block=16),
+        KBoundary(text=inner, image=inner, video=inner, block=16),
+        Boundary2D(default=inner, block=16),
+    ):
+        plan, plain = boundary.plan(*where), alone.plan(*where)
+        if isinstance(alone, Dense):
+            plain = sight_parts
+        assert not plan.overlap and len(plan.parts) == len(plain.parts)
+        for mine, theirs in zip(plan.parts, plain.parts, strict=True):
+            assert torch.equal(mine.q_row, theirs.q_row)
+            for a, b in zip(mine.spans, theirs.spans, strict=True):
+                assert (a.lo, a.hi) == (b.lo, b.hi)
+                for name in ("k_row", "q_place", "k_place"):
+                    assert torch.equal(getattr(a, name), getattr(b, name))
+                for name in ("offset", "index", "kind"):
+                    assert torch.equal(getattr(a.lists, name), getattr(b.lists, name))
+
+
+@pytest.mark.parametrize("whole", ["dense", pattern("a_shape", sink=50, window=200)])
+def test_full_budgets_are_causal(whole: Any) -> None:
+    scene = Scene((sequence([(TEXT, [5]), (VIDEO, [6] * 12), (IMAGE, [3]), (TEXT, [9])]),))
+    sides = dict(text=whole, image=whole, video=whole)
+    for boundary in (QBoundary(**sides), KBoundary(**sides), Boundary2D(default=whole)):
+        assert (planned(boundary, scene)[0] == masks.causal(scene.sequences[0])).all()
+
+
+def test_islands_do_not_break_a_window() -> None:
+    """One-token timestamps between the frames of two videos, a picture: a window counted in packed rows is wrong here."""
+    segments = []
+    for frame in range(9):
+        segments += [(TEXT, [1]), (VIDEO, [6 if frame < 5 else 7])]
+    segments += [(IMAGE, [1]), (TEXT, [4]), (VIDEO, [3, 3]), (TEXT, [1])]
+    tokens = sequence(segments)
+    got = planned(Boundary2D(default=AShape(sink=2, window=8), block=16), Scene((tokens,)))[0, 0]
+    for i in range(len(tokens)):
+        for m in MODALITIES:
+            before = [j for j in range(i + 1) if tokens[j].modality == m]
+            assert np.flatnonzero(got[i, : i + 1]).tolist() == sorted(
+                j
+                for other in MODALITIES
+                for j in _first_and_last([j for j in range(i + 1) if tokens[j].modality == other], 2, 8)
+            )
+            assert set(before[-8:]) <= set(np.flatnonzero(got[i]).tolist())
+
+
+def _first_and_last(before: list[int], sink: int, window: int) -> set[int]:
+    return set(before[:sink]) | set(before[-window:])
+
+
+def test_a_modality_left_out_sees_nothing() -> None:
+    tokens = sequence([(TEXT, [20]), (VIDEO, [6] * 5)])
+    got = planned(QBoundary(text="dense", video=None), Scene((tokens,)))[0, 0]
+    assert got[:20].sum() == 20 * 21 // 2 and not got[20:].any()
+    lone = Scene((sequence([(VIDEO, [6] * 5)]),))
+    assert not planned(QBoundary(text="dense", video=None), lone).any()
+
+
+INSIDE = [n for n in registry("sparse") if issubclass(registry("sparse")[n], IntraPattern)]
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@given(scene=scenes())
+def test_any_pattern_over_orders_stands_within_any_boundary(name: str, scene: Scene) -> None:
+    """Causal, each pair once, within its bound, and a batch is its sequences one by one."""
+    inner = small(name)
+    layout = scene.layout()
+    queries = layout.take(slice(scene.start, None))
+    for boundary in (
+        QBoundary(text=inner, image="dense", video=inner, block=16),
+        KBoundary(text=inner, image=None, video=inner, block=16),
+        Boundary2D(default=inner, pairs={"text>image": "dense", "video>text": None}, block=16),
+    ):
+        query, key, value = scene.tensors()
+        plan = boundary.plan(query, key, queries, layout)
+        assert int(plan.count_mask().max()) <= 1
+        mask = plan.to_mask()
+        ahead = layout.position[:, None] > queries.position[:, :, None]
+        nothing = ~layout.valid[:, None] | ~queries.valid[:, :, None]
+        assert not (mask & (ahead | nothing)[:, None]).any()
+        listed = torch.zeros(plan.batch, plan.heads, dtype=torch.long)
+        for part in plan.parts:
+            for span in part.spans:
+                listed += (span.lists.offset[..., -1] - span.lists.offset[..., 0]).expand_as(listed)
+        assert int(listed.max()) <= boundary.bound(plan.n_query, plan.n_key)
+        for b in range(scene.batch):
+            lone, (rows, keys) = scene.alone(b)
+            alone_layout = lone.layout()
+            alone = boundary.plan(
+                query[b : b + 1, :, rows],
+                key[b : b + 1, :, keys],
+                alone_layout.take(slice(lone.start, None)),
+                alone_layout,
+            )
+            assert torch.equal(alone.to_mask()[0], mask[b][:, rows, keys])
+        out, _ = attend_plan(plan, query, key, value, scene.size**-0.5, ops.block_attend)
+        torch.testing.assert_close(out, masked(query, key, value, mask, scene.size**-0.5), rtol=0, atol=1e-12)
+
+
+def test_a_planted_grid_is_found_behind_islands_of_text() -> None:
+    """A video head of stride 21 in ranks of the video, which text of one to forty tokens interrupts anywhere."""
+    rng = torch.Generator().manual_seed(1)
+    segments: list[tuple[int, list[int]]] = [(TEXT, [11])]
+    for _ in range(14):
+        segments += [(VIDEO, [int(torch.randint(20, 70, (), generator=rng))])]
+        segments += [(TEXT, [int(torch.randint(1, 41, (), generator=rng))])]
+    tokens = sequence(segments)
+    video = torch.tensor([t.modality == VIDEO for t in tokens])
+    rank = video.long().cumsum(0) - 1
+    number = rank.clamp(min=0) % 21
+    query, key = grid_head(number, 21, 5, 3, strength=18.0)
+    key[:, :, ~video] = 0.0
+    layout = Scene((tokens,)).layout()
+    grid = Grid(stride="free", max_stride=80)
+    plan = Boundary2D(default="a_shape", pairs={"video>video": grid}, block=16).plan(
+        query, key, layout, layout
+    )
+    among = plan.to_mask()[0, 0][video][:, video]
+    assert torch.equal(among, grid_mask_of(number[video], 21, 5, 3))
+    alone = replace(grid, block=16).plan(query, key, layout, layout).to_mask()[0, 0]
+    assert not torch.equal(alone[video][:, video], among)
+
+
+def test_the_last_queries_of_a_modality_decide_for_it() -> None:
+    """Video queries look at one column, text at another. The text comes last, and without a boundary decides for all."""
+    tokens = sequence([(TEXT, [16]), (VIDEO, [8] * 40), (TEXT, [100])])
+    video = torch.tensor([t.modality == VIDEO for t in tokens])
+    n = len(tokens)
+    key, query = torch.zeros(n, 2), torch.zeros(n, 2)
+    key[100, 0], key[10, 1] = 1.0, 1.0
+    query[video, 0], query[~video, 1] = 60.0, 60.0
+    layout = Scene((tokens,)).layout()
+    inner = VerticalSlash(vertical=1, slash=1, block=16)
+    where = (query[None, None], key[None, None], layout, layout)
+    split = QBoundary(text=inner, video=inner, block=16).plan(*where).to_mask()[0, 0]
+    assert split[video][200:, 100].all() and not split[video][200:, 10].any()
+    assert split[~video][-50:, 10].all() and not split[~video][-50:, 100].any()
+    blind = inner.plan(*where).to_mask()[0, 0]
+    assert blind[video][200:, 10].all() and not blind[video][200:, 100].any()

@@ -1,0 +1,203 @@
+"""A table gives each head its pattern: planned together, run together, reported by name, refused elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import mmaccel
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.errors import RecipeError, UnknownName
+from mmaccel.core.recipe import Recipe
+from mmaccel.policies.sparse import AShape, Grid, PerHead, VerticalSlash
+from mmaccel.policies.sparse.head_table import KIND, SCHEMA
+from tests.models.tiny_random import BUILD, prompt
+
+from .scenes import Scene, scenes
+
+GRID = dict(name="grid", stride="free", min_stride=2, max_stride=12, last_q=16)
+COLUMNS = dict(name="vertical_slash", vertical=9, slash=4, last_q=16)
+NEAR = dict(name="a_shape", sink=5, window=11)
+PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
+
+
+@settings(max_examples=15)
+@given(scene=scenes())
+def test_each_head_is_planned_as_if_it_were_alone(scene: Scene) -> None:
+    named = {0: GRID, 1: NEAR, 2: GRID, 3: COLUMNS}
+    pattern = PerHead(block=16, table={5: dict(list(named.items())[: scene.heads])}).at(5)
+    query, key, _ = scene.tensors()
+    layout = scene.layout()
+    queries = layout.take(slice(scene.start, None))
+    plan = pattern.plan(query, key, queries, layout)
+    assert plan is not None
+    mask = plan.to_mask()
+    group = scene.heads // scene.groups
+    for head in range(scene.heads):
+        own = pattern.of(head)
+        g = head // group
+        alone = own.plan(query[:, head : head + 1], key[:, g : g + 1], queries, layout)
+        assert alone is not None and torch.equal(mask[:, head], alone.to_mask()[:, 0])
+
+
+def test_keys_are_handed_on_as_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key = torch.randn(1, 8, 96, 8), torch.randn(1, 4, 96, 8)
+    seen: list[tuple[int, int, int]] = []
+    for cls in (Grid, VerticalSlash, AShape):
+        plain = cls.plan
+
+        def watched(self, q, k, *rest, plain=plain):
+            seen.append((q.shape[1], k.shape[1], k.data_ptr() - key.data_ptr()))
+            assert k._base is key
+            return plain(self, q, k, *rest)
+
+        monkeypatch.setattr(cls, "plan", watched)
+    from mmaccel.core.layout import TokenLayout
+
+    layout = TokenLayout.text(1, 96)
+    table = {0: {0: GRID, 1: COLUMNS, 2: GRID, 3: COLUMNS, 4: NEAR, 5: NEAR, 6: GRID, 7: GRID}}
+    assert PerHead(block=16, table=table).plan(query, key, layout, layout) is not None
+    step = key[:, 1:].data_ptr() - key.data_ptr()
+    # Grid heads of groups 0 and 1 together and those of 3, columns of 0 and 1, and one head for the window.
+    assert sorted(seen) == sorted([(2, 2, 0), (2, 1, 3 * step), (2, 2, 0), (1, 1, 0)])
+
+
+@pytest.mark.parametrize("kind", sorted(BUILD))
+def test_a_run_names_the_pattern_of_each_head(kind: str) -> None:
+    model = BUILD[kind](layers=3)
+    table = {0: {0: NEAR, 1: GRID, 2: COLUMNS}, 2: {"3": "a_shape"}}
+    recipe = dict(sparse=dict(name="per_head", block=16, table=table), dense_tail=8)
+    inputs = prompt(kind, PIECES)
+    with mmaccel.accelerate(model, recipe) as fast, torch.no_grad():
+        out = model(**inputs).logits
+        report = fast.report()
+    assert report.patterns == (
+        ("a_shape", "grid", "vertical_slash", "dense"),
+        ("dense",) * 4,
+        ("dense", "dense", "dense", "a_shape"),
+    )
+    assert 0.5 < report.kept < 1 and torch.isfinite(out).all()
+    # With nothing but dense heads and windows that hold everything the logits are the plain model's.
+    whole = {layer: {head: dict(name="a_shape", window=4096) for head in (1, 2)} for layer in range(3)}
+    with mmaccel.accelerate(model, sparse=dict(name="per_head", table=whole), dense_tail=0), torch.no_grad():
+        same = model(**inputs).logits
+    with torch.no_grad():
+        plain = model(**inputs).logits
+    assert (same - plain).abs().max() <= 1e-4
+
+
+def test_kept_counts_dense_heads_and_the_tail_once() -> None:
+    model = BUILD["qwen"](layers=1)
+    inputs = prompt("qwen", PIECES)
+    length = inputs["input_ids"].shape[1]
+    table = {0: {0: dict(name="a_shape", sink=0, window=16)}}
+    with mmaccel.accelerate(model, sparse=dict(name="per_head", block=16, table=table), dense_tail=8) as fast:
+        with torch.no_grad():
+            model(**inputs)
+        kept = fast.report().kept
+    causal = length * (length + 1) / 2
+    alone = Recipe.load(sparse=dict(block=16, **table[0][0]), dense_tail=8)
+    with mmaccel.accelerate(model, alone) as fast, torch.no_grad():
+        model(**inputs)
+        one = fast.report().kept
+    assert kept == pytest.approx((one + 3) / 4, rel=1e-9) and one < 0.5 and causal > 0
+
+
+def table_of(model: Any, **more: Any) -> dict[str, Any]:
+    fingerprint = adapter_for(model).fingerprint(model)
+    heads = [{"pattern": {"name": "a_shape", "sink": 16, "window": 32}}] * fingerprint["heads"]
+    layers = [heads] * fingerprint["layers"]
+    return {"kind": KIND, "schema": SCHEMA, "model": fingerprint, "block": 64, "layers": layers, **more}
+
+
+def test_a_table_serves_its_model_and_no_other(tmp_path: Path) -> None:
+    model = BUILD["qwen"]()
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table_of(model)))
+    recipe = Recipe.load(sparse={"name": "per_head", "table": str(path)})
+    with mmaccel.accelerate(model, recipe) as fast, torch.no_grad():
+        model(**prompt("qwen", PIECES))
+        assert fast.report().heads() == {"a_shape": 8}
+        assert fast.recipe.sparse.bound(640, 640) == AShape(sink=16, window=32).bound(640, 640)
+    with pytest.raises(
+        RecipeError, match=r"searched on another model .*'qwen2_5_vl' there, 'llava_onevision' here"
+    ):
+        mmaccel.accelerate(BUILD["llava"](), recipe)
+    with pytest.raises(RecipeError, match=r"searched on another model .layers 2 there, 3 here"):
+        mmaccel.accelerate(BUILD["qwen"](layers=3), recipe)
+
+
+def test_the_shipped_table_lies_in_the_model_s_folder(tmp_path: Path) -> None:
+    model = BUILD["qwen"]()
+    with pytest.raises(RecipeError, match="no table is shipped with this model"):
+        mmaccel.accelerate(model, "per_head")
+    model.config._name_or_path = str(tmp_path)
+    (tmp_path / "heads.json").write_text(json.dumps(table_of(model)))
+    with mmaccel.accelerate(model, "per_head") as fast, torch.no_grad():
+        model(**prompt("qwen", PIECES))
+        assert fast.report().heads() == {"a_shape": 8}
+        assert fast.report().recipe["sparse"]["table"] == str(tmp_path / "heads.json")
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        (dict(table="nowhere.json"), "'nowhere.json' cannot be read .no such file"),
+        (dict(table=3), "table is 3; give 'shipped', a file, or a mapping"),
+        (dict(table={0: 4}), r"table\[0\] is 4; give a mapping"),
+        (dict(table={"x": {}}), "'x' is no layer"),
+        (dict(table={0: {-1: "grid"}}), "-1 is no head"),
+        (dict(table={0: {1: dict(window=3)}}), "a mapping needs the policy's name"),
+        (dict(table={0: {1: "per_head"}}), "give one pattern"),
+        (dict(table={0: {1: dict(name="grid", block=32)}}), "blocks of 32 and the rest of 64"),
+        (dict(default=7), "default is 7; give one pattern"),
+    ],
+)
+def test_wrong_choices_are_told(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        Recipe.load(sparse={"name": "per_head", **fields})
+
+
+def test_nearest_names_are_told() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'grid'"):
+        PerHead(table={0: {0: "gird"}})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is no JSON"),
+        ('{"kind": "other"}', "holds no head patterns"),
+        ('{"kind": "mmaccel heads", "schema": 99}', "has schema 99 and this version reads 1"),
+        ('{"kind": "mmaccel heads", "schema": 1, "layers": [[]]}', "is not whole"),
+        (
+            '{"kind": "mmaccel heads", "schema": 1, "model": {}, "block": 64, "layers": [[{}]]}',
+            "is not whole",
+        ),
+    ],
+)
+def test_a_file_that_is_no_table_is_told(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=told):
+        PerHead(table=str(path))
+
+
+def test_layers_and_heads_beyond_the_model_are_told() -> None:
+    model = BUILD["qwen"]()
+    with pytest.raises(RecipeError, match="layer 2; the model has layers 0 to 1"):
+        mmaccel.accelerate(model, sparse=PerHead(table={2: {0: "grid"}}))
+    with pytest.raises(RecipeError, match="head 4; the model has heads 0 to 3"):
+        mmaccel.accelerate(model, sparse=PerHead(table={1: {4: "grid"}}))
+
+
+def test_a_recipe_with_a_table_survives_yaml() -> None:
+    recipe = Recipe.load(sparse=dict(name="per_head", table={0: {1: GRID, 2: "a_shape"}}, default=NEAR))
+    import yaml
+
+    assert Recipe.load(yaml.safe_load(recipe.to_yaml())) == recipe

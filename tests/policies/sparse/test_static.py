@@ -1,0 +1,211 @@
+"""The static patterns against the masks of their papers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmaccel.backends import ops
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO
+from mmaccel.core.lower import attend_plan
+from mmaccel.core.registry import registry
+from mmaccel.policies.sparse import SFFixed, SFStrided, TriShape
+
+from ...backends.oracle import masked
+from . import static_masks
+from .scenes import Scene, Token, scenes, sequence
+
+STRIDES: list[dict[str, Any]] = [
+    dict(stride="frame", low=2, high=12),
+    dict(stride="frame", low=3, high=5),
+    dict(stride="frame", low=1, high=1024),
+    dict(stride=1, low=1, high=1),
+    dict(stride=7, low=7, high=7),
+    dict(stride=16, low=16, high=16),
+    dict(stride=500, low=500, high=500),
+]
+
+
+def planned(pattern, scene: Scene) -> np.ndarray:
+    """[B, H, n_query, n_key] bool of the plan, every pair of which is computed once."""
+    query, key, _ = scene.tensors()
+    layout = scene.layout()
+    plan = pattern.plan(query, key, layout.take(slice(scene.start, None)), layout)
+    assert int(plan.count_mask().max()) <= 1
+    return plan.to_mask().numpy()
+
+
+def check(pattern, scene: Scene, mask_of) -> None:
+    got = planned(pattern, scene)
+    for b, tokens in enumerate(scene.sequences):
+        pad, n = scene.pad(b), scene.length
+        want = np.zeros((n, n), bool)
+        want[pad:, pad:] = mask_of(tokens)
+        assert (got[b] == want[scene.start :]).all()
+
+
+def fields_of(strides: dict[str, Any]) -> dict[str, Any]:
+    names = dict(stride="stride", low="min_stride", high="max_stride")
+    return {names[k]: v for k, v in strides.items() if strides["stride"] == "frame" or k == "stride"}
+
+
+@given(
+    scenes(), st.sampled_from([(0, 1), (3, 5), (16, 16), (1, 200)]), st.sampled_from([0, 1, 7, 16, 40, 300])
+)
+def test_tri_shape(scene: Scene, extent: tuple[int, int], bottom: int) -> None:
+    fields = dict(sink=extent[0], window=extent[1], bottom=bottom)
+    check(TriShape(block=16, **fields), scene, lambda tokens: static_masks.tri_shape(tokens, **fields))
+
+
+@given(scenes(), st.sampled_from(STRIDES), st.sampled_from([0, 1, 3, 50]), st.sampled_from(["last", "first"]))
+def test_sf_fixed(scene: Scene, strides: dict[str, Any], summary: int, side: str) -> None:
+    def mask_of(tokens):
+        cut, _ = static_masks.segments(tokens, **strides)
+        return static_masks.sf_fixed(cut, summary=summary, side=side)
+
+    check(SFFixed(block=16, summary=summary, side=side, **fields_of(strides)), scene, mask_of)
+
+
+@given(scenes(), st.sampled_from(STRIDES))
+def test_sf_strided(scene: Scene, strides: dict[str, Any]) -> None:
+    check(
+        SFStrided(block=16, **fields_of(strides)),
+        scene,
+        lambda tokens: static_masks.sf_strided(*static_masks.segments(tokens, **strides)),
+    )
+
+
+VIDEO_ALONE = Scene((sequence([(VIDEO, [12] * 9)]),), heads=1, groups=1)
+
+
+@pytest.mark.parametrize("stride", ["frame", 12])
+def test_equal_frames_are_the_patterns_of_the_paper(stride) -> None:
+    """Of frames of l tokens alone: floor(j / l) = floor(i / l) or j mod l >= l - c; i - j < l or (i - j) mod l = 0."""
+    i, j = np.arange(108)[:, None], np.arange(108)[None]
+    fixed = ((j // 12 == i // 12) | (j % 12 >= 12 - 2)) & (j <= i)
+    assert (planned(SFFixed(stride=stride, summary=2, block=16), VIDEO_ALONE)[0, 0] == fixed).all()
+    strided = ((i - j < 12) | ((i - j) % 12 == 0)) & (j <= i)
+    assert (planned(SFStrided(stride=stride, block=16), VIDEO_ALONE)[0, 0] == strided).all()
+
+
+def marked_frames() -> tuple[Token, ...]:
+    """Five frames of 3 rows of 4 cells and a mark each, with timestamps of one and two tokens between; then a question."""
+    tokens: list[Token] = [Token(TEXT)] * 3
+    for frame in range(5):
+        tokens += [Token(TEXT)] * (1 + frame % 2)
+        for cell in range(12):
+            tokens.append(Token(VIDEO, frame, cell))
+            if cell % 4 == 3:
+                tokens.append(Token(VIDEO))
+    return (*tokens, *[Token(TEXT)] * 40)
+
+
+def test_marks_belong_to_their_frame_and_timestamps_to_none() -> None:
+    scene = Scene((marked_frames(), sequence([(TEXT, [9]), (VIDEO, [6, 6, 7]), (IMAGE, [5])])))
+    strides = dict(stride="frame", low=2, high=64)
+    cut, step = static_masks.segments(scene.sequences[0], **strides)
+    assert step == 15 and [len(s) for s in cut] == [4, 15, 2, 15, 1, 15, 2, 15, 1, 15, 15, 15, 10]
+    for pattern, mask in (
+        (
+            SFFixed(block=16, **fields_of(strides)),
+            lambda cut, _: static_masks.sf_fixed(cut, summary=1, side="last"),
+        ),
+        (SFStrided(block=16, **fields_of(strides)), static_masks.sf_strided),
+    ):
+        check(pattern, scene, lambda tokens, mask=mask: mask(*static_masks.segments(tokens, **strides)))
+
+
+def test_text_alone_has_segments_of_128() -> None:
+    scene = Scene((sequence([(TEXT, [300])]),), heads=1, groups=1)
+    for cls in (SFFixed, SFStrided):
+        assert (planned(cls(), scene) == planned(cls(stride=128), scene)).all()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        SFFixed(stride=10, summary=3, block=16),
+        SFStrided(stride=10, block=16),
+        SFFixed(block=16),
+        SFStrided(block=16),
+        TriShape(sink=3, window=9, bottom=0, block=16),
+    ],
+    ids=lambda p: f"{p.name} {getattr(p, 'stride', '')}",
+)
+@pytest.mark.parametrize("start", [1, 40, 64, 101])
+def test_chunks_see_what_the_whole_sees(pattern, start: int) -> None:
+    tokens = sequence([(TEXT, [5]), (VIDEO, [12] * 7), (TEXT, [20])])
+    whole = planned(pattern, Scene((tokens,)))
+    late = planned(pattern, Scene((tokens,), start))
+    early = planned(pattern, Scene((tokens[:start],)))
+    assert (late == whole[:, :, start:]).all()
+    if start > 20:  # the first frame is known, and with it the stride
+        assert (early == whole[:, :, :start, :start]).all()
+
+
+def test_the_bottom_of_each_chunk_is_dense() -> None:
+    tokens = sequence([(TEXT, [100])])
+    early = planned(TriShape(sink=0, window=1, bottom=10, block=16), Scene((tokens[:60],)))[0, 0]
+    late = planned(TriShape(sink=0, window=1, bottom=10, block=16), Scene((tokens,), 60))[0, 0]
+    assert early[50:].sum() == sum(range(51, 61)) and early[:50].sum() == 50
+    assert late[30:].sum() == sum(range(91, 101)) and late[:30].sum() == 30
+
+
+def test_parts_of_the_bottom_have_few_rows() -> None:
+    """The long lists of the dense rows stand in a part of two blocks, not in that of all rows."""
+    query, key = torch.zeros(1, 2, 4096, 8), torch.zeros(1, 1, 4096, 8)
+    layout = Scene((sequence([(TEXT, [4096])]),)).layout()
+    plan = TriShape(window=512).plan(query, key, layout, layout)
+    assert plan is not None and [part.q_row.shape[-1] for part in plan.parts] == [4096, 128]
+    longest = [max(s.lists.offset.diff().max() for s in part.spans) for part in plan.parts]
+    assert longest[0] <= 9 and longest[1] == 64
+
+
+@given(scenes())
+def test_two_parts_are_one_softmax(scene: Scene) -> None:
+    query, key, value = scene.tensors()
+    layout = scene.layout()
+    plan = SFStrided(stride=5, block=16).plan(query, key, layout.take(slice(scene.start, None)), layout)
+    assert plan is not None and plan.overlap and len(plan.parts) == 2
+    out, _ = attend_plan(plan, query, key, value, 0.3, ops.block_attend)
+    want = masked(query, key, value, plan.to_mask(), 0.3)
+    torch.testing.assert_close(out, torch.nan_to_num(want), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["tri_shape", "sf_fixed", "sf_strided"])
+@pytest.mark.parametrize("boundary", ["q_boundary", "k_boundary", "boundary_2d"])
+def test_within_boundaries(name: str, boundary: str) -> None:
+    """Of a single modality a pattern within boundaries is the pattern; of several it is causal and counts no pair twice."""
+    inner = {"name": name, "block": 16}
+    fields = dict(default=inner) if boundary == "boundary_2d" else dict(text=inner, video=inner, image=inner)
+    bound = registry("sparse").build(boundary, dict(block=16, **fields))
+    lone = Scene((sequence([(VIDEO, [12] * 9)]),))
+    assert (planned(bound, lone) == planned(registry("sparse").build(name, dict(block=16)), lone)).all()
+    mixed = Scene((sequence([(TEXT, [9]), (VIDEO, [12] * 4), (TEXT, [1]), (VIDEO, [12] * 4), (TEXT, [30])]),))
+    mask = planned(bound, mixed)
+    assert not np.triu(mask, 1).any() and mask[..., range(136), range(136)].all()
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("tri_shape", dict(sink=-1), "sink is -1"),
+    ("tri_shape", dict(window=0), "window is 0"),
+    ("tri_shape", dict(bottom=-1), "bottom is -1"),
+    ("sf_fixed", dict(stride=0), "stride is 0"),
+    ("sf_fixed", dict(stride="frames"), "'frame' or a number"),
+    ("sf_fixed", dict(summary=-1), "summary is -1"),
+    ("sf_fixed", dict(side="end"), "'last' or 'first'"),
+    ("sf_strided", dict(stride=True), "stride is True"),
+    ("sf_strided", dict(min_stride=9, max_stride=8), "no range"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "message"), WRONG, ids=[f"{n} {f}" for n, f, _ in WRONG])
+def test_a_wrong_field_is_told(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        registry("sparse").build(name, fields)

@@ -1,0 +1,291 @@
+"""The search on tiny random models: what it writes, that it can be replayed, stopped, gone on with, and used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mmaccel
+from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.search import Settings, agreement, replayed, search
+from mmaccel.search.algorithm import decided, levelled, scored
+from mmaccel.search.kinds import KINDS, Slot
+from mmaccel.search.measure import Bench, relative_error
+from mmaccel.search.picture import orders, pooled, weights
+from mmaccel.search.sample import Inside, frame_tokens, watch
+from mmaccel.search.space import Scale
+from tests.models.tiny_random import BUILD, prompt
+
+PIECES = [("text", 12), ("video", 30), ("text", 40), ("video", 30), ("text", 9)]
+PAIRS = Settings(cost="pairs", block=16)
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def found(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path, dict[str, Any]]:
+    """A searched model of a family: (family, model, file, table)."""
+    model = BUILD[request.param](layers=2)
+    path = tmp_path_factory.mktemp("tables") / "table.json"
+    table = search(model, prompt(request.param, PIECES), path, PAIRS)
+    return request.param, model, path, table
+
+
+def test_a_table_is_whole_and_says_what_it_is_about(found: Any) -> None:
+    kind, model, path, table = found
+    assert json.loads(path.read_text()) == table and not path.with_name("table.json.parts").exists()
+    assert table["kind"] == "mmaccel heads" and table["schema"] == 1
+    assert table["model"]["layers"] == 2 and table["model"]["type"] == model.config.model_type
+    assert table["sample"]["tokens"] == prompt(kind, PIECES)["input_ids"].shape[1]
+    assert table["modalities"] == ["text", "video"] and table["peak_bytes"] > 0 and table["seconds"] > 0
+    assert [len(layer) for layer in table["layers"]] == [4] * 2
+    for layer in table["layers"]:
+        for head in layer:
+            assert min(head["errors"].values()) <= head["score"] == head["errors"][head["kind"]]
+            assert head["score"] <= 1.01 * min(head["errors"].values()) + 1e-6
+            assert 0 < head["share"] < 1.1
+            count = len(table["space"][head["kind"]])
+            assert all(len(slot) == count for slot in head["scores"][head["kind"]].values())
+    for kind_of, candidates in table["space"].items():
+        assert sum(len(c["rows"]) for c in candidates) == 24, kind_of
+        assert all(c["cost"] <= 1.05 for c in candidates if c["state"] != "dear")
+
+
+def test_a_table_is_made_again_from_its_own_figures(found: Any) -> None:
+    table = json.loads(found[2].read_text())
+    assert replayed(table) == table
+    for layer in table["layers"]:
+        for head in layer:  # what follows from the figures is not copied
+            head["pattern"], head["kind"], head["score"] = {"name": "dense"}, "none", 1.0
+    table["space"] = {}
+    assert replayed(table) == found[3]
+    other = {**found[3], "measured": found[3]["measured"][:-2]}
+    with pytest.raises(RecipeError, match="holds no cost of"):
+        replayed(other)
+
+
+def test_tables_that_differ_in_a_head_agree_on_the_rest(found: Any) -> None:
+    table = found[3]
+    budgets = json.loads(json.dumps(table).replace('"window": ', '"window": 1'))
+    assert agreement(table, budgets) == 1.0
+    budgets["layers"][0][0]["kind"] = "none"
+    assert agreement(table, budgets) == pytest.approx(7 / 8)
+
+
+def test_the_model_is_left_as_it_was_and_the_table_serves_it(found: Any) -> None:
+    kind, model, path, table = found
+    inputs = prompt(kind, PIECES)
+    assert mmaccel.attached(model) is None
+    recipe = dict(sparse=dict(name="per_head", table=str(path), block=16), dense_tail=0)
+    with mmaccel.accelerate(model, recipe) as fast, torch.no_grad():
+        model(**inputs)
+        report = fast.report()
+    names = tuple(tuple(h["pattern"]["name"] for h in layer) for layer in table["layers"])
+    assert report.patterns == names
+    # The first layer sees what the search saw: the same share is kept.
+    first = sum(h["share"] for layer in table["layers"] for h in layer) / 8
+    assert report.kept == pytest.approx(first, abs=0.05)
+
+
+@pytest.mark.parametrize("found", ["qwen"], indirect=True)
+def test_a_stopped_search_goes_on(found: Any, tmp_path: Path) -> None:
+    kind, model, _, table = found
+    inputs, path = prompt(kind, PIECES), tmp_path / "t.json"
+    seen: list[tuple[str, int]] = []
+
+    def stop(what: str, done: int, total: int | None) -> None:
+        seen.append((what, done))
+        if what == "score" and done > (total or 0) // 2 + 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(model, inputs, path, PAIRS, progress=stop)
+    assert mmaccel.attached(model) is None and not path.exists()
+    parts = tmp_path / "t.json.parts"
+    done = sorted(p.name for p in parts.glob("layer-*.json"))
+    assert done == ["layer-000.json"]
+    with pytest.raises(RecipeError, match="holds a search with another tolerance"):
+        search(model, inputs, path, Settings(cost="pairs", block=16, tolerance=0.1))
+    before = (parts / "layer-000.json").stat().st_mtime_ns
+    marks: list[int] = []
+
+    def watching(what: str, done: int, total: int | None) -> None:
+        if what == "score":
+            marks.append(total or 0)
+            assert (parts / "layer-000.json").stat().st_mtime_ns == before
+
+    again = search(model, inputs, path, PAIRS, progress=watching)
+    assert not parts.exists() and again["layers"] == table["layers"] and again["space"] == table["space"]
+    whole = max(total for what, total in [("score", m) for m in marks])
+    assert len(marks) == whole  # one of two layers, and each of its steps once
+
+
+def test_costs_are_measured_when_asked(tmp_path: Path) -> None:
+    model = BUILD["qwen"](layers=1)
+    settings = Settings(block=16, repeats=1, boundaries=("no_boundary", "q_boundary"))
+    table = search(model, prompt("qwen", PIECES), tmp_path / "t.json", settings)
+    assert table["cost"] == "seconds" and all(
+        row["seconds"] > 0 and row["target_seconds"] > 0 for row in table["measured"]
+    )
+    assert set(table["space"]) <= {"no_boundary", "q_boundary"} and replayed(table) == table
+
+
+def test_one_modality_has_no_boundary(tmp_path: Path) -> None:
+    model = BUILD["llava"](layers=1)
+    table = search(model, prompt("llava", [("text", 300)]), tmp_path / "t.json", PAIRS)
+    assert list(table["space"]) == ["no_boundary"] and table["sample"]["frames"] == 0
+
+
+def test_wrong_requests_are_told(tmp_path: Path) -> None:
+    model = BUILD["qwen"](layers=1)
+    with pytest.raises(RecipeError, match="does not exist; create it first"):
+        search(model, prompt("qwen", PIECES), tmp_path / "no" / "t.json", PAIRS)
+    with pytest.raises(RecipeError, match="is a folder"):
+        search(model, prompt("qwen", PIECES), tmp_path, PAIRS)
+    with pytest.raises(ModelError, match="the sample has 20 tokens"):
+        search(model, prompt("qwen", [("text", 20)]), tmp_path / "t.json", PAIRS)
+    two = {name: torch.cat([x, x]) for name, x in prompt("qwen", [("text", 90)]).items()}
+    with pytest.raises(ModelError, match="a batch of one"):
+        search(model, two, tmp_path / "t.json", PAIRS)
+
+
+def planted(length: int = 512, frame: int = 16) -> Inside:
+    """Head 0 looks at its own cell in every frame, head 1 at its nearest neighbours, whatever stands between."""
+    rng = torch.Generator().manual_seed(0)
+    place = torch.arange(length)
+    cells = torch.nn.functional.one_hot(place % frame, 32).float() * 9
+    near = torch.stack(
+        [torch.cos(place * w) for w in (0.02, 0.05)] + [torch.sin(place * w) for w in (0.02, 0.05)], 1
+    )
+    near = torch.nn.functional.pad(near, (0, 28)) * 9
+    query = torch.stack([cells, near])[None]
+    value = torch.randn(1, 2, length, 32, generator=rng)
+    modality = torch.full((1, length), VIDEO)
+    layout = TokenLayout.build(modality, frame=(place // frame)[None])
+    return Inside(0, query, query.clone(), value, 1.0, layout)
+
+
+def test_planted_heads_are_found() -> None:
+    inside = planted()
+    bench = Bench(inside, "reference")
+    target = Scale(512, 16, 16).target()
+
+    def cost(pattern: Any) -> float:
+        row = bench.cost(pattern, target, 0)
+        return row["pairs"] / row["target_pairs"]
+
+    space = levelled(Scale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
+    heads = scored(bench, space, [VIDEO], 16)
+    names = []
+    for head in heads:
+        names.append(decided(space, head, 16)["pattern"])
+    assert names[0]["name"] == "grid" and names[0]["slash"]
+    assert names[1]["name"] in ("a_shape", "vertical_slash") and heads[1]["errors"]["no_boundary"] < 0.2
+    assert heads[0]["errors"]["no_boundary"] < 0.05
+
+
+def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
+    rng = torch.Generator().manual_seed(1)
+    length = 160
+    query, key, value = (torch.randn(1, h, length, 8, generator=rng) for h in (4, 2, 2))
+    modality = torch.full((1, length), VIDEO)
+    modality[:, 20:50] = TEXT
+    modality[:, 90:91] = TEXT
+    inside = Inside(0, query, key, value, 0.3, TokenLayout.build(modality))
+    bench = Bench(inside, "reference")
+    pattern = dict(name="a_shape", block=16, sink=3, window=9)
+    group = 2
+    score = query @ key.repeat_interleave(group, 1).transpose(2, 3) * 0.3
+    causal = torch.ones(length, length).tril().bool()
+
+    def attended(mask: torch.Tensor) -> torch.Tensor:
+        weight = score.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+        return weight @ value.repeat_interleave(group, 1)
+
+    for slot in (Slot("text", TEXT, None), Slot("video", None, VIDEO), Slot("text>video", TEXT, VIDEO)):
+        rows = modality[0] == slot.query if slot.query is not None else torch.ones(length).bool()
+        keys = modality[0] == slot.key if slot.key is not None else torch.ones(length).bool()
+        rank = keys.long().cumsum(0) - 1
+        gap = rank[:, None] - rank[None, :]
+        mine = causal & keys[None, :] & ((gap < 9) | (rank[None, :] < 3))
+        exact, near = attended(causal & keys[None, :]), attended(mine)
+        expected = ((near - exact)[0, :, rows].norm(dim=(1, 2)) / exact[0, :, rows].norm(dim=(1, 2))).double()
+        kind = {"text": "q_boundary", "video": "k_boundary", "text>video": "boundary_2d"}[slot.name]
+        from mmaccel.search.kinds import alone
+
+        got = bench.errors(alone(kind, slot, pattern, 16), slot)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert relative_error(value[0], value[0], None).max() == 0
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(one, torch.Tensor):
+                self.most = max(self.most, one.untyped_storage().size() // max(one.element_size(), 1))
+        return out
+
+
+def test_nothing_of_the_size_of_all_pairs_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    length = 3072
+    rng = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, h, length, 8, generator=rng) for h in (2, 1, 1))
+    modality = torch.full((1, length), VIDEO)
+    modality[:, ::97] = TEXT
+    frame = torch.where(modality == VIDEO, torch.arange(length)[None] // 97, -1)
+    inside = Inside(0, query, key, value, 0.3, TokenLayout.build(modality, frame=frame))
+    from mmaccel.search import picture
+
+    monkeypatch.setattr(picture, "CELLS", 1 << 20)
+    with _Largest() as seen:
+        bench = Bench(inside, "reference")
+        for pattern in (
+            dict(name="a_shape", sink=64, window=256),
+            dict(name="grid"),
+            dict(name="vertical_slash", vertical=64, slash=64),
+        ):
+            bench.errors(dict(block=64, **pattern), Slot("all", None, None))
+        bench.dense(VIDEO)
+        for order in orders(inside.layout).values():
+            pooled(inside, 0, order, 64)
+    assert seen.most < length * length / 2
+
+
+def test_pictures_sum_what_there_is() -> None:
+    inside = planted(256)
+    assert frame_tokens(inside.layout) == 16 and set(orders(inside.layout)) == {
+        "as it stands",
+        "by place in the frame",
+    }
+    for order in orders(inside.layout).values():
+        assert sorted(order.tolist()) == list(range(256))
+        cells = pooled(inside, 0, order, 32)
+        assert cells.shape == (32, 32) and float(cells.sum() * 64) == pytest.approx(256, rel=1e-4)
+    rows = torch.arange(256)
+    weight = weights(inside, 0, rows, inside.key[0, 0])
+    whole = pooled(inside, 0, rows, 256)
+    torch.testing.assert_close(whole, weight)
+    # In the order of cells a head that looks along its own cell is a chain of blocks.
+    blocks = pooled(inside, 0, orders(inside.layout)["by place in the frame"], 16)
+    assert (blocks.diagonal() * 256 > 0.9 * 16).all()
+
+
+def test_watching_stops_where_nothing_more_is_wanted() -> None:
+    model = BUILD["qwen"](layers=3)
+    seen: list[int] = []
+    watch(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), {0, 1})
+    assert seen == [0, 1] and mmaccel.attached(model) is None
+    watch(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer), set())
+    watch(model, prompt("qwen", PIECES), lambda one: seen.append(one.layer))
+    assert seen == [0, 1, 0, 1, 2] and set(KINDS) >= {"no_boundary"}

@@ -1,0 +1,173 @@
+"""Table 3 row by row, its scaling, and the levelling of costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.search.algorithm import decided, levelled
+from mmaccel.search.kinds import KINDS, alone, composed, everywhere, slots
+from mmaccel.search.space import LONG, Scale, built, key, level, merged, rows
+
+FULL = Scale(LONG, 196, 64)
+VIDEO_AND_TEXT = (0, 2)
+
+
+def told(pattern: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A row as Table 3 writes it."""
+    if pattern["name"] == "grid":
+        return (
+            pattern["stride"],
+            pattern["horizontal"],
+            pattern["vertical"],
+            pattern["slash"],
+            pattern["max_stride"],
+        )
+    if pattern["name"] == "a_shape":
+        return pattern["sink"], pattern["window"]
+    return pattern["vertical"], pattern["slash"]
+
+
+def test_long_contexts_take_the_table_as_it_is() -> None:
+    lines = [
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+        (True, True, False),
+        (False, True, True),
+        (True, True, True),
+    ]
+    expected: list[tuple[Any, ...]] = [(stride, *on, 1024) for stride in ("frame", "free") for on in lines]
+    expected += [(128, 1024), (128, 2048), (128, 4096)]
+    expected += [(1000, 1024), (1000, 2048), (2000, 2048), (1000, 3096), (2000, 3096)]
+    expected += [(1000, 4096), (2000, 4096), (3500, 200), (1000, 2500)]
+    for context in (LONG, 4 * LONG):
+        found = [row.make(0) for row in rows(Scale(context, 196, 64))]
+        assert [told(pattern) for pattern in found] == expected and len(found) == 24
+    assert told(FULL.target()) == (1024, 4096)
+    assert all(built(row.make(step)).block == 64 for row in rows(FULL) for step in (-8, 0, 8))
+
+
+def test_short_contexts_take_shares_and_whole_frames() -> None:
+    scale = Scale(8192, 15, 64)
+    assert told(scale.target()) == (128, 510)
+    found = {row.label: row.make(0) for row in rows(scale)}
+    assert told(found["a_shape (128, 1024)"]) == (16, 135)
+    assert told(found["vertical_slash (1000, 4096)"]) == (125, 512)
+    assert told(found["grid (free, slash)"])[-1] == 1024
+    assert told(Scale(512, 0, 64).target()) == (8, 32)
+    assert told(Scale(256, 64, 64).target()) == (4, 64)  # never less than a frame
+
+
+def affine(pattern: Mapping[str, Any]) -> float:
+    """A cost with a part that does not scale, as launches have; the target's is 1."""
+    if pattern["name"] == "grid":
+        return {1: 0.4, 2: 0.97, 3: 1.3}[sum(pattern[n] for n in ("horizontal", "vertical", "slash"))]
+    size = sum(pattern[n] for n in ("sink", "window", "vertical", "slash") if n in pattern)
+    return 0.3 + 0.7 * size / 5120
+
+
+def test_budgets_are_changed_until_costs_are_level() -> None:
+    tried: list[str] = []
+
+    def cost(pattern: Mapping[str, Any]) -> float:
+        tried.append(key(pattern))
+        return affine(pattern)
+
+    candidates = [c for _, c in level(rows(FULL), cost, 0.05, [0] * 24)]
+    states = {c.rows[0]: c.state for c in candidates}
+    assert all(abs(c.cost - 1) <= 0.05 for c in candidates if "grid" not in c.rows[0])
+    assert all(state == "level" for name, state in states.items() if "grid" not in name)
+    assert states["grid (free, slash)"] == "under" and states["grid (frame, horizontal+vertical)"] == "level"
+    assert states["grid (free, horizontal+vertical+slash)"] == "dear"
+    # An A-shape keeps its window and a vertical-slash its ratio.
+    found = {c.rows[0]: c.pattern for c in candidates}
+    assert [found[f"a_shape (128, {w})"]["window"] for w in (1024, 2048, 4096)] == [1024, 2048, 4096]
+    both = found["vertical_slash (3500, 200)"]
+    assert both["vertical"] / both["slash"] == pytest.approx(17.5, rel=0.01)
+    assert len(tried) < 24 * 4
+
+
+def test_costs_that_never_fall_low_enough_end_as_dear() -> None:
+    flat = [c for _, c in level(rows(FULL), lambda p: 1.5, 0.05, [0] * 24)]
+    assert {c.state for c in flat} == {"dear"}
+    cheap = [c for _, c in level(rows(FULL), lambda p: 0.5, 0.05, [0] * 24)]
+    assert {c.state for c in cheap} == {"under"}
+
+
+def test_rows_that_come_to_one_pattern_are_one_candidate() -> None:
+    candidates = merged([c for _, c in level(rows(FULL), affine, 0.001, [0] * 24)])
+    names = [row for c in candidates for row in c.rows]
+    assert sorted(names) == sorted(row.label for row in rows(FULL))
+    assert len({key(c.pattern) for c in candidates}) == len(candidates) < 24
+
+
+def test_a_type_that_is_always_dearer_is_left_out() -> None:
+    def cost(pattern: Mapping[str, Any]) -> float:
+        return 3.0 if pattern["name"] == "boundary_2d" else 1.0
+
+    space = levelled(FULL, KINDS, VIDEO_AND_TEXT, cost, 0.05)
+    assert list(space) == ["no_boundary", "k_boundary", "q_boundary"]
+    nothing = levelled(FULL, KINDS, VIDEO_AND_TEXT, lambda p: 3.0, 0.05)
+    assert [dict(c.pattern) for c in nothing["no_boundary"]] == [FULL.target()] and len(nothing) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
+    places = slots(kind, VIDEO_AND_TEXT)
+    assert len(places) == {"no_boundary": 1, "boundary_2d": 4}.get(kind, 2)
+    near = [dict(name="a_shape", sink=n, window=16, block=16) for n in range(len(places))]
+    whole = built(composed(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))
+    for slot, inner in zip(places, near, strict=True):
+        lone = built(alone(kind, slot, inner, 16))
+        if kind == "no_boundary":
+            assert lone == whole == built(inner)
+        elif kind == "boundary_2d":
+            q, k = slot.name.split(">")
+            assert whole.pair(q, k) == lone.pair(q, k) == built(inner)
+            assert lone.pair("image", "image") is None
+            assert whole.pair("image", "image") == whole.pair("video", "video")
+        else:
+            assert getattr(whole, slot.name) == getattr(lone, slot.name) == built(inner)
+            assert lone.image is None and whole.image == whole.video
+    assert everywhere(kind, near[0], VIDEO_AND_TEXT, 16)["block"] == 16
+
+
+def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
+    space = levelled(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
+    count = len(space["no_boundary"])
+    scores = [0.5] * count
+    head = {
+        "scores": {
+            "no_boundary": {"all": [*scores[:-1], 0.1]},
+            "q_boundary": {"text": [None, 0.0, *scores[2:]], "video": scores},
+        },
+        "errors": {"no_boundary": 0.1, "q_boundary": 0.1},
+        "kept": {"no_boundary": 0.2, "q_boundary": 0.3},
+    }
+    made = decided(space, head, 64)
+    assert made["kind"] == "no_boundary" and made["score"] == 0.1 and made["share"] == 0.2
+    assert made["pattern"] == space["no_boundary"][-1].pattern
+    head["errors"]["q_boundary"] = 0.09
+    made = decided(space, head, 64)
+    assert made["kind"] == "q_boundary"
+    assert made["pattern"]["text"] == space["q_boundary"][1].pattern
+    assert made["pattern"]["video"] == space["q_boundary"][0].pattern
+
+
+def test_wrong_settings_are_told() -> None:
+    from mmaccel.search import Settings
+
+    for fields, words in (
+        (dict(boundaries=("q_bound",)), "did you mean 'q_boundary'"),
+        (dict(boundaries=()), "none is named"),
+        (dict(context=10), "at least 256"),
+        (dict(tolerance=0.0), "between 0 and 1"),
+        (dict(repeats=0), "at least 1"),
+        (dict(cost="time"), "'seconds' or 'pairs'"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            Settings(**fields)  # type: ignore[arg-type]

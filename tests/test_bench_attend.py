@@ -1,0 +1,49 @@
+"""The benchmark of attention runs from end to end on a CPU, at a length that says nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_case_runs(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    few = ("--repeats", "2", "--warmup", "0", "--size", "16", "--heads", "4", "2", "--dtype", "float32")
+    command = [
+        sys.executable,
+        "bench/attend.py",
+        "--device",
+        "cpu",
+        "--tokens",
+        "512",
+        "--out",
+        str(out),
+        *few,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, *rows = (json.loads(line) for line in out.read_text().splitlines())
+    assert "torch" in first["environment"]
+    assert [row for row in rows if "failed" in row] == []
+    cases = {row["case"] for row in rows}
+    assert {
+        "a_shape",
+        "vertical_slash_near",
+        "vertical_slash_frames",
+        "grid",
+        "q_boundary",
+        "boundary_2d_single",
+    } <= cases
+    for case in cases:
+        ways = {row["way"]: row for row in rows if row["case"] == case}
+        assert set(ways) == {"dense_flash", "index", "reference"}
+        assert 0 < ways["reference"]["kept"] < 1.2 and ways["reference"]["median_s"] > 0
+        assert ways["reference"]["against_s"] == ways["dense_flash"]["median_s"]

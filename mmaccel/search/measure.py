@@ -62,13 +62,16 @@ class Bench:
             self._dense[key] = out
         return self._dense[key]
 
-    def errors(self, pattern: Mapping[str, Any], slot: Slot) -> Tensor:
-        """[H] float64: how far the output over the rows and keys of `slot` is from dense, relative to dense's size."""
-        out = self.attend(self.plan(built(pattern)))
+    def errors(self, pattern: Mapping[str, Any], slot: Slot) -> tuple[Tensor, Tensor]:
+        """[H] float64, twice: how far the output over the rows and keys of `slot` is from dense, relative to dense's size,
+        and the share of causal pairs that are listed.
+        """
+        plan = self.plan(built(pattern))
+        out = self.attend(plan)
         rows = None
         if slot.query is not None:
             rows = (self.inside.layout.modality[0] == slot.query).nonzero()[:, 0]
-        return relative_error(out[0], self.dense(slot.key)[0], rows)
+        return relative_error(out[0], self.dense(slot.key)[0], rows), self.kept(plan)
 
     def cost(self, pattern: Mapping[str, Any], target: Mapping[str, Any], repeats: int = 3) -> dict[str, Any]:
         """What all heads take, and what they take under `target`.
@@ -77,6 +80,7 @@ class Bench:
                                  None for no repeats
         index_seconds            to make the plan
         pairs, target_pairs      in listed blocks, the mean over heads
+        share                    `pairs` over all causal ones
         """
         device = self.inside.query.device
         one = built(pattern)
@@ -98,6 +102,7 @@ class Bench:
             "index_seconds": brief(index),
             "pairs": pairs,
             "target_pairs": target_pairs,
+            "share": brief(pairs / whole),
         }
 
     def kept(self, plan: AttentionPlan | None) -> Tensor:

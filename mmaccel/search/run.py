@@ -139,7 +139,7 @@ def search(
 
     def visit(inside: Inside) -> None:
         start = time.perf_counter()
-        heads = scored(Bench(inside, backend), space, modalities, settings.block, tell)
+        heads = scored(Bench(inside, backend), space, modalities, settings.block, settings.tolerance, tell)
         parts.layer(inside.layer, heads, time.perf_counter() - start, peak_bytes(device))
 
     watch(model, inputs, visit, missing)
@@ -168,7 +168,7 @@ def _levelled(
     ledger = Ledger(settings.cost, parts.measured(), measure)
     kinds, modalities = about["boundaries"], present(inside.layout)
     tell = _Counter(progress, "level", len(rows(scale)) * len(kinds))
-    space = levelled(scale, kinds, modalities, ledger, settings.tolerance, tell)
+    space = levelled(scale, kinds, modalities, ledger, settings.tolerance, tell, ledger.share)
     return space, list(ledger.rows.values())
 
 

@@ -123,8 +123,9 @@ def _vertical_slash(scale: Scale, vertical: int, slash: int) -> Callable[[int], 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pattern at the target's cost, the rows that came to it, what it was measured to take.
+    """A pattern at the target's cost, the rows that came to it, what it was measured to take in every slot of its type.
 
+    cost over the target's, share of the causal pairs that it lists, mean over heads;
     state: "level" (within the tolerance), "under" (cheaper, and can cost no more), "dear" (dearer, left out).
     """
 
@@ -132,6 +133,7 @@ class Candidate:
     pattern: Mapping[str, Any]
     cost: float
     state: str
+    share: float = 1.0
 
 
 Cost = Callable[[Mapping[str, Any]], float]

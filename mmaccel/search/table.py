@@ -32,6 +32,11 @@ class Ledger:
         taken: float = row[self.cost] / row[f"target_{self.cost}"]
         return taken
 
+    def share(self, pattern: Mapping[str, Any]) -> float:
+        """The share of causal pairs that a pattern lists; it was measured."""
+        listed: float = self.rows[key(pattern)]["share"]
+        return listed
+
 
 def assembled(
     about: Mapping[str, Any],
@@ -44,7 +49,9 @@ def assembled(
         **about,
         "measured": [dict(row) for row in measured],
         "space": {kind: [_row(one) for one in found] for kind, found in space.items()},
-        "layers": [[decided(space, head, about["block"]) for head in layer] for layer in layers],
+        "layers": [
+            [decided(space, head, about["block"], about["tolerance"]) for head in layer] for layer in layers
+        ],
     }
 
 
@@ -58,7 +65,7 @@ def replayed(table: Mapping[str, Any]) -> dict[str, Any]:
     scale = Scale(table["context"], table["sample"]["tokens_a_frame"], table["block"])
     ledger = Ledger(table["cost"], table["measured"], missing)
     modalities = [numbers[name] for name in table["modalities"]]
-    space = levelled(scale, table["boundaries"], modalities, ledger, table["tolerance"])
+    space = levelled(scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share)
     again = assembled(table, table["measured"], space, table["layers"])
     return {**again, "target": scale.target()}
 
@@ -88,5 +95,6 @@ def _row(candidate: Candidate) -> dict[str, Any]:
         "rows": list(candidate.rows),
         "pattern": dict(candidate.pattern),
         "cost": brief(candidate.cost),
+        "share": candidate.share,
         "state": candidate.state,
     }

@@ -47,7 +47,12 @@ def test_a_table_is_whole_and_says_what_it_is_about(found: Any) -> None:
         for head in layer:
             assert min(head["errors"].values()) <= head["score"] == head["errors"][head["kind"]]
             assert head["score"] <= 1.01 * min(head["errors"].values()) + 1e-6
-            assert 0 < head["share"] < 1.1
+            assert 0 < head["share"] < 1.1 and 0 < head["cost"] <= 1.05
+            limit = 1.05 * table["measured"][0]["target_pairs"]
+            causal = table["sample"]["tokens"] * (table["sample"]["tokens"] + 1) / 2
+            assert (
+                head["share"] * causal <= limit * 1.001
+            )  # what was reckoned slot by slot is what the plan lists
             count = len(table["space"][head["kind"]])
             assert all(len(slot) == count for slot in head["scores"][head["kind"]].values())
     for kind_of, candidates in table["space"].items():
@@ -179,10 +184,10 @@ def test_planted_heads_are_found() -> None:
         return row["pairs"] / row["target_pairs"]
 
     space = levelled(Scale(512, 16, 16), ["no_boundary"], [VIDEO], cost, 0.05)
-    heads = scored(bench, space, [VIDEO], 16)
+    heads = scored(bench, space, [VIDEO], 16, 0.05)
     names = []
     for head in heads:
-        names.append(decided(space, head, 16)["pattern"])
+        names.append(decided(space, head, 16, 0.05)["pattern"])
     assert names[0]["name"] == "grid" and names[0]["slash"]
     assert names[1]["name"] in ("a_shape", "vertical_slash") and heads[1]["errors"]["no_boundary"] < 0.2
     assert heads[0]["errors"]["no_boundary"] < 0.05
@@ -217,7 +222,8 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
         kind = {"text": "q_boundary", "video": "k_boundary", "text>video": "boundary_2d"}[slot.name]
         from mmaccel.search.kinds import alone
 
-        got = bench.errors(alone(kind, slot, pattern, 16), slot)
+        got, share = bench.errors(alone(kind, slot, pattern, 16), slot)
+        assert (share >= mine[rows].sum() / causal.sum() - 1e-9).all() and share.max() < 1
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert relative_error(value[0], value[0], None).max() == 0
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.search.algorithm import decided, levelled
+from mmaccel.search.algorithm import arranged, decided, levelled
 from mmaccel.search.kinds import KINDS, alone, composed, everywhere, slots
 from mmaccel.search.space import LONG, Scale, built, key, level, merged, rows
 
@@ -136,26 +136,56 @@ def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
     assert everywhere(kind, near[0], VIDEO_AND_TEXT, 16)["block"] == 16
 
 
+def head_of(scores: Mapping[str, Any], shares: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {"scores": scores, "shares": shares, "kept": {"no_boundary": 0.2, "q_boundary": 0.3}, **more}
+
+
 def test_the_nearest_output_wins_and_the_simplest_of_equals() -> None:
     space = levelled(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
     count = len(space["no_boundary"])
     scores = [0.5] * count
-    head = {
-        "scores": {
+    one, half = [1.0] * count, [0.5] * count
+    head = head_of(
+        {
             "no_boundary": {"all": [*scores[:-1], 0.1]},
             "q_boundary": {"text": [None, 0.0, *scores[2:]], "video": scores},
         },
-        "errors": {"no_boundary": 0.1, "q_boundary": 0.1},
-        "kept": {"no_boundary": 0.2, "q_boundary": 0.3},
-    }
-    made = decided(space, head, 64)
+        {"no_boundary": {"all": one}, "q_boundary": {"text": half, "video": half}},
+        errors={"no_boundary": 0.1, "q_boundary": 0.1},
+    )
+    made = decided(space, head, 64, 0.05)
     assert made["kind"] == "no_boundary" and made["score"] == 0.1 and made["share"] == 0.2
-    assert made["pattern"] == space["no_boundary"][-1].pattern
+    assert made["pattern"] == space["no_boundary"][-1].pattern and made["cost"] == 1.0
     head["errors"]["q_boundary"] = 0.09
-    made = decided(space, head, 64)
-    assert made["kind"] == "q_boundary"
+    made = decided(space, head, 64, 0.05)
+    assert made["kind"] == "q_boundary" and made["cost"] == 1.0
     assert made["pattern"]["text"] == space["q_boundary"][1].pattern
     assert made["pattern"]["video"] == space["q_boundary"][0].pattern
+
+
+def test_slots_give_way_where_a_head_would_cost_too_much() -> None:
+    """Candidates that are level in all slots together are not when each slot takes the one that is dear there."""
+    space = levelled(FULL, ["no_boundary", "q_boundary"], VIDEO_AND_TEXT, lambda p: 1.0, 0.05)
+    count = len(space["q_boundary"])
+    scores = {
+        "text": [0.1, 0.2, *[0.9] * (count - 2)],
+        "video": [0.4, 0.3, 0.31, *[0.9] * (count - 3)],
+    }
+    # The first lists most for texts, the second for videos, the third less there than the second.
+    shares = {"text": [0.7, 0.3, *[0.5] * (count - 2)], "video": [0.3, 0.7, 0.34, *[0.5] * (count - 3)]}
+    whole = {"all": [0.5] * count}
+    head = head_of({"no_boundary": whole, "q_boundary": scores}, {"no_boundary": whole, "q_boundary": shares})
+    pattern, cost = arranged("q_boundary", space, head, 64, 0.05)
+    assert pattern["text"] == space["q_boundary"][0].pattern
+    assert pattern["video"] == space["q_boundary"][2].pattern and cost == pytest.approx(1.04)
+    # With room for both nothing gives way; with room for none the cheapest is left.
+    pattern, cost = arranged("q_boundary", space, head, 64, 0.5)
+    assert pattern["video"] == space["q_boundary"][1].pattern and cost == pytest.approx(1.4)
+    dear = head_of(
+        head["scores"], {**head["shares"], "q_boundary": {n: [3 * x for x in s] for n, s in shares.items()}}
+    )
+    pattern, cost = arranged("q_boundary", space, dear, 64, 0.05)
+    assert cost == pytest.approx(3 * 0.6) and pattern["text"] == space["q_boundary"][1].pattern
 
 
 def test_wrong_settings_are_told() -> None:

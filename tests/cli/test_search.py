@@ -70,7 +70,6 @@ def test_a_sample_is_cut_to_its_bound(call: Call, ov: str, clip: str, tmp_path: 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_draw_makes_a_map(table: Path, call: Call, tmp_path: Path, ending: str) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / f"map.{ending}"
     status, out, _ = call("draw", table, "--out", path)
     assert status == 0 and str(path) in out and path.stat().st_size > 1000
@@ -79,7 +78,6 @@ def test_draw_makes_a_map(table: Path, call: Call, tmp_path: Path, ending: str) 
 
 
 def test_draw_shows_heads(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     folder = tmp_path / "heads"
     named = ("--layer", 1, "--head", 0, "--head", 1, "--resolution", 32, "--max-tokens", 300)
     status, out, err = call("draw", "heads", "--model", ov, "--video", clip, "--out", folder, *named)

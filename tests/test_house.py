@@ -30,13 +30,15 @@ WALLS = {
     "media": {"media", "core.errors"},
     "world": {"world", "core.errors"},
     "train": {"train", "models", "world", "core"},
-    "search": {"search", "core", "policies", "backends"},
-    "eval": {"eval", "core", "models", "policies", "media", "world"},
+    "figure": {"core.errors"},
+    "search": {"search", "core", "policies", "backends", "figure"},
+    "eval": {"eval", "core", "models", "policies", "media", "world", "figure"},
     "cli": {
         "__version__",
         "cli",
         "eval",
         "search",
+        "figure",
         "core",
         "models",
         "policies",
@@ -55,7 +57,7 @@ ONLY_IN = {
     "PIL": ("media/",),
     "rich": ("cli/",),
     "typer": ("cli/",),
-    "matplotlib": ("eval/", "search/"),
+    "matplotlib": ("figure.py", "search/", "eval/"),
     "torchvision": (),
 }
 LONGEST = 400

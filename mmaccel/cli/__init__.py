@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mmaccel.cli import ask, catalog, draw, evaluate, search, worlds
+from mmaccel.cli import ask, catalog, draw, evaluate, haystack, search, worlds
 from mmaccel.cli.console import quiet, sentence
 
 app = typer.Typer(
@@ -45,6 +45,7 @@ app.command("search")(search.search)
 app.command("draw")(draw.draw)
 app.command("world")(worlds.world)
 app.command("demo")(worlds.demo)
+evaluate.app.command("haystack")(haystack.haystack)
 app.add_typer(evaluate.app, name="eval")
 
 

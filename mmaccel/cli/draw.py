@@ -39,7 +39,8 @@ def draw(
 
     A head is drawn as it stands, and with rows and columns ordered by place in the frame and by modality.
     """
-    from mmaccel.search.picture import figure, head_picture, save, table_map
+    from mmaccel.figure import figure, save
+    from mmaccel.search.picture import head_picture, table_map
 
     if what != HEADS:
         from mmaccel.policies.sparse.head_table import read_table

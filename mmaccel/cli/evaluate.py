@@ -57,7 +57,7 @@ def needle(
     known = ALL_DOCUMENT_KINDS if documents else KINDS
     asked: tuple[str, ...] = DOCUMENT_KINDS if documents and kind == "needle" else ()
     asked = asked or (known if kind == "all" else choices.kinds(kind, known))
-    lengths = _lengths(frames)
+    lengths = lengths_of(frames)
     uneven = [length for length in lengths if documents and length % segments]
     if uneven:
         raise WorldError(
@@ -330,7 +330,7 @@ def _parts(text: str) -> list[str]:
     return text.replace(",", " ").split()
 
 
-def _lengths(text: str) -> list[int]:
+def lengths_of(text: str) -> list[int]:
     parts = _parts(text)
     wrong = [part for part in parts if not (part.isascii() and part.isdigit()) or int(part) < 1]
     if wrong or not parts:

@@ -7,14 +7,13 @@ that what is held is rows x length, never length x length.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import MmaccelError
 from mmaccel.core.layout import TokenLayout
+from mmaccel.figure import figure
 from mmaccel.search.sample import Inside, frame_tokens
 from mmaccel.search.table import main_pattern
 
@@ -31,15 +30,6 @@ COLOURS = {
     "other": "#b05a9c",
 }
 LETTERS = {"q_boundary": "Q", "k_boundary": "K", "boundary_2d": "2"}
-
-
-def figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches. Raises `MmaccelError` where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MmaccelError("pictures need matplotlib; install mmaccel with its plot extra.") from error
-    return Figure(figsize=(width, height), layout="constrained")
 
 
 def table_map(table: Mapping[str, Any]) -> Figure:
@@ -148,13 +138,3 @@ def head_picture(inside: Inside, head: int, size: int = 256) -> Figure:
         axes.set_yticks([])
     drawn.suptitle(f"layer {inside.layer}, head {head}, {inside.layout.length} tokens", fontsize=10)
     return drawn
-
-
-def save(drawn: Figure, path: Path) -> None:
-    """Write a figure; the ending of the name says how. Raises `MmaccelError` for an ending that matplotlib cannot write."""
-    try:
-        drawn.savefig(path, dpi=120)
-    except ValueError as error:
-        raise MmaccelError(
-            f"{path}: the picture cannot be written so; end the name in .svg, .png or .pdf."
-        ) from error

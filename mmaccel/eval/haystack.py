@@ -1,0 +1,175 @@
+"""Needle in a haystack as a map: is a card found, by how long the video is and how deep in it the card lies.
+
+V-NIAH and MM-NIAH of MMInference (§4.1, Figures 5 and 13). Every question goes to every recipe, so that recipes are compared
+question by question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from mmaccel.core.recipe import Recipe
+from mmaccel.eval.cases import Case, Film
+from mmaccel.eval.needle import judge
+from mmaccel.world import Document, World
+
+MOST_WORLDS = 400
+"""So many worlds are tried at a length; more would not fill a depth that the first ones left open."""
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One question to one recipe: the length, which of the depths the card lies in (0 is the start), the world's seed, what
+    was asked, whether the answer was right, the prompt's tokens, and the share of attention that was computed."""
+
+    recipe: str
+    frames: int
+    depth: int
+    seed: int
+    question: str
+    right: bool
+    tokens: int
+    kept: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def haystack_cases(
+    frames: int,
+    depths: int,
+    samples: int,
+    seed: int,
+    *,
+    documents: int = 0,
+    tokens_per_frame: int = 16,
+) -> Iterator[tuple[int, Case]]:
+    """(depth, case) until `samples` needles of each of `depths` equal stretches of the video were asked for.
+
+    Worlds have seeds `seed`, `seed` + 1, ..., and each is asked about every card that lies where one is still wanted.
+    `documents` > 0: text between so many video segments, a quarter of the tokens (MM-NIAH).
+    """
+    left = [samples] * depths
+    for number in range(seed, seed + MOST_WORLDS):
+        if not any(left):
+            return
+        if documents:
+            document = Document.generate(number, frames, documents, tokens_per_frame)
+            world, pieces, asked = document.world, document.pieces, document.questions(["needle"])
+        else:
+            world = World.generate(number, frames)
+            pieces, asked = (("video", 0, frames),), world.questions(["needle"])
+        for question in asked:
+            depth = question.frames[0] * depths // frames
+            if left[depth]:
+                left[depth] -= 1
+                yield depth, Case(world, "needle", pieces, question.text, question.answer)
+
+
+def shots(
+    model: nn.Module,
+    processor: Any,
+    recipes: Mapping[str, Recipe],
+    asked: Iterator[tuple[int, Case]],
+    film: Film,
+) -> Iterator[list[Shot]]:
+    """The answers to one question under every recipe, question by question; stop when you like."""
+    for depth, case in asked:
+        for judged in judge(model, processor, recipes, [case], film):
+            yield [
+                Shot(
+                    name,
+                    case.world.frames,
+                    depth,
+                    case.world.seed,
+                    case.question,
+                    judged.right(name),
+                    answer.report.prompt_tokens,
+                    answer.report.kept,
+                )
+                for name, answer in judged.answers.items()
+            ]
+
+
+@dataclass
+class Haystack:
+    """What was asked so far, and the figures that follow from it."""
+
+    depths: int
+    shots: list[Shot] = field(default_factory=list)
+
+    @property
+    def recipes(self) -> list[str]:
+        return list(dict.fromkeys(shot.recipe for shot in self.shots))
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({shot.frames for shot in self.shots})
+
+    def cells(self, recipe: str) -> dict[tuple[int, int], tuple[int, int]]:
+        """(frames, depth) -> (right, asked)."""
+        found: dict[tuple[int, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
+        for shot in self._of(recipe):
+            right, asked = found[shot.frames, shot.depth]
+            found[shot.frames, shot.depth] = right + shot.right, asked + 1
+        return dict(found)
+
+    def mean(self, recipe: str) -> float | None:
+        """The mean accuracy over the cells of the map, each cell weighing the same; None before the first answer."""
+        shares = [right / asked for right, asked in self.cells(recipe).values()]
+        return sum(shares) / len(shares) if shares else None
+
+    def kept(self, recipe: str, frames: int) -> float | None:
+        """The mean share of attention computed at one length."""
+        told = [s.kept for s in self._of(recipe) if s.frames == frames and s.kept is not None]
+        return sum(told) / len(told) if told else None
+
+    def against(self, recipe: str, other: str) -> tuple[float, float, int]:
+        """How much more often `recipe` is right than `other` on the questions both were asked: (mean difference, half the
+        width of its 95% interval, questions). Questions are paired; the interval is the normal one of the paired difference.
+        """
+        mine, its = (
+            {(s.frames, s.seed, s.question): s.right for s in self._of(name)} for name in (recipe, other)
+        )
+        gaps = [float(mine[at]) - float(its[at]) for at in mine.keys() & its.keys()]
+        count = len(gaps)
+        if not count:
+            return 0.0, math.inf, 0
+        mean = sum(gaps) / count
+        if count == 1:
+            return mean, math.inf, 1
+        spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / (count - 1))
+        return mean, 1.96 * spread / math.sqrt(count), count
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One mapping a recipe and length, JSON-ready: tokens, accuracy, right and asked of each depth, kept."""
+        rows = []
+        for recipe in self.recipes:
+            cells = self.cells(recipe)
+            for frames in self.lengths:
+                mine = [shot for shot in self._of(recipe) if shot.frames == frames]
+                if not mine:
+                    continue
+                by_depth = [cells.get((frames, depth), (0, 0)) for depth in range(self.depths)]
+                rows.append(
+                    {
+                        "recipe": recipe,
+                        "frames": frames,
+                        "tokens": round(sum(shot.tokens for shot in mine) / len(mine)),
+                        "accuracy": sum(shot.right for shot in mine) / len(mine),
+                        "right": [right for right, _ in by_depth],
+                        "asked": [asked for _, asked in by_depth],
+                        "kept": self.kept(recipe, frames),
+                    }
+                )
+        return rows
+
+    def _of(self, recipe: str) -> Sequence[Shot]:
+        return [shot for shot in self.shots if shot.recipe == recipe]

@@ -1,0 +1,72 @@
+"""The planted heads of `bench/recall.py`: they are what they say, and recall is what it says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parent.parent / "bench"
+
+
+@pytest.fixture(scope="module")
+def recall() -> Any:
+    sys.path.insert(0, str(BENCH))
+    try:
+        return importlib.import_module("recall")
+    finally:
+        sys.path.remove(str(BENCH))
+
+
+def weights(inside: Any) -> torch.Tensor:
+    """[H, n, n] softmax weights, all at once."""
+    score = inside.query[0].double() @ inside.key[0].double().transpose(1, 2) * inside.scale
+    n = score.shape[1]
+    return score.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+
+
+def test_rows_are_those_of_dense_attention(recall: Any) -> None:
+    inside = recall.draw("columns", 512, 16, 3, torch.float32, torch.device("cpu"))
+    rows = torch.tensor([0, 5, 400, 511])
+    out, lse = recall.exact(inside, rows)
+    weight = weights(inside)[:, rows]
+    torch.testing.assert_close(out.double(), weight @ inside.value[0].double(), rtol=1e-4, atol=1e-4)
+    assert lse.shape == (recall.HEADS, 4)
+
+
+@pytest.mark.parametrize("name", ["grid", "2d boundary"])
+def test_what_is_planted_holds_most_of_the_weight(recall: Any, name: str) -> None:
+    n, frame = 2048, 32
+    inside = recall.draw(name, n, frame, 0, torch.float32, torch.device("cpu"))
+    weight = weights(inside)
+    text = inside.layout.modality[0] == 0
+    place, cell = torch.arange(n), inside.layout.cell[0]
+    if name == "grid":
+        # Each head has one distance of strong diagonals, modulo the frame.
+        gap = (place[:, None] - place) % frame
+        by_class = torch.stack([(weight * (gap == g)).sum((1, 2)) for g in range(frame)])
+        assert (by_class.amax(0) / by_class.mean(0) > 8).all()
+    else:
+        same = (cell[:, None] == cell) & ~text & ~text[:, None]
+        late = ~text & (place > n // 2)
+        assert (weight * same)[:, late].sum(2).mean() > 0.5
+        assert same[late].float().mean() < 0.03
+
+
+def test_searched_heads_meet_rivals_at_their_share(recall: Any, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    recall.main(
+        ["--device", "cpu", "--tokens", "2048", "--frame", "32", "--heads", "grid", "--out", str(out)]
+    )
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert "environment" in rows[0]
+    found = {row["method"]: row for row in rows[1:] if row["case"] == "grid"}
+    assert set(found) == {"searched", *recall.RIVALS} and found["searched"]["pattern"]
+    assert all(0 < row["recall"] <= 1 and row["kept"] > 0 for row in found.values())
+    near = [row for row in found.values() if row["kept"] <= 1.05 * found["searched"]["kept"]]
+    assert len(near) >= 3 and max(near, key=lambda row: row["recall"])["method"] == "searched"

@@ -1,10 +1,11 @@
-"""The planted heads of `bench/recall.py`: they are what they say, and recall is what it says."""
+"""The benchmarks of what patterns recall: planted heads are what they say, and the rows say what was measured."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ import torch
 BENCH = Path(__file__).parent.parent / "bench"
 
 
-@pytest.fixture(scope="module")
-def recall() -> Any:
+def bench(name: str) -> Any:
     sys.path.insert(0, str(BENCH))
     try:
-        return importlib.import_module("recall")
+        return importlib.import_module(name)
     finally:
         sys.path.remove(str(BENCH))
+
+
+@pytest.fixture(scope="module")
+def recall() -> Any:
+    return bench("recall")
 
 
 def weights(inside: Any) -> torch.Tensor:
@@ -70,3 +75,27 @@ def test_searched_heads_meet_rivals_at_their_share(recall: Any, tmp_path: Path) 
     assert all(0 < row["recall"] <= 1 and row["kept"] > 0 for row in found.values())
     near = [row for row in found.values() if row["kept"] <= 1.05 * found["searched"]["kept"]]
     assert len(near) >= 3 and max(near, key=lambda row: row["recall"])["method"] == "searched"
+
+
+def test_each_choice_of_a_grid_is_judged(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    ablate = bench("ablate")
+    few = ("--tokens", "1536", "--frame", "32", "--draws", "1", "--gains", "9")
+    ablate.main(["--device", "cpu", "--out", str(out), *few])
+    rows = [json.loads(line) for line in out.read_text().splitlines()][1:]
+    found = {(row["case"], row["choice"]): row for row in rows}
+    asked = {(question, name) for question, choices in ablate.CHOICES.items() for name in choices}
+    assert set(found) == asked | {("pieces of the prompt", str(n)) for n in ablate.CHUNKS}
+    # Heads that share keys have slashes of their own: one estimate for both must lose some.
+    shared = "estimate under shared keys"
+    assert found[shared, "head"]["recall"] > found[shared, "group"]["recall"] + 0.05
+    assert found[shared, "head"]["recall"] > 0.8
+
+
+def test_an_index_is_judged_on_every_segment(random_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    model = str(random_folder("tiny-ov-draft"))
+    bench("extrapolate").main(["--model", model, "--device", "cpu", "--frames", "32", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()][1:]
+    assert len(rows) >= 2 * 8 and {row["of"] for row in rows} == {"text", "video"}
+    assert len({row["case"] for row in rows}) == 2 and all(0 < row["recall"] <= 1 for row in rows)

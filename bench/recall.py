@@ -314,6 +314,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 return 1.0 if plan is None else float(plan.listed_pairs().mean()) / (n * (n + 1) / 2)
 
             for rival, how in RIVALS.items():
+                if "prune" in how.make(1.0):
+                    continue  # there is no model here whose tokens could be dropped
                 fields, _ = level(how, min(1.0, found["searched"]["kept"]), share)
                 found[rival] = judged(Recipe.load(fields).sparse, inside, rows, dense, kernel)
             chosen = {str(h): repr(p) for h, p in ours.named.items()}

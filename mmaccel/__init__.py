@@ -17,6 +17,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.recipe import names as list_recipes
 from mmaccel.core.registry import KINDS, register, registry
 from mmaccel.core.report import Report
+from mmaccel.core.session import VideoSession
 from mmaccel.models.loading import load_model, load_processor
 from mmaccel.models.tiny import NAMES as _SHIPPED
 
@@ -28,6 +29,7 @@ __all__ = [
     "MmaccelWarning",
     "Recipe",
     "Report",
+    "VideoSession",
     "__version__",
     "accelerate",
     "attached",

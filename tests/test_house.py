@@ -163,7 +163,9 @@ def test_a_policy_file_is_imported_by_its_room() -> None:
     for kind in ("sparse", "kv", "draft", "prune"):
         folder = PACKAGE / "policies" / kind
         registering = {
-            p.stem for p in folder.glob("*.py") if f'@register("{kind}"' in p.read_text(encoding="utf-8")
+            p.relative_to(folder).parts[0].removesuffix(".py")
+            for p in folder.rglob("*.py")
+            if f'@register("{kind}"' in p.read_text(encoding="utf-8")
         }
         assert registering == set(registry(kind)), f"policies/{kind}/__init__.py lacks an import line"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from mmaccel.backends.ops import ABSENT, FULL, define, lse_dtype
+from mmaccel.backends.ops import ABSENT, FULL, define, lse_dtype, placed, ragged
 
 
 def usable(device: torch.device) -> str | None:
@@ -43,10 +43,12 @@ def block_attend(
     block_q: int,
     block_k: int,
     scale: float,
+    rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See `mmaccel.backends.ops.block_attend`. Compiled on CUDA; eager on CPU, where compiled flex gives no lse."""
     B, H = query.shape[:2]
-    lists = offset, index, kind
+    told = [ragged(*one) for one in zip(offset, index, kind, strict=True)]
+    lists = [one[0] for one in told], [one[1] for one in told], [one[2] for one in told]
     mask, k_rows = block_mask(q_row, k_row, q_place, k_place, lo, hi, *lists, block_q, block_k, (B, H))
     flex = _compiled() if query.is_cuda else flex_attention
     out, aux = flex(
@@ -61,7 +63,7 @@ def block_attend(
     )
     blind = (q_row.expand(B, H, -1) < 0) | (aux.lse == -torch.inf)
     lse = aux.lse.to(lse_dtype(query.dtype)).masked_fill(blind, -torch.inf)
-    return out.masked_fill(blind[..., None], 0.0), lse
+    return placed(out.masked_fill(blind[..., None], 0.0), lse, q_row, rows)
 
 
 op = define("block_attend_flex", block_attend)

@@ -18,18 +18,44 @@ FULL, ABSENT, TEST = 0, 1, 2
 
 BLOCK_ATTEND = (
     "(Tensor query, Tensor key, Tensor value, Tensor q_row, Tensor[] k_row, Tensor[] q_place, Tensor[] k_place, "
-    "int[] lo, int[] hi, Tensor[] offset, Tensor[] index, Tensor[] kind, int block_q, int block_k, float scale) "
-    "-> (Tensor out, Tensor lse)"
+    "int[] lo, int[] hi, Tensor[] offset, Tensor[] index, Tensor[] kind, int block_q, int block_k, float scale, "
+    "SymInt rows=0) -> (Tensor out, Tensor lse)"
 )
 DENSE_ATTEND = (
     "(Tensor query, Tensor key, Tensor value, float scale, SymInt start=0, Tensor? valid=None, SymInt sinks=0, "
     "SymInt? window=None, Tensor? column=None) -> Tensor"
 )
+GATHER_UNITS = "(Tensor(a!) out, Tensor[] slab, Tensor base, Tensor slot) -> ()"
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of log-sum-exps, and of sums, for queries of `dtype`: float64 for float64, float32 for the rest."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def ragged(offset: Tensor, index: Tensor, kind: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lists as `block_attend` takes them, of either form, told one after another; reads their sizes on the host.
+
+    A tensor `offset` of four dimensions [b, h, M, 5] holds, for each list, where it begins in `index`, its length, the
+    first and the last but one entry between which nothing is tested, and what is added to its entries; `kind` [b, h, N]
+    is then that of key blocks, and an empty `index` that of all key blocks in their order, in which a block that is not
+    listed holds no pair within the range. Otherwise the lists lie one after another already, and are given back.
+    """
+    if offset.dim() == 3:
+        return offset, index, kind
+    b, h = (max(x, y) for x, y in zip(offset.shape[:2], kind.shape[:2], strict=True))
+    m, n = offset.shape[2], kind.shape[-1]
+    begin, count, head, tail, shift = offset.expand(b, h, m, 5).reshape(-1, 5).unbind(-1)
+    owner = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
+    ends = torch.nn.functional.pad(count.cumsum(0), (1, 0))
+    entry = torch.arange(len(owner), device=count.device) - ends[owner]
+    block = begin[owner] + entry
+    block = (index[block] if index.shape[0] else block) + shift[owner]
+    kinds = kind.expand(b, h, n).reshape(-1)[(owner // m) * n + block]
+    kinds = torch.where((entry < head[owner]) | (entry >= tail[owner]), TEST, kinds).to(torch.int8)
+    first = torch.arange(b * h, device=count.device)[:, None] * m
+    offsets = ends[first + torch.arange(m + 1, device=count.device)].view(b, h, m + 1)
+    return offsets, block.to(torch.int32), kinds
 
 
 def define(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:
@@ -55,11 +81,33 @@ def _block_attend_shape(
     block_q: int,
     block_k: int,
     scale: float,
+    rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    B, H, _, _ = query.shape
-    P = q_row.shape[-1]
-    out = query.new_empty(B, H, P, value.shape[-1])
-    return out, query.new_empty(B, H, P, dtype=lse_dtype(query.dtype))
+    return room_for(query, value, q_row.shape[-1], rows)
+
+
+def room_for(query: Tensor, value: Tensor, part: int, rows: int) -> tuple[Tensor, Tensor]:
+    """What `block_attend` writes: in the order of a part of `part` rows, or, for `rows`, in that of the query, where what
+    no row of the part writes is zero and -inf, and a row of all heads lies together, as projections want it."""
+    B, H, D, kind = *query.shape[:2], value.shape[-1], lse_dtype(query.dtype)
+    if not rows:
+        return query.new_empty(B, H, part, D), query.new_empty(B, H, part, dtype=kind)
+    return query.new_zeros(B, rows, H, D).transpose(1, 2), query.new_full(
+        (B, H, rows), -torch.inf, dtype=kind
+    )
+
+
+def placed(out: Tensor, lse: Tensor, q_row: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """What is in the order of a part, out [B, H, P, D] and lse [B, H, P], in that of a query of `rows` rows."""
+    if not rows:
+        return out, lse
+    B, H, P, D = out.shape
+    row = torch.where(q_row >= 0, q_row.long(), rows).expand(B, H, P)
+    # The last row takes what is padding.
+    whole = out.new_zeros(B, rows + 1, H, D).transpose(1, 2)
+    whole.scatter_(2, row[..., None].expand(B, H, P, D), out)
+    sums = lse.new_full((B, H, rows + 1), -torch.inf).scatter_(2, row, lse)
+    return whole[:, :, :rows].transpose(1, 2).contiguous().transpose(1, 2), sums[..., :rows].contiguous()
 
 
 def _block_attend(*args: Any) -> tuple[Tensor, Tensor]:
@@ -86,14 +134,28 @@ def _dense_attend(
     )
 
 
+def _gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor) -> None:
+    from mmaccel.backends import triton
+
+    if triton.usable(out.device) is None:
+        from mmaccel.backends.triton.gather import gather_units as launch
+
+        launch(out, slab, base, slot)
+    else:
+        from mmaccel.backends.reference.gather import gather_units as plain
+
+        plain(out, slab, base, slot)
+
+
 block_attend = define("block_attend", _block_attend)
 """Attention of one part of a plan, all its spans under one softmax; plain PyTorch, on any device.
 
 query [B, H, Sq, D], key and value [B, G, Sk, D], H a multiple of G. q_row [b, h, P]; for each span k_row [b, h, N],
 q_place [b, h, P], k_place [b, h, N], the range lo <= q_place - k_place < hi, and the block lists offset [b, h, M + 1],
-index, kind, with b and h each 1 or B and H. Gives out [B, H, P, D] in the type of the query and lse [B, H, P] in
-float32 (float64 for float64), in the part's order of rows: a row with q_row = -1, or one that sees nothing, is zero with
-lse = -inf. A block of kind FULL is not tested.
+index, kind, with b and h each 1 or B and H; or offset [b, h, M, 5] and kind [b, h, N / block_k], for which see `ragged`.
+Gives out [B, H, P, D] in the type of the query and lse [B, H, P] in float32 (float64 for float64), in the part's order of
+rows: a row with q_row = -1, or one that sees nothing, is zero with lse = -inf. A block of kind FULL is not tested. With
+`rows` not 0 both come in the order of a query of so many rows: see `room_for`.
 """
 
 dense_attend = torch.library.custom_op(
@@ -105,3 +167,19 @@ dense_attend = torch.library.custom_op(
 @dense_attend.register_fake
 def _dense_attend_shape(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
     return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+gather_units = torch.library.custom_op(
+    "mmaccel::gather_units", _gather_units, mutates_args=("out",), schema=GATHER_UNITS
+)
+"""Bring units of keys and values from host memory into `out`, in the order of `slot`; one launch where Triton runs.
+
+out [2, G, n * P, D] on the device: keys, then values, the last two dimensions dense. slab: host tensors [slots, 2, G, P, D],
+pinned where `out` is on a CUDA device. base [slabs] long, on the device: the bytes from the first slab to each. slot [n]
+long, on the device: slot s is entry ``s % slots`` of slab ``s // slots``, and -1 gives zeros.
+"""
+
+
+@gather_units.register_fake
+def _gather_units_shape(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor) -> None:
+    return None

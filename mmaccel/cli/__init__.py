@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mmaccel.cli import ask, catalog, draw, evaluate, haystack, search, worlds
+from mmaccel.cli import ask, caption, catalog, draw, evaluate, haystack, search, stream, watch, worlds
 from mmaccel.cli.console import quiet, sentence
 
 app = typer.Typer(
@@ -39,6 +39,8 @@ def options(
 
 
 app.command("ask")(ask.ask)
+app.command("watch")(watch.watch)
+app.command("caption")(caption.caption)
 app.command("list")(catalog.list_names)
 app.command("describe")(catalog.describe)
 app.command("search")(search.search)
@@ -46,6 +48,7 @@ app.command("draw")(draw.draw)
 app.command("world")(worlds.world)
 app.command("demo")(worlds.demo)
 evaluate.app.command("haystack")(haystack.haystack)
+evaluate.app.command("stream")(stream.stream)
 app.add_typer(evaluate.app, name="eval")
 
 

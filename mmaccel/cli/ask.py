@@ -261,6 +261,7 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any]) -> Gro
         ("kept", lambda a: number(a.report.kept, ".1%")),
         ("heads", lambda a: ", ".join(f"{name} x {n}" for name, n in sorted(a.report.heads().items()))),
         ("drafted", _drafted),
+        ("video", _pruned),
         ("cache", _cache),
         (peak, lambda a: size(a.report.peak_bytes)),
     )
@@ -276,6 +277,19 @@ def _cache(answer: Answer) -> str:
     if not kv.get("bytes"):
         return ""
     return f"{size(int(kv['bytes']))}, {int(kv['held'])} of {many(int(kv['seen']), 'token')} held"
+
+
+def _pruned(answer: Answer) -> str:
+    """The video's tokens, and how many a pruner leaves from which layer on."""
+    kv = answer.report.kv
+    if "video" not in kv:
+        return ""
+    cuts = [
+        f"{int(count)} {name.removeprefix('video ')}"
+        for name, count in kv.items()
+        if name.startswith("video ")
+    ]
+    return ", ".join([many(int(kv["video"]), "token"), *cuts])
 
 
 def _drafted(answer: Answer) -> str:

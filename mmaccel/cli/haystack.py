@@ -133,7 +133,7 @@ def _levelled(
 ) -> dict[str, Recipe]:
     """The rivals at the share that the yardstick computes on the first prompt of a length."""
     from mmaccel.eval.answer import ask, prompt
-    from mmaccel.eval.rivals import RIVALS, level
+    from mmaccel.eval.rivals import RIVALS, computed, level
 
     length = case.world.frames
     todo = [name for name in named if (name, length) not in log.levels]
@@ -142,7 +142,7 @@ def _levelled(
 
         def measure(fields: Mapping[str, Any] | Recipe) -> float:
             chosen = fields if isinstance(fields, Recipe) else Recipe.load(fields)
-            share = ask(model, processor, inputs, chosen, max_new_tokens=1).report.kept
+            share = computed(ask(model, processor, inputs, chosen, max_new_tokens=1).report)
             assert share is not None
             return share
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
-    from mmaccel.core.kv import KVPolicy
+    from mmaccel.core.draft import Branches
+    from mmaccel.core.kv import KVPolicy, StreamState
+    from mmaccel.core.places import Places
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,24 @@ class Runner(ABC):
     """One sequence at work on one model: prefill once, then step and roll back; positions are explicit."""
 
     @abstractmethod
-    def prefill(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Run the whole prompt (ids, pixels, grids; batch 1); logits [1, V] of its last token."""
+    def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
+        """Run the whole prompt (ids, pixels, grids; batch 1); logits [1, V] of its last token.
+
+        keep [n] runs only those columns, the last one among them, each at its own rotary position; with `compact` they are
+        numbered anew.
+        """
 
     @abstractmethod
-    def step(self, ids: Tensor) -> Tensor:
-        """Run `ids` [1, n] after what was run; logits [1, n, V]."""
+    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+        """Run `ids` [1, n] after what was run; logits [1, n, V]. They are a chain, or the rows of a tree."""
+
+    def resume(self, inputs: Mapping[str, Any]) -> None:
+        """Go on after the prompt of `inputs`, which the memory holds already."""
+        raise ModelError(f"{type(self).__name__} cannot go on from a memory that another filled.")
+
+    def accept(self, path: Tensor) -> None:
+        """Of the columns of the last `step` keep those at `path` [k] ascending, one after the other."""
+        raise ModelError(f"{type(self).__name__} cannot take one branch of many; propose chains.")
 
     @abstractmethod
     def truncate(self, length: int) -> None:
@@ -48,6 +63,101 @@ class Runner(ABC):
     @abstractmethod
     def length(self) -> int:
         """Columns run and not rolled back."""
+
+
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """Frames [T, 3, H, W] with the seconds at which each was shown and their rate, where these are known; `part`: of a
+    source whose length is not known."""
+
+    frames: Tensor
+    times: list[float] | None
+    fps: float | None
+    part: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Tail:
+    """The tokens of a question after the video: `ids` [n] with rows ``words[0] .. words[1]`` the user's own."""
+
+    ids: Tensor
+    words: tuple[int, int]
+
+
+class StreamSeam(ABC):
+    """One model and its processor as streams use them: pixels to features, features through the layers, text both ways.
+
+    Nothing stays on the model between two calls. Several streams may share a model: a call waits until those of other
+    threads are done. P tokens a unit, E hidden size, V vocabulary.
+    """
+
+    view: ModelView
+    pace: int
+    """Frames of a unit."""
+    dtype: torch.dtype
+    """Of embeddings, keys and values."""
+    device: torch.device
+
+    @abstractmethod
+    def clips(self, video: Any, fps: float | None) -> Iterator[Clip]:
+        """`video` (frames, a `Video`, a clip, a path) as frames a session takes in; a path is read at `fps`, in pieces.
+
+        Raises `VideoError` in one sentence.
+        """
+
+    @abstractmethod
+    def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
+        """Whether frames [T, 3, H, W] come to the vision tower in the size in which frames of `size` (height, width) do."""
+
+    @abstractmethod
+    def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Of frames [n * pace, 3, H, W]: features [n, P, E] of the units, and [m, E] of the marks that end any video.
+
+        Frames that do not fit with those of `size` are resized to it.
+        """
+
+    @abstractmethod
+    def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
+        """`frames` [T, 3, H, W] at (height, width)."""
+
+    @abstractmethod
+    def head(self) -> Tensor:
+        """[h] ids of the prompt before the video."""
+
+    @abstractmethod
+    def tail(self, question: str) -> Tail:
+        """What follows the video and its marks when `question` is asked; raises `ModelError` for an empty one."""
+
+    @abstractmethod
+    def places(self, size: tuple[int, int], fps: float | None) -> Places:
+        """The positions of a stream of frames of `size`, `fps` of them a second (None: not known)."""
+
+    @abstractmethod
+    def words(self, ids: Tensor) -> Tensor:
+        """[n, E] input embeddings of text `ids` [n]."""
+
+    @abstractmethod
+    def run(self, state: StreamState, embeds: Tensor, hidden: bool = False) -> Tensor:
+        """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory.
+
+        Keys and queries reach the memory before rotation; with `hidden` it is told what enters each layer.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, V] logits of final hidden states [n, E]."""
+
+    @abstractmethod
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+
+    @abstractmethod
+    def decode(self, ids: Tensor) -> str:
+        """The text of ids [n], special tokens left out."""
+
+    @abstractmethod
+    def signature(self) -> str:
+        """A short mark of the weights: another model, or another training of this one, has another."""
 
 
 class ModelAdapter(ABC):
@@ -119,6 +229,14 @@ class ModelAdapter(ABC):
         """`x` [B, heads, n, D] rotated to `positions` [B, n] or [3, B, n]."""
 
     @abstractmethod
+    def angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [1, 1, n, D] of `positions` [n] or [3, n], as the model makes them for `dtype`."""
+
+    @abstractmethod
+    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """`x` [B, heads, n, D] rotated by what `angles` gave."""
+
+    @abstractmethod
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
         """[B, n, V] logits of final hidden states [B, n, E] (after the last norm)."""
 
@@ -129,6 +247,10 @@ class ModelAdapter(ABC):
     @abstractmethod
     def runner(self, model: nn.Module, kv: KVPolicy | None = None) -> Runner:
         """A runner on `model`, attached or plain; `kv` chooses the memory of an attached one (None: its recipe's)."""
+
+    @abstractmethod
+    def seam(self, model: nn.Module, processor: Any) -> StreamSeam:
+        """`model` and `processor` as a stream uses them; raises `ModelError` for a processor that cannot serve."""
 
     @abstractmethod
     def load(self, path: str, like: nn.Module) -> nn.Module:
@@ -143,6 +265,7 @@ class ModelView:
     adapter: ModelAdapter
     resolve: Callable[[nn.Module], ModelAdapter]
     _loaded: dict[str, nn.Module] = field(default_factory=dict, init=False, repr=False)
+    _held: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def geometry(self) -> Geometry:
@@ -170,6 +293,14 @@ class ModelView:
         """See `ModelAdapter.rotate`."""
         return self.adapter.rotate(self.model, x, positions)
 
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See `ModelAdapter.angles`."""
+        return self.adapter.angles(self.model, positions, dtype)
+
+    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """See `ModelAdapter.turn`."""
+        return self.adapter.turn(x, angles)
+
     def frames(self, inputs: Mapping[str, Any]) -> Tensor:
         """See `ModelAdapter.frames`."""
         return self.adapter.frames(self.model, inputs)
@@ -177,6 +308,21 @@ class ModelView:
     def runner(self, kv: KVPolicy | None = None) -> Runner:
         """A sequence on this model."""
         return self.adapter.runner(self.model, kv)
+
+    def hold(self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda held: True) -> Any:
+        """What `make` gives, made once and kept until `release`; made anew when `use` says that it is of no more use."""
+        held = self._held.get(name)
+        if held is not None and not use(held):
+            self._held.pop(name).close()
+            held = None
+        if held is None:
+            held = self._held[name] = make()
+        return held
+
+    def release(self) -> None:
+        """Close what is held; called when the recipe is taken off."""
+        while self._held:
+            self._held.popitem()[1].close()
 
     def peer(self, model: str | nn.Module) -> ModelView:
         """The view of another model: a module, or a folder to load, once, in this one's dtype and on its device."""

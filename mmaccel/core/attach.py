@@ -22,6 +22,7 @@ from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Report
+from mmaccel.core.thinned import ThinnedState
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
 _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
@@ -55,6 +56,10 @@ class Accelerated:
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        if not recipe.kv.sequences:
+            raise RecipeError(
+                f"kv {recipe.kv.name!r} is a memory of video streams; use it in a VideoSession, or set kv to 'full'."
+            )
         self.model = model
         self.adapter = adapter_for(model)
         self.view = ModelView(model, self.adapter, adapter_for)
@@ -68,6 +73,8 @@ class Accelerated:
                 f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."
             )
         recipe.draft.check(self.view)
+        if recipe.prune is not None:
+            recipe.prune.stages(depth)
         device = self.view.device
         choice = choose_backend(recipe, self.view)
         self.road = Road(recipe, choice.backend, select.get(choice.backend, device), choice=choice)
@@ -80,7 +87,14 @@ class Accelerated:
 
     def open_state(self) -> KVState:
         """A fresh memory for one batch of sequences."""
-        return self.recipe.kv.open(self.view.geometry, self.view, self.view.device)
+        kv, shape, device = self.recipe.kv, self.view.geometry, self.view.device
+        if self.recipe.prune is not None:
+            return ThinnedState(
+                self.recipe.prune,
+                shape.layers,
+                lambda layers: kv.open(replace(shape, layers=layers), self.view, device),
+            )
+        return kv.open(shape, self.view, device)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`."""
@@ -100,6 +114,7 @@ class Accelerated:
         if self._detach is not None:
             self._detach()
             self._detach = None
+            self.view.release()
             _attached.pop(self.model, None)
 
     def __enter__(self) -> Accelerated:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from mmaccel.backends import ops, select
-from mmaccel.core.kv import KVState
+from mmaccel.core.draft import Branches
+from mmaccel.core.kv import KVState, KVView, StreamState
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.plan import AttentionPlan
@@ -39,9 +41,13 @@ class Road:
         """Whether a prefill follows the pattern at `layer`."""
         return self.recipe.sparse.name != "dense" and layer not in self.recipe.dense_layers
 
-    def pays(self, layer: int, query: Tensor, n_key: int) -> bool:
-        """Whether the pattern of `layer` beats dense attention, from sizes and measured costs alone."""
-        if self.choice is None:
+    def pays(self, layer: int, query: Tensor, n_key: int, run: Run | None = None) -> bool:
+        """Whether the pattern of `layer` beats dense attention, from sizes and measured costs.
+
+        It does if it does at its bound. If not, what it is expected to list decides, and after the first sparse layer of a
+        run how far that one was from what was expected of it: of estimates only the data tell.
+        """
+        if self.choice is None or self.choice.costs is None:
             return True
         pattern = self.recipe.sparse.at(layer)
         B, H, n, _ = query.shape
@@ -49,7 +55,37 @@ class Road:
         # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys.
         most = causal + n * pattern.block
         listed = min(pattern.bound(n, n_key) * pattern.block**2, most)
-        return self.choice.pays(B * H * listed, B * H * causal, B * n_key)
+        if self.choice.pays(B * H * listed, B * H * causal, B * n_key):
+            return True
+        if run is None:
+            return False
+        expected = pattern.expected(n, n_key, (run.queries, run.layout)) * pattern.block**2 * run.excess()
+        return self.choice.pays(B * H * min(expected, listed), B * H * causal, B * n_key)
+
+
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """A number on its way from the device, and what it was expected to be; asked for while the device has other work."""
+
+    value: Tensor
+    expected: float
+    ready: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, value: Tensor, expected: float) -> Watched:
+        """Send `value` [] to the host without waiting."""
+        if not value.is_cuda:
+            return cls(value, expected, None)
+        host = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return cls(host, expected, event)
+
+    def ratio(self) -> float:
+        """The number over what was expected; waits for the layer that sent it, whose attention may still be running."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return float(self.value) / max(self.expected, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +103,30 @@ class Run:
     state: KVState | None
     prefill: bool = True
     rest: int = 0
+    branches: Branches | None = None
+
+    listed: dict[int, Watched] = field(default_factory=dict)
+    """What sparse layers listed, by the first new column of the run: told to the layers after them."""
+
+    def watch(self, layer: int, query: Tensor, listed: Tensor) -> None:
+        """Note the pairs [B, H] that a layer's plan lists, where a choice may hang on it; nothing is waited for."""
+        choice = self.road.choice
+        if choice is None or choice.costs is None:
+            return
+        pattern = self.road.recipe.sparse.at(layer)
+        n, N = query.shape[2], self.layout.length
+        expected = pattern.expected(n, N, (self.queries, self.layout)) * pattern.block**2
+        self.listed[self.start] = Watched.of(listed.mean(), expected)
+
+    def excess(self) -> float:
+        """How many times what was expected the last sparse layer listed; 1 before there was one."""
+        watched = self.listed.get(self.start)
+        return 1.0 if watched is None else watched.ratio()
+
+    @cached_property
+    def queries(self) -> TokenLayout:
+        """The layout of the new columns, one for all layers: what is derived of it is derived once."""
+        return self.layout.take(slice(self.start, None))
 
     def part(self, begin: int, end: int) -> Run:
         """The run of new columns ``begin .. end`` of this one."""
@@ -85,10 +145,12 @@ class Run:
         rows = query.shape[2]
         if self.road.probe is not None:
             self.road.probe(self, layer, query, key, value, scale)
+        if self.branches is not None:
+            return self._branching(self.branches, view, query, key, value, scale)
         limited = view is not None and (view.column is not None or view.window is not None)
         plan = None
         sparse = not limited and self.prefill and rows >= MIN_ROWS and self.road.sparse(layer)
-        if sparse and self.road.pays(layer, query, key.shape[2]):
+        if sparse and self.road.pays(layer, query, key.shape[2], self):
             plan = self._plan(layer, query, key, rows)
         if plan is not None:
             return self._sparse(layer, plan, query, key, value, scale)
@@ -106,9 +168,26 @@ class Run:
         )
         return out
 
+    def _branching(
+        self, branches: Branches, view: KVView | None, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """Rows of a tree: each sees what was there before the tree, and its own branch."""
+        device = query.device
+        sees, depth = branches.sees.to(device), branches.depth.to(device)
+        first = self.start + query.shape[2] - sees.shape[1]
+        column = view.column if view is not None else None
+        column = torch.arange(key.shape[2], device=device) if column is None else column.to(device)
+        inside = column >= first
+        mask = torch.where(inside, sees[:, (column - first).clamp(min=0)], True)
+        if view is not None and view.window is not None:
+            near = (first + depth)[:, None] - column < view.window
+            mask = mask & (inside | near | (column < view.sinks))
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
     def _plan(self, layer: int, query: Tensor, key: Tensor, rows: int) -> AttentionPlan | None:
-        queries = self.layout.take(slice(self.start, self.start + rows))
-        plan = self.road.recipe.sparse.at(layer).plan(query, key, queries, self.layout)
+        plan = self.road.recipe.sparse.at(layer).plan(query, key, self.queries, self.layout)
         tail = self._tail(rows)
         if plan is None or not tail:
             return plan
@@ -155,8 +234,33 @@ class Run:
             listed, names = causal.expand(-1, heads), ("dense",) * heads
         else:
             tail = self._tail(rows)
-            listed = plan.listed_pairs() + pairs[:, rows - tail :].sum(1, keepdim=True)
+            found = plan.listed_pairs()
+            self.watch(layer, query, found)
+            listed = found + pairs[:, rows - tail :].sum(1, keepdim=True)
             names = self.road.recipe.sparse.at(layer).per_head(heads)
             if plan.dense is not None:
                 names = tuple("dense" if h in plan.dense.heads else name for h, name in enumerate(names))
         self.road.meter.attention(layer, names, listed, causal)
+
+
+@dataclass(frozen=True, eq=False)
+class StreamRun:
+    """New columns of a stream, on their way through the layers: the memory alone says what they see."""
+
+    state: StreamState
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[B, H, n, D]: attention of the new columns, whose keys the memory has taken in."""
+        view = self.state.view(layer, query)
+        query = query if view.query is None else view.query
+        out: Tensor = ops.dense_attend(
+            query,
+            view.key,
+            view.value,
+            scale,
+            start=view.key.shape[2] - query.shape[2],
+            sinks=view.sinks,
+            window=view.window,
+            column=view.column,
+        )
+        return out

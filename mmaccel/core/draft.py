@@ -10,11 +10,26 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from mmaccel.core.errors import DraftError
+
 if TYPE_CHECKING:
     from mmaccel.core.adapter import ModelView
+    from mmaccel.core.prune import TokenPruner
 
 # (ids [S] before the token, its raw logits [V]) -> the probabilities [V] it is drawn from; one-hot where processors decide.
 Warp = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """Rows of a tree, run in one pass after the columns that were run before.
+
+    sees [n, m] bool: whether new row i sees column j of the last m columns, the n new ones included; all before it sees.
+    depth [n] long: the place of each row, counted from the first of those m columns.
+    """
+
+    sees: Tensor
+    depth: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +37,8 @@ class Proposal:
     """Tokens the target is asked to verify in one pass.
 
     ids [n] long (n may be 0: then the target decodes one token by itself).
-    parents [n] long or None: index of each token's parent among `ids`, -1 for the last committed token; None is a chain.
+    parents [n] long or None: index of each token's parent among `ids`, before its own, -1 for the last committed token; None
+    is a chain. Children of one parent are distinct tokens, chosen without chance (q is None).
     q [n, V] or None: the distribution each token was drawn from; None is a point mass (greedy or looked up).
     """
 
@@ -33,6 +49,17 @@ class Proposal:
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> Proposal:
         return cls(torch.empty(0, dtype=torch.long, device=device))
+
+    def branches(self) -> Branches:
+        """The rows of the pass that verifies a tree: the last committed token, then `ids`; on the host."""
+        assert self.parents is not None
+        parents = self.parents.tolist()
+        sees = torch.eye(len(parents) + 1, dtype=torch.bool)
+        depth = [0]
+        for row, parent in enumerate(parents, 1):
+            sees[row] |= sees[parent + 1]
+            depth.append(depth[parent + 1] + 1)
+        return Branches(sees, torch.tensor(depth))
 
 
 @dataclass(frozen=True)
@@ -57,8 +84,12 @@ class DraftState(ABC):
     def begin(self, prompt: Prompt) -> None:
         """Called once, before the target's prefill."""
 
-    def signal(self, name: str, layer: int, tensor: Tensor) -> None:
-        """A tensor of the target's prefill that the strategy declared in `needs`."""
+    def keep(self, columns: Tensor) -> None:
+        """The columns [n] of the prompt that the strategy's pruner leaves to the draft.
+
+        Called once, between `begin` and the first `observe`, as soon as the target's early layers have told.
+        """
+        raise DraftError(f"{type(self).__name__} cannot prune what its draft sees; leave prune out.")
 
     @abstractmethod
     def propose(self) -> Proposal:
@@ -87,7 +118,8 @@ class DraftState(ABC):
 class DraftStrategy(ABC):
     """A choice of draft; `open` gives the state for one sequence.
 
-    needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `lookback` columns
+    needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `lookback` columns,
+            "memory" that it holds every column of an accelerated model, for the draft to read
     place   where it runs: in line ("same"), on a second stream of the device ("stream"), in a second process ("process")
     """
 
@@ -104,6 +136,11 @@ class DraftStrategy(ABC):
     def active(self) -> bool:
         """Whether this strategy drafts at all."""
         return True
+
+    @property
+    def pruner(self) -> TokenPruner | None:
+        """What chooses the columns of the prompt that the draft sees; None: it sees all, or chooses by itself."""
+        return None
 
     def check(self, target: ModelView) -> None:
         """Called when the recipe is attached: raise `DraftError` for a draft that cannot serve `target`."""

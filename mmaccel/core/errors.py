@@ -36,6 +36,10 @@ class VideoError(MmaccelError):
     """A video, image or stream that cannot be read."""
 
 
+class StoreError(MmaccelError):
+    """Host memory of a stream that is full, damaged, closed, or asked for what it does not hold."""
+
+
 class WorldError(MmaccelError, ValueError):
     """A wrong request to the synthetic world."""
 

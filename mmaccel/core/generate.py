@@ -13,7 +13,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Runner
 from mmaccel.core.draft import DraftState, Prompt, Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning
-from mmaccel.core.verify import accept, check
+from mmaccel.core.verify import accept, accept_tree, check
 
 
 class RoundMeter(Protocol):
@@ -58,15 +58,25 @@ def speculate(
             run = origin + ids.shape[1] - 1
             if run < target.length():
                 target.truncate(run)
+            if not done:
+                # Before anyone reads the tokens: a draft elsewhere goes on meanwhile.
+                guard.observe(committed, kept)
             if emit is not None:
                 emit(committed)
             if done:
                 return ids
-            guard.observe(committed, kept)
             proposal = guard.propose()
             drafted = proposal.ids.to(ids.device)
             # A token the target does not have is refused in any case; it must only not break the embedding.
-            logits = target.step(torch.cat([ids[:, -1:], drafted.clamp(0, vocab - 1)[None]], 1))[0]
+            rows = torch.cat([ids[:, -1:], drafted.clamp(0, vocab - 1)[None]], 1)
+            if proposal.parents is not None:
+                logits = target.step(rows, proposal.branches())[0]
+                committed, path = guard.accept_tree(proposal, logits, ids[0], prompt)
+                target.accept(torch.cat([path.new_zeros(1), path + 1]))
+                kept = path.numel()
+                meter.round(drafted.numel(), kept)
+                continue
+            logits = target.step(rows)[0]
             tail = guard.tail()
             committed, kept = guard.accept(proposal, logits, ids[0], prompt)
             # The last token was drawn from the target, whatever the tail is: keeping the tail when they agree is exact.
@@ -117,6 +127,11 @@ class _Guard:
         except DraftError as error:
             self._drop(error)
             return accept(Proposal.empty(), logits[:1], ids, prompt.warp, prompt.generator)
+
+    def accept_tree(
+        self, proposal: Proposal, logits: Tensor, ids: Tensor, prompt: Prompt
+    ) -> tuple[Tensor, Tensor]:
+        return accept_tree(proposal, logits, ids, prompt.warp, prompt.generator)
 
     def close(self) -> None:
         draft, self._draft = self._draft, None

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, RecipeError
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import Geometry, ModelView
+    from mmaccel.core.places import Places
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,9 @@ class KVView:
     key, value [B, G, N, D]; `column` [N] long, the sequence column of each key, or None when key n is column n.
     `sinks` and `window` (None: no limit) restrict each query further: it sees keys of the first `sinks` columns and those
     less than `window` columns behind it, so that a verified window of rows sees what one row at a time would.
+
+    In a stream the columns are the view's own, 0 .. N - 1 in the order of the keys, and the `n` queries stand at the last
+    `n` of them; `query` [B, H, n, D'] are the queries as the memory turned them, with keys of the same D'.
     """
 
     key: Tensor
@@ -32,6 +36,7 @@ class KVView:
     column: Tensor | None = None
     sinks: int = 0
     window: int | None = None
+    query: Tensor | None = None
 
 
 class KVState(ABC):
@@ -108,6 +113,8 @@ class KVPolicy(ABC):
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = False
+    sequences: ClassVar[bool] = True
+    """Whether it can be the memory of ordinary sequences, by `open`."""
 
     @property
     def reach(self) -> int | None:
@@ -121,3 +128,189 @@ class KVPolicy(ABC):
 
     @abstractmethod
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState: ...
+
+
+Kind = Literal["head", "units", "proxy", "question", "answer"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stream:
+    """What a memory is told of its stream when it is opened.
+
+    A stream is: head tokens (the prompt before the video) | units | the tokens of a question. A *unit* is what the model
+    takes as one step of time, a frame or a temporal patch of `pace` frames; all units of a stream have `unit` tokens and
+    are numbered from 0. Nothing of a question or an answer is part of the stream.
+
+    unit    P, tokens of a unit
+    head    tokens before the video
+    pace    frames of a unit
+    places  where head, units and text stand for the rotary embedding
+    dtype   of keys and values
+    """
+
+    unit: int
+    head: int
+    pace: int
+    places: Places
+    dtype: torch.dtype
+
+    def units(self, frames: int) -> int:
+        """How many units `frames` frames are: a budget in frames, rounded up to whole units."""
+        return -(-frames // self.pace)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """What the next pass through the layers is.
+
+    kind     "head": the prompt before the video, once. "units": new units of the stream. "proxy": the prompt's own words
+             after a question, run after each pass of units for a memory that needs "proxy", and forgotten. "question": all
+             tokens from the end of the video to the first of the answer. "answer": tokens of the answer, one or more
+    rows     tokens of the pass, n
+    first    number of the first unit ("units"); units are consecutive
+    count    units of the pass ("units")
+    times    seconds from the start of the stream at which each unit was shown ("units")
+    look     [count, E] float32, the mean over each unit's tokens of its visual features, as the projector gave them
+    pending  the first rows of a question that are tokens of a unit not yet complete; it stands after all units, as one
+             more. 0 or P
+    words    rows ``words[0] .. words[1]`` of a question are the user's own words; by their queries memories are searched
+    room     columns that may follow a question as its answer
+    """
+
+    kind: Kind
+    rows: int
+    first: int = 0
+    count: int = 0
+    times: tuple[float, ...] = ()
+    look: Tensor | None = None
+    pending: int = 0
+    words: tuple[int, int] = (0, 0)
+    room: int = 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How an answer rests on one unit: the share of layers that looked at it (retrieved or in the local window), the share
+    that retrieved it, and its mean score over the layers that scored it (0 the lowest, 1 the highest of its layer)."""
+
+    share: float
+    retrieved: float
+    score: float
+
+
+class StreamState(KVState):
+    """The memory of one stream (batch 1). Keys and queries arrive before rotation; the memory turns them.
+
+    A pass goes: ``enter(piece)``; for each layer, in order, ``append`` and ``view`` (and before them ``ahead``, for
+    policies that need "hidden"); ``leave()``. What a pass of kind "head" or "units" appended belongs to the stream once it
+    has been left; when a pass breaks off, the session calls ``restore`` with what ``checkpoint`` gave before the clip.
+    Passes of kind "question" and "answer" run inside ``turn()``, which drops all they appended; "proxy" is dropped at
+    ``leave()``. `length()` counts the stream's columns, and inside a turn the question's and answer's too; `truncate`
+    reaches back to the beginning of the turn.
+    """
+
+    @abstractmethod
+    def enter(self, piece: Piece) -> None:
+        """Told what the next pass is."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """The pass is through all layers."""
+
+    @abstractmethod
+    def units(self) -> int:
+        """Units taken in."""
+
+    @abstractmethod
+    def checkpoint(self) -> Any:
+        """What `restore` needs to come back to this moment; cheap, for it is taken before every clip. One is in use at a
+        time, never inside a turn."""
+
+    @abstractmethod
+    def restore(self, mark: Any) -> None:
+        """Be as at the moment of `checkpoint`, whatever came after it, a broken pass included."""
+
+    def fit(self, first: int, count: int) -> int:
+        """How many of `count` units from number `first` on may go in one pass, at least 1."""
+        return count
+
+    def evidence(self) -> dict[int, Seen]:
+        """What the last question looked at: number of a unit -> how."""
+        return {}
+
+    def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
+        """Asked before units are run, with their features [n, P, E]: the features to run, [m, P, E], and for each of the m
+        how many consecutive units it stands for. The m are what is numbered from then on."""
+        return features, [1] * features.shape[0]
+
+    def save(self, path: str | Path) -> None:
+        """Write the stream into the folder `path`, which exists (`mmaccel.core.saving`); raises OSError."""
+        raise ModelError(f"{type(self).__name__} cannot be saved; choose another kv policy.")
+
+    def load(self, path: str | Path) -> None:
+        """Read what `save` wrote, into a state just opened; raises `ModelError` when it does not fit the stream."""
+        raise ModelError(f"{type(self).__name__} cannot be loaded; choose another kv policy.")
+
+    def accept(self, keep: int | Tensor) -> None:
+        raise ModelError(
+            "kv: a stream's memory rolls back by truncate alone; use a draft that proposes chains."
+        )
+
+    def reorder(self, rows: Tensor) -> None:
+        raise ModelError("kv: a stream is one sequence; ask without beams.")
+
+    def counters(self) -> dict[str, float]:
+        """Figures for the report; among them "units" taken in, and those "resident": their keys on the device."""
+        return super().counters()
+
+    def close(self) -> None:
+        """Give back what is held outside the device (host memory, files)."""
+
+
+class FrameState(StreamState):
+    """A memory that keeps frames instead of keys (``keeps = "frames"``) and runs the model on some of them at a question.
+
+    It goes through no pass itself: what a question sees is made by `fresh`, filled with the units of `pick`.
+    """
+
+    @abstractmethod
+    def keep(self, frames: Tensor) -> None:
+        """Take in frames [n * pace, 3, H, W], whole units, in the order of the stream."""
+
+    @abstractmethod
+    def pick(self) -> list[tuple[int, Tensor]]:
+        """The units to run for a question: number and frames [pace, 3, H, W], ascending."""
+
+    @abstractmethod
+    def fresh(self) -> StreamState:
+        """An empty memory for one question."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPolicy(KVPolicy):
+    """A memory that can hold an endless stream; `stream` opens it. Budgets are fields in frames.
+
+    needs    "hidden": the hidden states entering each layer (`ahead`); "look": the units' mean visual features;
+             "proxy": passes of kind "proxy" after each chunk
+    clip     units that go through the layers together; None leaves it to the session
+    keeps    "frames": units are not run when they come; the state is a `FrameState`
+    """
+
+    sequences: ClassVar[bool] = False
+    keeps: ClassVar[Literal["keys", "frames"]] = "keys"
+    clip: ClassVar[int | None] = None
+
+    @property
+    def admits_sparse(self) -> bool:
+        return False
+
+    def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
+        raise RecipeError(
+            f"kv {self.name!r} is a memory of video streams; use it in a VideoSession, or set kv to 'full'."
+        )
+
+    @abstractmethod
+    def stream(
+        self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
+    ) -> StreamState:
+        """A fresh memory for one stream; raises `RecipeError` for fields that do not fit it."""

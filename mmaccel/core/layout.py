@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,6 +102,27 @@ class TokenLayout:
         kinds = list(MODALITIES)
         counts = torch.stack([((self.modality == m) & self.valid).sum(1).amax() for m in kinds])
         return dict(zip(kinds, counts.tolist(), strict=True))
+
+    @cached_property
+    def runs(self) -> dict[int, tuple[int, int]]:
+        """For each modality the most runs of it that any sequence has, padding left out, and the fewest tokens of one that
+        is neither its first nor its last there (one copy to the host, kept)."""
+        told = torch.where(self.valid, self.modality, -1).to(torch.int8).cpu()
+        most = dict.fromkeys(MODALITIES, 0)
+        least = dict.fromkeys(MODALITIES, self.length)
+        for row in told:
+            kinds, sizes = torch.unique_consecutive(row[row >= 0], return_counts=True)
+            for m in MODALITIES:
+                own = sizes[kinds == m]
+                most[m] = max(most[m], len(own))
+                if len(own) > 2:
+                    least[m] = min(least[m], int(own[1:-1].min()))
+        return {m: (most[m], least[m]) for m in MODALITIES}
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What was derived of this layout and will be wanted again, by whoever derived it; lives as long as the layout."""
+        return {}
 
     @cached_property
     def padded(self) -> bool:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.core.mix import runs
+from mmaccel.core.lists import BlockLists
+from mmaccel.core.mix import joined, runs
 from mmaccel.core.plan import AttentionPlan, DenseHeads, Part
 
 BlockAttend = Callable[..., tuple[Tensor, Tensor]]
@@ -23,8 +24,9 @@ def attend_part(
     value: Tensor,
     scale: float,
     backend: BlockAttend,
+    rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, H, P, D] and lse [B, H, P] of one part, in the part's order."""
+    """out [B, H, P, D] and lse [B, H, P] of one part, in the part's order, or in that of a query of `rows` rows."""
     spans = part.spans
     return backend(
         query,
@@ -36,12 +38,13 @@ def attend_part(
         [s.k_place for s in spans],
         [s.lo for s in spans],
         [s.hi for s in spans],
-        [s.lists.offset for s in spans],
-        [s.lists.index for s in spans],
+        [s.lists.offset if isinstance(s.lists, BlockLists) else s.lists.row for s in spans],
+        [s.lists.index if isinstance(s.lists, BlockLists) else s.lists.entries for s in spans],
         [s.lists.kind for s in spans],
         plan.block_q,
         plan.block_k,
         scale,
+        rows,
     )
 
 
@@ -55,19 +58,17 @@ def attend_plan(
     log-sum-exp: theirs is NaN.
     """
     B, H, n, _ = query.shape
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    for part in plan.parts:
-        part_out, part_lse = attend_part(part, plan, query, key, value, scale, backend)
-        out_new, lse_new = _scatter(part, part_out, part_lse, n, None if plan.overlap else (out, lse))
-        if plan.overlap and out is not None and lse is not None:
-            out, lse = merge(out, lse, out_new, lse_new)
-        else:
-            out, lse = out_new, lse_new
-    if out is None or lse is None:
-        kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if not plan.parts:
+        kind = ops.lse_dtype(query.dtype)
         return value.new_zeros(B, H, n, value.shape[-1]), query.new_full((B, H, n), -torch.inf, dtype=kind)
-    out, lse = out[:, :, :n].to(query.dtype), lse[:, :, :n]
+    parts = plan.parts if plan.overlap else (joined(plan.parts, plan.block_q),)
+    out, lse = attend_part(parts[0], plan, query, key, value, scale, backend, n)
+    for part in parts[1:]:
+        other, other_lse = attend_part(part, plan, query, key, value, scale, backend, n)
+        # Head by head: at a million tokens the sums of all of them, in full precision, would fill the device.
+        for h in range(H):
+            both, total = merge(out[:, h], lse[:, h], other[:, h], other_lse[:, h])
+            out[:, h], lse[:, h] = both.to(out.dtype), total
     if plan.dense is not None:
         _attend_dense(plan.dense, query, key, value, scale, out, lse)
     return out, lse
@@ -93,18 +94,3 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
     safe = total.masked_fill(total == -torch.inf, 0.0)
     mine, theirs = (lse - safe).exp()[..., None], (other_lse - safe).exp()[..., None]
     return out * mine + other_out * theirs, total
-
-
-def _scatter(
-    part: Part, part_out: Tensor, part_lse: Tensor, n: int, into: tuple[Tensor | None, Tensor | None] | None
-) -> tuple[Tensor, Tensor]:
-    """Rows of a part put at their places in [B, H, n + 1, ...]; the last row takes what is padding."""
-    B, H, P, D = part_out.shape
-    row = part.q_row.long()
-    row = torch.where(row >= 0, row, n).expand(B, H, P)
-    out, lse = into or (None, None)
-    if out is None or lse is None:
-        out, lse = part_out.new_zeros(B, H, n + 1, D), part_lse.new_full((B, H, n + 1), -torch.inf)
-    out.scatter_(2, row[..., None].expand(B, H, P, D), part_out)
-    lse.scatter_(2, row, part_lse)
-    return out, lse

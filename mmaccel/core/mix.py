@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops import ABSENT
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, BlockLists, DenseHeads, KeySpan, Part
+from mmaccel.core.lists import BlockLists, BlockRuns
+from mmaccel.core.plan import FAR, AttentionPlan, DenseHeads, KeySpan, Part
 
 Share = tuple[Sequence[int], AttentionPlan | None]
 """Some heads, in the order in which their plan has them, and the plan; None for heads that are to be dense.
@@ -85,15 +87,48 @@ def mix(shares: Sequence[Share], heads: int, queries: TokenLayout, keys: TokenLa
     return replace(first, parts=parts, heads=heads, overlap=overlap, dense=wide)
 
 
+def joined(parts: Sequence[Part], block: int) -> Part:
+    """Disjoint parts as one, block of queries after block of queries, so that one launch computes them all.
+
+    A span has empty lists in the query blocks of parts that are not its own.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    b, h = (max(part.q_row.shape[i] for part in parts) for i in (0, 1))
+    q_row = torch.cat([part.q_row.expand(b, h, -1) for part in parts], -1)
+    spans: list[KeySpan] = []
+    begin = 0
+    for part in parts:
+        P = part.q_row.shape[-1]
+        beside = (begin, q_row.shape[-1] - begin - P)
+        for span in part.spans:
+            q_place = torch.nn.functional.pad(span.q_place, beside, value=-1)
+            lists = _among(span.lists, beside[0] // block, beside[1] // block)
+            spans.append(replace(span, q_place=q_place, lists=lists))
+        begin += P
+    return Part(q_row, tuple(spans))
+
+
+def _among(lists: BlockLists | BlockRuns, before: int, after: int) -> BlockLists | BlockRuns:
+    """`lists` with empty ones for so many query blocks before and after theirs."""
+    if isinstance(lists, BlockRuns):
+        return replace(lists, row=torch.nn.functional.pad(lists.row, (0, 0, before, after)))
+    o = lists.offset
+    lead = o.shape[:2]
+    offset = torch.cat([o[..., :1].expand(*lead, before), o, o[..., -1:].expand(*lead, after)], -1)
+    return replace(lists, offset=offset)
+
+
 def _part(members: list[tuple[tuple[int, ...], Part]], heads: int, like: AttentionPlan) -> Part:
     rows = max(part.q_row.shape[-1] for _, part in members)
     q_row = _spread([(some, part.q_row) for some, part in members], heads, rows, -1)
-    slots: dict[tuple[int, int], list[tuple[tuple[int, ...], KeySpan]]] = {}
+    slots: dict[tuple[int, type, int], list[tuple[tuple[int, ...], KeySpan]]] = {}
     for some, part in members:
-        seen: dict[int, int] = {}
+        seen: dict[tuple[int, type], int] = {}
         for span in sorted(map(_from_zero, part.spans), key=lambda s: -s.k_row.shape[-1]):
-            number = seen[span.hi] = seen.get(span.hi, -1) + 1
-            slots.setdefault((span.hi, number), []).append((some, span))
+            kind = span.hi, type(span.lists)
+            number = seen[kind] = seen.get(kind, -1) + 1
+            slots.setdefault((*kind, number), []).append((some, span))
     spans = tuple(_span(slot, heads, rows, like) for slot in slots.values())
     return Part(q_row, spans)
 
@@ -120,8 +155,35 @@ def _span(slot: list[tuple[tuple[int, ...], KeySpan]], heads: int, rows: int, li
             ([(some, s.k_place) for some, s in slot], keys, 0),
         )
     )
-    lists = _lists([(some, s.lists) for some, s in slot], heads, rows // like.block_q)
+    blocks = rows // like.block_q
+    told = [(some, s.lists) for some, s in slot if isinstance(s.lists, BlockLists)]
+    shared = [(some, s.lists) for some, s in slot if isinstance(s.lists, BlockRuns)]
+    lists = _lists(told, heads, blocks) if told else _runs(shared, heads, blocks, keys // like.block_k)
     return KeySpan(k_row, q_place, k_place, 0, slot[0][1].hi, lists)
+
+
+def _runs(
+    members: list[tuple[tuple[int, ...], BlockRuns]], heads: int, blocks: int, n_blocks: int
+) -> BlockRuns:
+    """The runs of all members over their indices laid end to end; one in block order is enough for all who have it."""
+    plain = all(lists.index is None for _, lists in members)
+    batch = max(lists.row.shape[0] for _, lists in members)
+    device = members[0][1].row.device
+    row = torch.zeros(batch, heads, blocks, 5, dtype=torch.int64, device=device)
+    order = torch.arange(n_blocks, dtype=torch.int32, device=device)
+    indices: list[Tensor] = [] if plain else [order]
+    begun = 0 if plain else n_blocks
+    for some, lists in members:
+        told = lists.row.expand(-1, len(some), -1, -1) if lists.row.shape[1] == 1 else lists.row
+        if lists.index is not None:
+            told = told + torch.tensor([begun, 0, 0, 0, 0], device=device)
+            indices.append(lists.index)
+            begun += lists.index.numel()
+        # Heads are written as runs of five columns a block.
+        _put(row.flatten(2), some, told.flatten(2))
+    kind = _spread([(some, lists.kind) for some, lists in members], heads, n_blocks, ABSENT)
+    most = max(lists.most for _, lists in members)
+    return BlockRuns(row, None if plain else torch.cat(indices), kind, most)
 
 
 def _lengthened(x: Tensor, size: int, fill: int) -> Tensor:

@@ -19,39 +19,10 @@ from torch import Tensor
 
 from mmaccel.backends.ops import ABSENT, FULL, TEST
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.lists import BlockLists, BlockRuns, packed
 
 FAR = 2**31 - 1
 """The upper end of an open range."""
-
-
-@dataclass(frozen=True, eq=False)
-class BlockLists:
-    """Ragged lists of key blocks, one for each query block.
-
-    offset [b, h, M + 1] int64: the list of query block m is ``index[offset[m]:offset[m + 1]]``; the lists of one head
-    follow those of the head before it.
-    index int32, kind int8: number and kind (FULL, ABSENT, TEST) of each listed block; may be longer than the last offset.
-    """
-
-    offset: Tensor
-    index: Tensor
-    kind: Tensor
-
-    def table(self, n_blocks: int) -> Tensor:
-        """[b, h, M, n_blocks] int8, the kind of each listed block and -1 elsewhere; for tests and small sizes."""
-        b, h, m1 = self.offset.shape
-        m = m1 - 1
-        count = (self.offset[..., 1:] - self.offset[..., :-1]).reshape(-1)
-        total = int(count.sum())
-        rows = torch.repeat_interleave(
-            torch.arange(count.numel(), device=count.device), count, output_size=total
-        )
-        begin = self.offset[..., :-1].reshape(-1)
-        inside = torch.arange(total, device=count.device) - (count.cumsum(0) - count)[rows]
-        entry = begin[rows] + inside
-        table = torch.full((b * h * m, n_blocks), -1, dtype=torch.int8, device=count.device)
-        table[rows, self.index[entry].long()] = self.kind[entry]
-        return table.view(b, h, m, n_blocks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +38,7 @@ class KeySpan:
     k_place: Tensor
     lo: int
     hi: int
-    lists: BlockLists
+    lists: BlockLists | BlockRuns
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +132,7 @@ class AttentionPlan:
             nq = _per_block(part.q_row >= 0, self.block_q)
             for span in part.spans:
                 nk = _per_block(span.k_row >= 0, self.block_k)
-                total += _listed_area(span.lists, nq, nk).expand(B, H)
+                total += span.lists.area(nq, nk).expand(B, H)
         if self.dense is not None:
             total[:, list(self.dense.heads)] += self.dense.pairs()[:, None]
         return total
@@ -170,10 +141,8 @@ class AttentionPlan:
         """This plan with its tensors on `device`."""
 
         def moved(span: KeySpan) -> KeySpan:
-            o = span.lists
-            lists = BlockLists(o.offset.to(device), o.index.to(device), o.kind.to(device))
             k_row, q_place, k_place = (t.to(device) for t in (span.k_row, span.q_place, span.k_place))
-            return KeySpan(k_row, q_place, k_place, span.lo, span.hi, lists)
+            return KeySpan(k_row, q_place, k_place, span.lo, span.hi, span.lists.to(device))
 
         parts = tuple(Part(p.q_row.to(device), tuple(map(moved, p.spans))) for p in self.parts)
         dense = self.dense.to(device) if self.dense is not None else None
@@ -197,38 +166,83 @@ def pad_rows(rows: Tensor, block: int, value: int = -1) -> Tensor:
     return torch.nn.functional.pad(rows, (0, short), value=value) if short else rows
 
 
-def span_from_ranges(
+def span_by_range(
     q_row: Tensor,
     k_row: Tensor,
     q_place: Tensor,
     k_place: Tensor,
     lo: int,
     hi: int,
-    start: Tensor,
-    stop: Tensor,
     block_q: int,
     block_k: int,
 ) -> KeySpan:
-    """A span whose query block m lists the key blocks of ranges ``[start[m, r], stop[m, r])``.
+    """A span of which each query block lists the blocks in which a pair may pass the range test; no host read.
 
-    start, stop [b, h, M, R] block numbers; ranges may overlap and leave the span. Blocks in which no pair passes the
-    range test are dropped, the rest classified.
+    The places of the keys ascend. A list is one run: from the first block that any row of the query block reaches to the
+    last, so that it also holds what lies between when places jump within a query block.
     """
-    n_blocks = k_row.shape[-1] // block_k
-    start, order = start.clamp(0, n_blocks).sort(-1)
-    stop = stop.clamp(0, n_blocks).gather(-1, order)
-    reach = stop.cummax(-1).values
-    before = torch.cat([torch.zeros_like(reach[..., :1]), reach[..., :-1]], -1)
-    start = torch.maximum(start, before)
-    length = (stop - start).clamp(min=0)
-    flat = length.reshape(-1)
-    owner = torch.repeat_interleave(torch.arange(flat.numel(), device=flat.device), flat)
-    inside = torch.arange(owner.numel(), device=flat.device) - (flat.cumsum(0) - flat)[owner]
-    index = start.reshape(-1)[owner] + inside
-    row = owner // length.shape[-1]
-    return span_from_entries(
-        q_row, k_row, q_place, k_place, lo, hi, row, index, length.shape[:3], block_q, block_k
+    first, count, head, tail = _reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
+    n = k_row.shape[-1] // block_k
+    row = torch.stack([first.clamp(max=n - 1), count, head, tail, torch.zeros_like(first)], -1)
+    return KeySpan(k_row, q_place, k_place, lo, hi, BlockRuns(row, None, block_kinds(k_row, block_k), n))
+
+
+def span_by_table(
+    q_row: Tensor,
+    k_row: Tensor,
+    q_place: Tensor,
+    k_place: Tensor,
+    lo: int,
+    hi: int,
+    table: Tensor,
+    block_q: int,
+    block_k: int,
+) -> KeySpan:
+    """As `span_by_range`, of the True entries of `table` [b, h, M, key blocks] alone; room for all of them, no host read."""
+    b, h, m, n = table.shape
+    first, count, head, tail = (
+        t.expand(b, h, m)[..., None] for t in _reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
     )
+    number = torch.arange(n, device=table.device)
+    listed = table & (number >= first) & (number < first + count)
+    index, upto = packed(listed, number)
+    head, tail, count = (upto.gather(-1, (first + t).clamp(max=n)) for t in (head, tail, count))
+    begin = (torch.arange(b * h * m, device=table.device) * n).view(b, h, m, 1)
+    row = torch.cat([begin, count, head, tail, torch.zeros_like(begin)], -1)
+    return KeySpan(k_row, q_place, k_place, lo, hi, BlockRuns(row, index, block_kinds(k_row, block_k), n))
+
+
+def _reach(
+    q_row: Tensor,
+    k_row: Tensor,
+    q_place: Tensor,
+    k_place: Tensor,
+    lo: int,
+    hi: int,
+    block_q: int,
+    block_k: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[b, h, M], four times: the first block that a query block reaches, how many there are to the last, and, counted from
+    the first, the run of those in which every pair passes."""
+    q_min, q_max = _edges(q_row, q_place, block_q)
+    k_min, k_max = _edges(k_row, k_place, block_k)
+    # A block without a key lies where its neighbours do.
+    k_max, k_min = k_max.cummax(-1).values, k_min.flip(-1).cummin(-1).values.flip(-1)
+    b, h = (max(x, y) for x, y in zip(q_min.shape[:2], k_min.shape[:2], strict=True))
+    n = k_min.shape[-1]
+    k_min, k_max = (t.expand(b, h, n).contiguous() for t in (k_min, k_max))
+    q_min, q_max = (t.expand(b, h, -1).contiguous() for t in (q_min, q_max))
+    first = torch.searchsorted(k_max, q_min - hi, right=True)
+    count = (torch.searchsorted(k_min, q_max - lo, right=True) - first).clamp(min=0)
+    head = torch.searchsorted(k_min, q_max - hi, right=True) - first
+    tail = torch.searchsorted(k_max, q_min - lo, right=True) - first
+    head, tail = (torch.minimum(t.clamp(min=0), count) for t in (head, tail))
+    return first, count, head, tail
+
+
+def block_kinds(k_row: Tensor, block: int) -> Tensor:
+    """[b, h, N] int8: FULL for the blocks of keys that are all there, ABSENT for the rest."""
+    return torch.where(_blocks(k_row >= 0, block).all(-1), FULL, ABSENT).to(torch.int8)
 
 
 def span_from_table(
@@ -242,7 +256,7 @@ def span_from_table(
     block_q: int,
     block_k: int,
 ) -> KeySpan:
-    """A span that lists the True entries of `table` [b, h, M, key blocks]; dropped and classified as above."""
+    """A span that lists the True entries of `table` [b, h, M, key blocks], as `span_from_entries`; places in any order."""
     b, h, m, n = table.shape
     row, index = table.reshape(b * h * m, n).nonzero(as_tuple=True)
     return span_from_entries(q_row, k_row, q_place, k_place, lo, hi, row, index, (b, h, m), block_q, block_k)
@@ -261,7 +275,8 @@ def span_from_entries(
     block_q: int,
     block_k: int,
 ) -> KeySpan:
-    """A span of listed blocks told one by one; dropped and classified as in `span_from_ranges`.
+    """A span of listed blocks told one by one; those in which no pair passes the range
+    test are dropped, the rest classified. Reads sizes on the host.
 
     `row` is the number of a query block counted through `shape` = (b, h, M), ascending; `index` that of a key block.
     """
@@ -287,6 +302,17 @@ def span_from_entries(
     return KeySpan(k_row, q_place, k_place, lo, hi, lists)
 
 
+def _edges(row: Tensor, place: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """[b, h, blocks] int64, twice: the least and the greatest place of what is there in each block; of nothing, the least
+    is beyond all places and the greatest before them."""
+    place = place.long()
+    has = (row >= 0) & torch.ones_like(place, dtype=torch.bool)
+    # Wide places exceed 32 bits, so nothing lies beyond these.
+    big = 1 << 60
+    least = _blocks(torch.where(has, place, big), block).amin(-1)
+    return least, _blocks(torch.where(has, place, -big), block).amax(-1)
+
+
 def _edge(place: Tensor, has: Tensor, block: int, fill: int, how: str) -> Tensor:
     filled = _blocks(torch.where(has, place.long(), fill), block)
     return filled.amin(-1) if how == "amin" else filled.amax(-1)
@@ -298,24 +324,6 @@ def _per_block(has: Tensor, block: int) -> Tensor:
 
 def _blocks(x: Tensor, block: int) -> Tensor:
     return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
-
-
-def _listed_area(lists: BlockLists, nq: Tensor, nk: Tensor) -> Tensor:
-    """[b, h] float64: sum over listed blocks of nq[query block] * nk[key block], by prefix sums over the flat lists."""
-    b, h, m1 = lists.offset.shape
-    m = m1 - 1
-    nq, nk = nq.expand(b, h, m), nk.expand(b, h, nk.shape[-1])
-    entry = torch.arange(lists.index.numel(), device=lists.index.device)
-    row = torch.searchsorted(lists.offset[..., 1:].reshape(-1).contiguous(), entry, right=True).clamp(
-        max=b * h * m - 1
-    )
-    used = (entry < lists.offset[..., -1].max()).double()
-    area = (
-        nq.reshape(-1)[row].double() * nk.reshape(-1)[(row // m) * nk.shape[-1] + lists.index.long()] * used
-    )
-    return (
-        torch.zeros(b * h, dtype=torch.float64, device=area.device).index_add_(0, row // m, area).view(b, h)
-    )
 
 
 def _or_last(rows: Tensor, last: int) -> Tensor:

@@ -1,32 +1,209 @@
-"""The contract of a token pruner: which visual tokens are worth keeping."""
+"""The contract of a token pruner: which video tokens are worth keeping, judged by signals of a model's prefill.
+
+Letters: S columns, m video tokens that may go, n rows of the question, E hidden size.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+
+SIGNALS = ("hidden", "attention", "vision_attention", "vision_key")
+"""What a pruner may need; all float, without a batch axis.
+
+hidden            [k, S, E]: what enters the decoder after `Stage.hidden[k]` layers (0: the input embeddings)
+attention         [k, n, S]: the attention that the question's rows (`question`) pay to every column, a mean over heads and
+                  over the layers of the group `Stage.attention[k]`
+vision_attention  [S]: the attention a video token receives within its frame in the vision tower; 0 elsewhere
+vision_key        [S, D]: its key there, a mean over heads; 0 elsewhere
+"""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One cut of a prompt.
+
+    layer      decoder layers that have run before it; 0 is before the language model
+    hidden     the states it reads, each by the number of layers run before it, at most `layer`
+    attention  the layers whose attention it reads, in groups that are averaged; between layers of the target, `layer`
+               itself or the one before
+    share      the share of the prompt's candidates that is left by it
+    """
+
+    layer: int
+    hidden: tuple[int, ...] = ()
+    attention: tuple[tuple[int, ...], ...] = ()
+    share: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What a cut leaves: columns [n], ascending, and the states [n, E] they go on with, or None: their own."""
+
+    columns: Tensor
+    states: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPruner(ABC):
-    """Chooses the rows to keep, from signals it declares.
+    """Chooses the columns to keep, from signals it declares. Text, images and marks (such as LLaVA's newline) always stay.
 
-    seat   where it acts: on whole "frames" before the language model, at a "layer" of the target, on the "draft"'s prompt,
-           or on the cache in "decode"
-    needs  names of the signals it reads (for example "attention", "hidden", "value")
-    lossy  whether the target's own output may change
+    seat    whose columns go: those of the target before its language model ("frames") or between its layers ("layer"), or
+            those of a "draft"'s prompt, by signals of the target
+    needs   names of `SIGNALS` it reads
+    lossy   whether the target's own output may change
+
+    compact  number the kept tokens anew, 0, 1, 2, ... on every rotary axis; otherwise each keeps its own position, so that
+             M-RoPE's time and place stay true, and text stands where it stood
     """
 
     name: ClassVar[str]
-    seat: ClassVar[Literal["frames", "layer", "draft", "decode"]]
+    seat: ClassVar[Literal["frames", "layer", "draft"]]
     needs: ClassVar[frozenset[str]] = frozenset()
     lossy: ClassVar[bool] = False
 
+    compact: bool = False
+
     @abstractmethod
-    def keep(self, signals: Mapping[str, Tensor], layout: TokenLayout, layer: int) -> Tensor:
-        """[n] long, ascending: the columns of `layout` that stay; text columns always do."""
+    def stages(self, depth: int) -> tuple[Stage, ...]:
+        """The cuts of a model of `depth` layers, by layer, ascending; a draft's pruner has one.
+
+        Raises `RecipeError` for a model that is too shallow.
+        """
+
+    @abstractmethod
+    def keep(
+        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
+    ) -> Tensor:
+        """[n] long, ascending: the columns of `layout` (batch 1) that stay at the cut `stage`.
+
+        Signals have the columns of `layout`, in which earlier cuts are done. `total` is how many candidates the prompt had
+        before any cut, which retention is counted in; None: those of `layout`.
+        """
+
+    def cut(
+        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
+    ) -> Kept:
+        """What `keep` keeps, and the states it has from here on where it takes up what is dropped."""
+        return Kept(self.keep(signals, layout, stage, total))
+
+    @property
+    def glance(self) -> int | None:
+        """The layer by whose attention a decoded token's view of the video is chosen, for all layers after it; or None."""
+        return None
+
+    def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
+        """The cached video columns a decoded token sees: [n] long, ascending, out of `columns` [m].
+
+        attention [m]: the token's attention to them at `glance`, a mean over heads. before [m]: the same at the step before,
+        or None at the first. None: those chosen last stay.
+        """
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorePruner(TokenPruner):
+    """A pruner that scores every candidate and keeps the best: authors write `score`, and `stages`.
+
+    retention  the share of the candidates that stays, rounded down to a whole token
+    """
+
+    retention: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_share(self.name, "retention", self.retention)
+
+    @abstractmethod
+    def score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
+        """[m]: the worth of the candidates, which stand in columns `at` [m] of `layout`."""
+
+    def keep(
+        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
+    ) -> Tensor:
+        at = candidates(layout)
+        count = min(quota(stage.share, total if total is not None else at.numel()), at.numel())
+        if count == at.numel():
+            return everything(layout)
+        return staying(layout, at[best(self.score(signals, layout, at), count)])
+
+
+def check_share(who: str, field: str, value: object, *, least: float = 0.0) -> None:
+    """Raise `RecipeError` unless `value` is a share between `least` and 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 1:
+        raise RecipeError(f"{who}: {field} is {value!r}; give a share from {least:g} to 1.")
+
+
+def quota(share: float, count: int) -> int:
+    """How many of `count` tokens `share` of them is, rounded down; 0.29 of 100 is 29, whatever the binary fraction says."""
+    return int(share * count + 1e-9)
+
+
+def candidates(layout: TokenLayout) -> Tensor:
+    """[m] the columns that may go: the tokens of video frames, of a layout of one sequence."""
+    return ((layout.modality[0] == VIDEO) & (layout.frame[0] >= 0) & layout.valid[0]).nonzero()[:, 0]
+
+
+def frames(layout: TokenLayout) -> list[Tensor]:
+    """The candidates of each frame, in order."""
+    at = candidates(layout)
+    sizes = torch.unique_consecutive(layout.frame[0, at], return_counts=True)[1]
+    return list(torch.split(at, sizes.tolist()))
+
+
+def everything(layout: TokenLayout) -> Tensor:
+    """[S] all columns."""
+    return torch.arange(layout.length, device=layout.device)
+
+
+def staying(layout: TokenLayout, chosen: Tensor) -> Tensor:
+    """[n] ascending: the `chosen` candidates and every column that is no candidate."""
+    stays = torch.ones(layout.length, dtype=torch.bool, device=layout.device)
+    stays[candidates(layout)] = False
+    stays[chosen] = True
+    return stays.nonzero()[:, 0]
+
+
+def others(chosen: Tensor, among: int) -> Tensor:
+    """[among - n] ascending: the places out of `among` that are not `chosen` [n]."""
+    left = torch.ones(among, dtype=torch.bool, device=chosen.device)
+    left[chosen] = False
+    return left.nonzero()[:, 0]
+
+
+def question(layout: TokenLayout) -> Tensor:
+    """[n] the columns of the question: the text after the last video token; all text where none follows.
+
+    A sequence without text is asked by its last column.
+    """
+    text = (layout.modality[0] == TEXT) & layout.valid[0]
+    video = (layout.modality[0] == VIDEO).nonzero()[:, 0]
+    rows = text.nonzero()[:, 0]
+    if video.numel() and bool((rows > video[-1]).any()):
+        rows = rows[rows > video[-1]]
+    return rows if rows.numel() else everything(layout)[-1:]
+
+
+def best(score: Tensor, count: int) -> Tensor:
+    """[count] ascending: the places of the largest scores; of equal ones the first, on every device."""
+    return score.float().sort(descending=True, stable=True).indices[:count].sort().values
+
+
+def spread(count: int, among: int, device: torch.device | str = "cpu") -> Tensor:
+    """[count] ascending, distinct: `count` of `among` places, in the middles of `count` equal stretches."""
+    return ((2 * torch.arange(count, device=device) + 1) * among).div(
+        2 * max(count, 1), rounding_mode="floor"
+    )
+
+
+def thin(layout: TokenLayout, columns: Tensor) -> TokenLayout:
+    """The layout of what stays: frames, cells and segments as they were, ranks among what stays."""
+    left = layout.take(columns)
+    return replace(left, position=(left.valid.long().cumsum(1) - 1).clamp(min=0))

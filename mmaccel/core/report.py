@@ -22,7 +22,8 @@ class Report:
     ttft_s          seconds from the call of `generate` to its first token, vision included; None without generation
     tokens_per_s    new tokens after the first over the seconds they took; None for fewer than two
     peak_bytes      largest device memory during the call (CUDA), or largest resident set of the process so far (CPU)
-    draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), failed (a reason or None)
+    draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), windows
+                    (proposed in each), failed (a reason or None), counters (the strategy's own)
     kv              counters of the memory
     backend_why     why it is this backend, with the measured rates where "auto" measured
     """
@@ -48,6 +49,14 @@ class Report:
         """How many heads, over all layers, ran each pattern."""
         return Counter(name for layer in self.patterns for name in layer)
 
+    def accepted_length(self, bonus: bool = False) -> float:
+        """Mean drafted tokens kept in a round in which any were proposed; with `bonus` the target's own token counts too.
+
+        The two conventions of M. A pipelined draft's streaks over rounds are in ``draft["counters"]``.
+        """
+        lengths: list[int] = self.draft.get("lengths") or [0]
+        return sum(lengths) / len(lengths) + bonus
+
     def __str__(self) -> str:
         def show(value: float | None, form: str) -> str:
             return "-" if value is None else format(value, form)
@@ -66,10 +75,12 @@ class Report:
         ]
         if self.backend_why.startswith("measured"):
             lines.insert(2, f"backend {self.backend}: {self.backend_why}")
+        elif self.draft.get("failed"):
+            lines.append(f"draft: none; {self.draft['failed']}")
         if self.draft.get("rounds"):
             lines.append(
-                f"draft: {self.draft['accepted']} of {self.draft['proposed']} accepted in {self.draft['rounds']} rounds, "
-                f"{self.draft['target_steps']} target steps"
+                f"draft: {self.draft['accepted']} of {self.draft['proposed']} accepted in {self.draft['rounds']} rounds "
+                f"({self.accepted_length():.2f} a round), {self.draft['target_steps']} target steps"
                 + (f"; stopped drafting: {self.draft['failed']}" if self.draft["failed"] else "")
             )
         return "\n".join(lines)
@@ -88,9 +99,11 @@ class Meter:
     first: float | None = None
     last: float | None = None
     lengths: list[int] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
     proposed: int = 0
     target_steps: int = 0
     failed: str | None = None
+    draft_counters: dict[str, float] = field(default_factory=dict)
     generating: bool = False
 
     def clear(self) -> None:
@@ -137,6 +150,7 @@ class Meter:
         self.proposed += proposed
         if proposed:
             self.lengths.append(accepted)
+            self.windows.append(proposed)
 
     def draft_failed(self, reason: str) -> None:
         """The draft was dropped; decoding went on by itself."""
@@ -187,7 +201,9 @@ class Meter:
                 "proposed": self.proposed,
                 "accepted": sum(self.lengths),
                 "lengths": list(self.lengths),
+                "windows": list(self.windows),
                 "failed": self.failed,
+                "counters": dict(self.draft_counters),
             },
             kv=kv,
             backend_why=why,

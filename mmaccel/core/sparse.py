@@ -59,6 +59,14 @@ class SparsePattern(ABC):
     def bound(self, n_query: int, n_key: int) -> int:
         """The most key blocks the pattern can list for one head and `n_query` rows over `n_key` keys; host numbers alone."""
 
+    def expected(
+        self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
+    ) -> float:
+        """About how many key blocks the pattern lists for one head, before it has seen a query: what its estimates will
+        find they are taken to find at best. `layouts`, of queries and keys, may tell more; they are looked at once.
+        """
+        return self.bound(n_query, n_key)
+
     def per_head(self, heads: int) -> tuple[str, ...]:
         """The name of the pattern of each head of a layer, for the report."""
         return (self.name,) * heads

@@ -38,6 +38,8 @@ def accept(
     vocabulary, or not one that could have given its token. Columns of q beyond V may hold no mass; missing ones hold none.
     """
     check(proposal)
+    if proposal.parents is not None:
+        raise DraftError("accept judges chains; a proposal with parents is for accept_tree.")
     drafted = proposal.ids.to(logits.device)
     n = drafted.numel()
     if logits.shape[0] != n + 1:
@@ -75,18 +77,76 @@ def accept(
     return torch.cat([drafted[:kept], last]), kept
 
 
-def check(proposal: Proposal) -> None:
-    """Raise `DraftError` for a proposal that no chain verification can take; looks at shapes alone, never at the device."""
-    ids, q = proposal.ids, proposal.q
-    if proposal.parents is not None:
+def accept_tree(
+    proposal: Proposal,
+    logits: Tensor,
+    ids: Tensor,
+    warp: Warp | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The tokens to commit, [k + 1] long, and the path [k] of proposed tokens among them, from the root down.
+
+    logits [n + 1, V]: row 0 follows the last committed token, row i + 1 the branch that ends in token i. From the root on
+    the target chooses, or draws, its own next token; where a child says the same the walk goes on below it. Sampling this
+    is exact, and it is the most that can be kept: for children that are chosen without chance, rejection over siblings one
+    after the other accepts with the same probability, the target's mass on all of them.
+    """
+    check(proposal)
+    assert proposal.parents is not None
+    tokens, parents = proposal.ids.tolist(), proposal.parents.tolist()
+    if logits.shape[0] != len(tokens) + 1:
         raise DraftError(
-            "the draft proposed a tree (Proposal.parents); propose a chain, with parents left at None."
+            f"{len(tokens)} proposed tokens need {len(tokens) + 1} rows of logits; {logits.shape[0]} were given."
         )
+    below: dict[int, dict[int, int]] = {}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        below.setdefault(parent, {}).setdefault(token, node)
+    best = logits.argmax(-1).tolist() if warp is None else []
+    path: list[int] = []
+    said: list[int] = []
+    before, node = ids.to(logits.device), -1
+    while True:
+        if warp is None:
+            token = best[node + 1]
+        else:
+            drawn = draw(_real(warp(before, logits[node + 1])), generator)
+            before = torch.cat([before, drawn])
+            token = int(drawn)
+        said.append(token)
+        child = below.get(node, {}).get(token)
+        if child is None:
+            return torch.tensor(said, device=logits.device), torch.tensor(path, dtype=torch.long)
+        path.append(child)
+        node = child
+
+
+def check(proposal: Proposal) -> None:
+    """Raise `DraftError` for a proposal that cannot be verified; of what is on a device only a tree's parents are read."""
+    ids, q = proposal.ids, proposal.q
     if ids.ndim != 1 or ids.dtype != torch.long:
         raise DraftError(f"Proposal.ids must be [n] long; it is {list(ids.shape)} {ids.dtype}.")
+    if proposal.parents is not None:
+        _check_tree(proposal)
     if q is not None and (q.ndim != 2 or q.shape[0] != ids.numel()):
         raise DraftError(
             f"Proposal.q must be [{ids.numel()}, V], a row for each token; it is {list(q.shape)}."
+        )
+
+
+def _check_tree(proposal: Proposal) -> None:
+    parents = proposal.parents
+    assert parents is not None
+    if parents.shape != proposal.ids.shape or parents.dtype != torch.long:
+        raise DraftError(
+            f"Proposal.parents must be [{proposal.ids.numel()}] long; it is {list(parents.shape)} {parents.dtype}."
+        )
+    if any(not -1 <= parent < node for node, parent in enumerate(parents.tolist())):
+        raise DraftError(
+            "Proposal.parents: a token stands before its parent; list parents first, -1 for the root."
+        )
+    if proposal.q is not None:
+        raise DraftError(
+            "the draft proposed a tree with probabilities (Proposal.q); choose children without chance, and leave q out."
         )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from mmaccel.core.recipe import Recipe
 from mmaccel.eval.cases import Case, Film
 from mmaccel.eval.needle import judge
+from mmaccel.eval.rivals import computed
 from mmaccel.world import Document, World
 
 MOST_WORLDS = 400
@@ -92,7 +93,7 @@ def shots(
                     case.question,
                     judged.right(name),
                     answer.report.prompt_tokens,
-                    answer.report.kept,
+                    computed(answer.report),
                 )
                 for name, answer in judged.answers.items()
             ]

@@ -1,8 +1,8 @@
 """The methods a sparse prefill is compared with, each brought to one share of attention.
 
-The rows of MMInference's Table 2, whose budgets stand for 128k tokens and more: here the budgets of a method grow or shrink
-together until a prompt lists as many pairs as it should. A method without a budget (the strided and fixed patterns, a grid)
-stays as it is, and says what it computes.
+The rows of MMInference's Table 2, whose budgets stand for 128k tokens and more, and two that compute less by dropping
+tokens: here the budgets of a method grow or shrink together until a prompt takes as much attention as it should. A method
+without a budget (the strided and fixed patterns) stays as it is, and says what it computes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.report import Report
 
 Fields = dict[str, Any]
 ROUNDS = 12
@@ -41,6 +42,14 @@ def _block_topk(m: float) -> Fields:
     return {"sparse": {"name": "block_topk", "budget": 1.0, "top": _tokens(64 * m), "sink": _tokens(128 * m)}}
 
 
+def _visionzip(m: float) -> Fields:
+    return {"prune": {"name": "visionzip", "retention": min(1.0, 64 / 196 * m)}}
+
+
+def _fastv(m: float) -> Fields:
+    return {"prune": {"name": "fastv", "retention": min(1.0, 0.5 * m)}}
+
+
 @dataclass(frozen=True)
 class Rival:
     """A method: the recipe's fields at a multiple of its budgets, and whether there is a budget at all."""
@@ -56,8 +65,26 @@ RIVALS: Mapping[str, Rival] = {
     "sf_strided": Rival(lambda m: {"sparse": "sf_strided"}, budget=False),
     "minference": Rival(_minference),
     "block_topk": Rival(_block_topk),
+    "visionzip": Rival(_visionzip),
+    "fastv": Rival(_fastv),
 }
 """Name -> method."""
+
+
+def computed(report: Report) -> float | None:
+    """The share of a prompt's attention that a run computed: `kept`, and of that what a pruner left, layer by layer.
+
+    Attention over r of n tokens counts (r / n)^2. None where nothing was counted.
+    """
+    if report.kept is None:
+        return None
+    whole = report.prompt_tokens
+    left, area = float(whole), 0.0
+    for layer in range(len(report.patterns)):
+        if (video := report.kv.get(f"video from layer {layer}")) is not None:
+            left = whole - report.kv["video"] + video
+        area += (left / whole) ** 2
+    return report.kept * area / len(report.patterns) if report.patterns else report.kept
 
 
 def level(rival: Rival, wanted: float, measure: Callable[[Fields], float]) -> tuple[Fields, float]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.draft import DraftState, Prompt, Proposal
+from mmaccel.core.adapter import ModelView
+from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.generate import speculate
 from mmaccel.core.report import Meter
 from mmaccel.models.runner import HFRunner, unpadded
+from mmaccel.models.signals import Listener
 
 if TYPE_CHECKING:
     from mmaccel.models.hf import Attachment
@@ -64,7 +67,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
             max_new_tokens=generation_config.max_length - input_ids.shape[1],
         )
         meter = owner.road.meter
-        state = owner.recipe.draft.open(owner.view)
+        guarded = _Careful(owner.recipe.draft, owner.view, meter)
 
         def emit(tokens: Tensor) -> None:
             meter.token(tokens.numel())
@@ -73,20 +76,24 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
                     listener.put(token[None])
 
         try:
-            state = _begun(state, prompt, meter)
-            first = runner.prefill({"input_ids": input_ids, **model_kwargs})
+            guarded.begin(prompt)
+            with _listening(attachment, raw, guarded):
+                first = runner.prefill({"input_ids": input_ids, **model_kwargs})
         except BaseException:
-            state.close()
+            guarded.close()
             raise
-        ids = speculate(
-            runner,
-            state,
-            prompt,
-            first,
-            stop=lambda ids: bool(stopping_criteria(ids, None).all()),
-            emit=emit,
-            meter=meter,
-        )
+        try:
+            ids = speculate(
+                runner,
+                guarded.state,
+                prompt,
+                first,
+                stop=lambda ids: bool(stopping_criteria(ids, None).all()),
+                emit=emit,
+                meter=meter,
+            )
+        finally:
+            meter.draft_counters = guarded.state.counters()
         if listener is not None:
             listener.end()
         if generation_config.return_dict_in_generate:
@@ -128,19 +135,46 @@ class _Silent(DraftState):
         pass
 
 
-def _begun(state: DraftState, prompt: Prompt, meter: Meter) -> DraftState:
-    """The draft, begun; one that fails is dropped, and decoding goes on without it."""
-    try:
-        state.begin(prompt)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        meter.draft_failed(reason)
-        message = f"the draft failed and was dropped; decoding goes on without it ({reason})."
-        warnings.warn(message, MmaccelWarning, stacklevel=2)
-        with suppress(Exception):
-            state.close()
-        return _Silent()
-    return state
+class _Careful:
+    """A draft up to the end of the target's prefill: one that fails is dropped, and decoding goes on without it."""
+
+    def __init__(self, draft: DraftStrategy, view: ModelView, meter: Meter) -> None:
+        self.state: DraftState = _Silent()
+        self._meter = meter
+        self._try(lambda: setattr(self, "state", draft.open(view)))
+
+    def begin(self, prompt: Prompt) -> None:
+        self._try(lambda: self.state.begin(prompt))
+
+    def keep(self, columns: Tensor) -> None:
+        if not isinstance(self.state, _Silent):
+            self._try(lambda: self.state.keep(columns))
+
+    def close(self) -> None:
+        self.state.close()
+
+    def _try(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._meter.draft_failed(reason)
+            message = f"the draft failed and was dropped; decoding goes on without it ({reason})."
+            warnings.warn(message, MmaccelWarning, stacklevel=2)
+            with suppress(Exception):
+                self.state.close()
+            self.state = _Silent()
+
+
+def _listening(
+    attachment: Attachment, raw: Mapping[str, Any], draft: _Careful
+) -> AbstractContextManager[Any]:
+    """While inside, the target's prefill is listened to for what the draft's pruner reads, if it has one."""
+    pruner = attachment.owner.recipe.draft.pruner
+    if pruner is None:
+        return nullcontext()
+    layout = attachment.family.layout(attachment.model, raw)
+    return Listener(attachment.owner, pruner, layout, draft.keep)
 
 
 def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:
@@ -167,10 +201,18 @@ def _warp(processors: Any, sample: bool) -> Callable[[Tensor, Tensor], Tensor] |
     if not sample and not processors:
         return None
 
-    def warp(ids: Tensor, logits: Tensor) -> Tensor:
-        scores = processors(ids[None], logits[None].float())[0]
-        if sample:
+    return Sampling(processors, sample)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the processors make of one token's logits; a class of its own, so that it can travel to another process."""
+
+    processors: Any
+    sample: bool
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        scores = self.processors(ids[None], logits[None].float())[0]
+        if self.sample:
             return torch.softmax(scores, -1)
         return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()
-
-    return warp

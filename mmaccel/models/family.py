@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Geometry, ModelAdapter, Runner
+from mmaccel.core.adapter import Geometry, ModelAdapter, Runner, StreamSeam
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
@@ -48,6 +48,10 @@ class Family(ModelAdapter):
     """
 
     mrope: ClassVar[bool] = False
+
+    def pace(self, model: nn.Module) -> int:
+        """Frames that the vision tower takes as one step of time."""
+        return 1
 
     def grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Grid], list[Grid]]:
         """The images and the videos of a prompt, each in order of appearance over the batch."""
@@ -168,10 +172,39 @@ class Family(ModelAdapter):
 
     def rotate(self, model: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = self.rotary(model)(x, positions)
-        cos, sin = cos[:, None], sin[:, None]
+        return self.turn(x, (cos[:, None], sin[:, None]))
+
+    def angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        like = torch.empty(0, dtype=dtype, device=positions.device)
+        # Past the module's hooks, for a hook of a stream gives no rotation.
+        cos, sin = self.rotary(model).forward(like, positions[..., None, :])
+        return cos[:, None], sin[:, None]
+
+    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = angles
         half = x.shape[-1] // 2
-        turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-        return x * cos + turned * sin
+        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+    def steps(self, model: nn.Module, inputs: Mapping[str, Any], units: int) -> Tensor:
+        """[units] long: what the first rotary coordinate of each unit of the video of `inputs` is beyond that of unit 0,
+        were it `units` units long."""
+        count = self.layout(model, {**inputs, "attention_mask": None}).frame
+        first = int((count == 0).sum())
+        return torch.arange(units, device=count.device) * first
+
+    def frame_size(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[int, int]:
+        """(height, width) in pixels of the video frames of `inputs`."""
+        height, width = inputs["pixel_values_videos"].shape[-2:]
+        return height, width
+
+    def words(self, model: nn.Module) -> nn.Embedding:
+        """The embedding of words."""
+        return model.get_input_embeddings()  # type: ignore[operator, no-any-return]
+
+    def seam(self, model: nn.Module, processor: Any) -> StreamSeam:
+        from mmaccel.models.stream import Seam
+
+        return Seam(model, self, processor)
 
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
         return model.get_output_embeddings()(hidden)  # type: ignore[operator, no-any-return]

@@ -24,12 +24,15 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from mmaccel.core.attach import Accelerated
-from mmaccel.core.attention import Run
+from mmaccel.core.attention import Run, StreamRun
+from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.models import drafting
 from mmaccel.models.cache import Columns, KVCache
 from mmaccel.models.family import Family
+from mmaccel.models.pointwise import in_chunks
+from mmaccel.models.pruning import Pruning
 
 ATTENTION = "mmaccel"
 
@@ -44,7 +47,7 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention function: the `Run` travels in the place of the mask."""
-    if not isinstance(attention_mask, Run):
+    if not isinstance(attention_mask, Run | StreamRun):
         raise ModelError(
             "a layer of an accelerated model was called by itself; call the model, or detach the recipe first."
         )
@@ -60,10 +63,11 @@ AttentionInterface.register(ATTENTION, attention)
 @dataclass(frozen=True)
 class Note:
     """What travels from the multimodal model to the text model beside its arguments: the layout of the new columns, and
-    whether they are tokens to verify rather than a prompt."""
+    whether they are tokens to verify rather than a prompt, and of which tree."""
 
     layout: TokenLayout | None = None
     verify: bool = False
+    branches: Branches | None = None
 
 
 NOTE = "mmaccel_note"
@@ -106,6 +110,8 @@ class Attachment:
         self.generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
         self.configs = self._give_config()
         self.hook = self.multimodal.register_forward_pre_hook(self._notice, with_kwargs=True)
+        self.pruning = Pruning(self) if owner.recipe.prune is not None else None
+        self.in_one = in_chunks(family.pointwise(model))
         self._wrap(self.text, "forward", self.forward, self._forward)
         self._wrap(model, "generate", self.generate, self._generate)
 
@@ -117,6 +123,9 @@ class Attachment:
     def remove(self) -> None:
         """Leave no trace."""
         self.hook.remove()
+        self.in_one()
+        if self.pruning is not None:
+            self.pruning.remove()
         for module, config in self.configs:
             module.config = config
         for module, name in ((self.text, "forward"), (self.model, "generate")):
@@ -215,7 +224,7 @@ class Attachment:
             new = TokenLayout.build(
                 torch.zeros(batch, count, dtype=torch.long, device=entry.device), valid=valid
             )
-        if not self.owner.recipe.kv.exact:
+        if not self.owner.recipe.kv.exact or self.pruning is not None:
             cache = self._own(cache, kwargs, new)
         known = self._known(cache)
         if start and known is None:
@@ -242,26 +251,31 @@ class Attachment:
                 self.sequences[cache] = Columns(layout, delta)
         state = cache.state if isinstance(cache, KVCache) else None
         prefill = not note.verify and (count > 1 or start == 0)
-        run = Run(self.owner.road, layout, start, state, prefill)
+        run = Run(self.owner.road, layout, start, state, prefill, branches=note.branches)
         if start == 0 or self.owner.road.meter.prompt_tokens == 0:
             self.owner.road.meter.enter(int(new.valid.sum()), start)
-        chunk = self.owner.recipe.chunk
+        if self.pruning is not None:
+            return self.pruning.forward(run, kwargs, self._go)
+        return self._go(run, kwargs)
+
+    def _go(self, run: Run, kwargs: dict[str, Any]) -> Any:
+        chunk, count = self.owner.recipe.chunk, run.layout.length - run.start
         if chunk is None or count <= chunk:
             return self._pass(run, kwargs)
         return self._chunks(run, chunk, count, kwargs)
 
     def _own(self, cache: Any, kwargs: dict[str, Any], new: TokenLayout) -> KVCache:
-        """A memory that forgets decides what is seen: it takes in every pass, and only its own cache will do."""
-        name = self.owner.recipe.kv.name
+        """A memory that forgets decides what is seen: it takes in every pass, and only its own cache will do. So too for one
+        whose layers hold less than the prompt."""
+        prune, kv = self.owner.recipe.prune, self.owner.recipe.kv
+        name = f"kv {kv.name!r}" if prune is None else f"prune {prune.name!r}"
         if cache is None:
             cache = kwargs["past_key_values"] = self.cache()
         if not isinstance(cache, KVCache):
-            raise ModelError(
-                f"past_key_values: kv {name!r} keeps a cache of its own; leave past_key_values out."
-            )
+            raise ModelError(f"past_key_values: {name} keeps a cache of its own; leave past_key_values out.")
         if new.padded:
             raise ModelError(
-                f"attention_mask: kv {name!r} counts columns, so padding would take the place of tokens; "
+                f"attention_mask: {name} counts columns, so padding would take the place of tokens; "
                 "give prompts of one length, or one prompt at a time."
             )
         return cache

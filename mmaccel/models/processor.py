@@ -152,23 +152,37 @@ class Processor:
         ...}`, `{"type": "text", "text": ...}`) or messages (`{"role": ..., "content": pieces}`). `images`
         and `videos` given beside it stand before it. `options` go to the call.
         """
-        if self.chat_template is None:
-            raise ModelError(
-                "this folder has no chat template: add chat_template.jinja, or call the processor with text."
-            )
         messages = _messages(content, [image for row in _rows(images) for image in row], _flat(videos))
         shown: dict[str, list[Any]] = {"image": [], "video": []}
         bare = [
             {**message, "content": [_without(piece, shown) for piece in message["content"]]}
             for message in messages
         ]
-        text = self.tokenizer.apply_chat_template(
-            bare, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
-        )
-        start = getattr(self.tokenizer, "bos_token", None)
-        options.setdefault("add_special_tokens", not (start and text.startswith(start)))
+        text, special = self._written(bare)
+        options.setdefault("add_special_tokens", special)
         nested = [shown["image"]] if shown["image"] else None
         return self(text, images=nested, videos=shown["video"] or None, fps=fps, **options)
+
+    def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of one turn of the user through the chat template, each video and image still one placeholder.
+
+        `content` holds pieces in order; those of type "video" and "image" need nothing but their type.
+        """
+        text, special = self._written([{"role": "user", "content": list(content)}])
+        ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def _written(self, messages: list[dict[str, Any]]) -> tuple[str, bool]:
+        """A conversation as text up to where the answer begins, and whether the tokenizer has to add special tokens."""
+        if self.chat_template is None:
+            raise ModelError(
+                "this folder has no chat template: add chat_template.jinja, or call the processor with text."
+            )
+        text = self.tokenizer.apply_chat_template(
+            messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
+        )
+        start = getattr(self.tokenizer, "bos_token", None)
+        return text, not (start and text.startswith(start))
 
     def decode(self, ids: Tensor | Sequence[Any], skip_special_tokens: bool = True) -> Any:
         """Text of one row of token ids, or a list of texts for several rows."""

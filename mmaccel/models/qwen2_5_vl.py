@@ -19,6 +19,14 @@ class Qwen25VL(Family):
     model_types = ("qwen2_5_vl",)
     mrope = True
 
+    def pace(self, model: nn.Module) -> int:
+        return int(model.config.vision_config.temporal_patch_size)  # type: ignore[union-attr, arg-type]
+
+    def frame_size(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[int, int]:
+        patch = int(model.config.vision_config.patch_size)  # type: ignore[union-attr, arg-type]
+        height, width = inputs["video_grid_thw"][0, 1:].tolist()
+        return height * patch, width * patch
+
     def grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Grid], list[Grid]]:
         merge = model.config.vision_config.spatial_merge_size  # type: ignore[union-attr]
 
@@ -47,3 +55,16 @@ class Qwen25VL(Family):
             mm_token_type_ids=kinds,
         )
         return positions  # type: ignore[no-any-return]
+
+    def steps(self, model: nn.Module, inputs: Mapping[str, Any], units: int) -> Tensor:
+        # A video of one token a unit: the time of a unit does not depend on its size.
+        config: Any = model.config
+        merge = config.vision_config.spatial_merge_size
+        ids = torch.full((1, units), config.video_token_id, device=inputs["input_ids"].device)
+        skinny = {
+            "input_ids": ids,
+            "video_grid_thw": torch.tensor([[units, merge, merge]], device=ids.device),
+            "second_per_grid_ts": inputs.get("second_per_grid_ts"),
+        }
+        time = self.positions(model, skinny)[0, 0]
+        return time - time[0]

@@ -15,6 +15,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
 
 if TYPE_CHECKING:
+    from mmaccel.core.draft import Branches
     from mmaccel.models.family import Family
 
 
@@ -23,7 +24,7 @@ class HFRunner(Runner):
 
     def __init__(self, model: nn.Module, family: Family, cache: Any) -> None:
         self.model, self.family, self.cache = model, family, cache
-        self.delta = 0
+        self.delta = self._last = 0
 
     @classmethod
     def open(cls, model: nn.Module, family: Family, kv: KVPolicy | None) -> HFRunner:
@@ -42,7 +43,7 @@ class HFRunner(Runner):
         )
         return cls(model, family, KVCache(state, owner.view.geometry.layers))
 
-    def prefill(self, inputs: Mapping[str, Any]) -> Tensor:
+    def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
         if inputs["input_ids"].shape[0] != 1:
             raise ModelError(
                 f"input_ids: {inputs['input_ids'].shape[0]} sequences; a runner takes one at a time."
@@ -51,22 +52,89 @@ class HFRunner(Runner):
         positions = inputs.get("position_ids")
         if positions is None:
             positions = self.family.positions(self.model, inputs)
+        if keep is not None:
+            return self._prefill_kept(inputs, positions, keep.to(positions.device), compact)
         inputs.update(past_key_values=self.cache, position_ids=positions, use_cache=True, logits_to_keep=1)
         out = self.model(**inputs)
         # As `generate` does, go on from the last column: after a long video that is not the largest position.
         self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - inputs["input_ids"].shape[1]
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
-    def step(self, ids: Tensor) -> Tensor:
-        start = self.length() + self.delta
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+    def _prefill_kept(self, inputs: dict[str, Any], positions: Tensor, keep: Tensor, compact: bool) -> Tensor:
+        """The vision tower sees every frame; the language model runs the kept columns alone."""
+        if attached(self.model) is not None:
+            raise ModelError(
+                "prune: an accelerated model cannot be its own pruned draft; load the draft apart."
+            )
+        for name in ("past_key_values", "use_cache", "logits_to_keep", "position_ids"):
+            inputs.pop(name, None)
+        embeds = self.family.embed(self.model, inputs)[:, keep]
+        count = keep.numel()
+        if compact:
+            positions = torch.arange(count, device=keep.device).expand(*positions.shape[:-1], count)
+        else:
+            positions = positions[..., keep]
+        out = self.model(
+            inputs_embeds=embeds,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - count
+        return out.logits[:, -1]  # type: ignore[no-any-return]
+
+    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+        held, count = self.length(), ids.shape[1]
+        self._last = count
+        start = held + self.delta
+        if branches is None:
+            positions = torch.arange(start, start + count, device=ids.device)[None]
+        else:
+            before = branches.sees.shape[1] - count
+            positions = (branches.depth.to(ids.device) + start - before)[None]
         if self.family.mrope:
             positions = positions.expand(3, -1, -1)
-        told = {} if attached(self.model) is None else {"mmaccel_note": _verify()}
+        told: dict[str, Any] = {}
+        if attached(self.model) is not None:
+            told["mmaccel_note"] = _verify(branches)
+        elif branches is not None:
+            told["attention_mask"] = self._mask(branches, held + count, ids.device)
         out = self.model(
             input_ids=ids, past_key_values=self.cache, position_ids=positions, use_cache=True, **told
         )
         return out.logits  # type: ignore[no-any-return]
+
+    def resume(self, inputs: Mapping[str, Any]) -> None:
+        from mmaccel.models.cache import Columns
+
+        inputs = _accepted(self.model, unpadded(inputs))
+        positions = inputs.get("position_ids")
+        if positions is None:
+            positions = self.family.positions(self.model, inputs)
+        length = inputs["input_ids"].shape[1]
+        self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - length
+        delta = torch.full((1, 1), self.delta, device=positions.device)
+        self.cache.sequence = Columns(self.family.layout(self.model, inputs), delta)
+
+    def _mask(self, branches: Branches, total: int, device: torch.device) -> Tensor:
+        """[1, 1, n, total]: what a plain model adds to its scores."""
+        sees = branches.sees.to(device)
+        dtype = next(self.model.parameters()).dtype
+        mask = torch.zeros(sees.shape[0], total, dtype=dtype, device=device)
+        mask[:, total - sees.shape[1] :] = torch.where(sees, 0.0, torch.finfo(dtype).min).to(dtype)
+        return mask[None, None]
+
+    def accept(self, path: Tensor) -> None:
+        state = getattr(self.cache, "state", None)
+        if state is not None:
+            state.accept(path)
+            return
+        start = self.length() - self._last
+        for layer in self.cache.layers:
+            columns = torch.cat([torch.arange(start), path.cpu() + start]).to(layer.keys.device)
+            layer.keys = layer.keys.index_select(2, columns)
+            layer.values = layer.values.index_select(2, columns)
 
     def truncate(self, length: int) -> None:
         surplus = self.length() - length
@@ -77,10 +145,10 @@ class HFRunner(Runner):
         return int(self.cache.get_seq_length())
 
 
-def _verify() -> Any:
+def _verify(branches: Branches | None) -> Any:
     from mmaccel.models.hf import Note
 
-    return Note(verify=True)
+    return Note(verify=True, branches=branches)
 
 
 def _accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,12 @@ _SHAPE = {name: i for i, name in enumerate(SHAPES)}
 _COLOUR = {name: i for i, name in enumerate(COLOURS)}
 
 
-def make_table(world: World) -> dict[str, Tensor]:
-    """The table of a world; see this module's description."""
+STILL_SHORTEST, STILL_LONGEST = 8, 40
+
+
+def make_table(world: World, still: float = 0.0) -> dict[str, Tensor]:
+    """The table of a world; see this module's description. In a share `still` of it nothing moves, but for cards that
+    come and go; all else is as without."""
     rng = Random(world.seed * 16 + 1)
     uniform = rng.random
     time = torch.arange(world.frames, dtype=torch.float64)[:, None]
@@ -68,16 +72,33 @@ def make_table(world: World) -> dict[str, Tensor]:
         shape[at] = torch.tensor([_SHAPE[c.shape] for c in world.cards])
         colour[at] = torch.tensor([_COLOUR[c.colour] for c in world.cards])
         place[at] = torch.tensor([_card_place(rng) for _ in world.cards])
+    seen = torch.arange(world.frames) if not still else _standing(world, still)
     return {
         "scene": scene,
-        "drift": drift.float(),
-        "light": light.float(),
-        "ball": torch.cat((swing, radius[:, :, None]), 2).float(),
+        "drift": drift.float()[seen],
+        "light": light.float()[seen],
+        "ball": torch.cat((swing, radius[:, :, None]), 2).float()[seen],
         "look": look.expand(world.frames, BALLS).contiguous(),
         "shape": shape,
         "colour": colour,
         "place": place,
     }
+
+
+def _standing(world: World, share: float) -> Tensor:
+    """[T]: the frame whose scenery each frame shows. Stretches of 8 to 40 frames stand still, within one segment each."""
+    rng = Random(world.seed * 16 + 14)
+    seen = torch.arange(world.frames)
+    for segment in world.segments:
+        at = segment.start
+        while at < segment.stop:
+            length = rng.randint(STILL_SHORTEST, STILL_LONGEST)
+            move = round(length * (1 - share) / share)
+            ahead = rng.randint(0, move)
+            begin, end = min(at + ahead, segment.stop), min(at + ahead + length, segment.stop)
+            seen[begin:end] = begin
+            at += move + length
+    return seen
 
 
 def _card_place(rng: Random) -> tuple[float, float, float]:

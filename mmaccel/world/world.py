@@ -94,9 +94,15 @@ class World:
             "caption": self.caption(),
         }
 
-    def table(self) -> dict[str, Tensor]:
-        """What `render` needs, one row a frame, on the CPU; see `mmaccel.world.table`."""
-        return make_table(self)
+    def table(self, still: float = 0.0) -> dict[str, Tensor]:
+        """What `render` needs, one row a frame, on the CPU; see `mmaccel.world.table`.
+
+        In a share `still` of the frames, from 0 to 1, the scenery does not move, as before a camera on a tripod. Raises
+        `WorldError` for another share.
+        """
+        if not 0 <= still <= 1:
+            raise WorldError(f"still must be from 0 to 1, not {still}.")
+        return make_table(self, still)
 
 
 def _check(seed: int, frames: int, style: str, max_words: int) -> None:

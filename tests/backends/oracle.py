@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmaccel.core.lists import BlockLists
 from mmaccel.core.plan import AttentionPlan, Part
 
 
@@ -64,8 +65,8 @@ def flat(part: Part, plan: AttentionPlan) -> tuple:
         [x.k_place for x in s],
         [x.lo for x in s],
         [x.hi for x in s],
-        [x.lists.offset for x in s],
-        [x.lists.index for x in s],
+        [x.lists.offset if isinstance(x.lists, BlockLists) else x.lists.row for x in s],
+        [x.lists.index if isinstance(x.lists, BlockLists) else x.lists.entries for x in s],
         [x.lists.kind for x in s],
         plan.block_q,
         plan.block_k,

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mmaccel.backends import ops, select
 from mmaccel.backends.reference import blocks
+from mmaccel.core.lists import BlockLists
 from mmaccel.core.lower import attend_plan
-from mmaccel.core.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
+from mmaccel.core.plan import FULL, AttentionPlan, KeySpan, Part, span_from_table
 
 from .oracle import budget, flat, log_sum_exp, masked
 from .plans import PATTERNS, pattern_plan, random_plan

@@ -19,13 +19,15 @@ from torch import Tensor
 
 from mmaccel.backends import ops
 from mmaccel.backends import triton as backend
-from mmaccel.backends.triton.attend import Work, block_attend
+from mmaccel.backends.triton.attend import Work, block_attend, paired
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO
+from mmaccel.core.lists import BlockLists
 from mmaccel.core.lower import attend_plan
-from mmaccel.core.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
+from mmaccel.core.plan import FULL, AttentionPlan, KeySpan, Part, span_from_table
+from mmaccel.policies.sparse import PerHead
 from tests.policies.sparse.scenes import Scene, sequence
-from tests.policies.sparse.test_contract import CASES, plan_of, small
+from tests.policies.sparse.test_contract import CASES, HEADS, plan_of, small
 
 from .oracle import budget, flat, log_sum_exp
 from .plans import random_plan
@@ -252,24 +254,49 @@ def test_a_row_is_split_where_lists_are_uneven() -> None:
     tensors = draw(plan, 1, 16, 5)
     _, lse = check(plan, tensors)
     if INTERPRETED:
-        work = Work.of([span.lists.offset], 1, 1, 3, 66, 32)
-        assert work.first.diff().tolist() == [1, 2, 1] and work.item.tolist() == [0, 1, 1, 2, 3]
+        work = Work.even([span.lists.count], 1, 1, 3, 1, 1)
+        assert int(work.chunk) == 32
+        assert work.first.diff().tolist() == [1, 2, 1] and work.item.tolist() == [0, 1, 1, 2, 3, 3, 3]
         whole = check(plan, tensors, kernel=partial(block_attend, chunk=99))
         torch.testing.assert_close(lse, whole[1], rtol=0, atol=1e-5)
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 9), st.integers(0, 20))
-def test_work_fits_the_room_that_is_made_for_it(lengths: list[int], chunk: int, slack: int) -> None:
-    """Sizes come from the host's bound alone: every piece has its program, and every piece of a split row its slot."""
-    length = torch.tensor(lengths)
-    offset = torch.nn.functional.pad(length.cumsum(0), (1, 0)).view(1, 1, -1)
-    work = Work.of([offset], 1, 1, len(lengths), sum(lengths) + slack, chunk)
-    pieces = [max(1, -(-n // chunk)) for n in lengths]
-    want = [row for row, count in enumerate(pieces) for _ in range(count)]
-    assert work.item.tolist() == want + [len(lengths)] * (work.items - len(want))
-    held = [count if count > 1 else 0 for count in pieces]
-    assert sum(held) <= work.slots
-    assert work.slot.tolist() == [sum(held[:row]) for row in range(len(held))]
+@given(
+    st.lists(st.integers(0, 400), min_size=1, max_size=12),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 7]),
+    st.integers(0, 20),
+)
+def test_work_fits_the_room_that_is_made_for_it(
+    lengths: list[int], chunk: int, tiles: int, slack: int
+) -> None:
+    """Sizes come from the host alone: every piece has its program, and every piece of a split row its slot."""
+    count = torch.tensor(lengths).view(1, 1, -1)
+    spare = (sum(lengths) + slack) // chunk
+    given_size = Work.of([count], 1, 1, len(lengths), torch.tensor(chunk), spare)
+    even = Work.even([count, 0 * count], 1, 1, len(lengths), tiles, chunk)
+    assert even.items == len(lengths) + 4 * chunk // tiles
+    assert int(even.chunk) == max(32, -(-sum(lengths) * tiles // (4 * chunk)))
+    for work in (given_size, even):
+        pieces = [max(1, -(-n // int(work.chunk))) for n in lengths]
+        want = [row for row, count in enumerate(pieces) for _ in range(count)]
+        assert work.item.tolist() == want + [len(lengths)] * (work.items - len(want))
+        held = [count if count > 1 else 0 for count in pieces]
+        assert sum(held) <= work.slots
+        assert work.slot.tolist() == [sum(held[:row]) for row in range(len(held))]
+
+
+@pytest.mark.parametrize("lead", ["", "bh"])
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_rows_at_their_places(lead: str, chunk: int | None) -> None:
+    """In the order of the query the kernel writes what the order of the part says; what no row serves is zero."""
+    plan = random_plan(12, lead=lead, n_query=30, n_key=50).to(DEVICE)
+    tensors = [t.to(DEVICE) for t in draw(plan, 2, 16, 3)]
+    arguments = (*tensors, *flat(plan.parts[0], plan), 0.25)
+    want = ops.placed(*block_attend(*arguments, chunk=chunk), plan.parts[0].q_row, 37)
+    got = block_attend(*arguments, 37, chunk=chunk)
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w) and g.stride() == w.stride()
 
 
 def test_nothing_to_do() -> None:
@@ -306,3 +333,52 @@ def test_the_fake_tells_the_truth(dtype: torch.dtype) -> None:
         fake = backend.op(*arguments)
     for r, f in zip(real, fake, strict=True):
         assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
+
+
+@pytest.mark.parametrize("start", [0, 20])
+@pytest.mark.parametrize("name", ["grid", "sf_fixed", "tri_shape", "per_head"])
+def test_two_blocks_of_queries_as_one(name: str, start: int) -> None:
+    """Lists that are runs of blocks in their order are walked two together; of an odd number of them, the last alone."""
+    scene = replace(SCENE, start=start, heads=4, groups=2)
+    pattern = (
+        small(name)
+        if name != "per_head"
+        else PerHead(table={0: {0: HEADS[0], 1: HEADS[1], 2: HEADS[0]}}, block=16)
+    )
+    plan = plan_of(pattern, scene)
+    plain = [s.lists.index is None for p in plan.parts for s in p.spans]
+    assert all(plain)
+    wide = replace(
+        plan,
+        parts=tuple(
+            Part(
+                p.q_row.expand(plan.batch, 4, -1),
+                tuple(replace(s, q_place=s.q_place.expand(-1, 4, -1)) for s in p.spans),
+            )
+            for p in plan.parts
+        ),
+    )
+    check_served(
+        wide, list(scene.tensors(torch.float32)), block_attend, plan.dense.heads if plan.dense else ()
+    )
+
+
+@given(seed=st.integers(0, 2**16))
+def test_a_pair_holds_what_both_hold(seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    draw = [torch.randint(0, 9, (1, 2, 5), generator=rng) for _ in range(4)]
+    count = draw[1]
+    head = torch.minimum(draw[2], count)
+    tail = torch.minimum(torch.maximum(draw[3], head), count)
+    row = torch.stack([draw[0], count, head, tail, torch.zeros_like(count)], -1)
+    two = paired(row)
+    for h in range(2):
+        for m in range(3):
+            mine = [row[0, h, i].tolist() for i in (2 * m, 2 * m + 1) if i < 5]
+            held = [set(range(b, b + c)) for b, c, *_ in mine]
+            sure = [set(range(b + n, b + f)) for b, _, n, f, _ in mine]
+            begin, length, near, end, _ = two[0, h, m].tolist()
+            assert set().union(*held) <= set(range(begin, begin + length))
+            everyone = len(mine) == 2 and all(held)
+            wanted = sure[0] & sure[1] if everyone else set()
+            assert set(range(begin + near, begin + end)) == wanted

@@ -1,7 +1,7 @@
 """Compile the kernels for a CUDA device that need not be there: ``python -m tests.backends.triton_compile 90``.
 
 Prints a row for each way they are used: name, bytes of shared memory, instructions of the matrix units, bytes of stack a
-thread (where registers spill to).
+thread (where registers spill to), registers a thread, warps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,13 @@ class Compiled:
 
 
 def compiled(
-    dtype: torch.dtype, *, block: int = 64, lists: int = 28, size: int = 128, **named: Any
+    dtype: torch.dtype,
+    *,
+    block: int = 64,
+    lists: int = 28,
+    size: int = 128,
+    runs: bool = False,
+    **named: Any,
 ) -> list[Any]:
     def rows(n: int, kind: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(1, lists, n, dtype=kind)
@@ -62,6 +68,10 @@ def compiled(
     index = torch.zeros(1000, dtype=torch.int32)
     two = [rows(S)] * 2
     lists_of = [rows(S // block + 1, torch.int64)] * 2, [index] * 2, [index.char()] * 2
+    if runs:
+        of_blocks = torch.zeros(1, lists, S // block, 5, dtype=torch.int64)
+        lists_of = [of_blocks] * 2, [index[:0]] * 2, [rows(S // block, torch.int8)] * 2
+        named = {"rows": S, **named}
     walk, merge = Compiled(attend_kernel), Compiled(merge_kernel)
     shared = {80: 166912, 90: 232448}[driver.active.get_current_target().arch]
     with (
@@ -88,13 +98,14 @@ def compiled(
     return walk.found + merge.found
 
 
-def stack(kernel: Any) -> int:
+def used(kernel: Any) -> tuple[int, int]:
+    """Bytes of stack and registers of a thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.findall(r"STACK:(\d+)", told)[-1])
+    return int(re.findall(r"STACK:(\d+)", told)[-1]), int(re.findall(r"REG:(\d+)", told)[-1])
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -104,6 +115,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "shared lists": dict(dtype=torch.bfloat16, lists=1),
     "large blocks": dict(dtype=torch.bfloat16, block=128),
     "split": dict(dtype=torch.bfloat16, chunk=2),
+    "two blocks of queries": dict(dtype=torch.bfloat16, runs=True, chunk=2),
 }
 
 
@@ -113,7 +125,10 @@ def main(capability: int) -> None:
         kernels = compiled(**way)
         ptx = kernels[0].asm["ptx"]
         products = len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx))
-        print(name, max(k.metadata.shared for k in kernels), products, sum(map(stack, kernels)), sep=",")
+        stack = sum(used(k)[0] for k in kernels)
+        walk = kernels[0]
+        told = products, stack, used(walk)[1], walk.metadata.num_warps
+        print(name, max(k.metadata.shared for k in kernels), *told, sep=",")
 
 
 if __name__ == "__main__":

@@ -225,7 +225,7 @@ def test_a_draft_that_cannot_close_loses_no_token() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        Proposal(torch.tensor([2, 3]), parents=torch.tensor([-1, -1])),
+        Proposal(torch.tensor([2, 3]), parents=torch.tensor([1, -1])),
         Proposal(torch.tensor([2.0, 3.0])),
         Proposal(torch.tensor([2, 3]), q=torch.ones(2, 5)),
         Proposal(torch.tensor([2, 3]), q=torch.ones(1, 5)),

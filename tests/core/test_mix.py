@@ -12,9 +12,10 @@ from torch import Tensor
 
 from mmaccel.backends import ops
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.lists import BlockLists
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.mix import HeadRun, mix, runs
-from mmaccel.core.plan import AttentionPlan, BlockLists, KeySpan, Part, span_from_table
+from mmaccel.core.plan import AttentionPlan, KeySpan, Part, span_from_table
 from tests.policies.sparse.scenes import Scene, scenes
 
 BLOCK = 16
@@ -211,3 +212,32 @@ def test_runs_are_views_of_whole_groups() -> None:
     adjacent, apart = runs([2, 3], 4)[0], runs([1, 3], 4)[0]
     assert adjacent.of(query).data_ptr() == query[:, 2:].data_ptr()
     assert torch.equal(apart.of(query), query[:, [1, 3]])
+
+
+def test_runs_of_unlike_patterns_stand_side_by_side() -> None:
+    """Two budgets of slashes share a slot and lists of their own, a grid and a window stand beside them."""
+    from mmaccel.core.layout import TEXT, VIDEO
+    from mmaccel.policies.sparse import AShape, Grid, VerticalSlash
+    from tests.policies.sparse.scenes import sequence
+
+    scene = Scene((sequence([(TEXT, [9]), (VIDEO, [7] * 30), (TEXT, [12])]),), heads=8, groups=2)
+    layout = scene.layout()
+    query, key, value = scene.tensors()
+    patterns = [
+        VerticalSlash(vertical=5, slash=3, last_q=16, block=BLOCK),
+        VerticalSlash(vertical=9, slash=11, last_q=16, block=BLOCK),
+        Grid(min_stride=2, last_q=16, block=BLOCK),
+        AShape(sink=3, window=20, block=BLOCK),
+    ]
+    dealt = [(0, 5), (1, 6), (2, 3), (4, 7)]
+    shares = []
+    for pattern, some in zip(patterns, dealt, strict=True):
+        plan = pattern.plan(query[:, list(some)], key, layout, layout)
+        shares.append((some, plan))
+    mixed = mix(shares, 8, layout, layout)
+    assert mixed is not None
+    mask = own_masks(shares, 8, scene)
+    assert torch.equal(mixed.to_mask(), mask) and mixed.count_mask().max() == 1
+    assert torch.equal(mixed.listed_pairs()[:, [1, 6]], shares[1][1].listed_pairs())
+    out, _ = attend_plan(mixed, query, key, value, scene.size**-0.5, ops.block_attend)
+    torch.testing.assert_close(out, masked(query, key, value, mask), rtol=0, atol=1e-12)

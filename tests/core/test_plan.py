@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.backends import ops
+from mmaccel.core.lists import BlockLists
 from mmaccel.core.lower import attend_part, attend_plan, merge
 from mmaccel.core.plan import (
     ABSENT,
@@ -18,12 +19,11 @@ from mmaccel.core.plan import (
     FULL,
     TEST,
     AttentionPlan,
-    BlockLists,
     KeySpan,
     Part,
     pad_rows,
+    span_by_range,
     span_from_entries,
-    span_from_ranges,
     span_from_table,
 )
 from tests.backends.oracle import log_sum_exp, masked
@@ -98,16 +98,43 @@ def check(order: tuple, span: KeySpan, listed: Tensor) -> None:
                 assert (kind == FULL) == (len(inside) == there * BLOCK)
 
 
-@given(orders(), st.integers(1, 4))
-def test_span_from_ranges(drawn, ranges: int) -> None:
-    order, rng = drawn
-    q_row, k_row = order[0], order[1]
-    m, n = q_row.shape[-1] // BLOCK, k_row.shape[-1] // BLOCK
-    start = torch.randint(-2, n + 2, (*q_row.shape[:2], m, ranges), generator=rng)
-    stop = start + torch.randint(-1, n + 1, start.shape, generator=rng)
-    number = torch.arange(n)
-    listed = ((number >= start[..., None]) & (number < stop[..., None])).any(3)
-    check(order, span_from_ranges(*order, start, stop, BLOCK, BLOCK), listed)
+@given(orders())
+def test_span_by_range(drawn) -> None:
+    """Of ascending places: every pair in the range, one run of blocks that begins and ends within reach, kinds that hold."""
+    order, _ = drawn
+    q_row, k_row, q_place, k_place, lo, hi = order
+    span = span_by_range(*order, BLOCK, BLOCK)
+    B, H = (max(q_row.shape[i], k_row.shape[i]) for i in (0, 1))
+    M, N = q_row.shape[-1] // BLOCK, k_row.shape[-1] // BLOCK
+    everything = torch.ones(B, H, M, N, dtype=torch.bool)
+    part = Part(q_row, (span,))
+    kinds = span.lists.table(N)
+    assert torch.equal(span.lists.count, (kinds >= 0).sum(-1))
+    for b in range(B):
+        for h in range(H):
+            want = pairs(part, span, everything, b, h)
+            assert pairs(part, span, kinds >= 0, b, h) == want
+            for m in range(M):
+                listed = (kinds[b, h, m] >= 0).nonzero()[:, 0].tolist()
+                touched = sorted({j // BLOCK for i, j in want if i // BLOCK == m})
+                assert set(touched) <= set(listed)
+                assert listed == list(range(listed[0], listed[-1] + 1) if listed else [])
+                rows = [i for i in range(m * BLOCK, (m + 1) * BLOCK) if q_row[b, h, i] >= 0]
+                for n in listed:
+                    if n in (listed[0], listed[-1]):
+                        gaps = [
+                            int(q_place[b, h, i]) - int(k_place[b, h, j])
+                            for i in rows
+                            for j in range(n * BLOCK, (n + 1) * BLOCK)
+                            if k_row[b, h, j] >= 0
+                        ]
+                        assert min(gaps) < hi and max(gaps) >= lo
+                    keys = [j for j in range(n * BLOCK, (n + 1) * BLOCK) if k_row[b, h, j] >= 0]
+                    passed = sum((i, j) in want for i in rows for j in keys) == len(rows) * len(keys)
+                    kind = int(kinds[b, h, m, n])
+                    assert (kind != TEST) or not passed or not keys
+                    assert (kind == TEST) or passed
+                    assert (kind == FULL) == (passed and kind != TEST and len(keys) == BLOCK)
 
 
 @given(orders())

@@ -11,7 +11,7 @@ import yaml
 
 import mmaccel
 from mmaccel.core.errors import RecipeError, UnknownName
-from mmaccel.core.prune import TokenPruner
+from mmaccel.core.prune import Stage, TokenPruner
 from mmaccel.core.recipe import Recipe, fields_of, names, presets
 from mmaccel.core.registry import Registry, registry
 from mmaccel.core.sparse import SparsePattern
@@ -201,7 +201,10 @@ def test_what_core_cannot_honour_is_refused() -> None:
         name = "nobody"
         seat = "draft"
 
-        def keep(self, signals: object, layout: object, layer: int) -> torch.Tensor:
+        def stages(self, depth: int) -> tuple[Stage, ...]:
+            raise AssertionError
+
+        def keep(self, signals: object, layout: object, stage: Stage, total: object = None) -> torch.Tensor:
             raise AssertionError
 
     with pytest.raises(RecipeError, match="prune"):

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import Geometry, ModelAdapter, ModelView, Runner
-from mmaccel.core.draft import DraftState, Prompt, Proposal
+from mmaccel.core.draft import Branches, DraftState, Prompt, Proposal
 from mmaccel.core.kv import KVPolicy
+from mmaccel.core.layout import TokenLayout
 
 Rule = Callable[[Sequence[int]], Tensor]
 
@@ -69,22 +70,35 @@ class ToyRunner(Runner):
         self.rule = rule
         self.tokens: list[int] = []
         self.inputs: Mapping[str, Any] = {}
-        self.steps = 0
+        self.steps = self.last = 0
 
-    def prefill(self, inputs: Mapping[str, Any]) -> Tensor:
+    def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
         assert not self.tokens
         self.inputs = inputs
-        self.tokens = inputs["input_ids"][0].tolist()
+        ids = inputs["input_ids"][0]
+        self.tokens = (ids if keep is None else ids[keep]).tolist()
         return self.rule(self.tokens)[None]
 
-    def step(self, ids: Tensor) -> Tensor:
+    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         assert ids.shape[0] == 1 and ids.shape[1] > 0
         self.steps += 1
-        rows = []
-        for token in ids[0].tolist():
-            self.tokens.append(token)
-            rows.append(self.rule(self.tokens))
-        return torch.stack(rows)[None]
+        self.last = ids.shape[1]
+        if branches is None:
+            rows = []
+            for token in ids[0].tolist():
+                self.tokens.append(token)
+                rows.append(self.rule(self.tokens))
+            return torch.stack(rows)[None]
+        self.tokens += ids[0].tolist()
+        assert branches.sees.shape[0] == ids.shape[1]
+        before = len(self.tokens) - branches.sees.shape[1]
+        seen = [[t for t, s in zip(self.tokens[before:], row, strict=True) if s] for row in branches.sees]
+        assert [len(s) - 1 for s in seen] == branches.depth.tolist()
+        return torch.stack([self.rule(self.tokens[:before] + branch) for branch in seen])[None]
+
+    def accept(self, path: Tensor) -> None:
+        start = len(self.tokens) - self.last
+        self.tokens[start:] = [self.tokens[start + i] for i in path.tolist()]
 
     def truncate(self, length: int) -> None:
         assert 0 <= length <= len(self.tokens)
@@ -107,6 +121,9 @@ class ToyAdapter(ModelAdapter):
     def runner(self, model: nn.Module, kv: KVPolicy | None = None) -> Runner:
         model.runners.append(ToyRunner(model.rule))
         return model.runners[-1]
+
+    def layout(self, model: nn.Module, inputs: Mapping[str, Any]) -> TokenLayout:
+        return TokenLayout.text(1, inputs["input_ids"].shape[1])
 
     def load(self, path: str, like: nn.Module) -> nn.Module:
         self.loads += 1

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.report import Meter
 from mmaccel.eval.haystack import Haystack, Shot, haystack_cases
 from mmaccel.eval.picture import haystack_maps
-from mmaccel.eval.rivals import RIVALS, Fields, Rival, level
+from mmaccel.eval.rivals import RIVALS, Fields, Rival, computed, level
 
 
 @pytest.mark.parametrize("documents", [0, 4])
@@ -51,7 +54,17 @@ def test_a_rival_without_a_budget_stays_as_it_is() -> None:
 @pytest.mark.parametrize("name", sorted(RIVALS))
 @pytest.mark.parametrize("m", [1 / 256, 1.0, 64.0])
 def test_every_budget_makes_a_recipe(name: str, m: float) -> None:
-    assert Recipe.load(RIVALS[name].make(m)).sparse.name in (name, "vertical_slash")
+    recipe = Recipe.load(RIVALS[name].make(m))
+    assert name in (recipe.sparse.name, recipe.prune.name if recipe.prune is not None else "minference")
+
+
+def test_dropped_tokens_are_attention_not_computed() -> None:
+    report = Meter().report({}, "reference", {}, torch.device("cpu"))
+    told = replace(report, kept=0.5, patterns=(("dense",),) * 4, prompt_tokens=100)
+    assert computed(report) is None and computed(told) == 0.5
+    # From layer 2 on 20 of 80 video tokens are left: 40 of 100 tokens, 0.16 of the pairs, in half the layers.
+    dropped = replace(told, kv={"video": 80.0, "video from layer 2": 20.0})
+    assert computed(dropped) == pytest.approx(0.5 * (1 + 1 + 0.16 + 0.16) / 4)
 
 
 def _shots(recipe: str, rights: list[bool], kept: float = 0.1) -> list[Shot]:

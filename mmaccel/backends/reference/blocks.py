@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import FULL, TEST
+from mmaccel.backends.ops import FULL, TEST, placed, ragged
 
 BUDGET = 1 << 19
 """Most scores held at a time: small enough for a processor's cache to matter, large enough to hide Python."""
@@ -61,6 +61,7 @@ def block_attend(
     block_q: int,
     block_k: int,
     scale: float,
+    rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See `mmaccel.backends.ops.block_attend`. Reads list lengths on the host."""
     B, H, n_query, D = query.shape
@@ -68,6 +69,8 @@ def block_attend(
     P = q_row.shape[-1]
     M = P // block_q
     high = torch.float64 if query.dtype == torch.float64 else torch.float32
+    told = [ragged(*lists) for lists in zip(offset, index, kind, strict=True)]
+    offset, index, kind = ([one[i] for one in told] for i in range(3))
     shared = all(t.shape[1] == 1 for t in (q_row, *k_row, *q_place, *k_place, *offset))
     heads = G if shared else H
     group = H // heads
@@ -76,11 +79,11 @@ def block_attend(
     q_row = q_row.expand(B, heads, P).long()
     first_row = torch.arange(B * H, device=query.device).view(B, heads, group, 1) * n_query
     address = first_row + q_row.clamp(min=0)[:, :, None]
-    rows = query.reshape(B * H * n_query, D).index_select(0, address.reshape(-1))
-    rows = rows.view(B * heads, group, M, block_q, D).transpose(1, 2).reshape(-1, group * block_q, D)
+    asked = query.reshape(B * H * n_query, D).index_select(0, address.reshape(-1))
+    asked = asked.view(B * heads, group, M, block_q, D).transpose(1, 2).reshape(-1, group * block_q, D)
 
     keys, values = key.reshape(-1, D), value.reshape(B * G * n_key, value.shape[-1])
-    tasks = rows.shape[0]
+    tasks = asked.shape[0]
     width = group * block_q
     out = torch.zeros(tasks, width, value.shape[-1], dtype=high, device=query.device)
     top = torch.full((tasks, width), -torch.inf, dtype=high, device=query.device)
@@ -96,7 +99,7 @@ def block_attend(
         where = (kv_head[:, None, None] * n_key + k_rows.clamp(min=0)).reshape(-1)
         k = keys.index_select(0, where).view(len(batch), span * block_k, D).to(high)
         v = values.index_select(0, where).view(len(batch), span * block_k, -1).to(high)
-        scores = (rows[batch].to(high) * scale) @ k.transpose(1, 2)
+        scores = (asked[batch].to(high) * scale) @ k.transpose(1, 2)
         _hide(scores, lists, batch, blocks, flags, origin, k_rows, M, block_q, group)
         new = torch.maximum(top[batch], scores.amax(-1))
         floor = new.masked_fill(new == -torch.inf, 0.0)
@@ -116,7 +119,9 @@ def block_attend(
     out.div_(total.clamp_(min=torch.finfo(high).tiny)[..., None])
     out = out.view(B, heads, M, group, block_q, -1).transpose(2, 3).reshape(B, heads, group, P, -1)
     out = out.masked_fill_(~present[..., None], 0.0).reshape(B, H, P, -1)
-    return out.to(query.dtype), lse
+    return placed(
+        out.to(query.dtype), lse, q_row[:, :, None].expand(B, heads, group, P).reshape(B, H, P), rows
+    )
 
 
 def _side_by_side(

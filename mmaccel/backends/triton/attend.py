@@ -12,11 +12,15 @@ import torch
 import triton
 from torch import Tensor
 
+from mmaccel.backends.ops import room_for
 from mmaccel.backends.triton.kernel import attend_kernel, merge_kernel
 from mmaccel.core.errors import RecipeError
 
 LEAST_CHUNK = 32
 """Listed blocks under which splitting a row costs more than it evens out."""
+
+PAIRS = 200 << 10
+"""Bytes of shared memory from which two blocks of queries go together: earlier devices run out of registers."""
 
 WAVES = 4
 """A row is split where one of its tiles is more than 1 / WAVES of what a place on the device computes in all."""
@@ -59,6 +63,7 @@ def block_attend(
     block_q: int,
     block_k: int,
     scale: float,
+    rows: int = 0,
     *,
     chunk: int | None = None,
     config: Config | None = None,
@@ -77,20 +82,28 @@ def block_attend(
         )
     B, H, _, D = query.shape
     G, DV, P = key.shape[1], value.shape[-1], q_row.shape[-1]
-    out = query.new_empty(B, H, P, DV)
-    lse = query.new_empty(B, H, P, dtype=torch.float32)
+    out, lse = room_for(query, value, P, rows)
     if out.numel() == 0 or query.shape[2] == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if scale <= 0:
         # The kernel takes the largest score before it scales, which a positive scale alone allows.
         query, scale = query * scale, 1.0
 
+    offset = [o if o.dim() == 4 else _as_runs(o) for o in offset]
+    # Whether the kind of a listed block is told block by block, or entry by entry.
+    by_block = tuple(int(k.dim() == 3) for k in kind)
+    plain = tuple(int(i.shape[0] == 0) for i in index)
     lists = H if any(t.shape[1] > 1 for t in (q_row, *k_row, *q_place, *k_place, *offset)) else 1
-    group, rows = H // G, min(block_q, 128)
+    if rows and lists > 1 and block_q <= 64 and all(plain) and _shared(query.device) >= PAIRS:
+        # Lists that are runs of blocks in their order differ little between neighbours: two share what they load.
+        if q_row.shape[-1] // block_q % 2:
+            q_row, *q_place = (torch.nn.functional.pad(t, (0, block_q), value=-1) for t in (q_row, *q_place))
+        offset, block_q, P = [paired(o) for o in offset], 2 * block_q, q_row.shape[-1]
+    group, tall = H // G, min(block_q, 128)
     pack = 1
-    while lists == 1 and pack < group and 2 * pack * rows <= 128:
+    while lists == 1 and pack < group and 2 * pack * tall <= 128:
         pack *= 2
-    tiles = block_q // rows * (G * -(-group // pack) if lists == 1 else 1)
+    tiles = block_q // tall * (G * -(-group // pack) if lists == 1 else 1)
     size, value_size = max(16, triton.next_power_of_2(D)), max(16, triton.next_power_of_2(DV))
     M = P // block_q
     list_rows = B * lists * M
@@ -98,31 +111,41 @@ def block_attend(
     q_row, *k_row = (_lined(t) for t in (q_row, *k_row))
     places = torch.int64 if any(t.dtype == torch.int64 for t in (*q_place, *k_place)) else torch.int32
     q_place, k_place = ([_lined(t.to(places)) for t in ts] for ts in (q_place, k_place))
-    offset = [_lined(t) for t in offset]
+    offset = [o if o.stride()[2:] == (5, 1) else o.contiguous() for o in offset]
+    kind = [_lined(k) for k in kind]
     strides = tuple(
         tuple(stride for t in span for stride in _lead(t))
-        for span in zip(k_row, q_place, k_place, offset, strict=True)
-    )
-    entries = sum(
-        i.shape[0] * (B * lists // (o.shape[0] * o.shape[1])) for i, o in zip(index, offset, strict=True)
+        for span in zip(k_row, q_place, k_place, offset, kind, strict=True)
     )
     longest = sum(t.shape[-1] // block_k for t in k_row)
-    if chunk is None:
-        chunk = max(LEAST_CHUNK, -(-entries * tiles // (WAVES * _places(query.device))))
-    split = longest > chunk
-    work = Work.of(offset, B, lists, M, entries, chunk) if split else None
-    pieces = work.slots * tiles * rows * pack if work is not None else 0
+    split = longest > (LEAST_CHUNK if chunk is None else chunk)
+    work = None
+    if split:
+        counts = [o[..., 1] for o in offset]
+        if chunk is None:
+            work = Work.even(counts, B, lists, M, tiles, _places(query.device))
+        else:
+            work = Work.of(counts, B, lists, M, offset[0].new_tensor(chunk), list_rows * longest // chunk)
+    pieces = work.slots * tiles * tall * pack if work is not None else 0
     part_out = query.new_empty(pieces, DV, dtype=torch.float32)
     part_lse = query.new_empty(pieces, dtype=torch.float32)
-    first, slot, item = (work.first, work.slot, work.item) if work is not None else (lse, lse, lse)
+    tables = (work.item, work.first, work.slot, work.chunk) if work is not None else (lse, lse, lse, lse)
 
     shape = dict(
-        HEADS=H, GROUP=group, LISTS=lists, BLOCK_Q=block_q, ROWS=rows, PACK=pack, DV=DV, BLOCK_DV=value_size
+        GROUP=group,
+        LISTS=lists,
+        BLOCK_Q=block_q,
+        ROWS=tall,
+        PACK=pack,
+        DV=DV,
+        BLOCK_DV=value_size,
+        PLACED=bool(rows),
     )
+    ends = (*out.stride()[:3], *lse.stride()[:2])
     compiled: dict[str, Any] = {}
     if not isinstance(kernel, triton.runtime.Autotuner):
         config = config or config_for(
-            rows * pack, size, value_size, block_k, query.dtype, _shared(query.device)
+            tall * pack, size, value_size, block_k, query.dtype, _shared(query.device)
         )
         compiled = dict(BLOCK_N=min(config.keys, block_k), num_warps=config.warps, num_stages=config.stages)
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
@@ -134,9 +157,7 @@ def block_attend(
             lse,
             part_out,
             part_lse,
-            item,
-            first,
-            slot,
+            *tables,
             q_row,
             tuple(k_row),
             tuple(q_place),
@@ -146,15 +167,16 @@ def block_attend(
             tuple(kind),
             tuple(lo),
             tuple(hi),
+            by_block,
+            plain,
             strides,
             *_lead(q_row),
             *query.stride(),
             *key.stride(),
             *value.stride(),
-            P,
+            *ends,
             M,
             list_rows,
-            chunk,
             scale * math.log2(math.e),
             D=D,
             BLOCK_K=block_k,
@@ -167,7 +189,18 @@ def block_attend(
         )
         if work is not None:
             merge_kernel[(list_rows, tiles)](
-                part_out, part_lse, first, slot, out, lse, q_row, *_lead(q_row), P, M, **shape
+                part_out,
+                part_lse,
+                work.first,
+                work.slot,
+                out,
+                lse,
+                q_row,
+                *_lead(q_row),
+                *ends,
+                M,
+                **shape,
+                num_warps=8 if tall * pack > 64 else 4,
             )
     return out, lse
 
@@ -177,29 +210,72 @@ class Work:
     """The pieces of split rows, in tables made on the device.
 
     item [items] the list row of each program, past the last row where there is none; first [rows + 1] the first program
-    of each row; slot [rows] where the pieces of a split row begin. items and slots bound both from host numbers: a row
-    of n blocks makes ceil(n / chunk) pieces, at least one, and a split one fewer than 2 n / chunk.
+    of each row; slot [rows] where the pieces of a split row begin; chunk [] the most blocks of a piece. items and slots
+    bound both from host numbers: a row of n blocks makes ceil(n / chunk) pieces, at least one, and a split one fewer than
+    2 n / chunk.
     """
 
     item: Tensor
     first: Tensor
     slot: Tensor
+    chunk: Tensor
     items: int
     slots: int
 
     @classmethod
-    def of(cls, offset: Sequence[Tensor], B: int, lists: int, M: int, entries: int, chunk: int) -> Work:
-        length = offset[0].new_zeros(B, lists, M)
-        for o in offset:
-            length += o[..., 1:] - o[..., :-1]
+    def even(cls, counts: Sequence[Tensor], B: int, lists: int, M: int, tiles: int, places: int) -> Work:
+        """Pieces of which none is more than 1 / WAVES of what one of `places` computes: how many there are is bounded,
+        though how many blocks are listed is not known here."""
+        total = counts[0].new_zeros(())
+        for c in counts:
+            total = total + c.sum() * (B // c.shape[0]) * (lists // c.shape[1])
+        even = WAVES * places
+        chunk = ((total * tiles + (even - 1)) // even).clamp(min=LEAST_CHUNK)
+        return cls.of(counts, B, lists, M, chunk, even // tiles)
+
+    @classmethod
+    def of(cls, counts: Sequence[Tensor], B: int, lists: int, M: int, chunk: Tensor, spare: int) -> Work:
+        """Pieces of at most `chunk` blocks; the sum of the lengths [b, h, M] is at most `spare` chunks."""
+        length = counts[0].new_zeros(B, lists, M)
+        for c in counts:
+            length += c
         pieces = ((length.reshape(-1) + (chunk - 1)) // chunk).clamp_(min=1)
         first = torch.nn.functional.pad(pieces.cumsum(0), (1, 0))
         held = torch.where(pieces > 1, pieces, 0)
-        items = pieces.shape[0] + entries // chunk
+        items = pieces.shape[0] + spare
         item = torch.searchsorted(
             first[1:], torch.arange(items, device=first.device), right=True, out_int32=True
         )
-        return cls(item, first, held.cumsum(0) - held, items, 2 * entries // chunk)
+        return cls(item, first, held.cumsum(0) - held, chunk, items, 2 * spare)
+
+
+def paired(row: Tensor) -> Tensor:
+    """[b, h, ceil(M / 2), 5]: the lists of two neighbours as one, of lists [b, h, M, 5] that are runs of blocks in order.
+
+    What one of them reaches and the other does not is tested pair by pair, and no pair of it passes.
+    """
+    b, h, M, _ = row.shape
+    two = torch.nn.functional.pad(row, (0, 0, 0, M % 2)).view(b, h, -1, 2, 5)
+    begin, count = two[..., 0] + two[..., 4], two[..., 1]
+    some = count > 0
+    far = torch.iinfo(torch.int64).max // 2
+    first = torch.where(some, begin, far).amin(-1)
+    last = torch.where(some, begin + count, -far).amax(-1)
+    near, end = (begin + two[..., 2]).amax(-1), (begin + two[..., 3]).amin(-1)
+    length = (last - first).clamp(min=0)
+    first = torch.where(length > 0, first, 0)
+    # Rows of a block without a list see nothing of their neighbour's.
+    head = torch.where(some.all(-1), (near - first).clamp(min=0), length)
+    tail = torch.where(some.all(-1), (end - first).clamp(min=0), length)
+    head, tail = torch.minimum(head, length), torch.minimum(tail, length)
+    return torch.stack([first, length, head, tail, torch.zeros_like(first)], -1)
+
+
+def _as_runs(offset: Tensor) -> Tensor:
+    """[b, h, M, 5] of lists that lie one after another: every entry is of a kind of its own."""
+    begin, count = offset[..., :-1], offset[..., 1:] - offset[..., :-1]
+    none = torch.zeros_like(begin)
+    return torch.stack([begin, count, none, count, none], -1)
 
 
 def _lined(t: Tensor) -> Tensor:
@@ -208,6 +284,8 @@ def _lined(t: Tensor) -> Tensor:
 
 def _lead(t: Tensor) -> tuple[int, int]:
     """Strides of the sequence and the head; 0 where all share one."""
+    if t.dim() < 3:
+        return 0, 0
     return (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1) if t.shape[1] > 1 else 0)
 
 
@@ -225,5 +303,5 @@ def _places(device: torch.device) -> int:
 @cache
 def _shared(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1 << 16
+        return 1 << 18
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10))

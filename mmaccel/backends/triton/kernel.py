@@ -48,16 +48,25 @@ def _tile(tile, row, q_row, q_row_b, q_row_h, M, GROUP, LISTS, BLOCK_Q, ROWS, PA
 
 
 @triton.jit
-def _store(OUT, LSE, acc, peak, total, b, head, mine, place, at, HEADS, P, DV, BLOCK_DV):
-    """Normalise and store the rows of a tile; those that are padding, or saw nothing, as zero and -inf."""
+def _store(OUT, LSE, acc, peak, total, b, head, mine, place, at, ends, DV, BLOCK_DV, PLACED):
+    """Normalise and store the rows of a tile; those that are padding, or saw nothing, as zero and -inf.
+
+    In the order of the part; PLACED, in that of the query, where padding has no place.
+    """
+    out_b, out_h, out_s, lse_b, lse_h = ends
     d = tl.arange(0, BLOCK_DV)
     seen = (total > 0) & (at >= 0)
     out = tl.where(seen, 1.0 / tl.where(seen, total, 1.0), 0.0)[:, None] * tl.where(seen[:, None], acc, 0.0)
     lse = tl.where(seen, (peak + tl.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453, float("-inf"))
-    target = (b.to(tl.int64) * HEADS + head) * P + place
-    tl.store(LSE + target, lse, mask=mine)
+    b, head = b.to(tl.int64), head.to(tl.int64)
+    row = place
+    if PLACED:
+        row = tl.maximum(at, 0)
+        mine = mine & (at >= 0)
+    row = row.to(tl.int64)
+    tl.store(LSE + b * lse_b + head * lse_h + row, lse, mask=mine)
     tl.store(
-        OUT + target[:, None] * DV + d[None, :],
+        OUT + (b * out_b + head * out_h + row * out_s)[:, None] + d[None, :],
         out.to(OUT.dtype.element_ty),
         mask=mine[:, None] & (d < DV)[None, :],
     )
@@ -87,19 +96,28 @@ def _walk(
     PRECISION: tl.constexpr,
 ):
     """The running softmax of a tile over entries first .. last of some spans, walked as one list."""
-    ends, indices, kinds, k_rows, q_places, k_places, lows, highs = spans
+    ends, indices, plains, shifts, kinds, by_blocks, heads, tails, k_rows, q_places, k_places, lows, highs = (
+        spans
+    )
     k_s, k_d, v_s, v_d = steps
     d, dv, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N)
     for j in range(first * (BLOCK_K // BLOCK_N), last * (BLOCK_K // BLOCK_N)):
         e = j // (BLOCK_K // BLOCK_N)
         index_at, kind_at, rows_at = indices[0], kinds[0], k_rows[0]
+        shift, by_block, sure, unsure = shifts[0], by_blocks[0], heads[0], tails[0]
+        plain = plains[0]
         for s in tl.static_range(1, len(ends)):
             later = e >= ends[s - 1]
             index_at = tl.where(later, indices[s], index_at)
             kind_at = tl.where(later, kinds[s], kind_at)
             rows_at = tl.where(later, k_rows[s], rows_at)
-        key_at = tl.load(index_at + e) * BLOCK_K + j % (BLOCK_K // BLOCK_N) * BLOCK_N + n
-        kind = tl.load(kind_at + e)
+            shift, by_block = tl.where(later, shifts[s], shift), tl.where(later, by_blocks[s], by_block)
+            plain = tl.where(later, plains[s], plain)
+            sure, unsure = tl.where(later, heads[s], sure), tl.where(later, tails[s], unsure)
+        block = tl.load(index_at + e, mask=plain == 0, other=0) + tl.where(plain != 0, e, 0) + shift
+        key_at = block * BLOCK_K + j % (BLOCK_K // BLOCK_N) * BLOCK_N + n
+        kind = tl.load(kind_at + tl.where(by_block != 0, block, e))
+        kind = tl.where((e >= sure) & (e < unsure), kind, TEST)
         row = tl.load(rows_at + key_at)
         there = row >= 0
         if WIDE:
@@ -135,7 +153,7 @@ def _walk(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["M", "chunk", "list_rows"])
+@triton.jit(do_not_specialize=["M", "list_rows"])
 def attend_kernel(
     Q,
     K,
@@ -147,6 +165,7 @@ def attend_kernel(
     ITEM,
     FIRST,
     SLOT,
+    CHUNK,
     q_row,
     k_row,
     q_place,
@@ -156,6 +175,8 @@ def attend_kernel(
     kind,
     lo,
     hi,
+    by_block,
+    plain,
     strides,
     q_row_b,
     q_row_h,
@@ -171,14 +192,16 @@ def attend_kernel(
     v_h,
     v_s,
     v_d,
-    P,
+    out_b,
+    out_h,
+    out_s,
+    lse_b,
+    lse_h,
     M,
     list_rows,
-    chunk,
     scale,
     D: tl.constexpr,
     DV: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     LISTS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -187,6 +210,7 @@ def attend_kernel(
     PACK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    PLACED: tl.constexpr,
     SPLIT: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -194,15 +218,17 @@ def attend_kernel(
 ):
     """One tile, or under SPLIT one piece of at most `chunk` listed blocks of it.
 
-    `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` six: of the sequence and the head in
-    k_row, q_place and k_place, and two more in offset. Long rows come first: the last ones of each head.
+    `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` ten: of the sequence and the head in
+    k_row, q_place, k_place, offset and kind. The last rows of the last head come first: they are the long ones.
     """
     if SPLIT:
-        row = tl.load(ITEM + tl.program_id(0))
-        if row >= list_rows:
+        item = tl.load(FIRST + list_rows).to(tl.int32) - 1 - tl.program_id(0)
+        if item < 0:
             return
+        chunk = tl.load(CHUNK).to(tl.int32)
+        row = tl.load(ITEM + item)
         begun = tl.load(FIRST + row).to(tl.int32)
-        piece, pieces = tl.program_id(0) - begun, tl.load(FIRST + row + 1).to(tl.int32) - begun
+        piece, pieces = item - begun, tl.load(FIRST + row + 1).to(tl.int32) - begun
     else:
         row = list_rows - 1 - tl.program_id(0)
     tile = tl.program_id(1)
@@ -232,23 +258,35 @@ def attend_kernel(
         begun = count
         ends = ()
         indices = ()
+        plains = ()
+        shifts = ()
         kinds = ()
+        by_blocks = ()
+        heads = ()
+        tails = ()
         k_rows = ()
         q_places = ()
         k_places = ()
         lows = ()
         highs = ()
         for s in tl.static_range(group, group + TOGETHER if group + TOGETHER < len(k_row) else len(k_row)):
-            of_list = offset[s] + b64 * strides[s][6] + h64 * strides[s][7] + m
-            begin, end = tl.load(of_list), tl.load(of_list + 1)
+            of_list = offset[s] + b64 * strides[s][6] + h64 * strides[s][7] + m * 5
+            begin, held = tl.load(of_list), tl.load(of_list + 1).to(tl.int32)
             indices = indices + (index[s] + (begin - count),)
-            kinds = kinds + (kind[s] + (begin - count),)
+            plains = plains + (plain[s],)
+            moved = tl.where(plain[s] != 0, begin - count, 0).to(tl.int32)
+            shifts = shifts + (tl.load(of_list + 4).to(tl.int32) + moved,)
+            by_entry = tl.where(by_block[s] != 0, 0, begin - count)
+            kinds = kinds + (kind[s] + b64 * strides[s][8] + h64 * strides[s][9] + by_entry,)
+            by_blocks = by_blocks + (by_block[s],)
+            heads = heads + (count + tl.load(of_list + 2).to(tl.int32),)
+            tails = tails + (count + tl.load(of_list + 3).to(tl.int32),)
             k_rows = k_rows + (k_row[s] + b64 * strides[s][0] + h64 * strides[s][1],)
             q_places = q_places + (q_place[s] + b64 * strides[s][2] + h64 * strides[s][3],)
             k_places = k_places + (k_place[s] + b64 * strides[s][4] + h64 * strides[s][5],)
             lows = lows + (lo[s],)
             highs = highs + (hi[s],)
-            count = count + (end - begin).to(tl.int32)
+            count = count + held
             ends = ends + (count,)
         first, last = begun, count
         if SPLIT:
@@ -263,7 +301,21 @@ def attend_kernel(
             peak,
             total,
             place,
-            (ends, indices, kinds, k_rows, q_places, k_places, lows, highs),
+            (
+                ends,
+                indices,
+                plains,
+                shifts,
+                kinds,
+                by_blocks,
+                heads,
+                tails,
+                k_rows,
+                q_places,
+                k_places,
+                lows,
+                highs,
+            ),
             (k_s, k_d, v_s, v_d),
             scale,
             D,
@@ -285,7 +337,8 @@ def attend_kernel(
             part = acc / tl.where(seen, total, 1.0)[:, None]
             tl.store(PART_OUT + r[:, None] * DV + dv[None, :], part, mask=(dv < DV)[None, :])
             return
-    _store(OUT, LSE, acc, peak, total, b, head, mine, place, at, HEADS, P, DV, BLOCK_DV)
+    ends = (out_b, out_h, out_s, lse_b, lse_h)
+    _store(OUT, LSE, acc, peak, total, b, head, mine, place, at, ends, DV, BLOCK_DV, PLACED)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -299,16 +352,20 @@ def merge_kernel(
     q_row,
     q_row_b,
     q_row_h,
-    P,
+    out_b,
+    out_h,
+    out_s,
+    lse_b,
+    lse_h,
     M,
     DV: tl.constexpr,
-    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     LISTS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     ROWS: tl.constexpr,
     PACK: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    PLACED: tl.constexpr,
 ):
     """The pieces of a tile put together by their log-sum-exps; a tile that was not split is left alone."""
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -333,4 +390,5 @@ def merge_kernel(
         acc = acc * fade[:, None] + part * weight[:, None]
         total = total * fade + weight
         peak = top
-    _store(OUT, LSE, acc, peak, total, b, head, mine, place, at, HEADS, P, DV, BLOCK_DV)
+    ends = (out_b, out_h, out_s, lse_b, lse_h)
+    _store(OUT, LSE, acc, peak, total, b, head, mine, place, at, ends, DV, BLOCK_DV, PLACED)

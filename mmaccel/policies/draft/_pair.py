@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import DraftError, ModelError, RecipeError
+from mmaccel.core.prune import TokenPruner
+from mmaccel.core.registry import policy
 
 PADDING = 1024
+
+
+BESIDE = "beside"
+"""In the place of a draft's folder: the one beside the target's own that has its name and ``-draft``."""
+
+
+def folder_of(name: str, target: ModelView, model: str) -> str:
+    """The draft's folder; raises `DraftError` where none stands beside the target's."""
+    if model != BESIDE:
+        return model
+    own = target.folder
+    beside = own.with_name(f"{own.name}-draft") if own is not None else None
+    if beside is None or not beside.is_dir():
+        where = (
+            f"there is no folder {beside}" if beside is not None else "the target was loaded from no folder"
+        )
+        raise DraftError(f"{name}: model is 'beside' and {where}; give the draft model's folder.")
+    return str(beside)
 
 
 def check_model(name: str, model: object) -> None:
@@ -30,7 +52,7 @@ def same_vocabulary(a: int, b: int) -> bool:
 def open_peer(name: str, target: ModelView, model: str | nn.Module) -> ModelView:
     """The draft model's view; raises `DraftError` for a missing model, another family and another vocabulary."""
     try:
-        peer = target.peer(model)
+        peer = target.peer(folder_of(name, target, model) if isinstance(model, str) else model)
     except ModelError as error:
         raise DraftError(f"{name}: model: {error}") from error
     if peer.adapter.name != target.adapter.name:
@@ -38,10 +60,30 @@ def open_peer(name: str, target: ModelView, model: str | nn.Module) -> ModelView
             f"{name}: model: the draft is a {peer.adapter.name} and the target a {target.adapter.name}, which read other "
             "inputs; give a draft of the target's family."
         )
-    ours, theirs = target.geometry.vocab, peer.geometry.vocab
+    check_vocabulary(name, target.geometry.vocab, peer.geometry.vocab)
+    return peer
+
+
+def check_vocabulary(name: str, ours: int, theirs: int) -> None:
+    """Raise `DraftError` unless a draft of `theirs` token embeddings can serve a target of `ours`."""
     if not same_vocabulary(ours, theirs):
         raise DraftError(
             f"{name}: model: the draft has {theirs} token embeddings and the target {ours}; "
             "give a draft of the target's family."
         )
-    return peer
+
+
+def draft_pruner(name: str, prune: Any) -> TokenPruner | None:
+    """The pruner of a draft, from a name, a mapping or an instance; raises `RecipeError` for one of another seat."""
+    if prune is None:
+        return None
+    chosen = policy("prune", prune, f"{name}: prune")
+    if not isinstance(chosen, TokenPruner):
+        raise RecipeError(
+            f"{name}: prune is {prune!r}; give a pruner's name, a mapping with a name, or null."
+        )
+    if chosen.seat != "draft":
+        raise RecipeError(
+            f"{name}: prune {chosen.name!r} acts on the target and changes its answers; give one for drafts, such as uv."
+        )
+    return chosen

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +11,11 @@ from torch import Tensor, nn
 from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import register
 from mmaccel.core.verify import draw, resize
-from mmaccel.policies.draft._pair import check_model, open_peer
+from mmaccel.policies.draft._pair import check_model, draft_pruner, open_peer
+from mmaccel.policies.draft._read import PrunedReader, Reader, moved
 
 
 @register("draft", "sequential")
@@ -28,19 +29,26 @@ class Sequential(DraftStrategy):
 
     One sequence with one beam, from an empty cache, tokens only (no scores).
 
-    model   folder, hub or shipped name of the draft model, or the loaded module; it may be the target itself
+    model   folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     window  tokens drafted a round, at least 1; fewer when fewer may still be generated
+    prune   a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
 
     model: str | nn.Module | None = None
     window: int = 5
+    prune: TokenPruner | None = None
 
     def __post_init__(self) -> None:
         check_model(self.name, self.model)
         if self.window < 1:
             raise RecipeError(f"{self.name}: window is {self.window}; give at least 1.")
+        object.__setattr__(self, "prune", draft_pruner(self.name, self.prune))
+
+    @property
+    def pruner(self) -> TokenPruner | None:
+        return self.prune
 
     @property
     def lookback(self) -> int:
@@ -49,19 +57,25 @@ class Sequential(DraftStrategy):
     def check(self, target: ModelView) -> None:
         assert self.model is not None
         open_peer(self.name, target, self.model)
+        if self.prune is not None:
+            self.prune.stages(target.geometry.layers)
 
     def open(self, target: ModelView) -> DraftState:
         assert self.model is not None
         peer = open_peer(self.name, target, self.model)
-        return _Writer(peer.runner(), peer.device, self.window, target.geometry.vocab)
+        reader = PrunedReader(self.prune) if self.prune is not None else Reader()
+        return Drafter(peer.runner(), peer.device, self.window, target.geometry.vocab, reader)
 
 
-class _Writer(DraftState):
+class Drafter(DraftState):
     """Between rounds the runner has run every committed token but `_pending`; within one, drafted tokens past `_mark`."""
 
-    def __init__(self, runner: Runner, device: torch.device, window: int, vocab: int) -> None:
+    def __init__(
+        self, runner: Runner, device: torch.device, window: int, vocab: int, reader: Reader | None = None
+    ) -> None:
         self._runner: Runner | None = runner
         self._device = device
+        self._reader = reader or Reader()
         self._window, self._vocab = window, vocab
         self._mark = self._fed = 0
         self._drafted = self._steps = 0
@@ -71,13 +85,17 @@ class _Writer(DraftState):
         self._ids = prompt.ids[0]
         self._pending = self._ids[:0]
         self._left = prompt.max_new_tokens or None
-        self._open().prefill(_moved(prompt.inputs, self._device))
+        self._reader.begin(self._open(), moved(prompt.inputs, self._device))
+
+    def keep(self, columns: Tensor) -> None:
+        self._reader.keep(columns)
 
     def propose(self) -> Proposal:
         # The target adds a token of its own to whatever it keeps.
         count = self._window if self._left is None else min(self._window, self._left - 1)
         if count < 1:
             return Proposal.empty()
+        self._reader.read()
         self._mark = self._open().length() + self._pending.numel()
         ids, feed, rows = self._ids, self._pending, []
         for _ in range(count):
@@ -120,7 +138,3 @@ class _Writer(DraftState):
         self._steps += 1
         logits = self._open().step(ids.to(self._device)[None])[0, -1]
         return resize(logits.to(self._ids.device), self._vocab, float("-inf"))
-
-
-def _moved(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}

@@ -1,6 +1,13 @@
-"""Memories: what a sequence keeps of its keys and values. One idea a file; a new one is a file and an import line here."""
+"""Memories: what a sequence or a stream keeps of its keys and values. One idea a file; a new one is an import line here."""
 
 from mmaccel.policies.kv.full import Full
+from mmaccel.policies.kv.livevlm import LiveVLM
+from mmaccel.policies.kv.mosaic import Mosaic
+from mmaccel.policies.kv.no_cache import NoCache
+from mmaccel.policies.kv.offload import Offload
+from mmaccel.policies.kv.recent import Recent
+from mmaccel.policies.kv.rekv import ReKV
+from mmaccel.policies.kv.streammem import StreamMem
 from mmaccel.policies.kv.window import Window
 
-__all__ = ["Full", "Window"]
+__all__ = ["Full", "LiveVLM", "Mosaic", "NoCache", "Offload", "ReKV", "Recent", "StreamMem", "Window"]

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from mmaccel.core import saving
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVPolicy, KVState, KVView
+from mmaccel.core.kv import KVState, KVView, Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._layered import LayeredState
+from mmaccel.policies.kv._room import with_room
+from mmaccel.policies.kv._whole import WholeStream
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import Geometry, ModelView
 
-# Columns of room beyond what is needed: an eighth, within these bounds. Doubling would waste half the device at 1M tokens.
-ROOM_MIN, ROOM_MAX = 256, 8192
-
 
 @register("kv", "full")
 @dataclass(frozen=True, kw_only=True)
-class Full(KVPolicy):
+class Full(StreamPolicy):
     """Keep all keys and values of all layers on the device, in buffers that grow ahead of need; a view is a slice of them.
 
     Exact, and any column can be rolled back: truncation moves a count. The buffers take the dtype, device and batch of what
-    is appended first.
+    is appended first. In a stream every query sees all that came before it, at its true place.
     """
 
     exact: ClassVar[bool] = True
+    sequences: ClassVar[bool] = True
+
+    @property
+    def admits_sparse(self) -> bool:
+        return True
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
         return FullState(geometry.layers)
+
+    def stream(
+        self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
+    ) -> StreamState:
+        return FullStream(stream, geometry, model, device)
 
 
 class FullState(LayeredState):
@@ -57,7 +68,7 @@ class FullState(LayeredState):
 
     def reorder(self, rows: Tensor) -> None:
         self._batch = rows.numel()
-        # See `_with_room`: the mode off gives tensors that can be written to anywhere, and would switch gradients on.
+        # See `with_room`: the mode off gives tensors that can be written to anywhere, and would switch gradients on.
         with torch.inference_mode(False), torch.no_grad():
             for layer, buffers in enumerate(self._buffers):
                 if buffers is not None:
@@ -71,7 +82,7 @@ class FullState(LayeredState):
         start, buffers = self._counts[layer], self._buffers[layer]
         end = start + key.shape[2]
         old_key, old_value = (None, None) if buffers is None else buffers
-        new_key, new_value = _with_room(old_key, key, start, end), _with_room(old_value, value, start, end)
+        new_key, new_value = with_room(old_key, key, start, end), with_room(old_value, value, start, end)
         new_key[:, :, start:end] = key
         new_value[:, :, start:end] = value
         self._buffers[layer] = new_key, new_value
@@ -82,16 +93,48 @@ class FullState(LayeredState):
             buffer[:, :, start : start + path.numel()] = chosen
 
 
-def _with_room(buffer: Tensor | None, new: Tensor, used: int, needed: int) -> Tensor:
-    """`buffer`, or a larger one with its first `used` columns, so that `needed` columns fit."""
-    if buffer is not None and buffer.shape[2] >= needed:
-        return buffer
-    like = new if buffer is None else buffer
-    shape = list(like.shape)
-    shape[2] = needed + min(max(needed // 8, ROOM_MIN), ROOM_MAX)
-    # A buffer born in inference mode could not be written outside of it, and a stream may outlive the mode.
-    with torch.inference_mode(False):
-        grown = torch.empty(shape, dtype=like.dtype, device=like.device)
-    if buffer is not None:
-        grown[:, :, :used] = buffer[:, :, :used]
-    return grown
+class FullStream(WholeStream):
+    """A stream in the buffers of a `FullState`, turned."""
+
+    def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
+        super().__init__(stream, geometry, model, device)
+        self._state = FullState(geometry.layers)
+
+    def _show(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self._state.append(layer, key, value)
+        view = self._state.view(layer, key)
+        return view.key, view.value
+
+    def _cut(self, columns: int) -> None:
+        self._state.truncate(min(columns, self._state.length()))
+
+    def held(self) -> int:
+        return self._state.held()
+
+    def nbytes(self) -> int:
+        return self._state.nbytes()
+
+    def _save(self, folder: Path) -> None:
+        for layer in range(self.geometry.layers):
+            view = self._state.view(layer, torch.empty(0))
+            for begin in range(0, view.key.shape[2], FILE):
+                rows = slice(begin, begin + FILE)
+                tensors = {"key": view.key[:, :, rows], "value": view.value[:, :, rows]}
+                saving.write_tensors(folder / _file(layer, begin), tensors)
+
+    def _load(self, folder: Path) -> None:
+        columns = self._base()
+        for begin in range(0, columns, FILE):
+            shape = (1, self.geometry.kv_heads, min(FILE, columns - begin), self.geometry.head_dim)
+            wanted = dict.fromkeys(("key", "value"), (shape, self.stream.dtype))
+            for layer in range(self.geometry.layers):
+                found = saving.read_tensors(folder / _file(layer, begin), wanted, self.device)
+                self._state.append(layer, found["key"], found["value"])
+
+
+FILE = 4096
+"""Columns of a layer in one file of a saved stream."""
+
+
+def _file(layer: int, begin: int) -> str:
+    return f"layer-{layer:03d}-{begin:09d}.safetensors"

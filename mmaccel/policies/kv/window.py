@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.kv import KVPolicy, KVState, KVView
+from mmaccel.core.kv import KVState, KVView, Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._layered import LayeredState
+from mmaccel.policies.kv._stream import StreamMemory
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import Geometry, ModelView
@@ -21,18 +22,22 @@ if TYPE_CHECKING:
 
 @register("kv", "window")
 @dataclass(frozen=True, kw_only=True)
-class Window(KVPolicy):
+class Window(StreamPolicy):
     """Every query sees the first `sinks` columns and those less than `window` behind it; what none will see any more goes.
 
     A long append is seen by its own queries before anything of it goes, so the answer does not depend on how a prompt is cut
     into chunks. After StreamingLLM (arXiv 2309.17453); unlike the paper, keys keep their original positions. Columns are
     columns: the padding of a left-padded sequence takes up sinks.
 
+    In a stream the head stands for the sinks, and `window` is rounded up to whole units, all of which a question sees; their
+    places go on from the head as if nothing lay between.
+
     sinks   first columns that never go: models park attention there
     window  columns a query sees, its own included, at least 1
     margin  columns held beyond the window for rolling back: the last run can always be taken back, and `margin` columns more
     """
 
+    sequences: ClassVar[bool] = True
     sinks: int = 4
     window: int = 1024
     margin: int = 64
@@ -52,6 +57,12 @@ class Window(KVPolicy):
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
         return WindowState(geometry.layers, self.sinks, self.window, self.margin)
+
+    def stream(
+        self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
+    ) -> StreamState:
+        units = -(-self.window // stream.unit)
+        return StreamMemory(stream, geometry, model, device, window=units, local=units)
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.plan import FAR, KeySpan, Part, span_from_ranges
+from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import places, row_ranges, touched, whole_blocks
+from mmaccel.policies.sparse.orders import places, touched, whole_blocks
 
 
 @register("sparse", "a_shape")
@@ -47,14 +47,10 @@ def near_and_first(sight: Sight, sink: int, window: int, block: int) -> tuple[Ke
     """Spans over the last `window` of the keys not after a query, and the first `sink` of them."""
     q_row, q_place = sight.q_row, sight.at[:, None]
     k_row, k_place = sight.keys.row[:, None], places(sight.keys)[:, None]
-    start, stop = row_ranges(q_place - window + 1, q_place + 1, block, block)
-    near = span_from_ranges(q_row, k_row, q_place, k_place, 0, window, start, stop, block, block)
+    near = span_by_range(q_row, k_row, q_place, k_place, 0, window, block, block)
     if not sink:
         return (near,)
     head = min(whole_blocks(sink, block) * block, len(sight.keys))
     k_place = k_place[..., :head]
     k_row = k_row[..., :head].masked_fill(k_place >= sink, -1)
-    # A row reaches its sinks once they are `window` behind it: key 0 first.
-    start, stop = row_ranges(0 * q_place, (q_place - window + 1).clamp(max=sink), block, block)
-    first = span_from_ranges(q_row, k_row, q_place, k_place, window, FAR, start, stop, block, block)
-    return near, first
+    return near, span_by_range(q_row, k_row, q_place, k_place, window, FAR, block, block)

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, Part, span_from_table
+from mmaccel.core.plan import FAR, AttentionPlan, Part, span_by_table, span_from_table
 from mmaccel.core.registry import register
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.intra import Layer, Sight
 from mmaccel.policies.sparse.orders import places, whole_blocks
+
+ROOM = 1 << 28
+"""Most pairs of blocks for which lists are made that have room for all."""
 
 ENTRIES = 1 << 24
 """Most scores held at a time; query blocks go in runs of as many as fit."""
@@ -79,7 +82,9 @@ class BlockTopK(SparsePattern):
         sight = layer.sight()
         table = torch.cat(list(self._kept(query, key, sight)), 2)
         order = (sight.q_row, sight.keys.row[:, None], sight.at[:, None], places(sight.keys)[:, None])
-        span = span_from_table(*order, 0, FAR, table, self.block, self.block)
+        # Room for every block is made without a look at how many are kept, where it can be.
+        lists = span_by_table if table.numel() <= ROOM else span_from_table
+        span = lists(*order, 0, FAR, table, self.block, self.block)
         return layer.plan([Part(sight.q_row, (span,))])
 
     def bound(self, n_query: int, n_key: int) -> int:

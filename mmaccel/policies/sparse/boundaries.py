@@ -15,7 +15,7 @@ from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.plan import AttentionPlan, KeySpan, Part
 from mmaccel.core.registry import policy, registry
 from mmaccel.core.sparse import SparsePattern
-from mmaccel.policies.sparse.intra import IntraPattern, Layer
+from mmaccel.policies.sparse.intra import IntraPattern, Layer, seen_share, shown
 from mmaccel.policies.sparse.orders import whole_blocks
 
 Inner = SparsePattern | Mapping[str, Any] | str | None
@@ -75,7 +75,7 @@ class Boundary(SparsePattern):
                 if pattern is None or (k is not None and not k_layout.census[k]):
                     continue
                 sight = layer.sight(q, k)
-                found = pattern.parts(sight)
+                found = pattern.found(sight)
                 apart = [p for p in found if p.q_row is not sight.q_row]
                 orders += bool(apart) + pattern.shares_rows
                 parts += apart
@@ -101,6 +101,23 @@ class Boundary(SparsePattern):
             total += rows * max(each for each, _ in tolls) + sum(more for _, more in tolls)
         # No pattern lists a block of keys more than three times for a block of queries.
         return min(total, 3 * rows * keys)
+
+    def expected(
+        self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
+    ) -> float:
+        if layouts is None:
+            return self.bound(n_query, n_key)
+        queries, keys = (layout.census for layout in layouts)
+        layer, share = shown(*layouts, self.block), seen_share(n_query, n_key)
+        total = 0.0
+        of_queries, of_keys = self.groups()
+        for q in of_queries:
+            for k in of_keys:
+                pattern = self.within(q, k)
+                rows, among = n_query if q is None else queries[q], n_key if k is None else keys[k]
+                if pattern is not None and rows and among:
+                    total += pattern.guess(rows, among, share, layer.sight(q, k))
+        return total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ class LastQueries:
     n rows when that is None; at [B, L] place of each query among them, -1 where there is none.
     seen [B, n] whether there is a key, no later than the last query. total [B, H, L] the log-sum-exp of all that a query
     sees, when the keys are not all of it. pooled: the query heads of one key head share the mean of their weights.
+    final: the queries are known to be the last of the keys, one after the other.
     """
 
     query: Tensor
@@ -35,6 +36,7 @@ class LastQueries:
     seen: Tensor
     total: Tensor | None
     pooled: bool
+    final: bool = False
 
     @classmethod
     def of(
@@ -48,10 +50,12 @@ class LastQueries:
         gathered: bool,
         total: Tensor | None,
         pooled: bool,
+        final: bool = False,
     ) -> LastQueries:
         """The last `count` of `queries`, whose places among `keys` are `place` [B, P]; no host read.
 
-        `gathered` says whether the rows of `keys` are anything but 0, 1, 2, ...
+        `gathered` says whether the rows of `keys` are anything but 0, 1, 2, ...; `final` that no sequence has padding and
+        the queries are the last of the keys.
         """
         L = min(count, query.shape[2])
         last = (queries.row >= 0).sum(1, keepdim=True) - L + torch.arange(L, device=query.device)
@@ -62,7 +66,7 @@ class LastQueries:
         picked = query.gather(2, row[:, None, :, None].expand(*query.shape[:2], L, query.shape[3]))
         seen = (keys.row[:, :n] >= 0) & (torch.arange(n, device=key.device) <= at[:, -1:])
         rows = keys.row[:, :n].clamp(min=0).long() if gathered else None
-        return cls(picked, key, rows, at, seen, total, pooled)
+        return cls(picked, key, rows, at, seen, total, pooled, final)
 
     @property
     def width(self) -> int:
@@ -94,16 +98,18 @@ class LastQueries:
 
         Sums over the queries; divided by `askers`, means over the queries that have a key there.
         """
-        n = self.width
-        source = self.at[..., None] - torch.arange(n, device=self.key.device)
-        outside = (source < 0)[:, None]
-        index = source.clamp(min=0)[:, None]
         columns, diagonals = [], []
         for weight in self.weights():
             columns.append(weight.sum(2))
-            across = weight.gather(3, index.expand_as(weight)).masked_fill_(outside, 0.0)
-            diagonals.append(across.sum(2))
+            diagonals.append(_skewed(weight) if self.final else self._across(weight))
         return torch.cat(columns, 1), torch.cat(diagonals, 1)
+
+    def _across(self, weight: Tensor) -> Tensor:
+        """[B, h, n]: the sums of weight [B, h, L, n] along diagonals, for queries at any places."""
+        source = self.at[..., None] - torch.arange(self.width, device=weight.device)
+        outside = (source < 0)[:, None]
+        index = source.clamp(min=0)[:, None]
+        return weight.gather(3, index.expand_as(weight)).masked_fill_(outside, 0.0).sum(2)
 
     def askers(self) -> Tensor:
         """[B, 1, n] float32: the queries that see column j, which are as many as have a key on diagonal j; at least 1."""
@@ -116,7 +122,9 @@ class LastQueries:
         G, n = self.key.shape[1], self.width
         group = H // G
         column = torch.arange(n, device=self.key.device)
-        hidden = (column > self.at[..., None])[:, None]
+        # Queries that are the last keys see all but the last.
+        first = max(0, n - L) if self.final else 0
+        hidden = (column[first:] > self.at[..., None])[:, None]
         step = max(1, min(G, BUDGET // max(1, B * group * L * n)))
         for g in range(0, G, step):
             run = min(step, G - g)
@@ -126,8 +134,38 @@ class LastQueries:
                 k = k[:, :, :n]
             else:
                 k = k.gather(2, self.row[:, None, :, None].expand(B, run, n, D))
-            scores = (q.float() * D**-0.5) @ k.float().transpose(2, 3)
-            yield scores.view(B, -1, L, n).masked_fill_(hidden, -torch.inf)
+            scores = _scores(q, k, D**-0.5).view(B, -1, L, n)
+            scores[..., first:].masked_fill_(hidden, -torch.inf)
+            yield scores
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """[B, X, rows, n] float32: the scaled products of q [B, X, rows, D] and k [B, X, n, D]."""
+    if not (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)):
+        return (q.float() * scale) @ k.float().transpose(2, 3)
+    # Products of short types are exact in float32: no wide copy of the keys is wanted.
+    wide = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32)
+    return wide.view(*q.shape[:3], k.shape[2]).mul_(scale)
+
+
+def _skewed(weight: Tensor) -> Tensor:
+    """[B, h, n]: the sums of weight [B, h, L, n] along diagonals, of the last L queries over n keys.
+
+    Query r is at n - L + r, so that its key on diagonal d is one to the right of that of query r - 1: rows one longer
+    than they are line up.
+    """
+    B, h, L, n = weight.shape
+    weight = weight.contiguous()
+    near = weight.as_strided((B, h, L, n - L + 1), (h * L * n, L * n, n + 1, 1), weight.storage_offset())
+    found = weight.new_zeros(B, h, n)
+    found[..., : n - L + 1] = near.sum(2).flip(-1)
+    # The first L - 1 keys are on further diagonals, of some of the queries each.
+    corner = weight[..., : L - 1]
+    row = torch.arange(L, device=weight.device)[:, None]
+    far = row - torch.arange(L - 1, device=weight.device) + n - L
+    inside = far > n - L
+    index = torch.where(inside, far, 0).expand_as(corner).flatten(2)
+    return found.scatter_add_(2, index, (corner * inside).flatten(2))
 
 
 def standing(weight: Tensor, seen: Tensor, score: Score) -> Tensor:

@@ -16,8 +16,8 @@ from mmaccel.policies.sparse.orders import touched, whole_blocks
 from mmaccel.policies.sparse.residue import Residue, dense_rows
 from mmaccel.policies.sparse.stride import (
     Classes,
+    Frames,
     Search,
-    frame_classes,
     frame_phases,
     room,
     strided_classes,
@@ -122,9 +122,19 @@ class Grid(IntraPattern):
             more += whole_blocks(n_query if ties else min(most, n_query), block) * keys
         return each, more
 
-    def _classes(self, sight: Sight) -> Classes:
-        sample = sight.last(self.last_q, self.estimate == "group")
-        search = Search(
+    def guess(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
+        block = self.block
+        line = room(keys, self.min_stride)
+        if self.stride == "frame" and sight is not None:
+            frames = Frames.of(sight, self._search(sight))
+            line = min(line, frames.room) if frames.whole else line
+        # A block of queries that begins in one class and ends in the next lists all of the one, and lines begin anywhere.
+        blocks, each = whole_blocks(rows, block), share * line / block + 2
+        dense = whole_blocks(min(line, rows), block) * (share * keys / block + 1)
+        return blocks * each * (self.slash + self.vertical) + self.horizontal * dense
+
+    def _search(self, sight: Sight) -> Search:
+        return Search(
             low=self.min_stride,
             most=self.max_stride,
             slack=self.slack,
@@ -132,10 +142,14 @@ class Grid(IntraPattern):
             rows=self.horizontal_phase == "queries",
             keys=sight.width,
         )
+
+    def _classes(self, sight: Sight) -> Classes:
+        sample = sight.last(self.last_q, self.estimate == "group")
+        search = self._search(sight)
         if self.stride == "frame":
-            number, stride, fits = frame_classes(sight.layer.k_layout, sight.keys, search)
-            framed = frame_phases(sample, number, stride, search)
-            if bool(fits.all()):
+            frames = Frames.of(sight, search)
+            framed = frame_phases(sample, frames, search)
+            if frames.whole:
                 return framed
         free = strided_classes(
             sample,
@@ -144,4 +158,4 @@ class Grid(IntraPattern):
             by_columns=self.horizontal or self.vertical,
             by_diagonals=self.slash,
         )
-        return framed.where(fits, free) if self.stride == "frame" else free
+        return framed.where(frames.fits, free) if self.stride == "frame" else free

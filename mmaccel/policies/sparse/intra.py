@@ -5,16 +5,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import AttentionPlan, Part, span_from_table
+from mmaccel.core.plan import AttentionPlan, Part, span_by_range
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.estimate import LastQueries
 from mmaccel.policies.sparse.orders import Order, at_or_before, natural, places, whole_blocks
+from mmaccel.policies.sparse.slashes import Breaks
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,7 @@ class Sight:
     queries, keys   both by position; whatever a pattern measures it measures in ranks among `keys`
     at [B, P]       place of each query: the number of `keys` not after it, minus one; -1 where there is none
     q_row [B, 1, P] the rows of the queries; a part that has this very tensor stands in their order
+    kinds           the modality of the queries and that of the keys, None for all of them
     """
 
     layer: Layer
@@ -31,11 +33,31 @@ class Sight:
     keys: Order
     at: Tensor
     q_row: Tensor
+    kinds: tuple[int | None, int | None]
 
     @property
     def width(self) -> int:
         """The most keys there can be, a number of the host."""
         return min(len(self.keys), self.layer.key.shape[2])
+
+    @property
+    def ties(self) -> bool:
+        """Whether queries may have the same place: the keys between them are left out."""
+        return self.kinds[1] is not None and self.kinds[0] != self.kinds[1]
+
+    @property
+    def breaks(self) -> Breaks:
+        """How the places of the queries run, from what the host knows of their layout."""
+        query, key = self.kinds
+        if query == key:
+            return Breaks(2, 0, 1)
+        runs = self.layer.q_layout.runs
+        # In each run of the sequence whole blocks have one shape; one more where it begins, and one where it ends.
+        shapes = 3 * sum(count for count, _ in runs.values()) + 3
+        if query is None:
+            return Breaks(shapes, 0, 1)
+        most, least = runs[query]
+        return Breaks(shapes, most, 2 + (self.layer.block - 2) // max(least, 1))
 
     def last(self, count: int, pooled: bool = False) -> LastQueries:
         """What the last `count` of the queries give to the keys: their shares of all that those queries see.
@@ -48,23 +70,35 @@ class Sight:
         if self.keys is not whole:
             total = layer.totals(self.queries, count)
         gathered = self.keys is not whole or layer.k_layout.padded
+        final = not gathered and self.kinds[0] is None
         return LastQueries.of(
-            layer.query, layer.key, self.queries, self.keys, self.at, count, gathered, total, pooled
+            layer.query, layer.key, self.queries, self.keys, self.at, count, gathered, total, pooled, final
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """The tensors of one layer, and the orders made of them once."""
+class Orders:
+    """The orders of a prompt's queries and keys, made once for all layers: they follow from the layouts alone.
 
-    query: Tensor
-    key: Tensor
+    held  what patterns derived of the layouts alone
+    """
+
     q_layout: TokenLayout
     k_layout: TokenLayout
     block: int
+    held: dict[Any, Any] = field(default_factory=dict)
     _queries: dict[int | None, tuple[Order, Tensor]] = field(default_factory=dict)
     _keys: dict[int | None, Order] = field(default_factory=dict)
-    _totals: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _at: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, q_layout: TokenLayout, k_layout: TokenLayout, block: int) -> Orders:
+        """Those of two layouts; kept with the queries'."""
+        name = "orders", id(k_layout), block
+        found: Orders | None = q_layout.memo.get(name)
+        if found is None:
+            found = q_layout.memo[name] = cls(q_layout, k_layout, block)
+        return found
 
     def queries(self, modality: int | None = None) -> tuple[Order, Tensor]:
         """The queries of a modality, or all, and their rows [B, 1, P]."""
@@ -81,10 +115,43 @@ class Layer:
             self._keys[modality] = _order(self.k_layout, modality, self.block)
         return self._keys[modality]
 
+    def at(self, query: int | None, key: int | None) -> Tensor:
+        """[B, P]: the places of the queries of one modality among the keys of another; None stands for all of them."""
+        name = _told_apart(self.q_layout, query), _told_apart(self.k_layout, key)
+        if name not in self._at:
+            self._at[name] = at_or_before(self.keys(key), self.queries(query)[0])
+        return self._at[name]
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The tensors of one layer, and the orders of its prompt."""
+
+    query: Tensor
+    key: Tensor
+    q_layout: TokenLayout
+    k_layout: TokenLayout
+    block: int
+    _totals: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def orders(self) -> Orders:
+        """What follows from the layouts alone."""
+        return Orders.of(self.q_layout, self.k_layout, self.block)
+
+    def queries(self, modality: int | None = None) -> tuple[Order, Tensor]:
+        """As `Orders.queries`."""
+        return self.orders.queries(modality)
+
+    def keys(self, modality: int | None = None) -> Order:
+        """As `Orders.keys`."""
+        return self.orders.keys(modality)
+
     def sight(self, query: int | None = None, key: int | None = None) -> Sight:
         """The queries of one modality over the keys of another; None stands for all of them."""
         (queries, q_row), keys = self.queries(query), self.keys(key)
-        return Sight(self, queries, keys, at_or_before(keys, queries), q_row)
+        kinds = _told_apart(self.q_layout, query), _told_apart(self.k_layout, key)
+        return Sight(self, queries, keys, self.orders.at(query, key), q_row, kinds)
 
     def totals(self, queries: Order, count: int) -> Tensor:
         """[B, H, L]: the log-sum-exp over all keys of the last `count` of `queries`."""
@@ -102,14 +169,13 @@ class Layer:
         """The plan of this layer made of `parts`, or one in which nothing is seen if there are none."""
         if not parts:
             sight = self.sight()
-            nothing = torch.zeros(
-                1, 1, len(sight.queries) // self.block, len(sight.keys) // self.block, dtype=torch.bool
+            places_of = (
+                sight.q_row,
+                sight.keys.row[:, None],
+                -1 - 0 * sight.at[:, None],
+                places(sight.keys)[:, None],
             )
-            order = (sight.q_row, sight.keys.row[:, None], sight.at[:, None], places(sight.keys)[:, None])
-            table = nothing.to(self.key.device).expand(self.key.shape[0], -1, -1, -1)
-            parts = [
-                Part(sight.q_row, (span_from_table(*order, 0, 1, table, self.block, self.block),)),
-            ]
+            parts = [Part(sight.q_row, (span_by_range(*places_of, 0, 1, self.block, self.block),))]
         return AttentionPlan(
             parts=tuple(parts),
             block_q=self.block,
@@ -137,6 +203,17 @@ class IntraPattern(SparsePattern):
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         """Parts over the queries of `sight`, all its keys not after them at most; disjoint, unless `shares_rows`."""
 
+    def found(self, sight: Sight) -> tuple[Part, ...]:
+        """The parts of a sight; of a pattern that looks at the layout alone, made once for all layers."""
+        if self.adaptive:
+            return self.parts(sight)
+        held = sight.layer.orders.held
+        name = repr(self), sight.kinds
+        if name not in held:
+            held[name] = self.parts(sight)
+        parts: tuple[Part, ...] = held[name]
+        return parts
+
     @abstractmethod
     def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         """The most blocks listed: so many for each block of queries, and so many more in all.
@@ -144,15 +221,39 @@ class IntraPattern(SparsePattern):
         gaps: keys may lie between queries that follow each other; ties: queries may have the same place.
         """
 
+    def guess(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
+        """About how many blocks are listed for `rows` queries over `keys` keys, of which each is after `share` of them on
+        the mean; `sight` without tensors, where the layout is known. At best, where only the data tell."""
+        each, more = self.toll(rows, keys, gaps=False, ties=False)
+        blocks = whole_blocks(rows, self.block)
+        return min(blocks * each + more, blocks * (share * keys / self.block + 1))
+
+    def expected(
+        self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
+    ) -> float:
+        sight = None if layouts is None else shown(*layouts, self.block).sight()
+        return self.guess(n_query, n_key, seen_share(n_query, n_key), sight)
+
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
         layer = Layer(query, key, q_layout, k_layout, self.block)
-        return layer.plan(self.parts(layer.sight()), self.shares_rows)
+        return layer.plan(self.found(layer.sight()), self.shares_rows)
 
     def bound(self, n_query: int, n_key: int) -> int:
         each, more = self.toll(n_query, n_key, gaps=False, ties=False)
         return whole_blocks(n_query, self.block) * each + more
+
+
+def seen_share(n_query: int, n_key: int) -> float:
+    """The mean share of the keys that is not after the last `n_query` of them."""
+    return (2 * n_key - n_query + 1) / (2 * n_key)
+
+
+def shown(q_layout: TokenLayout, k_layout: TokenLayout, block: int) -> Layer:
+    """A layer of which the layouts alone are known."""
+    nothing = torch.empty(0, 0, k_layout.length, 0)
+    return Layer(nothing, nothing, q_layout, k_layout, block)
 
 
 def _told_apart(layout: TokenLayout, modality: int | None) -> int | None:

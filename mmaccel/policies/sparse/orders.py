@@ -57,18 +57,6 @@ def places(order: Order) -> Tensor:
     return torch.arange(n, dtype=torch.int32, device=order.row.device).expand(B, n)
 
 
-def row_ranges(first: Tensor, end: Tensor, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """Ranges of key blocks (start, stop) [b, h, M, block_q] for `span_from_ranges`, one a query row.
-
-    first, end [b, h, P]: the keys, by number in the span's order, that a row sees; nothing where end <= first.
-    """
-    some = end > first
-    start = torch.where(some, first.clamp(min=0) // block_k, 0)
-    stop = torch.where(some, (end + block_k - 1) // block_k, 0)
-    blocks = (*first.shape[:-1], first.shape[-1] // block_q, block_q)
-    return start.reshape(blocks), stop.reshape(blocks)
-
-
 def whole_blocks(n: int, block: int) -> int:
     """Blocks of `block` tokens that cover `n`."""
     return -(-n // block)

@@ -216,5 +216,13 @@ class LayerHeads(SparsePattern):
         some = [*self.named.values(), *([] if whole else [self.rest])]
         return max(pattern.bound(n_query, n_key) for pattern in some)
 
+    def expected(
+        self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
+    ) -> float:
+        if self.heads is None:
+            return self.bound(n_query, n_key)
+        kinds = self.kinds(self.heads)
+        return sum(len(some) * p.expected(n_query, n_key, layouts) for p, some in kinds) / self.heads
+
     def per_head(self, heads: int) -> tuple[str, ...]:
         return tuple(self.of(head).per_head(1)[0] for head in range(heads))

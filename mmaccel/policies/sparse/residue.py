@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmaccel.core.plan import FAR, KeySpan, Part, span_from_ranges
+from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.policies.sparse.intra import Sight
-from mmaccel.policies.sparse.orders import places, row_ranges
+from mmaccel.policies.sparse.orders import places
 from mmaccel.policies.sparse.stride import Classes
 
 
@@ -57,7 +57,7 @@ class Residue:
         room = self.classes.room
         q_place, k_place = self.pair * (2 * room) + end - start - 1, number * (2 * room) + rank
         k_row = torch.where(number == self.classes.line, -1, self.k_row) if owned else self.k_row
-        return self._span(q_row, k_row, q_place, k_place, room, start, end)
+        return self._span(q_row, k_row, q_place, k_place, room)
 
     def vertical(self, q_row: Tensor) -> KeySpan:
         """Each query and the keys of the vertical line."""
@@ -65,7 +65,7 @@ class Residue:
         start, end = self._find(begin), self._find(begin + self.q_at, right=True)
         k_row = torch.where(self.code // self.base == self.classes.line, self.k_row, -1)
         k_place = torch.arange(self.code.shape[2], device=self.code.device) - start
-        return self._span(q_row, k_row, end - start - 1, k_place, FAR, start, end)
+        return self._span(q_row, k_row, end - start - 1, k_place, FAR)
 
     def _find(self, code: Tensor, right: bool = False) -> Tensor:
         """Where `code` [B, x, n] falls among the codes of the keys; x is h, or any number when h is 1."""
@@ -73,21 +73,11 @@ class Residue:
         flat = code.reshape(B, h, -1) if h == 1 else code.contiguous()
         return torch.searchsorted(self.code, flat, right=right).view_as(code)
 
-    def _span(
-        self,
-        q_row: Tensor,
-        k_row: Tensor,
-        q_place: Tensor,
-        k_place: Tensor,
-        hi: int,
-        start: Tensor,
-        end: Tensor,
-    ) -> KeySpan:
+    def _span(self, q_row: Tensor, k_row: Tensor, q_place: Tensor, k_place: Tensor, hi: int) -> KeySpan:
         wide = 2 * self.classes.room * self.classes.most >= FAR
         q_place = torch.where(q_row >= 0, q_place, -1).to(torch.int64 if wide else torch.int32)
         k_place = torch.where(k_row >= 0, k_place, 0).to(q_place.dtype)
-        ranges = row_ranges(start.expand_as(q_place), torch.where(q_row >= 0, end, 0), self.block, self.block)
-        return span_from_ranges(q_row, k_row, q_place, k_place, 0, hi, *ranges, self.block, self.block)
+        return span_by_range(q_row, k_row, q_place, k_place, 0, hi, self.block, self.block)
 
 
 def query_classes(classes: Classes, at: Tensor) -> Tensor:
@@ -98,11 +88,12 @@ def query_classes(classes: Classes, at: Tensor) -> Tensor:
 
 
 def dense_rows(sight: Sight, classes: Classes) -> Part:
-    """The queries of the horizontal line, in their order, over every key not after them; one host read, their number."""
+    """The queries of the horizontal line, in their order, over every key not after them; room for as many as can be."""
     keys, at, block = sight.keys, sight.at, sight.layer.block
     chosen = query_classes(classes, at) == classes.dense
     slot = chosen.long().cumsum(2)
-    size = max(int(slot.amax()), 1)
+    # Queries of one place are of one class; others are of no more than keys are.
+    size = at.shape[1] if sight.ties else min(classes.room, at.shape[1])
     size += -size % block
     slot = torch.where(chosen, slot - 1, size)
     lead = (*chosen.shape[:2], size + 1)
@@ -110,6 +101,5 @@ def dense_rows(sight: Sight, classes: Classes) -> Part:
     q_row = q_row.scatter_(2, slot, sight.q_row.expand_as(slot))[..., :-1].contiguous()
     place = torch.full(lead, -1, dtype=torch.int32, device=at.device)
     place = place.scatter_(2, slot, at[:, None].expand_as(slot))[..., :-1].contiguous()
-    ranges = row_ranges(torch.zeros_like(place), place + 1, block, block)
     order = (q_row, keys.row[:, None], place, places(keys)[:, None])
-    return Part(q_row, (span_from_ranges(*order, 0, FAR, *ranges, block, block),))
+    return Part(q_row, (span_by_range(*order, 0, FAR, block, block),))

@@ -59,6 +59,20 @@ class Segments:
         offset = torch.where(fits, offset, place % every)
         return cls(number, offset, every, high, max(1, whole_blocks(sight.width, low)))
 
+    @classmethod
+    def sizes(cls, sight: Sight, stride: Stride, low: int, high: int) -> tuple[int, int]:
+        """The stride and the most segments of a sequence: of frames, by one look at the layout."""
+        if stride != "frame":
+            return stride, max(1, whole_blocks(sight.width, stride))
+        held = sight.layer.orders.held
+        name = "segments", sight.kinds, low, high
+        if name not in held:
+            segments = cls.of(sight, stride, low, high)
+            last = torch.where(sight.keys.row >= 0, segments.number, 0).amax()
+            held[name] = tuple(torch.stack([segments.stride.amax(), last + 1]).tolist())
+        found: tuple[int, int] = held[name]
+        return found
+
 
 def check_stride(name: str, stride: Stride, low: int, high: int) -> None:
     """Refuses what is no stride, and bounds that are no range."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.plan import FAR, KeySpan, Part, pad_rows, span_from_ranges
+from mmaccel.core.plan import FAR, KeySpan, Part, pad_rows, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import row_ranges, touched, whole_blocks
+from mmaccel.policies.sparse.orders import touched, whole_blocks
 from mmaccel.policies.sparse.segments import Segments, Stride, check_stride, fitting
 
 
@@ -54,7 +54,7 @@ class SFFixed(IntraPattern):
         segments = Segments.of(sight, self.stride, self.min_stride, self.max_stride)
         own = sight.at.clamp(min=0).long()
         begin = own - segments.offset.gather(1, own)
-        spans = [self._own(sight, segments, own, begin)]
+        spans = [self._own(sight, segments, own)]
         if self.summary:
             spans.append(self._summaries(sight, segments, begin))
         return (Part(sight.q_row, tuple(spans)),)
@@ -67,14 +67,21 @@ class SFFixed(IntraPattern):
         # Queries ascend: what their blocks see beyond one segment is, all together, no more than the keys.
         return near + columns, keys if gaps else 0
 
-    def _own(self, sight: Sight, segments: Segments, own: Tensor, begin: Tensor) -> KeySpan:
+    def guess(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
+        if sight is None:
+            return super().guess(rows, keys, share, sight)
+        longest, count = Segments.sizes(sight, self.stride, self.min_stride, self.max_stride)
+        # A query sees half of its own segment, on the mean; its block reaches a block's length further.
+        near = longest / (2 * self.block) + 1.5
+        return whole_blocks(rows, self.block) * (near + share * self.summary * count / self.block + 0.5)
+
+    def _own(self, sight: Sight, segments: Segments, own: Tensor) -> KeySpan:
         """The keys of the segment of each query. Segments lie two sizes apart, so that no two are within one."""
         block, size = self.block, segments.size
         place = fitting(segments.number * (2 * size) + segments.offset, 2 * size * (segments.count + 1))
         q_place = place.gather(1, own).masked_fill(sight.at < 0, -1)[:, None]
-        start, stop = row_ranges(begin[:, None], sight.at[:, None] + 1, block, block)
         order = (sight.q_row, sight.keys.row[:, None], q_place, place[:, None])
-        return span_from_ranges(*order, 0, size, start, stop, block, block)
+        return span_by_range(*order, 0, size, block, block)
 
     def _summaries(self, sight: Sight, segments: Segments, begin: Tensor) -> KeySpan:
         """The summary tokens, gathered; each query sees those of the segments before its own."""
@@ -92,6 +99,5 @@ class SFFixed(IntraPattern):
         k_row = pad_rows(k_row.scatter_(1, slot, sight.keys.row)[:, :room], block)
         before = (rank - member.long()).gather(1, begin).masked_fill(sight.at < 0, 0).to(torch.int32)[:, None]
         k_place = torch.arange(k_row.shape[1], dtype=torch.int32, device=k_row.device).expand_as(k_row)
-        ranges = row_ranges(torch.zeros_like(before), before, block, block)
         order = (sight.q_row, k_row[:, None], before - 1, k_place[:, None])
-        return span_from_ranges(*order, 0, FAR, *ranges, block, block)
+        return span_by_range(*order, 0, FAR, block, block)

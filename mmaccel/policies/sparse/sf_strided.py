@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from mmaccel.core.plan import Part, span_from_ranges
+from mmaccel.core.plan import Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import row_ranges, touched, whole_blocks
+from mmaccel.policies.sparse.orders import touched, whole_blocks
 from mmaccel.policies.sparse.segments import Segments, Stride, check_stride, fitting
 
 
@@ -52,6 +52,13 @@ class SFStrided(IntraPattern):
         # the lines a block of queries has one offset, and one more for each that begins in it.
         return window + line, keys + 2 * min(most, n_query) + (keys if gaps else 0)
 
+    def guess(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
+        if sight is None:
+            return super().guess(rows, keys, share, sight)
+        longest, count = Segments.sizes(sight, self.stride, self.min_stride, self.max_stride)
+        each = longest / self.block + 1.5 + share * count / self.block + 1
+        return whole_blocks(rows, self.block) * each
+
     def _window(self, sight: Sight, segments: Segments) -> Part:
         """The keys less than a stride before each query.
 
@@ -65,9 +72,8 @@ class SFStrided(IntraPattern):
         k_place = fitting(number // stride * size + number % stride, most)
         at = sight.at.long()
         q_place = fitting(at // stride * size + at % stride, most).masked_fill(at < 0, -1)[:, None]
-        ranges = row_ranges((at - stride + 1)[:, None], at[:, None] + 1, block, block)
         order = (sight.q_row, sight.keys.row[:, None], q_place, k_place[:, None])
-        return Part(sight.q_row, (span_from_ranges(*order, 0, size, *ranges, block, block),))
+        return Part(sight.q_row, (span_by_range(*order, 0, size, block, block),))
 
     def _lines(self, sight: Sight, segments: Segments) -> Part:
         """The keys at the offset of each query, a stride or more before it; queries and keys by (offset, place)."""
@@ -88,6 +94,5 @@ class SFStrided(IntraPattern):
         most = 2 * room * (segments.size + 2)
         q_place = fitting(own * (2 * room) + end - start - 1, most).masked_fill(q_row < 0, -1)
         k_place = fitting(offset * (2 * room) + k_place, most).masked_fill(k_row < 0, 0)
-        ranges = row_ranges(start[:, None], torch.where(q_row >= 0, end, 0)[:, None], block, block)
         places = (q_row[:, None], k_row[:, None], q_place[:, None], k_place[:, None])
-        return Part(q_row[:, None], (span_from_ranges(*places, 0, room, *ranges, block, block),))
+        return Part(q_row[:, None], (span_by_range(*places, 0, room, block, block),))

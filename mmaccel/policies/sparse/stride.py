@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,11 @@ from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
 from mmaccel.policies.sparse.estimate import LastQueries, Score, class_scores, judged, standing
+from mmaccel.policies.sparse.intra import Sight
 from mmaccel.policies.sparse.orders import Order
+
+TERMS = 1 << 26
+"""Most weights of lines looked at at a time, in the search for a stride."""
 
 REACH = 64
 """Members of a line, at most, by which a stride is judged; a grid repeats, so the nearest tell."""
@@ -94,8 +99,11 @@ def best_stride(columns: Tensor | None, diagonals: Tensor | None, at: Tensor, se
     lines += [diagonals[..., :width]] if diagonals is not None else []
     value = torch.stack(lines).masked_fill(~there, 0.0)
     strides = torch.arange(low, high + 1, device=some.device)
-    score = torch.stack([_heaviest(value, there, s, search.score) for s in range(low, high + 1)], -1)
-    score = score.masked_fill((3 * strides > at[:, None] + 1)[:, None], -torch.inf)
+    if value.is_cuda:
+        scores = list(_many(value, there, low, high, search.score))
+    else:
+        scores = [_heaviest(value, there, s, search.score)[..., None] for s in range(low, high + 1)]
+    score = torch.cat(scores, -1).masked_fill((3 * strides > at[:, None] + 1)[:, None], -torch.inf)
     best = score.amax(-1, keepdim=True)
     good = score >= best - search.slack * best.abs()
     return low + good.to(torch.uint8).argmax(-1, keepdim=True)
@@ -109,6 +117,30 @@ def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor
     inside = torch.nn.functional.pad(there, (0, short)).view(*there.shape[:-1], lines, stride)
     largest = folded.masked_fill(~inside, -torch.inf).amax(-2)
     return judged(folded.sum(-2), largest, inside.sum(-2), score).amax(-1).sum(0)
+
+
+def _many(value: Tensor, there: Tensor, low: int, high: int, score: Score) -> Iterator[Tensor]:
+    """[B, H, strides]: `_heaviest` for runs of strides from `low` to `high`, some at a time.
+
+    A thousand strides one by one are ten thousand launches, more than a layer of attention takes; on a processor the
+    views of one stride at a time cost less than gathering many.
+    """
+    width, first = value.shape[-1], low
+    while first <= high:
+        # Strides of about one size have about one number of lines.
+        last = min(high, first + max(1, min(first, TERMS // (value.numel() + 1))) - 1)
+        stride = torch.arange(first, last + 1, device=value.device)[:, None, None]
+        line = torch.arange(-(-width // first), device=value.device)[:, None]
+        phase = torch.arange(last, device=value.device)
+        at = line * stride + phase
+        inside = (phase < stride) & (at < width)
+        at = at.clamp(max=width - 1)
+        seen = there[..., at] & inside
+        members = value[..., at]
+        largest = members.masked_fill(~seen, -torch.inf).amax(-2)
+        classes = judged((members * seen).sum(-2), largest, seen.sum(-2), score)
+        yield classes.masked_fill(phase >= stride[:, 0], -torch.inf).amax(-1).sum(0)
+        first = last + 1
 
 
 def strided_classes(
@@ -134,11 +166,37 @@ def strided_classes(
     return Classes(number, stride, line, dense, shift.argmax(-1, keepdim=True), search.room, classes)
 
 
-def frame_classes(layout: TokenLayout, keys: Order, search: Search) -> tuple[Tensor, Tensor, Tensor]:
-    """number [B, 1, N] and stride [B, 1, 1] by the place of tokens in their frame, and which sequences they serve [B].
+@dataclass(frozen=True, eq=False)
+class Frames:
+    """Classes by the place of tokens in their frame: what follows from the layout alone.
 
-    A token outside frames counts on from the first token of the frame before it. They serve a sequence that has
-    3 * low tokens, a frame, and no class of more than 1 / low of its tokens.
+    number [B, 1, N], stride [B, 1, 1]; fits [B] which sequences they serve: one that has 3 * low tokens, a frame, and no
+    class of more than 1 / low of its tokens. whole: they serve all; room: the most tokens of a class.
+    """
+
+    number: Tensor
+    stride: Tensor
+    fits: Tensor
+    whole: bool
+    room: int
+
+    @classmethod
+    def of(cls, sight: Sight, search: Search) -> Frames:
+        """Those of the keys of `sight`, made once for a prompt, with one look at the device."""
+        held = sight.layer.orders.held
+        name = "frames", sight.kinds[1], search.low, search.most
+        if name not in held:
+            number, stride, fits, largest = frame_classes(sight.layer.k_layout, sight.keys, search)
+            whole, room = torch.stack([fits.all().long(), largest]).tolist()
+            held[name] = cls(number, stride, fits, bool(whole), room)
+        found: Frames = held[name]
+        return found
+
+
+def frame_classes(layout: TokenLayout, keys: Order, search: Search) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """number [B, 1, N], stride [B, 1, 1] and fits [B] of `Frames`, and the size of the largest class.
+
+    A token outside frames counts on from the first token of the frame before it.
     """
     B, N = keys.row.shape
     low, high = search.low, search.most
@@ -154,11 +212,12 @@ def frame_classes(layout: TokenLayout, keys: Order, search: Search) -> tuple[Ten
     sizes = torch.zeros(B, high + 1, dtype=torch.long, device=row.device).scatter_add_(1, number, here.long())
     count = here.sum(1)
     fits = (count >= search.least) & (longest[:, 0] > 0) & (sizes.amax(1) <= (count + low - 1) // low)
-    return number[:, None], stride[:, None], fits | (count == 0)
+    return number[:, None], stride[:, None], fits | (count == 0), sizes[:, :high].amax()
 
 
-def frame_phases(sample: LastQueries, number: Tensor, stride: Tensor, search: Search) -> Classes:
-    """Classes `number` [B, 1, N] of `stride` [B, 1, 1], with the phases of the heaviest lines."""
+def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes:
+    """The classes of `frames`, with the phases of the heaviest lines."""
+    number, stride = frames.number, frames.stride
     B, high, classes = number.shape[0], search.most, search.most + 1
     n = sample.width
     own = number[..., :n]
@@ -183,7 +242,8 @@ def frame_phases(sample: LastQueries, number: Tensor, stride: Tensor, search: Se
         shifts.append(score.argmax(-1, keepdim=True))
     line = torch.cat(lines, 1)
     dense = evenest(sample, own, classes) if search.rows else line
-    return Classes(number, stride, line, dense, torch.cat(shifts, 1), room=search.room, most=classes)
+    room = frames.room if frames.whole else search.room
+    return Classes(number, stride, line, dense, torch.cat(shifts, 1), room, classes)
 
 
 def evenest(sample: LastQueries, number: Tensor, classes: int) -> Tensor:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.plan import FAR, Part, span_from_ranges
+from mmaccel.core.plan import FAR, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import near_and_first
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import places, row_ranges, touched, whole_blocks
+from mmaccel.policies.sparse.orders import places, touched, whole_blocks
 
 
 @register("sparse", "tri_shape")
@@ -55,9 +55,8 @@ class TriShape(IntraPattern):
             pick = slot.clamp(0, rows.shape[1] - 1)
             q_row = torch.where(there, rows.gather(1, pick), -1)[:, None]
             place = torch.where(there, sight.at.gather(1, pick), -1)[:, None]
-            ranges = row_ranges(torch.zeros_like(place), place + 1, block, block)
             order = (q_row, sight.keys.row[:, None], place, places(sight.keys)[:, None])
-            parts.append(Part(q_row, (span_from_ranges(*order, 0, FAR, *ranges, block, block),)))
+            parts.append(Part(q_row, (span_by_range(*order, 0, FAR, block, block),)))
         return tuple(parts)
 
     def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:

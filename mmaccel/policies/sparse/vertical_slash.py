@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.plan import FAR, KeySpan, Part, pad_rows, span_from_ranges
+from mmaccel.core.plan import FAR, KeySpan, Part, pad_rows, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import places, row_ranges, whole_blocks
+from mmaccel.policies.sparse.orders import places, whole_blocks
 from mmaccel.policies.sparse.slashes import slash_blocks
 
 
@@ -64,6 +64,12 @@ class VerticalSlash(IntraPattern):
         slash = min((self.block if gaps else 2) * self.slash, blocks)
         return slash + columns, 0
 
+    def guess(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
+        # At best the diagonals lie side by side; apart, each touches two blocks.
+        blocks, seen = whole_blocks(rows, self.block), share * keys / self.block + 1
+        columns = min(self.vertical, keys) / self.block
+        return blocks * min(min(self.slash, keys) / self.block + 1 + columns, seen)
+
     def _columns(self, score: Tensor, seen: Tensor, none: int) -> Tensor:
         """[B, H, K] kept columns in ascending order, `none` where a sequence has fewer."""
         score = score.masked_fill(~seen[:, None], -1.0)
@@ -87,7 +93,7 @@ class VerticalSlash(IntraPattern):
         kept = owned.scatter(2, torch.where(diagonal >= 0, diagonal, N), True)[..., :-1]
         k_row = sight.keys.row[:, None].masked_fill(owned.scatter_(2, chosen, True)[..., :-1], -1)
         order = (sight.q_row, k_row, sight.at[:, None], places(sight.keys)[:, None])
-        return slash_blocks(*order, kept, self.block)
+        return slash_blocks(*order, kept, self.block, sight.breaks)
 
     def _verticals(self, sight: Sight, chosen: Tensor) -> KeySpan:
         """The kept columns, gathered; a column's place is that of its token."""
@@ -96,8 +102,5 @@ class VerticalSlash(IntraPattern):
         row = keys.row[:, None].expand(-1, chosen.shape[1], -1).gather(2, chosen.clamp(max=len(keys) - 1))
         k_row = pad_rows(torch.where(there, row, -1), block)
         k_place = pad_rows(torch.where(there, chosen, 0), block, 0).to(torch.int32)
-        at = place[:, None].expand(-1, chosen.shape[1], -1).long().contiguous()
-        seen = torch.searchsorted(chosen, at, right=True)
-        start, stop = row_ranges(torch.zeros_like(seen), seen, block, block)
         order = (sight.q_row, k_row, place[:, None], k_place)
-        return span_from_ranges(*order, 0, FAR, start, stop, block, block)
+        return span_by_range(*order, 0, FAR, block, block)

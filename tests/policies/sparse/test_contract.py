@@ -13,6 +13,7 @@ import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
 from mmaccel.backends import ops
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO
+from mmaccel.core.lists import BlockRuns
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.plan import ABSENT, FULL, TEST, AttentionPlan
 from mmaccel.core.registry import registry
@@ -131,7 +132,7 @@ def test_shapes_lists_and_kinds(name: str, scene: Scene) -> None:
 
 
 def check_lists(plan: AttentionPlan, q_row: Tensor, span, M: int, n_blocks: int) -> None:
-    lists = span.lists
+    lists = span.lists.lists() if isinstance(span.lists, BlockRuns) else span.lists
     b, h, m1 = lists.offset.shape
     assert m1 == M + 1 and b in (1, plan.batch) and h in (1, plan.heads)
     assert (lists.offset[..., 1:] >= lists.offset[..., :-1]).all()
@@ -204,7 +205,7 @@ def test_bound(name: str, scene: Scene) -> None:
     listed = torch.zeros(plan.batch, plan.heads, dtype=torch.long)
     for part in plan.parts:
         for span in part.spans:
-            listed += (span.lists.offset[..., -1] - span.lists.offset[..., 0]).expand_as(listed)
+            listed += span.lists.count.sum(-1).expand_as(listed)
     assert int(listed.max()) <= pattern.bound(plan.n_query, plan.n_key)
 
 

@@ -1,0 +1,190 @@
+"""The language model's prefill of the tiny models, dense and sparse in turns; and how often greedy answers differ.
+
+    python bench/cpu_prefill.py --out bench/results/cpu_prefill_cpu_202601.jsonl
+    python bench/cpu_prefill.py --out ... --answers 200 --frames 140
+
+A prompt is a world's video up to `--tokens` with a question; both ways start from the same input embeddings, vision
+encoding left out. Every row is one model and one recipe: medians of interleaved runs, so that what else the machine does
+weighs on both. With `--answers`, so many questions about worlds of `--frames` frames are answered greedily by both; each
+is a row, written at once, and those the file holds already are not asked again. The last row has the share of answers
+that differ, with its 95% interval (Wilson).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import Log, compare
+
+import mmaccel
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.recipe import Recipe
+from mmaccel.eval.answer import ask, prompt
+from mmaccel.eval.cases import Case, Film, cases, tokens_per_frame
+
+RECIPES = ("searched", "short-window")
+WINDOW = {"name": "a_shape", "sink": 128, "window": 1024}
+
+
+def recipe_of(name: str) -> Recipe:
+    """A preset by name, or the short window."""
+    return Recipe.load(sparse=WINDOW) if name == "short-window" else Recipe.load(name)
+
+
+def embedded(model: nn.Module, processor: Any, tokens: int, film: Film) -> dict[str, Any]:
+    """Keyword arguments of the multimodal model's language part for a prompt of about `tokens` tokens, and its layout."""
+    frames = (tokens - 64) // tokens_per_frame(processor)
+    case = next(cases(frames, 1, 7, ["needle"]))
+    inputs = prompt(processor, case.content(film.watch(case.world)), model)
+    return dict(inputs)
+
+
+def prefill(model: nn.Module, inputs: dict[str, Any], recipe: Recipe | None) -> tuple[Callable[[], Any], Any]:
+    """A call that runs the language model over the prompt's embeddings under `recipe`, and what tells of it after."""
+    adapter = adapter_for(model)
+    embeds = adapter.embed(model, inputs)
+    layout = adapter.layout(model, inputs)
+    positions = adapter.positions(model, inputs)
+    text = adapter.text(model)
+    held: dict[str, Any] = {}
+
+    def run() -> None:
+        with torch.no_grad(), mmaccel.accelerate(model, recipe) as fast:
+            from mmaccel.models.hf import NOTE, Note
+
+            told = {NOTE: Note(layout=layout)}
+            text(inputs_embeds=embeds, position_ids=positions, use_cache=False, **told)
+            held["report"] = fast.report()
+
+    return run, held
+
+
+def wilson(hits: int, asked: int) -> tuple[float, float]:
+    """The 95% interval of a share."""
+    if not asked:
+        return 0.0, 1.0
+    z, share = 1.959964, hits / asked
+    middle = (share + z * z / (2 * asked)) / (1 + z * z / asked)
+    half = z * math.sqrt(share * (1 - share) / asked + z * z / (4 * asked * asked)) / (1 + z * z / asked)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def timings(name: str, options: argparse.Namespace, log: Log, film: Film) -> None:
+    model, processor = mmaccel.load_model(name), mmaccel.load_processor(name)
+    inputs = embedded(model, processor, options.tokens, film)
+    tokens = int(inputs["input_ids"].shape[1])
+    runs, held = {}, {}
+    for recipe in ("dense", *options.recipes):
+        runs[recipe], held[recipe] = prefill(
+            model, inputs, Recipe.load("dense") if recipe == "dense" else recipe_of(recipe)
+        )
+    times = compare(runs, warmup=options.warmup, repeats=options.repeats)
+    against = times["dense"].median
+    for recipe, taken in times.items():
+        report = held[recipe]["report"]
+        row = dict(
+            case="prefill", model=name, recipe=recipe, tokens=tokens, kept=report.kept, backend=report.backend
+        )
+        log.row(**row, **taken.row(), against_s=against, speedup=against / taken.median)
+        print(
+            f"{name:10} {recipe:12} {tokens} tokens {taken.median:8.2f} s, {against / taken.median:5.2f} x",
+            flush=True,
+        )
+
+
+def asked_before(path: Path) -> set[tuple[str, str, int, int, str]]:
+    rows = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    )
+    return {
+        (r["model"], r["recipe"], r["frames"], r["seed"], r["kind"])
+        for r in rows
+        if r.get("case") == "answer"
+    }
+
+
+def questions(options: argparse.Namespace) -> Iterator[Case]:
+    kinds = ["needle", "order", "count", "combine"]
+    yield from cases(options.frames, -(-options.answers // len(kinds)), 1000, kinds)
+
+
+def answers(name: str, options: argparse.Namespace, log: Log, film: Film) -> None:
+    model, processor = mmaccel.load_model(name), mmaccel.load_processor(name)
+    done = asked_before(log.path)
+    dense = Recipe.load("dense")
+    for case in questions(options):
+        where = case.world.frames, case.world.seed, case.kind
+        left = [r for r in options.recipes if (name, r, *where) not in done]
+        if not left:
+            continue
+        inputs = prompt(processor, case.content(film.watch(case.world)), model)
+        plain = ask(model, processor, inputs, dense, max_new_tokens=8)
+        for recipe in left:
+            said = ask(model, processor, inputs, recipe_of(recipe), max_new_tokens=8)
+            log.row(
+                case="answer",
+                model=name,
+                recipe=recipe,
+                frames=where[0],
+                seed=where[1],
+                kind=where[2],
+                tokens=int(inputs["input_ids"].shape[1]),
+                kept=said.report.kept,
+                same=said.raw == plain.raw,
+                right=case.right(said.raw),
+                right_dense=case.right(plain.raw),
+            )
+    rows = [json.loads(line) for line in log.path.read_text(encoding="utf-8").splitlines()]
+    for recipe in options.recipes:
+        mine = [
+            r
+            for r in rows
+            if r.get("case") == "answer"
+            and (r["model"], r["recipe"], r["frames"]) == (name, recipe, options.frames)
+        ]
+        differ = sum(not r["same"] for r in mine)
+        low, high = wilson(differ, len(mine))
+        told = dict(
+            case="answers", model=name, recipe=recipe, frames=options.frames, asked=len(mine), differ=differ
+        )
+        right = {k: sum(r[k] for r in mine) for k in ("right", "right_dense")}
+        log.row(**told, share=differ / max(1, len(mine)), low=low, high=high, **right)
+        print(
+            f"{name:10} {recipe:12} {differ} of {len(mine)} answers differ ({low:.3f} to {high:.3f})",
+            flush=True,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
+    parser.add_argument("--models", nargs="+", default=["tiny-qwen", "tiny-ov"])
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=0)
+    parser.add_argument(
+        "--answers", type=int, default=0, help="questions to answer both ways instead of timing"
+    )
+    parser.add_argument("--frames", type=int, default=140)
+    options = parser.parse_args(argv)
+    log = Log(options.out)
+    with Film() as film:
+        for name in options.models:
+            (answers if options.answers else timings)(name, options, log, film)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Decoding on two CPU cores: a trained pair, long captions, every way of drafting in one table.
+
+    OMP_NUM_THREADS=1 python bench/decode_cpu.py --out bench/results/decode_cpu_202601.jsonl
+
+The target runs in this process and, for `parallel`, its draft in a second one, each on one thread: so that the overlap is
+real. Acceptance and times are measured, nothing is replayed. Every way generates the captions of the same videos, greedily;
+windows of `sequential` and `parallel` are swept, and the best of each is held against the simulator at the measured share
+kept and the measured steps. Needs two idle cores: what else runs on them is measured too.
+
+Rows: `window` (a number or null), `a_step` (tokens a target step, the target's own counted), `kept` (drafted ones alone, a
+round), `streak`, `tokens_per_s`, `speedup` over plain decoding and `against_sequential`, `same` (the tokens are the plain
+ones). The last line tells what was to be reached: `parallel` at 0.9 of the simulator's ratio over `sequential`, and at 1.15.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import Log, environment
+
+from mmaccel.core.attach import accelerate
+from mmaccel.core.recipe import Recipe
+from mmaccel.eval import acceptance, simulate
+from mmaccel.eval.answer import prompt
+from mmaccel.eval.caption import caption_cases
+from mmaccel.eval.cases import Film
+from mmaccel.models.loading import load_model, load_processor
+
+WINDOWS = (2, 3, 4, 5, 6, 8)
+UV = {"name": "uv", "retention": 0.1}
+SPEC = {"name": "attention", "retention": 0.1, "compact": True}
+
+
+def ways(windows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+    """Name -> draft."""
+    one = {"model": "beside"}
+    found: dict[str, dict[str, Any]] = {}
+    for window in windows:
+        found[f"sequential {window}"] = {"name": "sequential", "window": window, **one}
+    for window in windows:
+        found[f"parallel {window}"] = {"name": "parallel", "window": window, "threads": 1, **one}
+    return {
+        **found,
+        "parallel measured": {"name": "parallel", "threads": 1, **one},
+        "parallel uv": {"name": "parallel", "threads": 1, "prune": UV, **one},
+        "parallel inline": {"name": "parallel", "window": 4, "process": False, **one},
+        "sequential uv": {"name": "sequential", "window": 5, "prune": UV, **one},
+        "tree": {"name": "tree", **one},
+        "tree dynamic": {"name": "tree", "shape": "dynamic", **one},
+        "specvlm": {"name": "tree", "prune": SPEC, **one},
+        "text_only": {"name": "text_only", "window": 5, **one},
+        "sparse_to_dense": {"name": "sparse_to_dense"},
+        "prompt_lookup": {"name": "prompt_lookup"},
+    }
+
+
+def prompts(name: str, model: Any, frames: int, captions: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """The inputs of `captions` videos, each through a file."""
+    processor = load_processor(name)
+    with Film() as film:
+        return [
+            prompt(processor, case.content(film.watch(case.world)), model)
+            for case in caption_cases(frames, captions, seed)
+        ]
+
+
+def measured(
+    model: Any, inputs: list[Any], tokens: int, drafts: Mapping[str, dict[str, Any]], repeats: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each way, over all prompts and repeats; each generation has a plain one just before it."""
+    for name, draft in drafts.items():
+        found: list[acceptance.Drafted] = []
+        with accelerate(model, Recipe(draft=draft)) as fast:  # type: ignore[arg-type]
+            fast.generate(**inputs[0], max_new_tokens=8, do_sample=False)
+        for _ in range(repeats):
+            for one in inputs:
+                plain = acceptance.alone(model, one, tokens)
+                with accelerate(model, Recipe(draft=draft)) as fast:  # type: ignore[arg-type]
+                    found.append(acceptance.drafted(fast, one, tokens, plain))
+        yield row(name, draft, found)
+
+
+def row(name: str, draft: dict[str, Any], found: list[acceptance.Drafted]) -> dict[str, Any]:
+    """One line of the table."""
+
+    def middle(values: list[Any]) -> float | None:
+        given = [value for value in values if value is not None]
+        return statistics.median(given) if given else None
+
+    keys = ("draft_step_s", "target_step_s", "keep_rate", "late", "ready_at_start", "draft_prompt_s")
+    return {
+        "case": name,
+        "draft": draft,
+        "window": draft.get("window"),
+        "captions": len(found),
+        "tokens": sum(one.tokens for one in found),
+        "a_step": sum(one.tokens - 1 for one in found) / max(sum(one.steps for one in found), 1),
+        "kept": sum(one.kept * one.rounds for one in found) / max(sum(one.rounds for one in found), 1),
+        "streak": middle([one.streak for one in found]),
+        "share": middle([one.share for one in found]),
+        "tokens_per_s": middle([one.tokens_per_s for one in found]),
+        "plain_per_s": middle([one.plain_per_s for one in found]),
+        "speedup": middle([one.speedup for one in found]),
+        "ttft_s": middle([one.ttft_s for one in found]),
+        "same": all(one.same for one in found),
+        "failed": [one.failed for one in found if one.failed],
+        **{key: middle([one.counters.get(key) for one in found]) for key in keys},
+    }
+
+
+def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was to be reached, from the rows: the pipeline over drafting in turns, both at their best window."""
+    turns = [
+        r for r in rows if r["case"].startswith("sequential ") and r["window"] and "prune" not in r["draft"]
+    ]
+    ahead = [
+        r for r in rows if r["case"].startswith("parallel ") and r["window"] and "process" not in r["draft"]
+    ]
+    one = max(turns, key=lambda r: r["speedup"])
+    two = max(ahead, key=lambda r: r["speedup"])
+    # A step by itself is what plain decoding takes; what a pass of several rows takes more is the simulator's to leave out.
+    costs = simulate.Costs(step=1 / two["plain_per_s"], draft=two["draft_step_s"])
+    keep = two["share"]
+    predicted = {
+        "parallel": simulate.speedup(keep, two["window"], costs, parallel=True),
+        "sequential": simulate.speedup(keep, one["window"], costs, parallel=False),
+    }
+    ratio, expected = two["speedup"] / one["speedup"], predicted["parallel"] / predicted["sequential"]
+    best = {kind: simulate.best(keep, costs, parallel=kind == "parallel") for kind in predicted}
+    return {
+        "case": "verdict",
+        "sequential": one["case"],
+        "parallel": two["case"],
+        "keep": keep,
+        "c": costs.ratio,
+        "against_sequential": ratio,
+        "simulated": expected,
+        "simulated_speedups": predicted,
+        "simulated_best": best,
+        "of_simulated": ratio / expected,
+        "pipeline_of_simulated": two["speedup"] / predicted["parallel"],
+        "reached": ratio >= 0.9 * expected and ratio >= 1.15,
+    }
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="tiny-ov")
+    parser.add_argument("--frames", type=int, default=128)
+    parser.add_argument("--captions", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=40)
+    parser.add_argument("--windows", type=int, nargs="*", default=list(WINDOWS))
+    parser.add_argument("--only", nargs="*", help="cases whose name begins so")
+    parser.add_argument("--out")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    model = load_model(given.model, dtype=torch.float32)
+    inputs = prompts(given.model, model, given.frames, given.captions, given.seed)
+    drafts = ways(tuple(given.windows))
+    if given.only:
+        drafts = {n: d for n, d in drafts.items() if any(n.startswith(word) for word in given.only)}
+    log = Log(given.out) if given.out else None
+    print(json.dumps({"environment": environment()}))
+    rows = []
+    for found in measured(model, inputs, given.tokens, drafts, given.repeats):
+        found["model"], found["frames"] = given.model, given.frames
+        rows.append(found)
+        print(json.dumps(found), flush=True)
+        if log is not None:
+            log.row(**found)
+    kinds = {r["case"].split()[0] for r in rows if r["window"]}
+    if {"sequential", "parallel"} <= kinds:
+        last = {"model": given.model, **verdict(rows)}
+        print(json.dumps(last))
+        if log is not None:
+            log.row(**last)
+
+
+if __name__ == "__main__":
+    main()

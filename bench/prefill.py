@@ -1,0 +1,283 @@
+"""The speed table of sparse prefill on one GPU, from single layers to a 7B model at a million tokens, in one run.
+
+    python bench/prefill.py --out bench/results/prefill_h200_202601.jsonl
+    python bench/prefill.py --out ... --only layer:grid model:1m
+    python bench/prefill.py --out /tmp/rows.jsonl --device cpu --shrink 1024 --quick      # does it run at all?
+
+Steps, most telling first: `layer:*` are the cases of `bench/attend.py`; `model:*` the language model of a published 7B
+shape (random weights) from embeddings, sparse and dense, with the peak of memory; `short:*` what "auto" makes of prompts
+of 4k to 16k tokens, in turns with dense; `sweep:*` four patterns from 8k to 1M tokens. A step whose row is in the file
+already is not run again, and none is begun that would not end within `--limit` seconds by its own estimate: run the same
+command again for the rest. Dense attention that would take too long is timed on some layers, or on the heads of one
+group, and scaled; its row says so (`layers_timed`, `groups_timed`). `--shrink` divides all lengths: a smoke test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attend import CASES, FRAME, NEAR, Case, GivenDiagonals, bench_case, layout_of, shortened
+from timing import Log, Times, compare, environment
+
+import mmaccel
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.recipe import Recipe
+from mmaccel.models import shapes
+
+SHAPE = "qwen2.5-vl-7b"
+LAYERS = {"model:128k": 28, "model:512k": 2, "model:1m": 1}
+"""Layers on which dense prefill is timed; the time of a layer is then counted for each."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step by name: the seconds it takes on an H200, about, and what runs it."""
+
+    name: str
+    seconds: float
+    run: Callable[[argparse.Namespace, Log], None]
+
+
+def layer_step(name: str, case: Case, seconds: float) -> Step:
+    def run(options: argparse.Namespace, log: Log) -> None:
+        told = shortened(case, max(case.tokens // options.shrink, 256)) if options.shrink > 1 else case
+        bench_case(name, told, options, log)
+
+    return Step(name, seconds, run)
+
+
+def sweep_cases() -> dict[str, Case]:
+    """The four patterns of the paper's figure 16 at each length."""
+    sparse: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "a_shape": (NEAR, {}),
+        "vertical_slash": ({"name": "vertical_slash", "vertical": 1000, "slash": 1024}, {"lines": "frames"}),
+        "grid": ({"name": "grid", "stride": "frame"}, {}),
+        "boundary_2d": ({"name": "boundary_2d", "default": NEAR}, {"islands": 32}),
+    }
+    lengths = {"8k": 1 << 13, "32k": 1 << 15, "128k": 1 << 17, "512k": 1 << 19, "1m": 1 << 20}
+    return {
+        f"sweep:{pattern}:{length}": Case(tokens, fields, **more)
+        for length, tokens in lengths.items()
+        for pattern, (fields, more) in sparse.items()
+    }
+
+
+def mixed_heads(heads: int, block: int, share: float) -> dict[int, Any]:
+    """The patterns of a layer's heads: 40% grid, 40% vertical-slash at multiples of a frame, 20% A-shape, and every
+    fourth of them within Q- or 2D-boundaries, turn about. Budgets are `share` of those of a full length."""
+
+    def some(n: int) -> int:
+        return max(4, int(n * share))
+
+    found: dict[int, Any] = {}
+    for head in range(heads):
+        kind = head * 5 // heads  # fifths: two, two, one
+        one: Any = {"name": "a_shape", "sink": some(128), "window": some(4096), "block": block}
+        if kind < 2:
+            one = {"name": "grid", "stride": "frame", "block": block}
+        elif kind < 4:
+            one = GivenDiagonals(vertical=some(1000), slash=some(1024), pitch=FRAME, block=block)
+        if head % 8 == 3:
+            one = {"name": "q_boundary", "text": one, "video": one, "image": None, "block": block}
+        elif head % 8 == 7:
+            one = {"name": "boundary_2d", "default": one, "block": block}
+        found[head] = one
+    return found
+
+
+class Prompt:
+    """Embeddings of a prompt with a quarter of text in 32 islands, and what goes with them."""
+
+    def __init__(self, model: nn.Module, tokens: int) -> None:
+        self.model, self.tokens = model, tokens
+        first = next(model.parameters())
+        self.device = first.device
+        self.layout = layout_of(Case(tokens, {}, islands=min(32, tokens // 64)), FRAME, first.device)
+        generator = torch.Generator(first.device).manual_seed(0)
+        hidden = adapter_for(model).geometry(model).hidden
+        self.embeds = torch.empty(1, tokens, hidden, dtype=first.dtype, device=first.device)
+        self.embeds.normal_(0, 0.02, generator=generator)
+        self.positions = torch.arange(tokens, device=first.device).expand(3, 1, tokens)
+
+    def run(self, recipe: Recipe) -> tuple[Callable[[], None], mmaccel.Accelerated]:
+        """A call that prefills the language model under a recipe, keys and values kept, and the handle to be detached."""
+        from mmaccel.models.cache import KVCache
+        from mmaccel.models.hf import NOTE, Note
+
+        fast = mmaccel.accelerate(self.model, recipe)
+        text = fast.adapter.text(self.model)
+
+        def run() -> None:
+            cache = KVCache(fast.open_state(), fast.view.geometry.layers)
+            told = {NOTE: Note(layout=self.layout), "past_key_values": cache, "use_cache": True}
+            with torch.no_grad():
+                text(inputs_embeds=self.embeds, position_ids=self.positions, **told)
+
+        return run, fast
+
+
+def once(run: Callable[[], Any], device: torch.device, repeats: int) -> tuple[Times, int | None]:
+    """Seconds of `repeats` runs after one, and the peak of memory."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    times = compare({"run": run}, warmup=1, repeats=max(2, repeats), device=device)["run"]
+    return times, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def shape(options: argparse.Namespace, layers: int | None = None) -> nn.Module:
+    """The model; under `--shrink` a thin one of the same family."""
+    if options.shrink > 1:
+        return mmaccel.load_model("tiny-qwen")
+    return shapes.build(SHAPE, layers=layers, vision_layers=1, device=options.device)
+
+
+def model_step(name: str, tokens: int, seconds: float) -> Step:
+    def run(options: argparse.Namespace, log: Log) -> None:
+        n = max(512, tokens // options.shrink)
+        model = shape(options)
+        view = adapter_for(model).geometry(model)
+        table = dict.fromkeys(range(view.layers), mixed_heads(view.heads, 64, min(1.0, n / tokens)))
+        told = dict(case=name, tokens=n, model=SHAPE, layers=view.layers)
+        prompt = Prompt(model, n)
+        call, fast = prompt.run(
+            Recipe.load(sparse={"name": "per_head", "table": table}, backend=options.backends[0])
+        )
+        with fast:
+            times, peak = once(call, prompt.device, options.repeats // 3)
+            log.row(**told, way="sparse", kept=fast.report().kept, peak_bytes=peak, **times.row())
+            sparse = times.median
+        del model, prompt, call, fast
+        if options.no_dense:
+            return
+        depth = LAYERS[name] if options.shrink == 1 else None
+        model = shape(options, depth)
+        prompt = Prompt(model, n)
+        call, fast = prompt.run(Recipe.load("dense"))
+        with fast:
+            times, peak = once(call, prompt.device, options.repeats // 3)
+        count = adapter_for(model).geometry(model).layers
+        scale = view.layers / count
+        scaled = {f"{k}_s": v * scale for k, v in (("median", times.median),)}
+        row = dict(told, way="dense", layers_timed=count, peak_bytes=peak, **{**times.row(), **scaled})
+        log.row(**row, speedup=scaled["median_s"] / sparse)
+        print(
+            f"{name:24} {n} tokens, {sparse:8.2f} s sparse, {scaled['median_s'] / sparse:6.2f} x dense",
+            flush=True,
+        )
+
+    return Step(name, seconds, run)
+
+
+def short_step(name: str, tokens: int, seconds: float) -> Step:
+    def run(options: argparse.Namespace, log: Log) -> None:
+        n = max(256, tokens // options.shrink)
+        model = shape(options)
+        view = adapter_for(model).geometry(model)
+        table = dict.fromkeys(range(view.layers), mixed_heads(view.heads, 64, 1.0))
+        prompt = Prompt(model, n)
+        taken: dict[str, list[float]] = {"dense": [], "auto": []}
+        recipes = {
+            "dense": Recipe.load("dense"),
+            "auto": Recipe.load(sparse={"name": "per_head", "table": table}),
+        }
+        for _ in range(max(3, options.repeats)):
+            for way, recipe in recipes.items():
+                call, fast = prompt.run(recipe)
+                with fast:
+                    times, _ = once(call, prompt.device, 2)
+                taken[way] += times.seconds
+        pairs = [d / a for d, a in zip(taken["dense"], taken["auto"], strict=True)]
+        ratio = sorted(pairs)
+        low = ratio[max(0, int(0.025 * len(ratio)))]
+        dense = Times(tuple(taken["dense"])).median
+        log.row(
+            case=name, tokens=n, way="auto", **Times(tuple(taken["auto"])).row(), against_s=dense, low=low
+        )
+        print(f"{name:24} {n} tokens, dense / auto {ratio[len(ratio) // 2]:.3f}, low {low:.3f}", flush=True)
+
+    return Step(name, seconds, run)
+
+
+def steps() -> list[Step]:
+    seconds = {"grid": 40.0}
+    first = [layer_step(f"layer:{name}", case, seconds.get(name, 15.0)) for name, case in CASES.items()]
+    models = [
+        model_step("model:128k", 1 << 17, 60.0),
+        model_step("model:1m", 1 << 20, 140.0),
+        model_step("model:512k", 1 << 19, 80.0),
+    ]
+    short = [short_step(f"short:{n}k", n << 10, 25.0) for n in (4, 8, 16)]
+    sweep = [
+        layer_step(name, case, 10.0 if case.tokens < 1 << 19 else 30.0)
+        for name, case in sweep_cases().items()
+    ]
+    return [*first, *models, *short, *sweep]
+
+
+def done_before(path: Path) -> set[str]:
+    rows = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    )
+    return {row["done"] for row in rows if "done" in row}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
+    parser.add_argument("--only", nargs="+", help="steps, or the beginnings of their names")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--limit", type=float, default=520.0, help="seconds in all")
+    parser.add_argument("--backends", nargs="+", help="default: triton on cuda, else the reference")
+    parser.add_argument("--heads", nargs=2, type=int, default=(28, 4), metavar=("HEADS", "GROUPS"))
+    parser.add_argument("--size", type=int, default=128)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--shrink", type=int, default=1, help="divide all lengths: a smoke test")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--no-dense", action="store_true")
+    parser.add_argument("--dense-all", type=int, default=1 << 18)
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.repeats, options.warmup = 3, 1
+    if options.backends is None:
+        options.backends = ["triton"] if torch.device(options.device).type == "cuda" else ["reference"]
+    began = time.monotonic()
+    log = Log(options.out, options.device)
+    print(environment(options.device), flush=True)
+    done = done_before(log.path)
+    for step in steps():
+        if step.name in done or (options.only and not any(step.name.startswith(o) for o in options.only)):
+            continue
+        if time.monotonic() - began + step.seconds / options.shrink > options.limit:
+            print(f"{step.name:24} left for another run", flush=True)
+            continue
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        start = time.monotonic()
+        try:
+            step.run(options, log)
+        except Exception as error:  # what one step meets must not take the others along
+            text = str(error).splitlines()[0] if str(error) else ""
+            log.row(case=step.name, failed=f"{type(error).__name__}: {text}")
+            print(f"{step.name:24} {type(error).__name__}: {text[:120]}", flush=True)
+            continue
+        log.row(done=step.name, seconds=time.monotonic() - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Units of a stream across the wire: every way of bringing frames back from the host, at a 7B model's shape.
+
+    python bench/transfer.py --device cuda --out bench/results/transfer_h200_202601.jsonl
+
+Of `--frames` frames kept for `--layers` layers, `--retrieve` are asked for in runs of 1, 4 and 16 neighbours, other ones at
+each layer, as a question does; a row gives the seconds of the whole question, GB/s, and the copies it took. Ways: "pieces"
+(a copy for the keys and one for the values of each frame), "copies" (a copy for each run), "gather" (one launch a layer,
+the index from the host), "index" (the same, the index already on the device), "auto". Then double buffering: layers that
+compute for as long as their transfer takes, with and without it. Rows are printed as JSON and added to `--out`. Without a
+CUDA device, sizes are small and figures say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import Log, compare, measure
+
+from mmaccel.policies.kv.store import HostStore
+
+RUNS = (1, 4, 16)
+WAYS = ("pieces", "copies", "gather", "index", "auto")
+
+
+def filled(options: argparse.Namespace) -> tuple[HostStore, float]:
+    """A store that holds the stream, and the GB/s at which it went out."""
+    store = HostStore(
+        layers=options.layers,
+        groups=options.groups,
+        tokens=options.tokens,
+        size=options.size,
+        dtype=getattr(torch, options.dtype),
+        device=options.device,
+        slab_bytes=options.slab_mib * 2**20,
+    )
+    rows = options.chunk * options.tokens
+    key = torch.randn(options.groups, rows, options.size, device=options.device).to(store.shape.dtype)
+    value = -key
+    store.reserve(options.frames)
+    for first in range(0, options.frames, options.chunk):
+        units = range(first, min(first + options.chunk, options.frames))
+        for layer in range(options.layers):
+            n = len(units) * options.tokens
+            store.put(layer, units, key[:, :n], value[:, :n])
+    counted = store.counters()
+    return store, counted["bytes_out"] / counted["seconds_out"] / 1e9
+
+
+def chosen(options: argparse.Namespace, run: int) -> list[list[int]]:
+    """For each layer the frames that a question takes, ascending, in runs of `run` neighbours."""
+    draw = random.Random(run)
+    count, places = max(1, options.retrieve // run), options.frames // run
+    starts = [sorted(draw.sample(range(places), min(count, places))) for _ in range(options.layers)]
+    return [[start * run + i for start in some for i in range(run)] for some in starts]
+
+
+def question(store: HostStore, asked: list[list[int]], way: str) -> Callable[[], None]:
+    """All layers' frames, one layer after the other, into one buffer."""
+    out = store.buffer(len(asked[0]))
+    index = [torch.tensor(units, device=store.device) for units in asked]
+
+    def run() -> None:
+        for layer, units in enumerate(asked):
+            if way == "index":
+                store.fetch(layer, index[layer], out, way="gather")
+            else:
+                store.fetch(layer, units, out, way=way)  # type: ignore[arg-type]
+
+    return run
+
+
+def rows_of(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any]]:
+    found = []
+    for run in RUNS:
+        asked = chosen(options, run)
+        nbytes = sum(len(units) for units in asked) * store.shape.nbytes
+        works = {way: question(store, asked, way) for way in WAYS}
+        copies = {}
+        for way, work in works.items():
+            before = store.counters()["copies_in"]
+            work()
+            copies[way] = store.counters()["copies_in"] - before
+        times = compare(works, warmup=options.warmup, repeats=options.repeats, device=options.device)
+        for way in WAYS:
+            rate = nbytes / times[way].median / 1e9
+            found.append(
+                dict(
+                    case="question",
+                    way=way,
+                    run=run,
+                    bytes=nbytes,
+                    copies=copies[way],
+                    gb_s=rate,
+                    **times[way].row(),
+                )
+            )
+    return found
+
+
+def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Layers with as much to compute as to bring: each way of waiting, and the share that came before it was waited for."""
+    asked = chosen(options, 4)
+    alone = measure(question(store, asked, "auto"), warmup=1, repeats=3, device=options.device).median
+    busy = torch.randn(options.work, options.work, device=options.device, dtype=torch.bfloat16)
+
+    def product() -> None:
+        torch.mm(busy, busy)
+
+    one = measure(product, warmup=3, repeats=9, device=options.device).median
+    products = max(1, round(alone / options.layers / one))
+    slots, early = store.slots(2, len(asked[0])), list[bool]()
+
+    def buffered() -> None:
+        ticket = slots.fetch_async(0, asked[0])
+        for layer in range(options.layers):
+            mine = ticket
+            if layer + 1 < options.layers:
+                ticket = slots.fetch_async(layer + 1, asked[layer + 1])
+            with mine:
+                for _ in range(products):
+                    product()
+            early.append(bool(mine.early))
+
+    def waiting() -> None:
+        for layer, units in enumerate(asked):
+            store.fetch(layer, units)
+            for _ in range(products):
+                product()
+
+    def computing() -> None:
+        for _ in range(products * options.layers):
+            product()
+
+    works = {"buffered": buffered, "waiting": waiting, "computing": computing}
+    times = compare(works, warmup=options.warmup, repeats=options.repeats, device=options.device)
+    return [
+        dict(
+            case="overlap",
+            way=way,
+            against_s=alone,
+            products=products,
+            early=sum(early) / len(early),
+            **times[way].row(),
+        )
+        for way in works
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
+    for name, default, told in (
+        ("frames", 1800, "frames of the stream"),
+        ("retrieve", 64, "frames a question takes"),
+        ("layers", 28, "layers"),
+        ("groups", 4, "key/value heads"),
+        ("tokens", 196, "tokens of a frame"),
+        ("size", 128, "head size"),
+        ("chunk", 16, "frames that go out together"),
+        ("slab-mib", 256, "MiB of a slab"),
+        ("work", 2048, "side of the matrices of the computing layers"),
+        ("repeats", 9, "timed runs"),
+        ("warmup", 2, "runs before"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=told)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    options = parser.parse_args(argv)
+    log = Log(options.out, options.device)
+    shape = {
+        name: getattr(options, name) for name in ("frames", "retrieve", "layers", "groups", "tokens", "size")
+    }
+    store, out_rate = filled(options)
+    rows = [dict(case="put", way="copies", gb_s=out_rate), *rows_of(store, options), *overlap(store, options)]
+    for row in rows:
+        log.row(**row, **shape, dtype=options.dtype)
+        print(json.dumps({**row, **shape, "dtype": options.dtype}))
+    store.close()
+
+
+if __name__ == "__main__":
+    main()

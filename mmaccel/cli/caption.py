@@ -1,0 +1,166 @@
+"""`mmaccel caption`: a long description, word by word as it is said, and what drafting made of its speed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmaccel.cli import choices
+from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model, watch
+from mmaccel.cli.console import bars, many, number, out, print_json
+from mmaccel.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmaccel.eval.acceptance import Drafted
+
+
+def caption(
+    video: Annotated[str, typer.Argument(help="A video file or URL.")],
+    request: Annotated[str | None, typer.Option("--request", help="What to ask for.")] = None,
+    model: Model = "tiny-ov",
+    recipe: Annotated[
+        str, typer.Option("--recipe", help="A name or a YAML file of a recipe that drafts.")
+    ] = "parallelvlm",
+    draft: Draft = None,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare/--no-compare", help="Decode without the draft too, to tell the speed-up."),
+    ] = True,
+    as_json: Json = False,
+    fps: Annotated[float | None, typer.Option("--fps", help="Frames a second to look at.")] = None,
+    frames: Annotated[int | None, typer.Option("--frames", help="So many frames, evenly spaced.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=2, help="Longest description.")
+    ] = 512,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Describe a video at length; the text streams, then the speed-up, the accepted lengths, and the floor below both."""
+    from mmaccel.core.attach import accelerate
+    from mmaccel.eval import acceptance
+    from mmaccel.eval.answer import prompt
+    from mmaccel.models.tiny import CAPTION_REQUEST
+
+    chosen = choices.recipe(recipe, model, draft)
+    if not chosen.draft.active:
+        raise RecipeError(f"recipe {recipe!r} drafts nothing; name one that does, such as parallelvlm.")
+    place, kind = choices.where(device), choices.dtype(dtype)
+    processor = choices.processor(model)
+    with bars() as progress:
+        seen = watch(video, processor, progress, fps=fps, frames=frames)
+        loaded = choices.load(model, place, kind)
+    text = {"type": "text", "text": request or CAPTION_REQUEST}
+    inputs = prompt(processor, [{"type": "video", "video": seen}, text], loaded)
+    streamer = Words(processor.decode, None if as_json else _say)
+    with accelerate(loaded, chosen) as fast:
+        # Without a reference the draft is held against itself: speed and sameness are then not told.
+        ids, report = acceptance.generate(fast, inputs, max_new_tokens, streamer=streamer)
+        plain = acceptance.Plain(ids, None, None)
+        told = acceptance.summed(ids, report, plain)
+    if compare:
+        plain = acceptance.alone(loaded, inputs, max_new_tokens)
+        told = acceptance.summed(ids, report, plain)
+    certificate = None
+    if compare and not told.same:
+        window = max(report.draft["windows"], default=1) + 1
+        certificate = acceptance.certify(loaded, inputs, ids, plain.ids, window)
+    rate = acceptance.read_rate(place)
+    floor = acceptance.floor_s(loaded, report.kv.get("bytes", 0.0), rate)
+    facts = {
+        "model": model,
+        "recipe": recipe,
+        "video": video,
+        "frames": len(seen),
+        "device": place,
+        "prompt_tokens": report.prompt_tokens,
+        "floor_tokens_per_s": 1 / floor,
+        "read_bytes_per_s": rate,
+    }
+    if as_json:
+        proof = None if certificate is None else {"holds": certificate.holds, **certificate.__dict__}
+        print_json({**facts, "text": streamer.text.strip(), **told.to_dict(), "certificate": proof})
+        return
+    out().print()
+    for line in lines(told, facts, compare):
+        out().print(line, highlight=False, markup=False)
+    if certificate is not None:
+        verdict = "rounding alone" if certificate.holds else "more than rounding"
+        out().print(
+            f"differs from plain decoding at token {certificate.first}: {verdict} (gap {certificate.gap:.2g} in fp32, "
+            f"rounding moves a logit by {certificate.slack:.2g})",
+            highlight=False,
+        )
+
+
+def lines(told: Drafted, facts: dict[str, Any], compare: bool) -> list[str]:
+    """What people read below the text."""
+    counters = told.counters
+    found = [
+        f"{facts['model']}, {many(facts['frames'], 'frame')}, {many(facts['prompt_tokens'], 'token')}; "
+        f"{many(told.tokens, 'token')} said in {many(told.steps, 'target step')}",
+        f"speed   {number(told.tokens_per_s, '.1f', ' tokens/s')}"
+        + (
+            f", {number(told.speedup, '.2f')} x plain decoding ({number(told.plain_per_s, '.1f')})"
+            if compare
+            else ""
+        )
+        + f"; a plain step that only read weights and cache would give {facts['floor_tokens_per_s']:.0f}",
+        f"first   {number(told.ttft_s, '.2f', ' s')}"
+        + (f", plain {number(told.plain_ttft_s, '.2f', ' s')}" if compare else ""),
+        f"kept    {told.kept:.2f} a round, {told.a_step:.2f} tokens a target step, {told.streak:.1f} in a row, "
+        f"{told.share:.0%} of what was judged",
+    ]
+    if "window" in counters:
+        found.append(
+            f"window  {counters['window']:.0f}; a target step takes {1e3 * counters['target_step_s']:.1f} ms, a draft step "
+            f"{1e3 * counters['draft_step_s']:.1f} ms"
+        )
+    if counters.get("pauses"):
+        found.append(
+            f"the draft was put to rest {many(int(counters['pauses']), 'time')}: expected gain "
+            f"{counters.get('expected_gain', 0.0):.2f}"
+        )
+    if told.failed is not None:
+        found.append(f"the draft stopped, and the model went on alone: {told.failed}")
+    return found
+
+
+class Words:
+    """A streamer that shows text as tokens come. A piece is shown when the next one has begun: tokens may join."""
+
+    def __init__(self, decode: Callable[[Tensor], str], show: Callable[[str], None] | None) -> None:
+        self._decode, self._show = decode, show
+        self._ids: list[int] = []
+        self._prompt = True
+        self.text = ""
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt:
+            self._prompt = False
+            return
+        import torch
+
+        self._ids += value.reshape(-1).tolist()
+        whole = self._decode(torch.tensor(self._ids))
+        # What ends in half a character waits for its rest.
+        if not whole.endswith("\N{REPLACEMENT CHARACTER}") and whole.startswith(self.text):
+            self._tell(whole)
+
+    def _tell(self, whole: str) -> None:
+        if self._show is not None:
+            self._show(whole[len(self.text) :])
+        self.text = whole
+
+    def end(self) -> None:
+        if self._show is not None:
+            self._show("\n")
+
+
+def _say(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()

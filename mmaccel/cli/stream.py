@@ -1,0 +1,121 @@
+"""`mmaccel eval stream`: memories of streams on long worlds, at the same windows and budgets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmaccel.cli import choices
+from mmaccel.cli.ask import Device, Dtype, Json, Model
+from mmaccel.cli.console import bars, err, out, print_json
+from mmaccel.cli.evaluate import Seed, lengths_of
+from mmaccel.core.errors import WorldError
+from mmaccel.core.recipe import fields_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MEMORIES = ("rekv", "mosaic", "recent", "no_cache")
+
+
+def stream(
+    model: Model = "tiny-ov",
+    memory: Annotated[
+        list[str] | None,
+        typer.Option("--memory", help="A kv policy's name, or a YAML file with a kv; several."),
+    ] = None,
+    frames: Annotated[int, typer.Option("--frames", min=1, help="Frames of a stream.")] = 500,
+    worlds: Annotated[int, typer.Option("--worlds", min=1, help="Streams.")] = 4,
+    budgets: Annotated[str, typer.Option("--budgets", help="Frames a question may see, with commas.")] = "32",
+    window: Annotated[int, typer.Option("--window", min=1, help="Frames of the encoding window.")] = 32,
+    kind: Annotated[str, typer.Option("--kind", help="Kinds with commas, or all.")] = "all",
+    still: Annotated[float, typer.Option("--still", help="Share of frames in which nothing moves.")] = 0.3,
+    seed: Seed = 0,
+    output: Annotated[
+        Path | None, typer.Option("--out", help="Write each answer, as JSON lines, to this file.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Questions on long streams: accuracy, and whether the frames they rest on were seen, by memory and budget."""
+    from mmaccel.eval.stream import KINDS, Shot, memories_for, paired, rows, shots, worlds_of
+
+    asked = KINDS if kind == "all" else choices.kinds(kind, KINDS)
+    if not 0 <= still <= 1:
+        raise WorldError(f"--still: {still} is no share; give 0 to 1.")
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise WorldError(f"--out: {output} is no place for a file; name a file in a folder that exists.")
+    try:
+        sizes = lengths_of(budgets)
+    except WorldError as error:
+        raise WorldError(str(error).replace("--frames", "--budgets", 1)) from error
+    names = list(memory or MEMORIES)
+    chosen = [_memory(name) for name in names]
+    place, kept_in = choices.where(device), choices.dtype(dtype)
+    processor = choices.processor(model)
+    entries = memories_for(processor, chosen, sizes, window)
+    loaded = choices.load(model, place, kept_in)
+    films = worlds_of(frames, worlds, seed)
+    found: list[Shot] = []
+    stopped = False
+    file = None if output is None else output.open("w", encoding="utf-8")
+    try:
+        with bars(not as_json) as progress:
+            bar = progress.add_task("stream", total=None, unit="frames")
+            for shot in shots(
+                loaded, processor, entries, films, kinds=asked, still=still, progress=lambda n: progress.advance(bar, n)
+            ):  # fmt: skip
+                found.append(shot)
+                if file is not None:
+                    file.write(json.dumps(shot.to_dict()) + "\n")
+                    file.flush()
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        if file is not None:
+            file.close()
+        told = rows(found)
+        shown = list(dict.fromkeys(entry.name for entry in entries))
+        against = [row for other in shown[1:] for row in paired(found, shown[0], other)]
+        if as_json:
+            facts = {"model": model, "frames": frames, "worlds": worlds, "window": window, "still": still}
+            print_json({**facts, "seed": seed, "complete": not stopped, "rows": told, "paired": against})
+        else:
+            out().print(_table(told))
+    if stopped:
+        err().print("stopped: these are the answers so far.", highlight=False)
+        raise typer.Exit(130)
+
+
+def _memory(text: str) -> str | dict[str, Any]:
+    """A policy's name, or the kv of a YAML file under the file's name."""
+    if not text.endswith((".yaml", ".yml")):
+        return text
+    kv = fields_of(text).get("kv", "full")
+    return {**({"name": kv} if isinstance(kv, str) else kv), "label": Path(text).stem}
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for head in ("memory", "frames", "kind", "questions", "right", "recall", "off device", "first token"):
+        table.add_column(head)
+    for row in rows:
+        cells = (
+            row["memory"],
+            "all" if row["budget"] is None else str(row["budget"]),
+            row["kind"],
+            str(row["questions"]),
+            f"{row['accuracy']:.0%} ({row['low']:.0%}-{row['high']:.0%})",
+            f"{row['recall']:.0%}",
+            f"{row['off']:.0%}",
+            f"{row['ttft_s']:.3f} s",
+        )
+        table.add_row(*(Text(cell) for cell in cells))
+    return table

@@ -1,0 +1,255 @@
+"""`mmaccel watch`: take in a video as it comes, and answer questions in between."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmaccel.cli import choices
+from mmaccel.cli.ask import Device, Dtype, Json, Model
+from mmaccel.cli.console import bars, counter, err, many, number, out, print_json
+from mmaccel.core.errors import ModelError, RecipeError, VideoError
+
+if TYPE_CHECKING:
+    from mmaccel.core.answer import Answer
+    from mmaccel.core.session import VideoSession
+    from mmaccel.media import Video
+
+RECIPE = "mosaic"
+SHOWN = 8
+"""Frames of the evidence that are shown."""
+
+Asked = tuple[float | None, str]
+"""A question, and the seconds after which it is asked; None: at the end."""
+
+
+def watch(
+    video: Annotated[str, typer.Argument(help="A video file, URL or camera.")],
+    model: Model = "tiny-ov",
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help=f"A memory's name or a YAML file ({RECIPE}).")
+    ] = None,
+    fps: Annotated[float, typer.Option("--fps", help="Frames a second to look at.")] = 0.5,
+    question: Annotated[
+        list[str] | None,
+        typer.Option("--question", help="QUESTION@SECONDS, or QUESTION for the end; several."),
+    ] = None,
+    load: Annotated[Path | None, typer.Option("--load", help="Go on from a saved session.")] = None,
+    save: Annotated[Path | None, typer.Option("--save", help="Save the session to this folder.")] = None,
+    clip: Annotated[int, typer.Option("--clip", min=1, help="Frames taken in at a time.")] = 16,
+    follow: Annotated[bool, typer.Option("--follow", help="The file is still being written.")] = False,
+    format: Annotated[str | None, typer.Option("--format", help="Of a device, such as v4l2.")] = None,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds of silence that end a source.")] = 10.0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")] = 64,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Watch a video and answer questions on what was seen so far, and on which frames the answers rest.
+
+    On a terminal, questions are typed while it watches; Ctrl-D ends them, Ctrl-C ends the watching.
+    """
+    from mmaccel import media
+    from mmaccel.core.recipe import Recipe
+    from mmaccel.core.record import recipe_of
+    from mmaccel.core.session import VideoSession
+
+    asked = sorted(map(parsed, question or []), key=lambda one: float("inf") if one[0] is None else one[0])
+    if load is not None and recipe is not None:
+        raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
+    chosen = choices.recipe(recipe or RECIPE) if load is None else Recipe.load(recipe_of(load))
+    place, kept_in = choices.where(device), choices.dtype(dtype)
+    clips = media.clips(video, fps=fps, frames_per_clip=clip, follow=follow, timeout=timeout, format=format)
+    processor = choices.processor(model)
+    session = VideoSession(choices.load(model, place, kept_in), processor, chosen)
+    if load is not None:
+        session.load(load)
+    typed = Typed(sys.stdin.isatty() and not as_json)
+    told: list[dict[str, Any]] = []
+    stopped = False
+
+    def answer(text: str, at: float | None = None) -> None:
+        told.append(_ask(session, text, at, max_new_tokens, as_json))
+
+    with session:
+        begin = session.seconds if len(session) else None
+        try:
+            with bars(not as_json) as progress:
+                seen = counter(progress, "watch", "frames")
+                shift: float | None = None
+                for part in clips:
+                    if shift is None:
+                        # What is watched after a saved session follows it.
+                        follows = begin is not None and float(part.times[0]) <= begin
+                        shift = (
+                            begin + 1 / fps - float(part.times[0]) if begin is not None and follows else 0.0
+                        )
+                    part = replace(part, times=part.times + shift)
+                    for piece, due in cut(part, asked):
+                        if piece is not None:
+                            session.watch(piece)
+                        seen(len(session), None)
+                        for at, text in due:
+                            answer(text, at)
+                    for text in typed.so_far():
+                        answer(text)
+            for at, text in asked:
+                answer(text, at)
+            asked.clear()
+            for text in typed.rest():
+                answer(text)
+        except KeyboardInterrupt:
+            stopped = True
+        if save is not None and len(session):
+            session.save(save)
+        facts: dict[str, Any] = {
+            "video": video,
+            "model": model,
+            "recipe": session.recipe.to_dict(),
+            "frames": len(session),
+            "seconds": session.seconds,
+            "began": begin,
+            "counters": session.counters(),
+            "saved": None if save is None else str(save),
+            "complete": not stopped,
+        }
+    if as_json:
+        print_json({**facts, "answers": told})
+    else:
+        end = "stopped after" if stopped else "watched"
+        remark = f"{end} {many(facts['frames'], 'frame')}, {facts['seconds']:.0f} s"
+        err().print(remark + (f"; saved to {save}" if save is not None else ""), highlight=False)
+    if stopped:
+        raise typer.Exit(130)
+
+
+def parsed(text: str) -> Asked:
+    """The question of an option, and when it is asked."""
+    words, at, when = text.rpartition("@")
+    try:
+        seconds = float(when) if at else None
+    except ValueError:
+        words, seconds = text, None
+    words = words if at and seconds is not None else text
+    if not words.strip():
+        raise ModelError(f"--question: {text!r} asks nothing; give QUESTION@SECONDS.")
+    if seconds is not None and not 0 <= seconds < float("inf"):
+        raise VideoError(f"--question: {when} is no time in a video; give seconds from its start.")
+    return seconds, words.strip()
+
+
+def cut(part: Video, asked: list[Asked]) -> Iterator[tuple[Video | None, list[Asked]]]:
+    """A clip in pieces, each with the questions that are due after its last frame; these are taken from `asked`."""
+    from mmaccel.eval.cases import cut as slice_of
+
+    times, start = part.times.tolist(), 0
+    while start < len(part):
+        when = asked[0][0] if asked else None
+        stop = len(part) if when is None else sum(moment <= when for moment in times)
+        # A question whose time has passed between two clips is due before this one.
+        piece = slice_of(part, start, stop) if stop > start else None
+        due: list[Asked] = []
+        if stop < len(part):
+            while asked and asked[0][0] is not None and asked[0][0] < times[stop]:
+                due.append(asked.pop(0))
+        yield piece, due
+        start = max(start, stop)
+
+
+class Typed:
+    """Questions that are typed while the command works on something else."""
+
+    def __init__(self, listen: bool) -> None:
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._over = not listen
+        if listen:
+            err().print("type a question and press return; Ctrl-D ends.", highlight=False)
+            threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._lines.put(line.strip())
+        self._lines.put(None)
+
+    def so_far(self) -> Iterator[str]:
+        """What was typed since the last time."""
+        while not self._over and not self._lines.empty():
+            yield from self._next()
+
+    def rest(self) -> Iterator[str]:
+        """What is typed from now on, until it ends."""
+        while not self._over:
+            yield from self._next()
+
+    def _next(self) -> Iterator[str]:
+        line = self._lines.get()
+        self._over = line is None
+        if line:
+            yield line
+
+
+def _ask(session: VideoSession, text: str, at: float | None, most: int, quiet: bool) -> dict[str, Any]:
+    """Ask, show the answer as it comes, and what it rests on."""
+    if not len(session):
+        raise VideoError(f"--question: nothing was seen before {text!r} is asked; ask it later.")
+    if quiet:
+        answer = session.ask(text, most)
+        return as_object(text, at, session, answer)
+    console = out()
+    console.print(f"[{session.seconds:.1f} s] {text}", markup=False, highlight=False)
+    reply = session.ask(text, most, stream=True)
+    for piece in reply:
+        console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+    console.print()
+    assert reply.answer is not None
+    for line in shown(reply.answer):
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    return as_object(text, at, session, reply.answer)
+
+
+def shown(answer: Answer) -> list[str]:
+    """What people read of an answer's making."""
+    speed = f"first token {answer.ttft_s:.3f} s, then {number(answer.tokens_per_s, '.1f', ' tokens/s')}"
+    best = sorted(answer.top(SHOWN), key=lambda one: one.frames)
+    rests = [f"{_span(one.frames)} at {one.seconds:.0f} s ({one.share:.0%})" for one in best]
+    left = len(answer.evidence) - len(best)
+    return [
+        f"rests on {many(len(answer.evidence), 'moment')}: {', '.join(rests)}"
+        + (f" and {left} more" if left else ""),
+        speed,
+    ]
+
+
+def _span(frames: tuple[int, int]) -> str:
+    return f"frame {frames[0]}" if frames[0] == frames[1] else f"frames {frames[0]}-{frames[1]}"
+
+
+def as_object(text: str, at: float | None, session: VideoSession, answer: Answer) -> dict[str, Any]:
+    """An answer, JSON-ready."""
+    return {
+        "question": text,
+        "at": at,
+        "asked_at": session.seconds,
+        "frames": len(session),
+        "answer": answer.text,
+        "ttft_s": answer.ttft_s,
+        "tokens_per_s": answer.tokens_per_s,
+        "evidence": [
+            {
+                "frames": list(one.frames),
+                "seconds": one.seconds,
+                "share": one.share,
+                "recalled": one.recalled,
+                "score": one.score,
+            }
+            for one in answer.evidence
+        ],
+        "counters": answer.counters,
+    }

@@ -1,0 +1,204 @@
+"""An answer on a stream: what was said, how fast, and on which frames it rests; whole, or token by token."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import Runner, StreamSeam
+from mmaccel.core.draft import Branches
+from mmaccel.core.errors import ModelError
+from mmaccel.core.kv import Piece, StreamState
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Frames an answer rests on: one unit of the stream.
+
+    frames    first and last frame, numbered from the start of the stream
+    seconds   when the first was shown
+    share     of the layers, how many looked at it: recalled it, or had it in their local window
+    recalled  of the layers, how many recalled it
+    score     mean over the layers that scored it, from 0 (their lowest) to 1 (their highest)
+    """
+
+    frames: tuple[int, int]
+    seconds: float
+    share: float
+    recalled: float
+    score: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was said of a stream, and what it took.
+
+    `ttft_s` seconds from the question to its first token on the host; `tokens_per_s` of the tokens after it, or None when
+    there was none; `evidence` in order of time; `counters` those of the memory and of the draft.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    ttft_s: float
+    tokens_per_s: float | None
+    evidence: tuple[Evidence, ...] = ()
+    counters: dict[str, float] = field(default_factory=dict)
+
+    def top(self, count: int = 8) -> list[Evidence]:
+        """The frames most layers recalled, best first."""
+        order = sorted(self.evidence, key=lambda one: (-one.recalled, -one.score, one.frames))
+        return order[:count]
+
+
+class Turn(Runner):
+    """A question at work on a memory: the target of the decoding loop."""
+
+    def __init__(self, seam: StreamSeam, state: StreamState, hidden: bool) -> None:
+        self._seam, self._state, self._hidden = seam, state, hidden
+
+    def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
+        """Logits [1, V] after a question; `inputs` holds its `piece` and `embeds` [n, E], all of which are run."""
+        return self._pass(inputs["piece"], inputs["embeds"], last=True)
+
+    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+        if branches is not None:
+            raise ModelError("draft: a stream's memory takes chains, not trees; set draft to 'off'.")
+        piece = Piece(kind="answer", rows=ids.shape[1])
+        return self._pass(piece, self._seam.words(ids[0]))[None]
+
+    def _pass(self, piece: Piece, embeds: Tensor, last: bool = False) -> Tensor:
+        self._state.enter(piece)
+        hidden = self._seam.run(self._state, embeds, self._hidden)
+        self._state.leave()
+        return self._seam.logits(hidden[-1:] if last else hidden)
+
+    def truncate(self, length: int) -> None:
+        self._state.truncate(length)
+
+    def length(self) -> int:
+        return self._state.length()
+
+
+class Clock:
+    """Times the tokens of one answer, and counts what a draft did."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.first: float | None = None
+        self.last = self.began
+        self.tokens = 0
+        self.drafted = self.accepted = self.rounds = 0
+        self.failure: str | None = None
+
+    def note(self, count: int) -> None:
+        """`count` tokens have reached the host."""
+        self.last = time.perf_counter()
+        self.first = self.last if self.first is None else self.first
+        self.tokens += count
+
+    def round(self, proposed: int, accepted: int) -> None:
+        self.drafted, self.accepted = self.drafted + proposed, self.accepted + accepted
+        self.rounds += proposed > 0
+
+    def draft_failed(self, reason: str) -> None:
+        self.failure = reason
+
+    @property
+    def ttft_s(self) -> float:
+        return (self.first or self.last) - self.began
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        after = self.last - (self.first or self.last)
+        return (self.tokens - 1) / after if self.tokens > 1 and after > 0 else None
+
+    def counters(self) -> dict[str, float]:
+        """Figures of the draft, if one drafted."""
+        if not self.rounds:
+            return {}
+        return {"drafted": float(self.drafted), "accepted": float(self.accepted)}
+
+
+class Reply(Iterator[str]):
+    """The pieces of an answer's text as they come; `answer` is the whole once they are all there.
+
+    Decoding goes on by itself while a piece is being read. Closing it, or leaving it to be collected, ends the answer.
+    """
+
+    def __init__(self, work: Callable[[Callable[[str], None], Callable[[], bool]], Answer]) -> None:
+        self.answer: Answer | None = None
+        # The thread holds none of `self`, so that an answer nobody reads is collected, and ends.
+        pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
+        found: list[Answer] = []
+        stopped = threading.Event()
+        self._pieces, self._found, self._stopped = pieces, found, stopped
+
+        def run() -> None:
+            try:
+                found.append(work(pieces.put, stopped.is_set))
+                pieces.put(None)
+            except BaseException as error:  # told where the pieces are read
+                pieces.put(error)
+
+        self._thread = threading.Thread(target=run, name="mmaccel-answer", daemon=True)
+        self._thread.start()
+        self._over = False
+
+    def __next__(self) -> str:
+        if self._over:
+            raise StopIteration
+        piece = self._pieces.get()
+        if isinstance(piece, str):
+            return piece
+        self._over = True
+        self._thread.join()
+        if piece is not None:
+            raise piece
+        self.answer = self._found[0]
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the answer; what was said so far is lost with it."""
+        self._over = True
+        self._stopped.set()
+        self._thread.join()
+
+    def __del__(self) -> None:
+        self._stopped.set()
+
+
+class Said:
+    """The text of an answer as it grows; `put` gets what is new of it."""
+
+    def __init__(self, decode: Callable[[Tensor], str], put: Callable[[str], None] | None) -> None:
+        self._decode, self._put = decode, put
+        self.ids: list[int] = []
+        self._told = ""
+
+    def add(self, ids: list[int]) -> None:
+        """Tokens that were said."""
+        self.ids += ids
+        if self._put is not None:
+            self._tell(self._text(), whole=False)
+
+    def finish(self) -> str:
+        """The whole text."""
+        text = self._text()
+        self._tell(text, whole=True)
+        return text.strip()
+
+    def _text(self) -> str:
+        return self._decode(torch.tensor(self.ids, dtype=torch.long)) if self.ids else ""
+
+    def _tell(self, text: str, whole: bool) -> None:
+        # A character of several tokens is a replacement mark until its last one.
+        if self._put is not None and len(text) > len(self._told) and (whole or not text.endswith("\ufffd")):
+            self._put(text[len(self._told) :])
+            self._told = text

@@ -1,0 +1,296 @@
+"""A stream at work: frames through the vision tower and the layers into a memory, and questions on top of it."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import StreamSeam
+from mmaccel.core.answer import Clock, Evidence, Turn
+from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.kv import FrameState, Piece, Seen, Stream, StreamPolicy, StreamState
+
+UNITS = 16
+"""Units that go through the layers together where neither recipe nor memory says otherwise."""
+
+
+@dataclass(eq=False)
+class Film:
+    """What is known of a stream beside its memory.
+
+    size   (height, width) of the frames of the first clip, and `unit` the tokens of a unit they came to
+    fps    the rate of the first clip, for which positions are made
+    marks  [m, E] features of what ends any video
+    spans  (first frame, frames) of each unit; `times` the seconds at which each frame was shown
+    pending  frames of a unit not yet complete; `raw` their (height, width)
+    """
+
+    size: tuple[int, int]
+    fps: float | None
+    unit: int
+    marks: Tensor
+    stream: Stream
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    pending: Tensor | None = None
+    raw: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A question that has run up to its first token: the target of decoding, logits [1, V], ids [n] of the words after the
+    video, and what tells the evidence."""
+
+    turn: Turn
+    logits: Tensor
+    ids: Tensor
+    clock: Clock
+    evidence: Callable[[], tuple[Evidence, ...]]
+
+
+class Live:
+    """The film and the memory of one stream."""
+
+    def __init__(
+        self, seam: StreamSeam, kv: StreamPolicy, chunk: int | None, film: Film, state: StreamState
+    ) -> None:
+        self.seam, self.kv, self.film, self.state = seam, kv, film, state
+        self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // film.unit))
+        self._hidden = "hidden" in kv.needs
+        self._warned = False
+
+    @classmethod
+    def open(
+        cls,
+        seam: StreamSeam,
+        kv: StreamPolicy,
+        chunk: int | None,
+        size: tuple[int, int],
+        fps: float | None,
+        unit: int,
+        marks: Tensor,
+    ) -> Live:
+        """A stream that has seen nothing."""
+        stream = Stream(
+            unit=unit,
+            head=seam.head().numel(),
+            pace=seam.pace,
+            places=seam.places(size, fps),
+            dtype=seam.dtype,
+        )
+        state = kv.stream(stream, seam.view.geometry, seam.view, seam.device)
+        return cls(seam, kv, chunk, Film(size, fps, unit, marks, stream), state)
+
+    @classmethod
+    def begin(
+        cls, seam: StreamSeam, kv: StreamPolicy, chunk: int | None, frames: Tensor, fps: float | None
+    ) -> Live:
+        """A stream of frames like `frames`, its head run."""
+        some = filled(frames[: seam.pace], seam.pace)
+        size = _size(frames)
+        features, marks = seam.features(some, size)
+        live = cls.open(seam, kv, chunk, size, fps, features.shape[1], marks)
+        live.film.raw = size
+        try:
+            if not isinstance(live.state, FrameState):
+                live._head(live.state)
+        except BaseException:
+            live.state.close()
+            raise
+        return live
+
+    # Frames come in.
+
+    def take(
+        self, frames: Tensor, moments: list[float], progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Take in frames [T, 3, H, W] shown at `moments`; `progress` is told how many are through."""
+        film, pace = self.film, self.seam.pace
+        before = len(film.times)
+        frames = self._alike(frames)
+        if film.pending is not None:
+            frames = torch.cat([film.pending.to(frames.device), frames])
+        held = frames.shape[0] - len(moments)
+        film.times += moments
+        whole = frames.shape[0] // pace
+        for first in range(0, whole, self._step):
+            last = min(first + self._step, whole)
+            self._encode(frames[first * pace : last * pace])
+            if progress is not None:
+                progress(last * pace - held)
+        rest = frames[whole * pace :]
+        film.pending = rest.clone() if len(rest) else None
+        if progress is not None and len(rest):
+            progress(len(film.times) - before)
+
+    def _alike(self, frames: Tensor) -> Tensor:
+        """Frames that can follow those before: of their size where a unit is begun. Told once when they are resized."""
+        film, size, seam = self.film, _size(frames), self.seam
+        if size == film.raw:
+            return frames
+        if not self._warned and not seam.fits(frames, film.size):
+            self._warned = True
+            (height, width), (h, w) = film.size, size
+            warnings.warn(
+                f"frames of {w}x{h} are resized to {width}x{height}, the size with which the stream began.",
+                MmaccelWarning,
+                stacklevel=4,
+            )
+        if film.pending is not None and film.raw is not None:
+            return seam.resized(frames, film.raw)
+        film.raw = size
+        return frames
+
+    def _encode(self, frames: Tensor) -> None:
+        """Whole units into the memory."""
+        film, state, pace = self.film, self.state, self.seam.pace
+        start = sum(film.spans[-1]) if film.spans else 0
+        if isinstance(state, FrameState):
+            state.keep(frames)
+            film.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
+            return
+        features, counts = state.merge(self.seam.features(frames, film.size)[0])
+        for count in counts:
+            film.spans.append((start, count * pace))
+            start += count * pace
+        self._units(state, features)
+
+    def _units(self, state: StreamState, features: Tensor, times: Sequence[float] | None = None) -> None:
+        total, done, film = features.shape[0], 0, self.film
+        while done < total:
+            first = state.units()
+            count = state.fit(first, total - done)
+            part = features[done : done + count]
+            if times is None:
+                shown = [film.times[frame] for frame, _ in film.spans[first : first + count]]
+            else:
+                shown = list(times[done : done + count])
+            piece = Piece(
+                kind="units",
+                rows=count * film.unit,
+                first=first,
+                count=count,
+                times=tuple(shown),
+                look=part.float().mean(1) if "look" in self.kv.needs else None,
+            )
+            self._pass(state, piece, part.flatten(0, 1))
+            done += count
+            if "proxy" in self.kv.needs:
+                self._pass(state, Piece(kind="proxy", rows=self._proxy.shape[0]), self._proxy)
+
+    @cached_property
+    def _proxy(self) -> Tensor:
+        """[n, E] embeddings of the template's words between a question and its answer."""
+        tail = self.seam.tail("?")
+        return self.seam.words(tail.ids[tail.words[1] :])
+
+    def _head(self, state: StreamState) -> None:
+        ids = self.seam.head()
+        self._pass(state, Piece(kind="head", rows=ids.numel()), self.seam.words(ids))
+
+    def _pass(self, state: StreamState, piece: Piece, embeds: Tensor) -> None:
+        state.enter(piece)
+        self.seam.run(state, embeds, self._hidden)
+        state.leave()
+
+    # A question.
+
+    @contextmanager
+    def asked(self, question: str, room: int) -> Iterator[Question]:
+        """A question run up to its first token; at exit the memory is as before. `room` tokens may follow."""
+        film, state, seam = self.film, self.state, self.seam
+        clock = Clock()
+        tail = seam.tail(question)
+        evidence = state.evidence
+        if isinstance(state, FrameState):
+            state, evidence = self._picked(state)
+        parts, pending = [film.marks, seam.words(tail.ids)], 0
+        if film.pending is not None:
+            features, _ = seam.features(filled(film.pending, seam.pace), film.size)
+            parts.insert(0, features[0])
+            pending = film.unit
+        embeds = torch.cat(parts)
+        before = embeds.shape[0] - tail.ids.numel()
+        piece = Piece(
+            kind="question",
+            rows=embeds.shape[0],
+            pending=pending,
+            words=(before + tail.words[0], before + tail.words[1]),
+            room=room,
+        )
+        turn = Turn(seam, state, self._hidden)
+        with state.turn():
+            logits = turn.prefill({"piece": piece, "embeds": embeds})
+            yield Question(turn, logits, tail.ids, clock, lambda: self._shown(evidence()))
+
+    def _picked(self, state: FrameState) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
+        """A memory of the frames that a memory of frames picks, and what the answer rests on."""
+        fresh, picked, film = state.fresh(), state.pick(), self.film
+        self._head(fresh)
+        for at in range(0, len(picked), self._step):
+            some = picked[at : at + self._step]
+            frames = [one if _size(one) == film.raw else self._one_size(one) for _, one in some]
+            features, _ = self.seam.features(torch.cat(frames), film.size)
+            self._units(fresh, features, [film.times[film.spans[number][0]] for number, _ in some])
+        return fresh, lambda: {number: Seen(1.0, 1.0, 0.0) for number, _ in picked}
+
+    def _one_size(self, frames: Tensor) -> Tensor:
+        return frames if self.film.raw is None else self.seam.resized(frames, self.film.raw)
+
+    def _shown(self, evidence: Mapping[int, Seen]) -> tuple[Evidence, ...]:
+        found = []
+        for number, seen in sorted(evidence.items()):
+            first, count = self.film.spans[number]
+            span, when = (first, first + count - 1), self.film.times[first]
+            found.append(Evidence(span, when, seen.share, seen.retrieved, seen.score))
+        return tuple(found)
+
+    # Going back.
+
+    def mark(self) -> Any:
+        """What `back` needs."""
+        film = self.film
+        return self.state.checkpoint(), replace(film), len(film.spans), len(film.times)
+
+    def back(self, mark: Any) -> None:
+        """As it was at `mark`."""
+        held, film, spans, times = mark
+        # The lists have only grown.
+        del film.spans[spans:], film.times[times:]
+        self.film = film
+        self.state.restore(held)
+
+
+def _size(frames: Tensor) -> tuple[int, int]:
+    return int(frames.shape[2]), int(frames.shape[3])
+
+
+def filled(frames: Tensor, pace: int) -> Tensor:
+    """`frames` with the last repeated, as processors do, to fill whole units."""
+    short = -len(frames) % pace
+    return torch.cat([frames, frames[-1:].expand(short, -1, -1, -1)]) if short else frames
+
+
+def moments(
+    last: float | None, given: list[float] | None, count: int, fps: float | None, strict: bool
+) -> list[float]:
+    """Ascending seconds of `count` frames that follow one at `last`; `strict`: those given are not moved."""
+    step = 1 / fps if fps else 1.0
+    if given is None:
+        start = 0.0 if last is None else last + step
+        return [start + i * step for i in range(count)]
+    rising = all(a < b for a, b in itertools.pairwise(given))
+    if not rising or (strict and last is not None and given[0] <= last):
+        after = "" if last is None else f" and be later than {last:g}, when the last frame was shown"
+        raise ModelError(f"times: they must rise{after}; give seconds from the start of the stream.")
+    # Another file begins at zero again.
+    shift = last + step - given[0] if last is not None and given[0] <= last else 0.0
+    return [moment + shift for moment in given]

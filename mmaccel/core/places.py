@@ -1,0 +1,84 @@
+"""Where the tokens of a stream stand for the rotary embedding, in the positions of the installed model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Places:
+    """Positions of the head, of any unit, and of the text after any number of units.
+
+    All results are long, [n], or [3, n] for M-RoPE. A unit's place follows from its number alone: give true numbers for
+    *original* places, and ranks among what is seen for *compact* ones. When a prefix of the stream is seen they are equal,
+    and equal to what the model gives the same prompt.
+
+    Made by the session from the model's own rope index: `head` [A, h], `unit` [A, P] (those of unit 0), with A = 1 or 3;
+    `steps(n)` [n] long, what is added to the first coordinate of units 0 .. n - 1; `text` the position of the first token
+    after one unit, `slope` how much a further unit adds to it. `limit` is the length the model was made for.
+    """
+
+    def __init__(
+        self,
+        head: Tensor,
+        unit: Tensor,
+        steps: Callable[[int], Tensor],
+        text: int,
+        slope: int,
+        limit: int,
+    ) -> None:
+        self._head, self._unit, self._make = head, unit, steps
+        self._text, self._slope = text, slope
+        self._steps = steps(64).to(head.device)
+        self.limit = limit
+
+    @property
+    def axes(self) -> int:
+        """1, or 3 for M-RoPE."""
+        return self._head.shape[0]
+
+    def head(self) -> Tensor:
+        """[h] or [3, h]."""
+        return self._shaped(self._head)
+
+    def units(self, first: int, count: int) -> Tensor:
+        """[count * P] or [3, count * P]: units ``first .. first + count``."""
+        return self._placed(self._upto(first + count)[first : first + count])
+
+    def chosen(self, numbers: Tensor, most: int) -> Tensor:
+        """[k * P] or [3, k * P]: the units of `numbers` [k] long, on any device; none is larger than `most`."""
+        return self._placed(self._upto(most + 1)[numbers.to(self._head.device)])
+
+    def cells(self, columns: Tensor, most: int) -> Tensor:
+        """[k] or [3, k]: single tokens, by column: u * P + c is token c of unit u; no unit is larger than `most`."""
+        unit = columns.to(self._head.device) // self._unit.shape[1]
+        out = self._unit[:, columns.to(self._head.device) % self._unit.shape[1]].clone()
+        out[0] += self._upto(most + 1)[unit]
+        return self._shaped(out)
+
+    def tail(self, units: int, start: int, count: int) -> Tensor:
+        """[count] or [3, count]: columns ``start .. start + count`` of what follows the video after `units` units."""
+        begin = self._text + (units - 1) * self._slope + start
+        one = torch.arange(begin, begin + count, device=self._head.device)
+        return self._shaped(one.expand(self.axes, -1))
+
+    def span(self, units: int) -> int:
+        """The largest position that `units` units and their text's first token take."""
+        last = int(self._unit[0].max()) + int(self._upto(max(units, 1))[max(units, 1) - 1])
+        return max(last, int(self._unit.max()), self._text + (units - 1) * self._slope)
+
+    def _upto(self, count: int) -> Tensor:
+        if count > self._steps.numel():
+            self._steps = self._make(2 * count).to(self._head.device)
+        return self._steps
+
+    def _placed(self, steps: Tensor) -> Tensor:
+        out = self._unit[:, None, :].expand(-1, steps.numel(), -1).clone()
+        out[0] += steps[:, None]
+        return self._shaped(out.flatten(1))
+
+    @staticmethod
+    def _shaped(positions: Tensor) -> Tensor:
+        return positions[0] if positions.shape[0] == 1 else positions

@@ -1,0 +1,178 @@
+"""A session on disk: a folder of `session.json`, `film.safetensors` and the memory's own files under ``memory/``.
+
+`session.json` says the version, what model and memory it is of, and the size of each file, which is checked before
+anything is read. A folder appears whole or not at all: it is written beside its place and moved there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core import saving
+from mmaccel.core.adapter import StreamSeam
+from mmaccel.core.errors import ModelError
+from mmaccel.core.live import Film, Live
+from mmaccel.core.recipe import Recipe
+
+FORMAT, VERSION = "mmaccel session", 1
+FACTS, FILM, MEMORY = "session.json", "film.safetensors", "memory"
+
+
+def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
+    """Write a session into the folder `path`; raises `ModelError` where that cannot be."""
+    if path.exists() and not (path / FACTS).is_file() and (not path.is_dir() or any(path.iterdir())):
+        raise ModelError(f"{path} is there and is no saved session; give another path, or remove it.")
+    part, old = path.with_name(path.name + ".part"), path.with_name(path.name + ".old")
+    try:
+        for one in (part, old):
+            shutil.rmtree(one, ignore_errors=True)
+        (part / MEMORY).mkdir(parents=True)
+        live.state.save(part / MEMORY)
+        saving.write_tensors(part / FILM, _tensors(live.film))
+        files = {str(p.relative_to(part)): p.stat().st_size for p in sorted(part.rglob("*")) if p.is_file()}
+        saving.write_json(part / FACTS, {**_facts(seam, recipe), **_sizes(live.film), "files": files})
+        if path.exists():
+            path.rename(old)
+        part.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise ModelError(
+            f"save: {path} cannot be written ({(error.strerror or type(error).__name__).lower()}); give a path with room."
+        ) from error
+    finally:
+        if not path.exists() and old.exists():
+            old.rename(path)
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A saved session that fits: where it is, and what a stream is opened with."""
+
+    folder: Path
+    told: dict[str, Any]
+    opening: tuple[tuple[int, int], float | None, int, Tensor]
+
+
+def recipe_of(path: Path) -> dict[str, Any]:
+    """The recipe a session was saved with."""
+    recipe: dict[str, Any] = _read(path)["recipe"]
+    return recipe
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    if not (folder / FACTS).is_file():
+        raise ModelError(f"{folder} is no saved session: it has no {FACTS}; give the folder that save wrote.")
+    kinds = {"format": str, "version": int, "recipe": dict, "files": dict, "model": str, "dtype": str}
+    told = saving.read_json(folder / FACTS, kinds)
+    if told["format"] != FORMAT or told["version"] != VERSION:
+        raise ModelError(
+            f"{folder} is {told['format']!r} of version {told['version']}; this mmaccel reads version {VERSION}."
+        )
+    return told
+
+
+def check(folder: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
+    """The facts of a saved session, its files there in full; raises `ModelError` when it does not fit."""
+    told = _read(folder)
+    mine = _facts(seam, recipe)
+    if told["model"] != mine["model"]:
+        raise ModelError(f"{folder} was saved from another model; load it with the model it was saved with.")
+    if told["dtype"] != mine["dtype"]:
+        raise ModelError(
+            f"{folder} was saved from a model in {told['dtype']} and this one is in {mine['dtype']}; load the model in "
+            f"{told['dtype']}."
+        )
+    if told["recipe"].get("kv") != mine["recipe"]["kv"]:
+        raise ModelError(
+            f"{folder} was saved with kv {told['recipe'].get('kv')}; open the session with the same kv and fields."
+        )
+    for name, size in told["files"].items():
+        file = folder / name
+        there = file.stat().st_size if file.is_file() else None
+        if there != size:
+            state = "is missing" if there is None else f"has {there} bytes of {size}"
+            raise ModelError(f"{folder}: {name} {state}; the session is damaged, save it anew.")
+    kinds = {"size": list, "unit": int, "frames": int, "units": int, "marks": int}
+    told = saving.read_json(folder / FACTS, kinds)
+    if len(told["size"]) != 2 or not isinstance(told.get("fps"), float | None):
+        raise ModelError(f"{folder}: size or fps in {FACTS} is damaged; save the session anew.")
+    hidden = seam.view.geometry.hidden
+    marks = saving.read_tensors(folder / FILM, {"marks": ((told["marks"], hidden), seam.dtype)}, seam.device)[
+        "marks"
+    ]
+    height, width = (int(n) for n in told["size"])
+    return Facts(folder, told, ((height, width), told["fps"], told["unit"], marks))
+
+
+def load(facts: Facts, live: Live) -> None:
+    """Fill a stream that was just opened."""
+    told, film, state = facts.told, live.film, live.state
+    wanted: dict[str, Any] = {
+        "spans": ((told["units"], 2), torch.long),
+        "times": ((told["frames"],), torch.float64),
+    }
+    if told["pending"]:
+        wanted["pending"] = ((told["pending"], 3, -1, -1), torch.uint8)
+    found = saving.read_tensors(facts.folder / FILM, wanted, torch.device("cpu"))
+    film.spans = [(a, b) for a, b in found["spans"].tolist()]
+    film.times = found["times"].tolist()
+    film.pending = found.get("pending")
+    film.raw = None if told["raw"] is None else (told["raw"][0], told["raw"][1])
+    state.load(facts.folder / MEMORY)
+    if state.units() != told["units"]:
+        raise ModelError(
+            f"{facts.folder}: the memory holds {state.units()} units of {told['units']}; it is damaged."
+        )
+
+
+def _facts(seam: StreamSeam, recipe: Recipe) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": seam.signature(),
+        "dtype": str(seam.dtype).removeprefix("torch."),
+        "recipe": _plain(recipe.to_dict()),
+    }
+
+
+def _sizes(film: Film) -> dict[str, Any]:
+    return {
+        "size": list(film.size),
+        "fps": None if film.fps is None else float(film.fps),
+        "unit": film.unit,
+        "raw": None if film.raw is None else list(film.raw),
+        "frames": len(film.times),
+        "units": len(film.spans),
+        "marks": film.marks.shape[0],
+        "pending": 0 if film.pending is None else film.pending.shape[0],
+    }
+
+
+def _tensors(film: Film) -> dict[str, Tensor]:
+    found = {
+        "spans": torch.tensor(film.spans, dtype=torch.long).view(-1, 2),
+        "times": torch.tensor(film.times, dtype=torch.float64),
+        "marks": film.marks,
+    }
+    if film.pending is not None:
+        found["pending"] = film.pending
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """As it is after a way through JSON."""
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if dataclasses.is_dataclass(value):
+        raise ModelError("recipe: it holds an object that cannot be saved; name its policies instead.")
+    return value

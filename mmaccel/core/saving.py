@@ -1,0 +1,90 @@
+"""Tensors and facts in files that are checked when they are read: safetensors and JSON, never pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import ModelError
+
+Wanted = Mapping[str, tuple[Sequence[int], torch.dtype]]
+"""Shape and type of each tensor of a file; -1 in a shape stands for any size."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors, views and device tensors too, into one safetensors file."""
+    from safetensors.torch import save_file
+
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # The format refuses tensors that share memory.
+    seen: set[int] = set()
+    for name, tensor in held.items():
+        where = tensor.untyped_storage().data_ptr()
+        if where in seen or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            held[name] = tensor = tensor.clone()
+            where = tensor.untyped_storage().data_ptr()
+        seen.add(where)
+    save_file(held, str(path))
+
+
+def read_tensors(path: Path, wanted: Wanted, device: torch.device) -> dict[str, Tensor]:
+    """The tensors of a file, which must be those of `wanted`; raises `ModelError` in one sentence."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, Tensor] = {}
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            names = set(file.keys())
+            for name, (shape, dtype) in wanted.items():
+                if name not in names:
+                    raise ModelError(f"{path.name} lacks {name}; the file is damaged or of another stream.")
+                tensor = file.get_tensor(name)
+                fits = len(shape) == tensor.ndim and all(
+                    a in (-1, b) for a, b in zip(shape, tensor.shape, strict=False)
+                )
+                if not fits or tensor.dtype != dtype:
+                    told = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+                    want = f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+                    raise ModelError(
+                        f"{path.name}: {name} is {told} where {want} is wanted; it is of another stream."
+                    )
+                found[name] = tensor.to(device)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ModelError(
+            f"{path.name} cannot be read ({_first_line(error)}); the file is damaged."
+        ) from error
+    return found
+
+
+def write_json(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write JSON-ready facts."""
+    path.write_text(json.dumps(facts, indent=1, allow_nan=False), encoding="utf-8")
+
+
+def read_json(path: Path, wanted: Mapping[str, type]) -> dict[str, Any]:
+    """The facts of a file, with at least the names of `wanted`, each of its type; raises `ModelError` in one sentence."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path.name} cannot be read ({_first_line(error)}); the file is damaged."
+        ) from error
+    if not isinstance(facts, dict):
+        raise ModelError(f"{path.name} holds no mapping; the file is damaged.")
+    for name, kind in wanted.items():
+        value = facts.get(name)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ModelError(
+                f"{path.name}: {name} is {value!r} where {kind.__name__} is wanted; the file is damaged."
+            )
+    return facts
+
+
+def _first_line(error: Exception) -> str:
+    told = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(told).splitlines()[0].rstrip(".")

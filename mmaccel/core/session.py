@@ -1,0 +1,260 @@
+"""A stream that never ends: `VideoSession` takes in frames as they come and answers questions in between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core import record
+from mmaccel.core.adapter import Clip, StreamSeam
+from mmaccel.core.answer import Answer, Reply, Said
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.draft import Prompt
+from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.generate import speculate
+from mmaccel.core.kv import StreamPolicy
+from mmaccel.core.live import Live, moments
+from mmaccel.core.recipe import Recipe
+
+Progress = Callable[[int, int | None], None]
+
+
+class VideoSession:
+    """One stream on one model: `watch` any number of times, `ask` in between, `save`, `load`, `close`.
+
+    model      a model of a supported family, not accelerated; it is untouched between two calls
+    processor  its processor (`mmaccel.load_processor`)
+    recipe     a name, a mapping, a YAML path or a `Recipe`, whose kv is a memory of streams; sparse stays "dense"
+
+    Questions leave the stream as it was, whatever becomes of them. A `watch` takes in all that it is given or, when it
+    fails or is interrupted, nothing. Sessions on one model do not see each other and may be used from several threads:
+    passes take turns. Raises `RecipeError` or `ModelError` in one sentence.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        processor: Any,
+        recipe: Recipe | str | Path | Mapping[str, Any] | None = "mosaic",
+        **choices: Any,
+    ) -> None:
+        self.recipe = Recipe.load(recipe, **choices)
+        self._kv = _stream_policy(self.recipe)
+        self._seam: StreamSeam = adapter_for(model).seam(model, processor)
+        self._live: Live | None = None
+        self._lock = threading.RLock()
+        self._closed = False
+
+    @classmethod
+    def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> VideoSession:
+        """A session with the recipe and the stream that `save` wrote to `path`."""
+        session = cls(model, processor, record.recipe_of(Path(path)))
+        session.load(path)
+        return session
+
+    def watch(
+        self,
+        video: Any,
+        times: Sequence[float] | Tensor | None = None,
+        fps: float | None = None,
+        progress: Progress | None = None,
+    ) -> int:
+        """Take in frames: [T, 3, H, W] uint8, a list of images, a `media.Video` or a path. Gives their number.
+
+        times  seconds of each frame, ascending; else the video's own, moved to follow what was watched before, or one every
+               ``1 / fps``. `fps` is also the rate at which a path is read (0.5). The rate of the first clip is the one
+               the model's positions are made for.
+        `progress(done, total)` counts frames; `total` is None for a path. All is taken in or, after an error, nothing.
+        Endless sources are given clip by clip: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
+        """
+        if fps is not None and not fps > 0:
+            raise ModelError(f"fps: {fps!r}; give a positive number of frames a second.")
+        given = None if times is None else [float(moment) for moment in times]
+        with self._working():
+            before = self._live
+            mark = None if before is None else before.mark()
+            done = 0
+            try:
+                for clip in self._seam.clips(video, fps):
+                    self._take(clip, given, done, progress)
+                    done += len(clip.frames)
+                if given is not None and done != len(given):
+                    raise ModelError(
+                        f"times: there are {len(given)} for {done} frames; give one for each frame."
+                    )
+            except BaseException:
+                if before is not None:
+                    before.back(mark)
+                elif self._live is not None:
+                    self._live.state.close()
+                self._live = before
+                raise
+            return done
+
+    def _take(self, clip: Clip, given: list[float] | None, done: int, progress: Progress | None) -> None:
+        count = clip.frames.shape[0]
+        if not count:
+            raise ModelError("watch: the clip has no frames; give at least one.")
+        if clip.frames.dtype != torch.uint8:
+            raise ModelError(f"watch: frames are {clip.frames.dtype}; give uint8, 0 to 255.")
+        own = clip.times if given is None else given[done : done + count]
+        if own is not None and len(own) != count:
+            told = "of the video" if given is None else "given"
+            raise ModelError(f"times: there are too few {told} for its frames; give one for each frame.")
+        live = self._live
+        last = live.film.times[-1] if live is not None and live.film.times else None
+        shown = moments(last, own, count, clip.fps, given is not None)
+        if live is None:
+            live = self._live = Live.begin(self._seam, self._kv, self.recipe.chunk, clip.frames, clip.fps)
+        total = None if clip.part else done + count
+
+        def tell(through: int) -> None:
+            if progress is not None:
+                progress(done + through, total)
+
+        live.take(clip.frames, shown, tell)
+
+    @overload
+    def ask(self, question: str, max_new_tokens: int = ..., stream: Literal[False] = ...) -> Answer: ...
+
+    @overload
+    def ask(self, question: str, max_new_tokens: int = ..., *, stream: Literal[True]) -> Reply: ...
+
+    @overload
+    def ask(self, question: str, max_new_tokens: int = ..., *, stream: bool) -> Answer | Reply: ...
+
+    def ask(self, question: str, max_new_tokens: int = 64, stream: bool = False) -> Answer | Reply:
+        """Answer a question on what was watched so far, greedily; the stream is left as it was.
+
+        stream  give the pieces of text as they come (`Reply`), instead of the whole `Answer`
+        """
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ModelError(f"max_new_tokens: {max_new_tokens!r}; give at least 1.")
+        with self._working():
+            self._seam.tail(question)
+            if not self.frames:
+                raise ModelError("ask: the session has seen no frame; watch something first.")
+        if stream:
+            return Reply(lambda put, stopped: self._answer(question, max_new_tokens, put, stopped))
+        return self._answer(question, max_new_tokens, None, lambda: False)
+
+    def _answer(
+        self, question: str, most: int, put: Callable[[str], None] | None, stopped: Callable[[], bool]
+    ) -> Answer:
+        with self._working():
+            live = self._live
+            if live is None:
+                raise ModelError("ask: the session has seen no frame; watch something first.")
+            with live.asked(question, most) as asked:
+                seam, ends, said = self._seam, self._seam.ends(), Said(self._seam.decode, put)
+                ids = torch.cat([seam.head(), asked.ids])[None]
+                start = ids.shape[1]
+                draft = self.recipe.draft.open(seam.view)
+                prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most)
+                draft.begin(prompt)
+
+                def stop(ids: Tensor) -> bool:
+                    return stopped() or ids.shape[1] - start >= most or int(ids[0, -1]) in ends
+
+                def emit(new: Tensor) -> None:
+                    tokens = new.tolist()
+                    asked.clock.note(len(tokens))
+                    said.add([token for token in tokens if token not in ends])
+
+                speculate(asked.turn, draft, prompt, asked.logits, stop=stop, emit=emit, meter=asked.clock)
+                counters = {**live.state.counters(), **asked.clock.counters()}
+                speed = asked.clock.ttft_s, asked.clock.tokens_per_s
+                return Answer(said.finish(), tuple(said.ids), *speed, asked.evidence(), counters)
+
+    @property
+    def frames(self) -> int:
+        """Frames watched."""
+        return 0 if self._live is None else len(self._live.film.times)
+
+    def __len__(self) -> int:
+        return self.frames
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def seconds(self) -> float:
+        """When the last frame was shown, from the start of the stream."""
+        return self._live.film.times[-1] if self._live is not None and self._live.film.times else 0.0
+
+    def counters(self) -> dict[str, float]:
+        """Figures of the memory."""
+        return {} if self._live is None else self._live.state.counters()
+
+    def save(self, path: str | Path) -> None:
+        """Write the stream into the folder `path` (safetensors and JSON); what was saved there gives way to a whole one."""
+        with self._working():
+            if self._live is None:
+                raise ModelError("save: the session has seen no frame; watch something first.")
+            record.save(Path(path), self._seam, self.recipe, self._live)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from what `save` wrote with the same model and kv; when that cannot be used, the session is as it was."""
+        with self._working():
+            facts = record.check(Path(path), self._seam, self.recipe)
+            live = Live.open(self._seam, self._kv, self.recipe.chunk, *facts.opening)
+            try:
+                record.load(facts, live)
+            except BaseException:
+                live.state.close()
+                raise
+            before, self._live = self._live, live
+            if before is not None:
+                before.state.close()
+
+    def close(self) -> None:
+        """Give back what the stream holds; a second call does nothing."""
+        with self._lock:
+            if self._live is not None:
+                self._live.state.close()
+            self._live, self._closed = None, True
+
+    def __enter__(self) -> VideoSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.frames} frames"
+        return f"<VideoSession {state}, kv {self._kv.name!r}>"
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise ModelError("the session is closed; open a new one, or resume a saved one.")
+            yield
+
+
+def _stream_policy(recipe: Recipe) -> StreamPolicy:
+    """The memory of a recipe that can serve a stream; raises `RecipeError` for one that cannot."""
+    kv, draft = recipe.kv, recipe.draft
+    if not isinstance(kv, StreamPolicy):
+        raise RecipeError(
+            f"kv {kv.name!r} cannot hold a stream; set kv to 'rekv' or another memory of streams."
+        )
+    if recipe.sparse.name != "dense":
+        raise RecipeError(
+            f"sparse {recipe.sparse.name!r} has no part in a stream, whose memory decides what is seen; set sparse to "
+            "'dense'."
+        )
+    if draft.active and (not draft.needs <= {"rollback"} or hasattr(draft, "model")):
+        raise RecipeError(
+            f"draft {draft.name!r} needs the prompt's video, and a stream has none; set draft to 'off'."
+        )
+    return kv

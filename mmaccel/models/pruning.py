@@ -1,0 +1,233 @@
+"""A pruner at work on the target: rows of the prompt go before the language model, or between its layers.
+
+A cut takes the hidden states, rotary angles, layout and cache columns of what is dropped out of every later layer, so that
+what is left costs what a shorter prompt costs. Outside, columns are those of the whole prompt: what is given back has a row
+for each, zero where it was dropped, and `ThinnedState` counts all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.attention import Run
+from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prune import Kept, Stage, candidates, question, thin
+from mmaccel.core.thinned import ThinnedState
+from mmaccel.models.signals import VisionProbe, peek
+
+if TYPE_CHECKING:
+    from mmaccel.models.hf import Attachment
+
+Go = Callable[[Run, dict[str, Any]], Any]
+
+
+@dataclass(eq=False)
+class _Work:
+    """One prompt or token on its way: what was caught for the next cut, and what the layers get since the last."""
+
+    run: Run
+    state: ThinnedState
+    prompt: bool
+    layout: TokenLayout
+    total: int = 0
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    attention: dict[int, Tensor] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _PrunedRun(Run):
+    work: _Work | None = None
+
+
+class Pruning:
+    """The pruner of one accelerated model."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        pruner = attachment.owner.recipe.prune
+        assert pruner is not None
+        self.pruner, self.family, self.model = pruner, attachment.family, attachment.model
+        self.stages = {stage.layer: stage for stage in pruner.stages(attachment.depth)}
+        self.handles: list[Any] = []
+        self.vision = VisionProbe(self.model, self.family) if "vision_attention" in pruner.needs else None
+        if pruner.seat == "layer":
+            first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
+            for index, layer in enumerate(self.family.layers(self.model)):
+                if index >= first:
+                    hook = self._hook(index)
+                    self.handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        if self.vision is not None:
+            self.vision.remove()
+
+    def forward(self, run: Run, kwargs: dict[str, Any], go: Go) -> Any:
+        """The text model's pass over new columns, pruned; `go` runs it as it is."""
+        state = run.state
+        if not isinstance(state, ThinnedState):
+            raise ModelError(
+                f"past_key_values: prune {self.pruner.name!r} keeps a cache of its own; leave past_key_values and kv out."
+            )
+        if run.layout.batch > 1:
+            raise ModelError(
+                f"prune {self.pruner.name!r} takes one sequence; set batch, num_beams and num_return_sequences to 1."
+            )
+        count = run.layout.length - run.start
+        prompt = run.start == 0 and run.prefill
+        if prompt and (kwargs.get("output_hidden_states") or kwargs.get("output_attentions")):
+            raise ModelError(
+                "output_hidden_states and output_attentions: the layers of a pruned prompt differ in length; leave them out."
+            )
+        state.expect(count)
+        if prompt:
+            state.begin(run.layout)
+        work = _Work(run, state, prompt, run.layout, total=candidates(run.layout).numel() if prompt else 0)
+        if 0 in self.stages:
+            run, kwargs = self._before(work, run, kwargs)
+        else:
+            fields = {name: getattr(run, name) for name in Run.__dataclass_fields__}
+            run = _PrunedRun(**fields, work=work)
+        out = go(run, kwargs)
+        last = len(state.kept) - 1
+        held = state.held_by(last, count) if prompt else None
+        if held is not None:
+            short = out.last_hidden_state
+            whole = short.new_zeros(1, count, short.shape[-1])
+            out.last_hidden_state = whole.index_copy(1, held, short)
+        return out
+
+    def _before(self, work: _Work, run: Run, kwargs: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
+        """The cut before the language model."""
+        state, kwargs = work.state, dict(kwargs)
+        if work.prompt:
+            embeds = kwargs.get("inputs_embeds")
+            if embeds is None:
+                embeds = self.model.get_input_embeddings()(kwargs["input_ids"])  # type: ignore[operator]
+            kwargs["input_ids"] = None
+            signals = {"hidden": embeds}
+            if self.vision is not None:
+                signals.update(self.vision.take(run.layout))
+            kept = self._cut(work, self.stages[0], signals, embeds[0])
+            kwargs["inputs_embeds"] = embeds if kept is None else self._left(embeds, kept)
+            if kept is not None and kwargs.get("position_ids") is not None:
+                kwargs["position_ids"] = kwargs["position_ids"][..., kept.columns]
+        if state.kept[0] is None:
+            return run, kwargs
+        run = self._thin(run, state, 0)
+        if self.pruner.compact and kwargs.get("position_ids") is not None:
+            old = kwargs["position_ids"]
+            kwargs["position_ids"] = torch.arange(
+                run.start, run.start + old.shape[-1], device=old.device
+            ).expand_as(old)
+        return run, kwargs
+
+    def _hook(self, index: int) -> Callable[..., Any]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            run = kwargs.get("attention_mask")
+            if not isinstance(run, _PrunedRun) or run.work is None:
+                return None
+            return self._enter(index, module, args, kwargs, run.work)
+
+        return enter
+
+    def _enter(
+        self, index: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work: _Work
+    ) -> Any:
+        """Before a layer: catch what a cut will read, cut, and give the layer what is left."""
+        kwargs = {**kwargs, **work.given}
+        hidden: Tensor = args[0]
+        stage = self.stages.get(index)
+        if work.prompt and work.total:
+            if any(index in other.hidden for other in self.stages.values()):
+                work.hidden[index] = hidden[0]
+            if stage is not None:
+                if any(index in group for group in stage.attention):
+                    work.attention[index] = self._peek(module, hidden, kwargs, work)
+                hidden, kwargs = self._between(index, stage, hidden, kwargs, work)
+            coming = self.stages.get(index + 1)
+            if coming is not None and any(index in group for group in coming.attention):
+                work.attention[index] = self._peek(module, hidden, kwargs, work)
+        elif stage is not None:
+            kwargs = self._go_on(index, kwargs, work)
+        return (hidden, *args[1:]), kwargs
+
+    def _peek(self, module: Any, hidden: Tensor, kwargs: dict[str, Any], work: _Work) -> Tensor:
+        return peek(
+            self.family, self.model, module, hidden, kwargs["position_embeddings"], question(work.layout)
+        )
+
+    def _between(
+        self, index: int, stage: Stage, hidden: Tensor, kwargs: dict[str, Any], work: _Work
+    ) -> tuple[Tensor, dict[str, Any]]:
+        groups = [
+            torch.stack([work.attention[layer] for layer in group]).mean(0) for group in stage.attention
+        ]
+        signals = {"attention": torch.stack(groups)} if groups else {}
+        if stage.hidden:
+            signals["hidden"] = torch.stack([work.hidden[layer] for layer in stage.hidden])
+        kept = self._cut(work, stage, signals, hidden[0])
+        if kept is None:
+            return hidden, kwargs
+        work.hidden = {layer: states[kept.columns] for layer, states in work.hidden.items()}
+        cos, sin = kwargs["position_embeddings"]
+        kwargs["position_embeddings"] = cos[..., kept.columns, :], sin[..., kept.columns, :]
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = kwargs["position_ids"][..., kept.columns]
+        hidden = self._left(hidden, kept)
+        return hidden, self._go_on(index, kwargs, work)
+
+    def _go_on(self, index: int, kwargs: dict[str, Any], work: _Work) -> dict[str, Any]:
+        """From here to the next cut the layers get the thinned run, and their angles."""
+        part = work.state.part_of(index)
+        if work.state.kept[part] is None:
+            return kwargs
+        run = self._thin(work.run, work.state, part)
+        given = {"attention_mask": run, "position_embeddings": kwargs["position_embeddings"]}
+        given["position_ids"] = kwargs.get("position_ids")
+        if self.pruner.compact:
+            rows = run.layout.length - run.start
+            flat = torch.arange(run.start, run.start + rows, device=run.layout.device)[None]
+            flat = flat.expand(3, -1, -1) if self.family.mrope else flat
+            given["position_embeddings"] = self.family.rotary(self.model)(
+                kwargs["position_embeddings"][0], flat
+            )
+        # The work travels on in the run, so that the next cut finds it.
+        fields = {name: getattr(run, name) for name in Run.__dataclass_fields__}
+        given["attention_mask"] = _PrunedRun(**fields, work=work)
+        work.given = given
+        return {**kwargs, **given}
+
+    def _cut(self, work: _Work, stage: Stage, signals: dict[str, Tensor], states: Tensor) -> Kept | None:
+        """Ask the pruner, and write down what it keeps; None when that is everything, as it was."""
+        layout = work.layout
+        kept = self.pruner.cut(signals, layout, stage, work.total) if work.total else None
+        part = work.state.part_of(stage.layer)
+        if kept is None or (kept.columns.numel() == layout.length and kept.states is None):
+            work.state.cut(part, None, layout)
+            return None
+        if int(kept.columns[-1]) != layout.length - 1:
+            # The last column is the one that answers.
+            end = kept.columns.new_tensor([layout.length - 1])
+            held = None if kept.states is None else torch.cat([kept.states, states[-1:]])
+            kept = Kept(torch.cat([kept.columns, end]), held)
+        work.layout = thin(layout, kept.columns)
+        work.state.cut(part, kept.columns, work.layout)
+        return kept
+
+    @staticmethod
+    def _left(states: Tensor, kept: Kept) -> Tensor:
+        """[1, n, E] of states [1, S, E]."""
+        return states[:, kept.columns] if kept.states is None else kept.states[None]
+
+    @staticmethod
+    def _thin(run: Run, state: ThinnedState, part: int) -> Run:
+        """The run as the layers of `part` see it."""
+        return replace(run, layout=state.thinned(part, run.layout), start=state.size(part, run.start))

@@ -1,0 +1,292 @@
+"""What pruners read of a prefill: states between layers, the question's attention, the vision tower's own attention."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import VIDEO, TokenLayout
+from mmaccel.core.prune import TokenPruner, candidates, question
+
+if TYPE_CHECKING:
+    from mmaccel.core.attach import Accelerated
+    from mmaccel.core.attention import Run
+    from mmaccel.models.family import Family
+
+
+def paid(query: Tensor, key: Tensor, at: Tensor, scale: float) -> Tensor:
+    """[n, N] float32: causal attention of queries [H, n, D], which stand in columns `at` [n], to keys [G, N, D]; the mean
+    over heads. The scores of one group of heads are held at a time."""
+    groups = key.shape[0]
+    later = torch.arange(key.shape[1], device=key.device)[None] > at[:, None]
+    total = torch.zeros(at.numel(), key.shape[1], device=key.device)
+    for rows, keys in zip(query.unflatten(0, (groups, -1)), key, strict=True):
+        scores = (rows.float() @ keys.float().T) * scale
+        total += scores.masked_fill(later, float("-inf")).softmax(-1).sum(0)
+    return total / query.shape[0]
+
+
+def peek(
+    family: Family,
+    model: nn.Module,
+    layer: Any,
+    hidden: Tensor,
+    angles: tuple[Tensor, Tensor],
+    at: Tensor,
+) -> Tensor:
+    """[n, S]: the attention that rows `at` [n] of `hidden` [1, S, E] will pay in decoder `layer`, a mean over heads.
+
+    angles  cosines and sines [1, S, D] of all columns
+    """
+    x = layer.input_layernorm(hidden)
+    attention, shape = layer.self_attn, family.geometry(model)
+    cos, sin = (angle[:, None] for angle in angles)
+    key = attention.k_proj(x).unflatten(-1, (shape.kv_heads, -1)).transpose(1, 2)
+    query = attention.q_proj(x[:, at]).unflatten(-1, (shape.heads, -1)).transpose(1, 2)
+    key = family.turn(key, (cos, sin))
+    query = family.turn(query, (cos[:, :, at], sin[:, :, at]))
+    return paid(query[0], key[0], at, shape.head_dim**-0.5)
+
+
+class Listener:
+    """While entered, collects from a target's prefill what a draft's pruner reads, and tells once which columns stay.
+
+    The prompt may come in any number of passes (chunks; the video, then the text). `tell` gets the columns [n] as soon as
+    the last layer that is read has seen the last column, while later layers still run; only indices need to travel.
+
+    layout  of the whole prompt, one sequence
+    """
+
+    def __init__(
+        self, owner: Accelerated, pruner: TokenPruner, layout: TokenLayout, tell: Callable[[Tensor], None]
+    ) -> None:
+        if layout.batch != 1:
+            raise ModelError(f"prune {pruner.name!r} takes one sequence at a time; give prompts one by one.")
+        self.owner, self.pruner, self.layout, self.tell = owner, pruner, layout, tell
+        self.layers = owner.adapter.layers(owner.model)
+        (self.stage,) = pruner.stages(len(self.layers))
+        self.total = candidates(layout).numel()
+        self.asked = question(layout)
+        self.rows = self.asked.tolist()
+        self.hidden: dict[int, list[Tensor]] = {index: [] for index in self.stage.hidden}
+        self.waiting = {index for group in self.stage.attention for index in group}
+        self.heard = dict.fromkeys(self.waiting, 0)
+        groups = len(self.stage.attention)
+        self.attention = torch.zeros(groups, len(self.rows), layout.length, device=layout.device)
+        self.handles: list[Any] = []
+        self.told = False
+
+    def __enter__(self) -> Listener:
+        for index in self.stage.hidden:
+            if index < len(self.layers):
+                hook = self.layers[index].register_forward_pre_hook(self._entering(index), with_kwargs=True)
+            else:
+                hook = self.layers[-1].register_forward_hook(self._leaving(index))
+            self.handles.append(hook)
+        self.probe = self.owner.road.probe
+        if self.waiting:
+            self.owner.road.probe = self._attending
+        if not self.waiting and not self.hidden:
+            self._ready()
+        return self
+
+    def __exit__(self, *exit: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.owner.road.probe = self.probe
+
+    def _entering(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._catch(index, args[0] if args else kwargs["hidden_states"])
+
+        return hook
+
+    def _leaving(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            self._catch(index, out if isinstance(out, Tensor) else out[0])
+
+        return hook
+
+    def _catch(self, index: int, hidden: Tensor) -> None:
+        if not self.told:
+            self.hidden[index].append(hidden[0].detach())
+            self._ready()
+
+    def _attending(
+        self, run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> None:
+        if self.probe is not None:
+            self.probe(run, layer, query, key, value, scale)
+        if self.told or layer not in self.waiting:
+            return
+        start, count = run.start, query.shape[2]
+        here = [n for n, column in enumerate(self.rows) if start <= column < start + count]
+        if here:
+            at = self.asked[here]
+            weights = paid(query[0, :, at - start], key[0, :, : start + count], at, scale)
+            for k, group in enumerate(self.stage.attention):
+                if layer in group:
+                    self.attention[k, here, : start + count] += weights / len(group)
+        self.heard[layer] = start + count
+        self._ready()
+
+    def _ready(self) -> None:
+        whole = self.layout.length
+        if any(sum(len(piece) for piece in pieces) < whole for pieces in self.hidden.values()):
+            return
+        if self.told or any(count < whole for count in self.heard.values()):
+            return
+        self.told = True
+        signals = {}
+        if self.hidden:
+            signals["hidden"] = torch.stack([torch.cat(self.hidden[index]) for index in self.stage.hidden])
+        if self.waiting:
+            signals["attention"] = self.attention
+        self.hidden = {}
+        self.tell(self.pruner.keep(signals, self.layout, self.stage, self.total))
+
+
+class VisionProbe:
+    """While installed, computes for each video token the attention it receives in the vision tower, and its key there.
+
+    The tower keeps its own kernels: the one layer's queries and keys are made once more from what enters it, and scores are
+    held for one frame at a time. What was caught stays with the thread until `take`.
+    """
+
+    def __init__(self, model: nn.Module, family: Family) -> None:
+        towers: dict[str, Any] = {"llava_onevision": _Siglip, "qwen2_5_vl": _Windowed}
+        if family.name not in towers:
+            raise ModelError(
+                f"prune: the vision tower of {family.name} cannot be asked; choose a pruner without vision."
+            )
+        self.multimodal: Any = family.multimodal(model)
+        self.tower: Any = towers[family.name](self.multimodal)
+        self.local = threading.local()
+        self.before = self.multimodal.__dict__.get("get_video_features")
+        encode: Any = self.multimodal.get_video_features
+        self.encode = encode
+        self.multimodal.__dict__["get_video_features"] = functools.wraps(encode)(
+            functools.partial(self._encode)
+        )
+        self.handle = self.tower.attention.register_forward_pre_hook(self._catch, with_kwargs=True)
+
+    def remove(self) -> None:
+        self.handle.remove()
+        self.multimodal.__dict__.pop("get_video_features", None)
+        if self.before is not None:
+            self.multimodal.__dict__["get_video_features"] = self.before
+
+    def _encode(self, *args: Any, **kwargs: Any) -> Any:
+        self.local.caught = []
+        try:
+            out = self.encode(*args, **kwargs)
+            caught, self.local.caught = self.local.caught, None
+            self.local.told = self.tower.tokens(caught, *args, **kwargs)
+        finally:
+            self.local.caught = None
+        return out
+
+    def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught = getattr(self.local, "caught", None)
+        if caught is not None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            caught.append(self.tower.look(hidden, kwargs))
+
+    def take(self, layout: TokenLayout) -> dict[str, Tensor]:
+        """`vision_attention` [S] and `vision_key` [S, D] of a prompt of one sequence, from the videos encoded last."""
+        at = (layout.modality[0] == VIDEO).nonzero()[:, 0]
+        told: Tensor | None = getattr(self.local, "told", None)
+        self.local.told = None
+        if not at.numel():
+            return {}
+        if told is None or len(told) != len(at):
+            raise ModelError(
+                "pixel_values_videos: the pruner reads the vision tower at work; give the pixels of the prompt's videos."
+            )
+        whole = told.new_zeros(layout.length, told.shape[1]).index_copy(0, at, told)
+        return {"vision_attention": whole[:, 0], "vision_key": whole[:, 1:]}
+
+
+def _received(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """[P]: the attention each of P patches receives, a mean over heads and queries; query, key [H, P, D]."""
+    return torch.stack(
+        [((q.float() @ k.float().T) * scale).softmax(-1).mean(0) for q, k in zip(query, key, strict=True)]
+    ).mean(0)
+
+
+class _Siglip:
+    """LLaVA-OneVision: frames of P patches, each a batch entry, pooled by two after the tower; a mark ends each video."""
+
+    def __init__(self, multimodal: Any) -> None:
+        self.multimodal = multimodal
+        layer = multimodal.config.vision_feature_layer
+        layer = layer[-1] if isinstance(layer, list | tuple) else layer
+        blocks = next(m for m in multimodal.vision_tower.modules() if isinstance(m, nn.ModuleList))
+        # hidden_states[0] is what enters the first layer, so that state n comes out of layer n - 1.
+        self.attention: Any = blocks[layer if layer < 0 else layer - 1].self_attn
+
+    def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        module, found = self.attention, []
+        for frame in hidden:
+            query = module.q_proj(frame).unflatten(-1, (module.num_heads, -1)).transpose(0, 1)
+            key = module.k_proj(frame).unflatten(-1, (module.num_heads, -1)).transpose(0, 1)
+            score = _received(query, key, query.shape[-1] ** -0.5)
+            found.append(torch.cat([score[:, None], key.float().mean(0)], 1))
+        return torch.stack(found)
+
+    def tokens(self, caught: list[Tensor], pixel_values_videos: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        pooled = self.multimodal.apply_pooling(torch.cat(caught))
+        videos = pooled.reshape(pixel_values_videos.shape[0], -1, pooled.shape[-1])
+        return torch.cat([videos, torch.zeros_like(videos[:, :1])], 1).flatten(0, 1)
+
+
+class _Windowed:
+    """Qwen2.5-VL: all patches in a row in the order of windows, frames told apart by their lengths, merged four to one."""
+
+    def __init__(self, multimodal: Any) -> None:
+        self.visual = multimodal.visual
+        self.attention: Any = self.visual.blocks[-1].attn
+
+    def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        module, found = self.attention, []
+        query, key = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1)).permute(1, 2, 0, 3)[:2]
+        cos, sin = (angle.float() for angle in kwargs["position_embeddings"])
+        query, key = _turned(query.float(), cos, sin), _turned(key.float(), cos, sin)
+        ends = kwargs["cu_seqlens"].tolist()
+        for start, end in pairwise(ends):
+            q, k = query[:, start:end], key[:, start:end]
+            score = _received(q, k, q.shape[-1] ** -0.5)
+            found.append(torch.cat([score[:, None], k.mean(0)], 1))
+        return torch.cat(found)
+
+    def tokens(self, caught: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        grid = kwargs["video_grid_thw"] if "video_grid_thw" in kwargs else args[1]
+        merged = torch.cat(caught).unflatten(0, (-1, self.visual.spatial_merge_size**2)).mean(1)
+        return merged[torch.argsort(self._order(grid))]
+
+    def _order(self, grid: Tensor) -> Tensor:
+        """Where each merged token, in the order of windows, stands in the order of reading."""
+        if hasattr(self.visual, "get_window_index"):
+            order: Tensor = self.visual.get_window_index(grid)[0]
+        else:
+            from transformers.vision_utils import get_vision_window_index
+
+            order = get_vision_window_index(
+                grid,
+                spatial_merge_size=self.visual.spatial_merge_size,
+                window_size=self.visual.window_size,
+                patch_size=self.visual.patch_size,
+            )[0]
+        return order
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin

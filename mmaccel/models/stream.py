@@ -1,0 +1,319 @@
+"""The seam of streams: a Hugging Face model and its processor as a `VideoSession` uses them.
+
+A pass goes straight to the text model. For its duration, and in its thread alone, the text modules hold a copy of their
+config that names our attention, and the rotary module gives no rotation (cosines 1, sines 0), so that keys and queries
+reach the memory as they leave their projections. Nothing stays on the model between two calls.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.adapter import Clip, ModelView, StreamSeam, Tail
+from mmaccel.core.attach import adapter_for, attached
+from mmaccel.core.attention import StreamRun
+from mmaccel.core.errors import ModelError
+from mmaccel.core.kv import StreamState
+from mmaccel.core.places import Places
+from mmaccel.models.family import Family
+
+READ_FPS = 0.5
+"""Frames a second of a file whose rate is not asked for, as in the papers on streams."""
+
+READ_FRAMES = 64
+"""Frames of a file that are held at a time."""
+
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+def lock_of(model: nn.Module) -> Any:
+    """The lock under which streams take turns on a model."""
+    with _guard:
+        return _locks.setdefault(model, threading.RLock())
+
+
+class Seam(StreamSeam):
+    """A model, its family and its processor."""
+
+    def __init__(self, model: nn.Module, family: Family, processor: Any) -> None:
+        if not callable(getattr(processor, "template_ids", None)):
+            raise ModelError(
+                "processor: a session needs the processor that mmaccel.load_processor gives for the model's folder."
+            )
+        self.model, self.family, self.processor = model, family, processor
+        self.view = ModelView(model, family, adapter_for)
+        self.pace = family.pace(model)
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, family.words(model).weight.dtype
+        self.text = family.text(model)
+        shared: Any = self.text.config
+        self._holders = [m for m in self.text.modules() if getattr(m, "config", None) is shared]
+        self._shared = shared
+        self._split: tuple[Tensor, list[int]] | None = None
+        self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
+
+    # Pixels.
+
+    def clips(self, video: Any, fps: float | None) -> Iterator[Clip]:
+        from mmaccel.media import Video, clips
+        from mmaccel.media.intake import as_frames
+
+        if isinstance(video, str | os.PathLike):
+            for one in clips(video, fps=READ_FPS if fps is None else fps, frames_per_clip=READ_FRAMES):
+                yield Clip(one.frames, one.times.tolist(), one.fps, part=True)
+        elif isinstance(video, Video):
+            yield Clip(video.frames, video.times.tolist(), video.fps if fps is None else fps)
+        elif hasattr(video, "__len__") and not len(video):
+            raise ModelError("watch: the clip has no frames; give at least one.")
+        else:
+            yield Clip(as_frames(video, fps)[0], None, fps)
+
+    def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
+        if tuple(frames.shape[-2:]) == size:
+            return True
+        some = frames[:1].expand(self.pace, -1, -1, -1)
+        return self.family.frame_size(self.model, self._pixels(some)) == self._seen(size)
+
+    def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        if not self.fits(frames, size):
+            frames = self.resized(frames, size)
+        inputs = self._pixels(frames)
+        if self.family.frame_size(self.model, inputs) != self._seen(size):
+            raise ModelError(
+                f"frames of {frames.shape[3]}x{frames.shape[2]} come to the model in a size that depends on their number; "
+                "set cap_pixels_per_frame to false in the processor's video settings."
+            )
+        units = frames.shape[0] // self.pace
+        with self._busy(), self._kept():
+            rows = self.family.frames(self.model, inputs)
+        inside = int((self.family.layout(self.model, inputs).frame >= 0).sum())
+        return rows[:inside].view(units, inside // units, -1), rows[inside:]
+
+    def _seen(self, size: tuple[int, int]) -> tuple[int, int]:
+        if size not in self._sizes:
+            zeros = torch.zeros(self.pace, 3, *size, dtype=torch.uint8)
+            self._sizes[size] = self.family.frame_size(self.model, self._pixels(zeros))
+        return self._sizes[size]
+
+    def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
+        from mmaccel.media.preprocess import resize
+
+        return resize(frames, size)
+
+    def _pixels(self, frames: Tensor) -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = self.processor(
+            self.processor.video_token,
+            videos=[frames],
+            add_special_tokens=False,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        inputs.pop("attention_mask")
+        return inputs
+
+    # Text.
+
+    def head(self) -> Tensor:
+        return self._template()[0]
+
+    def tail(self, question: str) -> Tail:
+        if not isinstance(question, str) or not question.strip():
+            raise ModelError("question: it is empty; ask something.")
+        plain = self._template()[1]
+        ids = self._chat(question)[1]
+        begin = _alike(ids, plain)
+        end = _alike(ids[begin:][::-1], plain[begin:][::-1])
+        return Tail(torch.tensor(ids, device=self.device), (begin, len(ids) - end))
+
+    def _template(self) -> tuple[Tensor, list[int]]:
+        if self._split is None:
+            head, tail = self._chat("")
+            self._split = torch.tensor(head, dtype=torch.long, device=self.device), tail
+        return self._split
+
+    def _chat(self, question: str) -> tuple[list[int], list[int]]:
+        """Ids before and after the video of a prompt."""
+        content = [{"type": "video"}, {"type": "text", "text": question}]
+        ids, film = self.processor.template_ids(content), self.processor.video_token_id
+        if ids.count(film) != 1:
+            raise ModelError(
+                "processor: its chat template does not give a video one place; a stream needs one run of tokens."
+            )
+        at = ids.index(film)
+        return ids[:at], ids[at + 1 :]
+
+    def words(self, ids: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return self.family.words(self.model)(ids.to(self.device))  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return self.family.logits(self.model, hidden)
+
+    def ends(self) -> frozenset[int]:
+        told = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        if told is None:
+            told = getattr(self.text.config, "eos_token_id", None)
+        listed = told if isinstance(told, list | tuple) else [told]
+        return frozenset(int(one) for one in listed if one is not None)
+
+    def decode(self, ids: Tensor) -> str:
+        return str(self.processor.decode(ids.tolist()))
+
+    # Positions.
+
+    def places(self, size: tuple[int, int], fps: float | None) -> Places:
+        found = [self._positions(size, fps, units) for units in (1, 2, 3)]
+        (head, unit, text), (_, _, second), (_, _, third) = found
+        inputs = self._prompt(size, fps, 1)[0]
+
+        def steps(units: int) -> Tensor:
+            return self.family.steps(self.model, inputs, units)
+
+        slope = second - text
+        limit = int(getattr(self.text.config, "max_position_embeddings", 1 << 15))
+        made = Places(head, unit, steps, text, slope, limit)
+        three = found[2][1]
+        same = torch.equal(made.units(0, 3), three[0] if made.axes == 1 else three)
+        if third - second != slope or not same:
+            raise ModelError(
+                f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
+                "frame; a stream cannot follow them."
+            )
+        return made
+
+    def _prompt(self, size: tuple[int, int], fps: float | None, units: int) -> tuple[dict[str, Any], int]:
+        frames = torch.zeros(units * self.pace, 3, *size, dtype=torch.uint8)
+        inputs = self.processor(
+            self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
+        )
+        head, tail = self._template()
+        film = inputs["input_ids"]
+        ids = torch.cat([head[None], film, torch.tensor([tail], device=self.device)], 1)
+        inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+        inputs["input_ids"] = ids
+        if "mm_token_type_ids" in inputs:
+            inputs["mm_token_type_ids"] = (ids == self.processor.video_token_id).int() * 2
+        return inputs, head.numel()
+
+    def _positions(self, size: tuple[int, int], fps: float | None, units: int) -> tuple[Tensor, Tensor, int]:
+        """Of a prompt with so many units: head [A, h] and units [A, units * P], and the text's first."""
+        inputs, head = self._prompt(size, fps, units)
+        told = self.family.positions(self.model, inputs)
+        rows = told[:, 0] if told.ndim == 3 else told
+        inside = int((self.family.layout(self.model, inputs).frame[0] >= 0).sum())
+        end = head + inside
+        return rows[:, :head], rows[:, head:end], int(rows[0, end])
+
+    # Passes.
+
+    def run(self, state: StreamState, embeds: Tensor, hidden: bool = False) -> Tensor:
+        from mmaccel.models.cache import KVCache
+
+        depth = self.view.geometry.layers
+        run = StreamRun(state)
+        cache = KVCache(state, depth)
+        places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
+        if self.family.mrope:
+            places = places.expand(3, 1, -1)
+        with self._busy(), self._own_attention(), self._told(state, hidden), cache.at_work():
+            out = self.text(
+                inputs_embeds=embeds[None],
+                position_ids=places,
+                attention_mask={"full_attention": run, "sliding_attention": run},
+                past_key_values=cache,
+                use_cache=True,
+            )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        if attached(self.model) is not None:
+            raise ModelError(
+                "the model is accelerated; detach the recipe before a session uses it, or give the session its own copy."
+            )
+        with lock_of(self.model), torch.inference_mode(False), torch.no_grad():
+            yield
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        from mmaccel.models.hf import ATTENTION
+
+        own = copy.copy(self._shared)
+        own._attn_implementation = ATTENTION
+        thread = threading.get_ident()
+
+        def unturned(module: nn.Module, args: Any, out: Any) -> Any:
+            if threading.get_ident() != thread:
+                return out
+            cos, sin = out
+            return torch.ones_like(cos), torch.zeros_like(sin)
+
+        before = [(module, module.config) for module in self._holders]
+        hook = self.family.rotary(self.model).register_forward_hook(unturned)
+        try:
+            for module in self._holders:
+                module.config = own
+            yield
+        finally:
+            hook.remove()
+            for module, config in before:
+                module.config = config  # type: ignore[assignment]
+
+    @contextmanager
+    def _told(self, state: StreamState, hidden: bool) -> Iterator[None]:
+        hooks = []
+        if hidden:
+            for number, layer in enumerate(self.family.layers(self.model)):
+
+                def tell(
+                    module: nn.Module, args: Any, kwargs: Mapping[str, Any], number: int = number
+                ) -> None:
+                    state.ahead(number, args[0] if args else kwargs["hidden_states"])
+
+                hooks.append(layer.register_forward_pre_hook(tell, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """The multimodal module notes positions of what it sees; put its own back."""
+        held = self.family.multimodal(self.model).__dict__
+        before = held.get("rope_deltas", self)
+        try:
+            yield
+        finally:
+            if before is not self:
+                held["rope_deltas"] = before
+
+    def signature(self) -> str:
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            flat = tensor.detach().flatten()
+            some = flat[:: max(1, flat.numel() // 16)][:16].double().cpu()
+            digest.update(f"{name} {list(tensor.shape)} {some.tolist()}".encode())
+        return digest.hexdigest()[:32]
+
+
+def _alike(one: list[int], other: list[int]) -> int:
+    """How many first entries are the same."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

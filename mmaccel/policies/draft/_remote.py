@@ -1,0 +1,137 @@
+"""A draft in a process of its own: the two ends of what it is told and what it answers."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.draft import Warp
+from mmaccel.core.errors import DraftError
+from mmaccel.core.registry import registry
+from mmaccel.core.worker import OWN, READY, Message, Wire, Worker, beating
+from mmaccel.policies.draft._writer import Writer, Written
+
+BEGIN, KEEP, WRITE, WROTE = OWN, OWN + 1, OWN + 2, OWN + 3
+SERVICE = "mmaccel.policies.draft._remote:serve"
+MICRO = 1e-6
+
+
+class Remote:
+    """The end on the target's side: at most one `ask` is out at a time; what it wrote is `collect`ed."""
+
+    def __init__(self, worker: Worker, vocab: int) -> None:
+        self._worker, self._vocab = worker, vocab
+        self._number = time.monotonic_ns()
+        self._asked = 0
+
+    def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None:
+        """Send the prompt; with `pruned` it is run when `keep` has told which columns."""
+        told = {name: x.cpu() for name, x in inputs.items() if isinstance(x, Tensor)}
+        held = io.BytesIO()
+        torch.save({"inputs": told, "warp": _packed(warp)}, held)
+        self._worker.send(BEGIN, self._number, int(pruned), int(compact), blob=held.getvalue())
+
+    def keep(self, columns: Tensor) -> None:
+        self._worker.send(KEEP, self._number, *columns.tolist()) if columns.numel() < 1 << 15 else (
+            self._worker.send(KEEP, self._number, blob=columns.cpu().long().numpy().tobytes())
+        )
+
+    def ask(self, length: int, fix: Sequence[int], count: int) -> None:
+        """Go back to `length` tokens, take `fix`, write `count` more."""
+        self._asked = count
+        self._worker.send(WRITE, self._number, length, count, *fix)
+
+    def collect(self, limit_s: float) -> Written | None:
+        """What was asked for, or None when it is not there within `limit_s`."""
+        until = time.monotonic() + limit_s
+        while True:
+            message = self._worker.receive(max(0.0, until - time.monotonic()))
+            if message is None:
+                return None
+            if message.kind == WROTE and message.numbers[:1] != (self._number,):
+                continue  # a sequence that was given up before it was answered
+            return self._checked(message)
+
+    def _checked(self, message: Message) -> Written:
+        _, micros, prompt, *ids = message.numbers if len(message.numbers) >= 3 else (0, 0, 0)
+        wrong = message.kind != WROTE or len(ids) != self._asked or micros < 0
+        if wrong or any(not 0 <= token < self._vocab for token in ids):
+            self._worker.close()
+            raise DraftError("the draft's process answered nonsense.")
+        return Written(ids, micros * MICRO, prompt * MICRO)
+
+    def close(self) -> None:
+        """The sequence is over; the process stays for the next one."""
+
+
+def start(service: str, options: Mapping[str, Any], timeout_s: float) -> Worker:
+    """The process; it loads while the caller goes on."""
+    return Worker(service, options, silence_s=timeout_s)
+
+
+def serve(wire: Wire, options: dict[str, Any]) -> None:
+    """In the second process: load the draft, say that it is ready, write what is asked."""
+    if options.get("threads"):
+        torch.set_num_threads(options["threads"])
+    family = registry("model")[options["family"]]()
+    like = nn.Linear(1, 1, dtype=getattr(torch, options["dtype"]), device=options["device"])
+    with beating(wire):
+        model = family.load(options["model"], like)
+        kind = getattr(model.config, "model_type", "")
+    if kind not in family.model_types:
+        raise DraftError(
+            f"the draft is a {kind} and the target a {family.name}, which read other inputs; give a draft of the target's "
+            "family"
+        )
+    wire.send(READY, family.geometry(model).vocab)
+    serve_writer(wire, lambda: Writer(family.runner(model), options["device"], options["vocab"]))
+
+
+@torch.no_grad()
+def serve_writer(wire: Wire, fresh: Any) -> None:
+    """Answer until the wire breaks; `fresh` opens a `Writer` for each sequence."""
+    number, held, writer = 0, {}, None
+    compact = False
+    while True:
+        message = wire.receive(None)
+        assert message is not None
+        if message.kind == BEGIN:
+            number, pruned, compact = message.numbers[0], message.numbers[1], bool(message.numbers[2])
+            held = torch.load(io.BytesIO(message.blob), weights_only=True)
+            writer = None
+            if not pruned:
+                with beating(wire):
+                    writer = fresh()
+                    writer.read(held["inputs"], warp=_unpacked(held["warp"]))
+        elif message.kind == KEEP and message.numbers[0] == number:
+            columns = torch.tensor(message.numbers[1:], dtype=torch.long)
+            if message.blob:
+                columns = torch.frombuffer(bytearray(message.blob), dtype=torch.long)
+            with beating(wire):
+                writer = fresh()
+                writer.read(held["inputs"], columns, compact, _unpacked(held["warp"]))
+        elif message.kind == WRITE and writer is not None and message.numbers[0] == number:
+            _, length, count, *fix = message.numbers
+            with beating(wire):
+                written = writer.write(length, fix, count)
+            micros = (int(written.seconds / MICRO), int(written.prompt_s / MICRO))
+            wire.send(WROTE, number, *micros, *written.ids)
+
+
+def _packed(warp: Warp | None) -> Tensor:
+    """The sampling in force, or nothing where it cannot travel: the draft then takes its raw maximum, which costs speed."""
+    try:
+        told = pickle.dumps(warp) if warp is not None else b""
+    except Exception:
+        told = b""
+    return torch.tensor(list(told), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> Warp | None:
+    return pickle.loads(bytes(packed.tolist())) if packed.numel() else None

@@ -1,0 +1,358 @@
+"""Draft and verify at the same time: the next window is written while the target checks the last one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.adapter import ModelView
+from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal, Warp
+from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.prune import TokenPruner
+from mmaccel.core.registry import register
+from mmaccel.core.worker import READY, Worker
+from mmaccel.policies.draft import _remote
+from mmaccel.policies.draft._gain import Pace, best_window
+from mmaccel.policies.draft._pair import check_model, check_vocabulary, draft_pruner, folder_of, open_peer
+from mmaccel.policies.draft._writer import Writer, Written
+
+FIRST_WINDOW = 4
+"""Tokens of the start-up window, and of windows until both times are known."""
+SETTLED = 4
+"""Rounds before the measured gain is believed."""
+PAUSE = 64
+"""Tokens the target decodes by itself before a draft that does not pay is tried again."""
+
+
+@register("draft", "parallel")
+@dataclass(frozen=True, kw_only=True)
+class Parallel(DraftStrategy):
+    """ParallelVLM's pipeline: a draft writes window i while the target verifies window i - 1.
+
+    Pre-verify: the target runs the last committed token alone, which judges the first token of the window being written.
+    When it is kept, post-verify: the target runs the rest of that window, which judges it and the first token of the next
+    one. A refusal takes both sides back to pre-verify. The draft reads the prompt while the target does, and has a window
+    ready when the target's first token comes. After ParallelVLM (arXiv 2603.19610, Algorithm 1), PEARL (arXiv 2408.11850).
+
+    The draft writes greedily, so that ids and counts are all that travels; when sampling, a token is kept with the target's
+    own probability of it, with fresh random numbers each time, which is exact. One sequence, one beam, an empty cache.
+
+    model     the draft's folder or shipped name, or "beside": the folder beside the target's with its name and ``-draft``;
+              a loaded module, the target itself too, with `process` off
+    window    tokens a round; None: the ratio of a target step to a draft step, measured as the context grows, rounded the
+              way that gains more
+    most      the longest measured window
+    prune     a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
+    process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second stream
+    device    where the second process computes; None: the CUDA device after the target's where there is one, else its own
+    threads   of the second process on a CPU; None: as many as here
+    start_s, timeout_s  the longest wait for the process to be ready, and for a word of it while it works
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
+    service: ClassVar[str] = _remote.SERVICE
+
+    model: str | nn.Module | None = None
+    window: int | None = None
+    most: int = 16
+    prune: TokenPruner | None = None
+    process: bool = True
+    device: str | None = None
+    threads: int | None = None
+    start_s: float = 120.0
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_model(self.name, self.model)
+        if self.window is not None and self.window < 1:
+            raise RecipeError(
+                f"parallel: window is {self.window}; give at least 1, or null to have it measured."
+            )
+        if self.most < 1:
+            raise RecipeError(f"parallel: most is {self.most}; give at least 1.")
+        if self.threads is not None and self.threads < 1:
+            raise RecipeError(f"parallel: threads is {self.threads}; give at least 1, or null.")
+        if self.start_s <= 0 or self.timeout_s <= 0:
+            raise RecipeError("parallel: start_s and timeout_s are seconds; give more than 0.")
+        if self.process and not isinstance(self.model, str):
+            raise RecipeError(
+                "parallel: model is loaded already and a second process loads its own; give its folder, or set process to "
+                "false."
+            )
+        object.__setattr__(self, "prune", draft_pruner(self.name, self.prune))
+
+    @property
+    def pruner(self) -> TokenPruner | None:
+        return self.prune
+
+    @property
+    def lookback(self) -> int:
+        return (self.window or self.most) + 1
+
+    def check(self, target: ModelView) -> None:
+        if self.process:
+            self._worker(target)
+        else:
+            assert self.model is not None
+            open_peer(self.name, target, self.model)
+        if self.prune is not None:
+            self.prune.stages(target.geometry.layers)
+
+    def open(self, target: ModelView) -> DraftState:
+        vocab = target.geometry.vocab
+        engine: Engine
+        if self.process:
+            engine = _remote.Remote(self._worker(target), vocab)
+        else:
+            assert self.model is not None
+            peer = open_peer(self.name, target, self.model)
+            engine = Local(peer, vocab, target.device)
+        return Pipeline(engine, self, vocab)
+
+    def _worker(self, target: ModelView) -> Worker:
+        first = next(target.model.parameters())
+        options = {
+            "model": folder_of(self.name, target, str(self.model)),
+            "family": target.adapter.name,
+            "dtype": str(first.dtype).removeprefix("torch."),
+            "device": self.device or _beside(first.device),
+            "vocab": target.geometry.vocab,
+            "threads": self.threads or torch.get_num_threads(),
+        }
+
+        def begin() -> Worker:
+            worker = _remote.start(self.service, options, self.timeout_s)
+            try:
+                (vocab, *_) = worker.wait(READY, self.start_s).numbers
+                check_vocabulary(self.name, target.geometry.vocab, vocab)
+            except DraftError as error:
+                worker.close()
+                raise DraftError(f"parallel: {error}") from error
+            return worker
+
+        held: Worker = target.hold(f"parallel {options}", begin, lambda worker: worker.alive)
+        held.silence_s = self.timeout_s
+        return held
+
+
+def _beside(device: torch.device) -> str:
+    """The device for a second process."""
+    if device.type != "cuda" or torch.cuda.device_count() < 2:
+        return str(device)
+    return f"cuda:{((device.index or 0) + 1) % torch.cuda.device_count()}"
+
+
+class Engine(Protocol):
+    """Who writes: here (`Local`) or in another process (`Remote`). One request is out at a time."""
+
+    def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None: ...
+
+    def keep(self, columns: Tensor) -> None: ...
+
+    def ask(self, length: int, fix: list[int], count: int) -> None: ...
+
+    def collect(self, limit_s: float) -> Written | None: ...
+
+    def close(self) -> None: ...
+
+
+class Local:
+    """A writer in this process. On a CPU it works when its window is collected; on CUDA on a stream of its own."""
+
+    def __init__(self, peer: ModelView, vocab: int, device: torch.device) -> None:
+        self._writer = Writer(peer.runner(), peer.device, vocab)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._asked: tuple[int, list[int], int] | None = None
+
+    def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None:
+        self._prompt, self._warp, self._compact = inputs, warp, compact
+        self._columns: Tensor | None = None
+        self._read = False
+
+    def keep(self, columns: Tensor) -> None:
+        self._columns = columns
+
+    def ask(self, length: int, fix: list[int], count: int) -> None:
+        self._asked = length, fix, count
+
+    def collect(self, limit_s: float) -> Written | None:
+        assert self._asked is not None
+        with torch.cuda.stream(self._stream):
+            if not self._read:
+                self._writer.read(self._prompt, self._columns, self._compact, self._warp)
+                self._read = True
+            return self._writer.write(*self._asked)
+
+    def close(self) -> None:
+        pass
+
+
+class Pipeline(DraftState):
+    """Algorithm 1, seen from the draft.
+
+    `_said` are the committed tokens after the prompt, `_line` the draft's own: committed ones, and from there what it has
+    written ahead. While a window is out (`_busy`) the line is as it was when it was asked for.
+    """
+
+    def __init__(self, engine: Engine, choice: Parallel, vocab: int) -> None:
+        self._engine, self._choice = engine, choice
+        self._said: list[int] = []
+        self._line: list[int] = []
+        self._ahead = 0
+        self._busy = self._started = self._late = False
+        self._pace = Pace()
+        self._window = choice.window or min(FIRST_WINDOW, choice.most)
+        self._streak, self._streaks = 0, []  # type: int, list[int]
+        self._figures = dict.fromkeys(("pre_verify", "post_verify", "alone", "late", "drafted", "pauses"), 0)
+        self._windows: list[int] = []
+        self._ready = 0
+        self._resume = 0
+        self._gain: float | None = None
+        self._prompt_s = 0.0
+
+    def begin(self, prompt: Prompt) -> None:
+        self._left = prompt.max_new_tokens or None
+        pruner = self._choice.pruner
+        self._engine.begin(
+            prompt.inputs, prompt.warp, pruner is not None, pruner.compact if pruner is not None else False
+        )
+        if pruner is None:
+            self._ask()
+
+    def keep(self, columns: Tensor) -> None:
+        self._engine.keep(columns)
+        self._ask()
+
+    def propose(self) -> Proposal:
+        ahead = self._line[len(self._said) :] if self._agrees() else []
+        if self._left is not None:
+            # The target adds a token of its own to whatever it keeps.
+            ahead = ahead[: max(self._left - len(self._said) - 1, 0)]
+        self._ahead = len(ahead)
+        self._began = time.perf_counter()
+        return Proposal(torch.tensor(ahead, dtype=torch.long))
+
+    def tail(self) -> int | None:
+        if torch.cuda.is_available() and self._choice.process:
+            torch.cuda.current_stream().synchronize()
+        self._pace.step(time.perf_counter() - self._began)
+        # The token that follows what is being verified; without a window at work it may have been written before.
+        if self._busy:
+            self._collect(self._patience())
+        place = len(self._said) + self._ahead
+        if self._agrees() and len(self._line) > place:
+            return self._line[place]
+        return None
+
+    def observe(self, committed: Tensor, kept: int) -> None:
+        tokens = committed.tolist()
+        first = not self._said
+        if first and self._busy:
+            self._collect(0.0)
+            self._ready = len(self._line)
+            kept = int(self._line[:1] == tokens[:1])
+        elif not first:
+            self._judged(tokens, kept)
+        self._said += tokens
+        self._streak += kept
+        if len(tokens) > kept:
+            self._broken()
+        if not self._busy:
+            self._ask()
+
+    def _judged(self, tokens: list[int], kept: int) -> None:
+        refused = len(tokens) > kept
+        mode = "post_verify" if self._ahead else "pre_verify" if self._started and not self._late else "alone"
+        self._figures[mode] += 1
+        if mode != "alone":
+            self._pace.told(kept, refused)
+
+    def _broken(self) -> None:
+        if self._streak:
+            self._streaks.append(self._streak)
+        self._streak = 0
+
+    def _agrees(self) -> bool:
+        return self._line[: len(self._said)] == self._said
+
+    def _ask(self) -> None:
+        """Have the next window written, after what is committed or, as long as it agrees, after what is ahead of that."""
+        if len(self._said) < self._resume:
+            return
+        self._choose()
+        if self._resume > len(self._said):
+            return
+        if not self._agrees():
+            same = 0
+            while same < min(len(self._line), len(self._said)) and self._line[same] == self._said[same]:
+                same += 1
+            fix, length = self._said[same:], same
+            self._line = list(self._said)
+        else:
+            fix, length = [], len(self._line)
+        count = self._window
+        if self._left is not None:
+            count = min(count, self._left - len(self._line))
+        if count < 1:
+            return
+        self._engine.ask(length, fix, count)
+        self._busy = True
+        self._windows.append(count)
+
+    def _choose(self) -> None:
+        """The window by what was measured; a draft that cannot gain rests for a while."""
+        if self._choice.window is not None or not self._pace.known:
+            return
+        pace = self._pace
+        self._window, self._gain = best_window(pace.step_s, pace.draft_s, pace.keep, self._choice.most)
+        if pace.rounds >= SETTLED and self._gain <= 1.0 and not self._line[len(self._said) :]:
+            self._figures["pauses"] += 1
+            self._resume = len(self._said) + PAUSE
+            pace.rounds = 1
+
+    def _patience(self) -> float:
+        """How long to wait for a window: twice what a round takes; not at all while the draft reads, or is late already."""
+        if not self._started or self._late:
+            return 0.0
+        pace = self._pace
+        return 0.05 + 2 * max(pace.step_s, self._window * pace.draft_s)
+
+    def _collect(self, limit_s: float) -> None:
+        written = self._engine.collect(limit_s)
+        if written is None:
+            self._figures["late"] += self._started and not self._late
+            self._late = self._started
+            return
+        self._busy = self._late = False
+        self._started = True
+        self._line += written.ids
+        self._figures["drafted"] += len(written.ids)
+        self._prompt_s = written.prompt_s
+        self._pace.drafted(written.seconds, len(written.ids))
+
+    def close(self) -> None:
+        self._broken()
+        self._engine.close()
+
+    def counters(self) -> dict[str, float]:
+        """Rounds of each mode; streaks: drafted tokens kept in a row over windows, the paper's adaptive length."""
+        lengths = self._streaks
+        pace = self._pace
+        return {
+            **{name: float(value) for name, value in self._figures.items()},
+            "streak_mean": sum(lengths) / len(lengths) if lengths else 0.0,
+            "streak_max": float(max(lengths, default=0)),
+            "window": float(self._window),
+            "window_mean": sum(self._windows) / len(self._windows) if self._windows else 0.0,
+            "ready_at_start": float(self._ready),
+            "target_step_s": pace.step_s,
+            "draft_step_s": pace.draft_s,
+            "draft_prompt_s": self._prompt_s,
+            "keep_rate": pace.keep,
+            **({} if self._gain is None else {"expected_gain": self._gain}),
+        }

@@ -1,0 +1,85 @@
+"""No model at all: what followed the last words when they were said before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import ModelView
+from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.registry import register
+
+
+@register("draft", "prompt_lookup")
+@dataclass(frozen=True, kw_only=True)
+class PromptLookup(DraftStrategy):
+    """Finds the last tokens earlier in the prompt or the answer, and proposes what stood behind them.
+
+    The longest run of tokens is tried first, and the place nearest to the end. After prompt lookup decoding (Saxena 2023).
+    One sequence with one beam, from an empty cache.
+
+    window  the most tokens proposed
+    ngram   the most last tokens that are looked for, down to one
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
+
+    window: int = 8
+    ngram: int = 3
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise RecipeError(f"prompt_lookup: window is {self.window}; give at least 1.")
+        if self.ngram < 1:
+            raise RecipeError(f"prompt_lookup: ngram is {self.ngram}; give at least 1.")
+
+    @property
+    def lookback(self) -> int:
+        return self.window + 1
+
+    def open(self, target: ModelView) -> DraftState:
+        return _Finder(self.window, self.ngram)
+
+
+class _Finder(DraftState):
+    """Keeps, for each run of up to `ngram` tokens, where it was seen to end last, so that a search is a look-up."""
+
+    def __init__(self, window: int, ngram: int) -> None:
+        self._window, self._ngram = window, ngram
+        self._tokens: list[int] = []
+        self._seen: dict[tuple[int, ...], int] = {}
+        self._found = self._asked = 0
+
+    def begin(self, prompt: Prompt) -> None:
+        self._left = prompt.max_new_tokens or None
+        self._take(prompt.ids[0].tolist())
+
+    def _take(self, tokens: list[int]) -> None:
+        for token in tokens:
+            # What ends at the last token has a follower only now.
+            end = len(self._tokens)
+            for n in range(1, min(self._ngram, end) + 1):
+                self._seen[tuple(self._tokens[end - n :])] = end
+            self._tokens.append(token)
+
+    def propose(self) -> Proposal:
+        self._asked += 1
+        count = self._window if self._left is None else min(self._window, self._left - 1)
+        for n in range(min(self._ngram, len(self._tokens)), 0, -1):
+            end = self._seen.get(tuple(self._tokens[-n:]))
+            if end is not None and count > 0:
+                self._found += 1
+                return Proposal(torch.tensor(self._tokens[end : end + count]))
+        return Proposal.empty()
+
+    def observe(self, committed: Tensor, kept: int) -> None:
+        self._take(committed.tolist())
+        if self._left is not None:
+            self._left -= committed.numel()
+
+    def counters(self) -> dict[str, float]:
+        return {"lookups": float(self._asked), "found": float(self._found)}

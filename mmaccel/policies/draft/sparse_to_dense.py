@@ -1,0 +1,240 @@
+"""The target drafts for itself, looking at a part of its own memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import Geometry, ModelView, Runner
+from mmaccel.core.attach import attached
+from mmaccel.core.attention import Run
+from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
+from mmaccel.core.errors import DraftError, ModelError, RecipeError
+from mmaccel.core.kv import KVPolicy, KVState, KVView
+from mmaccel.core.layout import VIDEO
+from mmaccel.core.prune import best, question, quota
+from mmaccel.core.registry import register
+
+if TYPE_CHECKING:
+    from mmaccel.core.attention import Road
+
+FEWEST = 1
+
+
+@register("draft", "sparse_to_dense")
+@dataclass(frozen=True, kw_only=True)
+class SparseToDense(DraftStrategy):
+    """The target's own weights draft over a sparse copy of its cache, and verify over the whole one.
+
+    In the prompt's pass each key/value head of each layer chooses the video columns that the question attends to most; all
+    text stays. What is drafted leaves no trace: after each verification the draft goes on from the target's own keys and
+    values. After Sparse-to-Dense (arXiv 2505.19155), which does not print how columns are scored: the mean attention of the
+    question's rows, by head, is our reading. Needs no second model; kv must be full.
+
+    window     tokens drafted a round
+    retention  share of the video's columns that each head keeps
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"rollback", "memory"})
+
+    window: int = 9
+    retention: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise RecipeError(f"sparse_to_dense: window is {self.window}; give at least 1.")
+        if isinstance(self.retention, bool) or not 0 < self.retention <= 1:
+            raise RecipeError(
+                f"sparse_to_dense: retention is {self.retention!r}; give a share above 0, at most 1."
+            )
+
+    @property
+    def lookback(self) -> int:
+        return self.window + 1
+
+    def open(self, target: ModelView) -> DraftState:
+        return _Sparse(target, self)
+
+
+class _Memory(KVState):
+    """For each layer the chosen columns of a dense memory, the dense columns since the prompt, and what is drafted.
+
+    Columns are counted as in the dense memory. Only single rows are asked for, which see everything here.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._base: list[tuple[Tensor, Tensor]] = []
+        self._new: list[tuple[Tensor, Tensor]] = []
+        self._layers, self._length, self._prompt = layers, 0, 0
+
+    def take(self, dense: KVState, chosen: list[Tensor], length: int) -> None:
+        """The columns `chosen` [G, n] of each layer, out of the first `length` of `dense`."""
+        self._base = []
+        for layer, columns in enumerate(chosen):
+            view = dense.view(layer, torch.empty(0))
+            at = columns[None, :, :, None].expand(1, -1, -1, view.key.shape[-1])
+            self._base.append((view.key.gather(2, at), view.value.gather(2, at)))
+        self._length = self._prompt = length
+        self._new = [(key[:, :, :0], value[:, :, :0]) for key, value in self._base]
+
+    def follow(self, dense: KVState, length: int) -> None:
+        """After a verification: the dense columns from the prompt's end to `length`, in the place of what was drafted."""
+        for layer in range(self._layers):
+            view = dense.view(layer, torch.empty(0))
+            span = slice(self._prompt, length)
+            self._new[layer] = view.key[:, :, span], view.value[:, :, span]
+        self._length = length
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        old_key, old_value = self._new[layer]
+        self._new[layer] = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2)
+        if layer == 0:
+            self._length += key.shape[2]
+
+    def view(self, layer: int, query: Tensor) -> KVView:
+        if query.shape[2] != 1:
+            raise ModelError("sparse_to_dense: the sparse memory shows one row at a time.")
+        (key, value), (new_key, new_value) = self._base[layer], self._new[layer]
+        return KVView(torch.cat([key, new_key], 2), torch.cat([value, new_value], 2))
+
+    def accept(self, keep: int | Tensor) -> None:
+        raise ModelError("sparse_to_dense: the sparse memory follows the dense one; accept there.")
+
+    def truncate(self, length: int) -> None:
+        if length != self._length:
+            raise ModelError("sparse_to_dense: the sparse memory follows the dense one; truncate there.")
+
+    def length(self) -> int:
+        return self._length
+
+    def held(self) -> int:
+        return max(
+            (base[0].shape[2] + new[0].shape[2] for base, new in zip(self._base, self._new, strict=True)),
+            default=0,
+        )
+
+    def reset(self) -> None:
+        self.__init__(self._layers)  # type: ignore[misc]
+
+    def reorder(self, rows: Tensor) -> None:
+        raise ModelError("sparse_to_dense: the sparse memory is of one sequence.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given(KVPolicy):
+    """A memory that is there already."""
+
+    state: _Memory
+
+    def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
+        return self.state
+
+
+class _Sparse(DraftState):
+    """Scores columns while the target reads the prompt; then drafts with its weights over `_Memory`."""
+
+    def __init__(self, target: ModelView, choice: SparseToDense) -> None:
+        self._target, self._choice = target, choice
+        self._memory = _Memory(target.geometry.layers)
+        self._scores: dict[int, Tensor] = {}
+        self._runner: Runner | None = None
+        self._restore: Callable[[], None] | None = None
+        self._steps = 0
+
+    def begin(self, prompt: Prompt) -> None:
+        owner = attached(self._target.model)
+        if owner is None or owner.recipe.kv.name != "full":
+            raise DraftError("sparse_to_dense: the draft reads the target's own cache; set kv to 'full'.")
+        self._owner = owner
+        self._prompt = prompt
+        self._left = prompt.max_new_tokens or None
+        self._layout = self._target.adapter.layout(self._target.model, prompt.inputs)
+        self._asked = question(self._layout)
+        self._listen(owner.road)
+
+    def _listen(self, road: Road) -> None:
+        before = road.probe
+
+        def probe(run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
+            if before is not None:
+                before(run, layer, query, key, value, scale)
+            if run.prefill:
+                self._score(run.start, layer, query, key, scale)
+
+        def restore() -> None:
+            road.probe = before
+
+        road.probe, self._restore = probe, restore
+
+    def _score(self, start: int, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
+        rows = self._asked[(self._asked >= start) & (self._asked < start + query.shape[2])]
+        if not rows.numel():
+            return
+        group = query[0, :, rows - start].view(key.shape[1], -1, rows.numel(), query.shape[3]).float()
+        later = torch.arange(key.shape[2], device=key.device) > rows[:, None]
+        weights = torch.einsum("ghnd,gmd->ghnm", group, key[0].float()) * scale
+        paid = weights.masked_fill(later, -math.inf).softmax(-1).mean((1, 2))
+        held = self._scores.get(layer)
+        if held is not None:
+            paid[:, : held.shape[1]] += held
+        self._scores[layer] = paid
+
+    def observe(self, committed: Tensor, kept: int) -> None:
+        dense = self._owner.last_state
+        if self._runner is None:
+            if self._restore is not None:
+                self._restore()
+                self._restore = None
+            self._open(dense)
+        if self._left is not None:
+            self._left -= committed.numel()
+        assert dense is not None
+        self._last = committed[-1:]
+        self._memory.follow(dense, dense.length())
+
+    def _open(self, dense: KVState | None) -> None:
+        layers = self._target.geometry.layers
+        if dense is None or len(self._scores) < layers:
+            raise DraftError("sparse_to_dense: the target's prompt was not seen; start from an empty cache.")
+        video = self._layout.modality[0] == VIDEO
+        at, rest = video.nonzero()[:, 0], (~video).nonzero()[:, 0]
+        count = max(quota(self._choice.retention, at.numel()), min(FEWEST, at.numel()))
+        chosen = []
+        for layer in range(layers):
+            heads = [
+                torch.cat([rest, at[best(score[at], count)]]).sort().values for score in self._scores[layer]
+            ]
+            chosen.append(torch.stack(heads))
+        self._scores = {}
+        self._memory.take(dense, chosen, self._layout.length)
+        self._runner = self._target.runner(_Given(state=self._memory))
+        self._runner.resume(self._prompt.inputs)
+
+    def propose(self) -> Proposal:
+        count = self._choice.window if self._left is None else min(self._choice.window, self._left - 1)
+        if count < 1 or self._runner is None:
+            return Proposal.empty()
+        feed = self._last
+        ids: list[Tensor] = []
+        before = self._prompt.ids[0]
+        for _ in range(count):
+            logits = self._runner.step(feed.to(self._target.device)[None])[0, -1]
+            self._steps += 1
+            if self._prompt.warp is not None:
+                logits = self._prompt.warp(torch.cat([before, *ids]), logits)
+            feed = logits.argmax(-1, keepdim=True).to(before.device)
+            ids.append(feed)
+        return Proposal(torch.cat(ids))
+
+    def close(self) -> None:
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+    def counters(self) -> dict[str, float]:
+        return {"draft_steps": float(self._steps), "draft_held": float(self._memory.held())}

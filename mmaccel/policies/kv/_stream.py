@@ -1,0 +1,390 @@
+"""What stream memories with a local window have in common: encoding under it, and the way of a question.
+
+Encoding: a query sees the head, the last ``window * P`` columns, its own included, and nothing else; so what a chunk gives
+does not depend on how the stream is cut. Keys are turned at the units' own places, less a base that grows in large steps
+once places would pass the model's limit (see `Bases`). Questions: [head | recalled units in order of time | local units |
+question and answer], turned at compact or original places, gathered once a layer and kept for the answer.
+
+Letters: G key/value heads, D head size, P tokens a unit, n columns of a pass. Keys are raw (before rotation) unless said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mmaccel.core import saving
+from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamPolicy, StreamState
+from mmaccel.policies.kv._angles import Turner
+from mmaccel.policies.kv._evidence import Look, mean_query, weigh
+from mmaccel.policies.kv._room import with_room
+from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, _joined, joined, moved
+
+__all__ = ["Asked", "Pair", "Ring", "StreamMemory", "WindowedPolicy", "_joined", "mean_query", "weigh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedPolicy(StreamPolicy):
+    """The fields of a memory with a local window; budgets are in frames.
+
+    window     frames, the current one included, that a query sees while the stream is encoded
+    local      of these, the last so many are seen by a question; the rest are recalled or not, like older ones
+    positions  where a question sees units: "compact", one after the other as if nothing lay between them, or
+               "original", at their true places, which pass what a model was made for in a long stream
+    """
+
+    window: int = 76
+    local: int = 8
+    positions: Literal["compact", "original"] = "compact"
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise RecipeError(f"{self.name}: window is {self.window}; give at least 1 frame.")
+        if not 0 <= self.local <= self.window:
+            raise RecipeError(
+                f"{self.name}: local is {self.local}; give 0 to window, which is {self.window}."
+            )
+        if self.positions not in ("compact", "original"):
+            raise RecipeError(f"{self.name}: positions is {self.positions!r}; give 'compact' or 'original'.")
+
+
+class StreamMemory(StreamState):
+    """The base of windowed memories; subclasses archive what leaves the window and say what a question recalls.
+
+    window, local: units. Subclasses fill `_gone` (units leave the window), `_took` (units have come), `_recall` and
+    `_fetch` (a question), `_rewind`, `_save` and `_load`, or replace `_gather`, which makes what a question sees.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        geometry: Geometry,
+        model: ModelView,
+        device: torch.device,
+        *,
+        window: int,
+        local: int,
+        positions: str = "compact",
+    ) -> None:
+        self.stream, self.geometry, self.device = stream, geometry, device
+        self.window, self.local, self.compact = window, local, positions == "compact"
+        self.turner = Turner(model, stream.dtype)
+        self.bases = Bases(stream.places, window)
+        layers = geometry.layers
+        self._heads: list[Pair | None] = [None] * layers
+        self._rings: list[Ring | None] = [None] * layers
+        self._new: list[Pair | None] = [None] * layers
+        self._fresh: list[Tensor | None] = [None] * layers
+        self._asked: list[Asked | None] = [None] * layers
+        self._piece: Piece | None = None
+        self._count, self._first, self._extra = 0, 0, 0
+        self._pending = 0
+        self._base = 0
+        self._headed = False
+        self._looks: dict[int, Look] = {}
+
+    # What subclasses fill.
+
+    def _took(self, piece: Piece) -> None:
+        """Units ``piece.first .. + piece.count`` have gone through all layers; `_new` holds their keys and values."""
+
+    def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
+        """Units ``first .. first + count`` leave the window of a layer; [1, G, count * P, D]."""
+
+    def _recall(self, layer: int, query: Tensor, end: int) -> tuple[list[int], Tensor | None]:
+        """Ascending numbers, below `end`, of the units to see; and scores [end] of all, if any.
+
+        query [H, D]: the mean of the raw queries of the question's words.
+        """
+        return [], None
+
+    def _fetch(self, layer: int, numbers: Sequence[int]) -> Pair:
+        """Keys and values [1, G, k * P, D] of units that have left the window."""
+        raise ModelError(f"kv: units {list(numbers)[:3]} have left the window and are not kept.")
+
+    def _rewind(self, units: int, first: int) -> None:
+        """Forget units from `units` on; those from `first` on are in the window again."""
+
+    def _save(self, folder: Path) -> None:
+        """Write what the subclass keeps."""
+
+    def _load(self, folder: Path) -> None:
+        """Read it; `_count` and `_first` are set."""
+
+    # The way of a pass.
+
+    def enter(self, piece: Piece) -> None:
+        self._piece = piece
+        self.turner.forget()
+        if piece.kind == "units":
+            base = self.bases.of(piece.first)
+            if base != self._base:
+                self._base = base
+                self._turn_rings()
+        elif piece.kind == "question":
+            self._looks = {}
+            self._pending = piece.pending
+
+    @torch.no_grad()
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self._new[layer] = (key, value)
+
+    @torch.no_grad()
+    def view(self, layer: int, query: Tensor) -> KVView:
+        piece, new = self._piece, self._new[layer]
+        if piece is None or new is None:
+            raise ModelError(f"kv: layer {layer} is asked for before anything was appended to it.")
+        if piece.kind == "head":
+            angles = self.turner.at("head", self.stream.places.head)
+            key, value = new
+            return KVView(self.turner.turn(key, angles), value, query=self.turner.turn(query, angles))
+        if piece.kind == "units":
+            return self._encode(layer, query, piece, *new)
+        return self._answer(layer, query, piece, *new)
+
+    def leave(self) -> None:
+        piece = self._piece
+        if piece is None:
+            return
+        if piece.kind == "head":
+            self._heads, self._headed = list(self._new), True
+        elif piece.kind == "units":
+            self._took(piece)
+            self._move(piece)
+        elif piece.kind == "proxy":
+            self._asked = [None] * len(self._asked)
+        else:
+            self._extra += piece.rows
+        self._new, self._fresh = [None] * len(self._new), [None] * len(self._fresh)
+        self._piece = None
+
+    def fit(self, first: int, count: int) -> int:
+        return self.bases.same(first, count)
+
+    def _encode(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
+        """What new units see: the head and the window, their own columns in it."""
+        first, places, ring = piece.first - self._base, self.stream.places, self._rings[layer]
+        angles = self.turner.at("units", lambda: places.units(first, piece.count))
+        turned = self._fresh[layer] = self.turner.turn(key, angles)
+        head, near = self._head(layer), [] if ring is None else [(ring.turned, ring.value)]
+        parts = [head, *near, (turned, value)]
+        return KVView(
+            torch.cat([one for one, _ in parts], 2),
+            torch.cat([one for _, one in parts], 2),
+            sinks=self.stream.head,
+            window=self.window * self.stream.unit,
+            query=self.turner.turn(query, angles),
+        )
+
+    def _answer(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
+        asked = self._asked[layer]
+        if asked is None:
+            asked = self._asked[layer] = self._gather(layer, query, piece)
+        extra = 0 if piece.kind == "proxy" else self._extra
+        seen = asked.seen if self.compact else self._count
+        name = ("tail", seen, extra, piece.rows)
+        angles = self.turner.at(name, lambda: self._tail(seen, extra, piece.rows, self._pending))
+        start = asked.base + extra
+        end = start + piece.rows
+        asked.key = with_room(asked.key, key, start, end)
+        asked.value = with_room(asked.value, value, start, end)
+        asked.key[:, :, start:end] = self.turner.turn(key, angles)
+        asked.value[:, :, start:end] = value
+        return KVView(asked.key[:, :, :end], asked.value[:, :, :end], query=self.turner.turn(query, angles))
+
+    def _tail(self, seen: int, start: int, count: int, pending: int) -> Tensor:
+        places = self.stream.places
+        if start >= pending:
+            return places.tail(seen + bool(pending), start - pending, count)
+        unit = places.units(seen, 1)
+        return torch.cat([unit, places.tail(seen + 1, 0, count - pending)], -1)
+
+    def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
+        """What the question of `piece`, with raw queries [1, H, n, D], sees at a layer before its own columns."""
+        begin, numbers = self._first, list[int]()
+        if piece.kind == "question":
+            begin = max(self._count - self.local, self._first)
+            numbers, scores = self._recall(layer, mean_query(query, piece), begin)
+            self._looks[layer] = (numbers, begin, scores)
+        chosen = [*numbers, *range(begin, self._count)]
+        return self._assemble(layer, chosen, piece.rows + piece.room)
+
+    def _assemble(self, layer: int, chosen: Sequence[int], room: int, extra: Pair | None = None) -> Asked:
+        """[head | extra, turned | units `chosen`, ascending] with room for `room` columns."""
+        key, value = self._units_of(layer, chosen)
+        places = self.stream.places
+        if self.compact or list(chosen) == list(range(len(chosen))):
+            angles = self.turner.at(("ranks", len(chosen)), lambda: places.units(0, len(chosen)))
+        else:
+            numbers = torch.tensor(chosen, dtype=torch.long)
+            angles = self.turner.at(tuple(chosen), lambda: places.chosen(numbers, chosen[-1]))
+        return self._joined(layer, [extra, (self.turner.turn(key, angles), value)], room, len(chosen))
+
+    def _joined(self, layer: int, parts: Sequence[Pair | None], room: int, seen: int) -> Asked:
+        """[head | parts] turned, in which `seen` units stand, with room for `room` columns."""
+        return joined([self._head(layer), *(part for part in parts if part is not None)], room, seen)
+
+    def _units_of(self, layer: int, chosen: Sequence[int]) -> Pair:
+        """Raw keys and values of units, ascending: those in the window from there, the rest by `_fetch`."""
+        gone = [number for number in chosen if number < self._first]
+        near = [number - self._first for number in chosen if number >= self._first]
+        parts = [self._fetch(layer, gone)] if gone else []
+        ring, P = self._rings[layer], self.stream.unit
+        if near and ring is not None:
+            if near == list(range(near[0], near[0] + len(near))):
+                rows = slice(near[0] * P, (near[0] + len(near)) * P)
+                parts.append((ring.key[:, :, rows], ring.value[:, :, rows]))
+            else:
+                cells = torch.arange(P, device=ring.key.device)
+                index = (torch.tensor(near, device=ring.key.device)[:, None] * P + cells).flatten()
+                parts.append((ring.key.index_select(2, index), ring.value.index_select(2, index)))
+        if not parts:
+            raw = self._heads[layer]
+            if raw is None:
+                raise ModelError("kv: the stream has no head yet; run it first.")
+            return raw[0][:, :, :0], raw[1][:, :, :0]
+        return (
+            parts[0]
+            if len(parts) == 1
+            else (torch.cat([key for key, _ in parts], 2), torch.cat([value for _, value in parts], 2))
+        )
+
+    def _head(self, layer: int) -> Pair:
+        raw = self._heads[layer]
+        if raw is None:
+            raise ModelError("kv: the stream has no head yet; run it first.")
+        angles = self.turner.at("head", self.stream.places.head)
+        return self.turner.turn(raw[0], angles), raw[1]
+
+    def _move(self, piece: Piece) -> None:
+        """New units into the window; what is beyond it leaves."""
+        total = piece.first + piece.count
+        first = max(self._first, total - self.window)
+        leaving = first - self._first
+        for layer, new in enumerate(self._new):
+            turned = self._fresh[layer]
+            if new is None or turned is None:
+                raise ModelError(f"kv: layer {layer} was left out of a pass.")
+            fresh = Ring(new[0], turned, new[1])
+            self._rings[layer], gone = moved(self._rings[layer], fresh, leaving * self.stream.unit)
+            if leaving:
+                self._gone(layer, self._first, leaving, *gone)
+        self._count, self._first = total, first
+
+    def _turn_rings(self) -> None:
+        held = self._count - self._first
+        if not held:
+            return
+        places = self.stream.places
+        # Units before the base are those that no query of a new unit sees; they are turned at the base's own place.
+        numbers = (torch.arange(self._first, self._count) - self._base).clamp(min=0)
+        angles = self.turner.at("rings", lambda: places.chosen(numbers, int(numbers[-1])))
+        for layer, ring in enumerate(self._rings):
+            if ring is not None:
+                self._rings[layer] = ring._replace(turned=self.turner.turn(ring.key, angles))
+
+    # The stream as a whole.
+
+    def units(self) -> int:
+        return self._count
+
+    def length(self) -> int:
+        return (self.stream.head if self._headed else 0) + self._count * self.stream.unit + self._extra
+
+    def held(self) -> int:
+        asked = max((one.base for one in self._asked if one is not None), default=0)
+        return self.stream.head * self._headed + (self._count - self._first) * self.stream.unit + asked
+
+    def truncate(self, length: int) -> None:
+        extra = length - (self.length() - self._extra)
+        if not 0 <= extra <= self._extra:
+            raise ModelError(f"kv: the stream has {self.length()} columns; it cannot be cut to {length}.")
+        self._extra = extra
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._extra = self._pending = 0
+            self._piece = None
+            self._asked = [None] * len(self._asked)
+            self._new, self._fresh = [None] * len(self._new), [None] * len(self._fresh)
+
+    def checkpoint(self) -> Any:
+        return self._count, self._first, self._base, self._headed, list(self._heads), list(self._rings)
+
+    def restore(self, mark: Any) -> None:
+        self._count, self._first, self._base, self._headed, heads, rings = mark
+        self._heads, self._rings = list(heads), list(rings)
+        self._piece = None
+        self._new, self._fresh = [None] * len(self._new), [None] * len(self._fresh)
+        self._asked = [None] * len(self._asked)
+        self._rewind(self._count, self._first)
+
+    def reset(self) -> None:
+        empty = [None] * self.geometry.layers
+        self.restore((0, 0, 0, False, empty, empty))
+
+    def evidence(self) -> dict[int, Seen]:
+        return weigh(self._looks, self._count)
+
+    def nbytes(self) -> int:
+        tensors = [t for pair in (*self._heads, *self._rings) if pair is not None for t in pair]
+        tensors += [t for one in self._asked if one is not None for t in (one.key, one.value)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def counters(self) -> dict[str, float]:
+        return {
+            **super().counters(),
+            "units": float(self._count),
+            "window": float(self._count - self._first),
+            "resident": float(self._count - self._first),
+        }
+
+    def save(self, path: str | Path) -> None:
+        folder = Path(path)
+        tensors: dict[str, Tensor] = {}
+        for layer, (head, ring) in enumerate(zip(self._heads, self._rings, strict=True)):
+            if head is not None:
+                tensors |= {f"head.{layer}.key": head[0], f"head.{layer}.value": head[1]}
+            if ring is not None:
+                tensors |= {f"window.{layer}.key": ring.key, f"window.{layer}.value": ring.value}
+        saving.write_tensors(folder / "window.safetensors", tensors)
+        saving.write_json(folder / "state.json", {"units": self._count, "first": self._first})
+        self._save(folder)
+
+    def load(self, path: str | Path) -> None:
+        folder = Path(path)
+        facts = saving.read_json(folder / "state.json", {"units": int, "first": int})
+        count, first = facts["units"], facts["first"]
+        if not 0 <= first <= count or count - first > self.window:
+            raise ModelError(f"{folder}: the window holds units {first} to {count}; the file is damaged.")
+        shape = (1, self.geometry.kv_heads, -1, self.geometry.head_dim)
+        wanted: dict[str, Any] = {}
+        for layer in range(self.geometry.layers):
+            for name, rows in (("head", self.stream.head), ("window", (count - first) * self.stream.unit)):
+                if rows or name == "head":
+                    size = (*shape[:2], rows, shape[3])
+                    wanted |= {
+                        f"{name}.{layer}.{side}": (size, self.stream.dtype) for side in ("key", "value")
+                    }
+        found = saving.read_tensors(folder / "window.safetensors", wanted, self.device)
+        self._count, self._first, self._headed = count, first, True
+        self._base = self.bases.of(max(count - 1, 0))
+        self.turner.forget()
+        for layer in range(self.geometry.layers):
+            self._heads[layer] = (found[f"head.{layer}.key"], found[f"head.{layer}.value"])
+            key = found.get(f"window.{layer}.key")
+            if key is not None:
+                self._rings[layer] = Ring(key, key, found[f"window.{layer}.value"])
+        self._turn_rings()
+        self._load(folder)

@@ -1,0 +1,264 @@
+"""What stream memories of a bounded number of tokens have in common: the best tokens stay on the device, the rest are lost.
+
+Encoding: a query sees the head, every token that is held, and its own causal past. Keys are kept as they are before
+rotation, each with its column in the stream, and turned anew for every pass. Units go through the layers in clips that begin
+at multiples of the clip's length, so that memories change at the same moments however the stream is cut.
+
+Letters: G key/value heads, H query heads, D head size, P tokens a unit, N tokens held by a layer.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmaccel.core import saving
+from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.errors import ModelError
+from mmaccel.core.kv import KVView, Piece, Seen, Stream
+from mmaccel.policies.kv._stream import StreamMemory, mean_query, weigh
+from mmaccel.policies.kv._window import Asked, Pair
+
+
+class Held(NamedTuple):
+    """The tokens of one layer in order of time: raw keys and values [1, G, N, D], and columns [N] long."""
+
+    key: Tensor
+    value: Tensor
+    column: Tensor
+
+    def take(self, index: Tensor) -> Held:
+        """The tokens at `index` [k]."""
+        key, value = (side.index_select(2, index) for side in (self.key, self.value))
+        return Held(key, value, self.column[index])
+
+    def and_then(self, other: Held) -> Held:
+        """These, and then the tokens of `other`."""
+        key, value = (torch.cat(both, 2) for both in zip(self[:2], other[:2], strict=True))
+        return Held(key, value, torch.cat([self.column, other.column]))
+
+
+class TokenMemory(StreamMemory):
+    """The base of memories of tokens; subclasses say which tokens stay (`_keep`) and what a question sees (`_pick`).
+
+    budget  tokens that a layer keeps once a clip is over: a whole number of units
+    clip    units of a clip
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        geometry: Geometry,
+        model: ModelView,
+        device: torch.device,
+        *,
+        frames: int,
+        clip: int,
+        positions: str,
+    ) -> None:
+        super().__init__(stream, geometry, model, device, window=0, local=0, positions=positions)
+        self.budget = stream.units(frames) * stream.unit
+        self.clip = clip
+        self._model = model
+        self._held: list[Held | None] = [None] * geometry.layers
+        self._seen: dict[int, tuple[Tensor, int, Tensor | None]] = {}
+        self._always = self.compact
+        self._pruned = 0.0
+        # Subclasses take it when they are whole.
+        self._blank: Any = None
+
+    # What subclasses fill.
+
+    @abstractmethod
+    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int, Tensor | None]:
+        """What a question sees of `held`: indices [k] ascending, or None for all; the first unit that it sees without having
+        searched for it; and scores [N] of all tokens, if any. query [H, D]: the mean of the question's raw queries."""
+
+    # The way of a pass.
+
+    def enter(self, piece: Piece) -> None:
+        super().enter(piece)
+        total = piece.first + piece.count if piece.kind == "units" else self._count
+        # Keys are turned anew for each pass, so that it can be settled pass by pass where they stand.
+        self.compact = self._always or total > self.bases.every
+        if piece.kind == "question":
+            self._seen = {}
+
+    def fit(self, first: int, count: int) -> int:
+        return min(count, self.clip - first % self.clip)
+
+    def _encode(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
+        P = self.stream.unit
+        column = torch.arange(piece.first * P, (piece.first + piece.count) * P, device=key.device)
+        new, old = Held(key, value, column), self._held[layer]
+        whole = new if old is None else old.and_then(new)
+        total = whole.column.shape[0]
+        start = total - column.shape[0]
+        # Angles of the new columns are those of the last of all.
+        cos, sin = self._angles(layer, whole.column)
+        turned = self.turner.turn(whole.key, (cos, sin))
+        query = self.turner.turn(query, (cos[:, :, start:], sin[:, :, start:]))
+        head_key, head_value = self._head(layer)
+        return KVView(torch.cat([head_key, turned], 2), torch.cat([head_value, whole.value], 2), query=query)
+
+    def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
+        part: Pair | None = None
+        held, seen = self._held[layer], 0
+        if held is not None:
+            index, begin, scores = None, self._count, None
+            if piece.kind == "question":
+                index, begin, scores = self._pick(layer, mean_query(query, piece), held)
+                self._seen[layer] = (held.column if index is None else held.column[index], begin, scores)
+            cos, sin = self._angles(layer, held.column)
+            seen = -(-held.column.shape[0] // self.stream.unit)
+            if index is not None:
+                held, cos, sin = held.take(index), cos[:, :, index], sin[:, :, index]
+            part = self.turner.turn(held.key, (cos, sin)), held.value
+        return self._joined(layer, [part], piece.rows + piece.room, seen)
+
+    def _move(self, piece: Piece) -> None:
+        total, P = piece.first + piece.count, self.stream.unit
+        for layer, new in enumerate(self._new):
+            if new is None:
+                raise ModelError(f"kv: layer {layer} was left out of a pass.")
+            column = torch.arange(piece.first * P, total * P, device=new[0].device)
+            old, fresh = self._held[layer], Held(new[0], new[1], column)
+            self._held[layer] = fresh if old is None else old.and_then(fresh)
+        self._count = self._first = total
+
+    def _keep(self, layer: int, index: Tensor) -> None:
+        """Of the tokens of a layer keep those at `index` [k], in order of time."""
+        held = self._held[layer]
+        assert held is not None
+        self._pruned += (held.column.shape[0] - index.shape[0]) / self.geometry.layers
+        self._held[layer] = held.take(index.sort().values)
+
+    def _angles(self, layer: int, column: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for tokens [N] of the stream, in order of time.
+
+        Compact: as if there were no others, token r of them stands in unit r // P; its place in the frame stays its own.
+        """
+        places, count = self.stream.places, column.shape[0]
+
+        def ranks() -> Tensor:
+            return places.cells(torch.arange(count), count // self.stream.unit)
+
+        def own() -> Tensor:
+            return places.cells(column, self._count + self.clip)
+
+        if self.compact and places.axes == 1:
+            return self.turner.at(("ranks", count), ranks)
+        if not self._pruned:
+            return self.turner.at(("all", count), own)
+        # Every layer has tokens of its own: theirs are not worth keeping for the others.
+        positions = torch.cat([ranks()[:1], own()[1:]]) if self.compact else own()
+        return self._model.angles(positions, self.stream.dtype)
+
+    # The stream as a whole.
+
+    def held(self) -> int:
+        most = max((one.column.shape[0] for one in self._held if one is not None), default=0)
+        return self.stream.head * self._headed + most
+
+    def checkpoint(self) -> Any:
+        return super().checkpoint(), list(self._held), self._pruned
+
+    def restore(self, mark: Any) -> None:
+        stream, held, self._pruned = mark
+        super().restore(stream)
+        self._held = list(held)
+
+    def reset(self) -> None:
+        self.restore(self._blank)
+
+    def evidence(self) -> dict[int, Seen]:
+        P, looks = self.stream.unit, {}
+        for layer, (column, begin, scores) in self._seen.items():
+            numbers = [unit for unit in torch.unique(column // P).tolist() if unit < begin]
+            held = self._held[layer]
+            scored = None
+            if scores is not None and held is not None and begin and scores.numel():
+                unit = held.column // P
+                scored = torch.full((self._count,), float(scores.min()), device=scores.device)
+                scored = scored.scatter_reduce(0, unit, scores, "amax")[:begin]
+            looks[layer] = (numbers, begin, scored)
+        return weigh(looks, self._count)
+
+    def nbytes(self) -> int:
+        return super().nbytes() + sum(t.nbytes for one in self._held if one is not None for t in one)
+
+    def counters(self) -> dict[str, float]:
+        # In units' worth of tokens: few units are still whole.
+        resident = (self.held() - self.stream.head * self._headed) / self.stream.unit
+        return {**super().counters(), "resident": resident, "pruned": self._pruned}
+
+    def _save(self, folder: Path) -> None:
+        tensors = {
+            f"{name}.{layer}": tensor
+            for layer, one in enumerate(self._held)
+            if one is not None
+            for name, tensor in one._asdict().items()
+        }
+        saving.write_tensors(folder / "tokens.safetensors", tensors)
+        saving.write_json(
+            folder / "tokens.json", {"pruned": self._pruned, "clip": self.clip, **self._facts()}
+        )
+
+    def _load(self, folder: Path) -> None:
+        told = saving.read_json(folder / "tokens.json", {"pruned": float, "clip": int, **self._told()})
+        if told["clip"] != self.clip:
+            raise ModelError(
+                f"tokens.json: its clips are of {told['clip']} units and these of {self.clip}; it is of another kind."
+            )
+        self._pruned = told["pruned"]
+        self._recount(told)
+        if not self._count:
+            return
+        side = ((1, self.geometry.kv_heads, -1, self.geometry.head_dim), self.stream.dtype)
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for layer in range(self.geometry.layers):
+            wanted |= {f"key.{layer}": side, f"value.{layer}": side, f"column.{layer}": ((-1,), torch.long)}
+        found = saving.read_tensors(folder / "tokens.safetensors", wanted, self.device)
+        for layer in range(self.geometry.layers):
+            held = Held(*(found[f"{name}.{layer}"] for name in Held._fields))
+            rows = held.column.shape[0]
+            outside = rows and (
+                int(held.column.min()) < 0 or int(held.column.max()) >= self._count * self.stream.unit
+            )
+            if held.key.shape[2] != rows or held.value.shape[2] != rows or outside:
+                raise ModelError(
+                    f"tokens.safetensors: layer {layer} has tokens that do not fit the stream; the file is damaged."
+                )
+            self._held[layer] = held
+
+    def _facts(self) -> dict[str, Any]:
+        """What a subclass saves beside."""
+        return {}
+
+    def _told(self) -> dict[str, type]:
+        """Their names and types."""
+        return {}
+
+    def _recount(self, facts: dict[str, Any]) -> None:
+        """Read them."""
+
+
+def attended(query: Tensor, key: Tensor) -> Tensor:
+    """[N] float32: the share of attention that `key` [1, G, N, D] gets from `query` [1, H, n, D], the last n of its columns.
+
+    Both turned; causal, mean over rows and heads, one group of heads at a time.
+    """
+    groups, count, size = key.shape[1:]
+    rows = query.shape[2]
+    grouped = query[0].reshape(groups, -1, rows, size)
+    late = torch.ones(rows, rows, dtype=torch.bool, device=key.device).triu(1)
+    out = torch.zeros(count, device=key.device)
+    for group in range(groups):
+        score = grouped[group].float() @ key[0, group].float().T * size**-0.5
+        score[..., count - rows :].masked_fill_(late, -torch.inf)
+        out += score.softmax(-1).mean((0, 1))
+    return out / groups

@@ -1,0 +1,91 @@
+"""The window under which a stream is encoded, and what a question sees, layer by layer.
+
+Letters: G key/value heads, D head size, P tokens a unit. Keys are raw (before rotation) unless said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.places import Places
+
+Pair = tuple[Tensor, Tensor]
+"""Keys and values [1, G, n, D]."""
+
+
+MOST = 1 << 16
+"""Units between two bases at most, where their places pass no limit."""
+
+
+class Bases:
+    """What to take from unit numbers so that places stay within the model's limit while a window is encoded.
+
+    Places are the true ones up to the last unit that fits under the limit. From there on a base is subtracted, a multiple
+    of `every`, which is the same for all chunks; only the distance to the head changes with it, not those in the window.
+    """
+
+    def __init__(self, places: Places, window: int) -> None:
+        low, high = 0, 1
+        while high < MOST and places.span(high) < places.limit:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if places.span(middle) < places.limit else (low, middle)
+        self.window, self.every = window, max(low - window, window, 1)
+
+    def of(self, unit: int) -> int:
+        """The base for the queries of a unit."""
+        return max(0, unit - self.window) // self.every * self.every
+
+    def same(self, unit: int, count: int) -> int:
+        """How many of `count` units from `unit` on have its base."""
+        return min(count, self.of(unit) + self.every + self.window - unit)
+
+
+class Ring(NamedTuple):
+    """The last units of one layer: raw keys, the same turned for the base in force, values; [1, G, m * P, D]."""
+
+    key: Tensor
+    turned: Tensor
+    value: Tensor
+
+
+@dataclass(eq=False)
+class Asked:
+    """What a question sees at one layer: turned keys and values with room for more; `base` columns of it, in which `seen`
+    units stand, come before the question."""
+
+    key: Tensor
+    value: Tensor
+    base: int
+    seen: int
+
+
+def moved(old: Ring | None, new: Ring, cut: int) -> tuple[Ring, Pair]:
+    """`old` followed by `new` without its first `cut` columns, and those columns' raw keys and values."""
+    parts = [new] if old is None else [old, new]
+    key, turned, value = (torch.cat(side, 2) for side in zip(*parts, strict=True))
+    gone = key[:, :, :cut], value[:, :, :cut]
+    if cut:
+        # Copied: a slice would keep the whole.
+        return Ring(key[:, :, cut:].clone(), turned[:, :, cut:].clone(), value[:, :, cut:].clone()), gone
+    return Ring(key, turned, value), gone
+
+
+def joined(parts: list[Pair], room: int, seen: int) -> Asked:
+    """Turned keys and values one after the other, in which `seen` units stand, with room for `room` columns."""
+    base = sum(key.shape[2] for key, _ in parts)
+    key, value = (_joined(list(side), base + room) for side in zip(*parts, strict=True))
+    return Asked(key, value, base, seen)
+
+
+def _joined(parts: list[Tensor], rows: int) -> Tensor:
+    """`parts` [1, G, n, D] one after the other, in a tensor of `rows` rows."""
+    first = parts[0]
+    out = torch.empty(1, first.shape[1], rows, first.shape[3], dtype=first.dtype, device=first.device)
+    torch.cat(parts, 2, out=out[:, :, : sum(one.shape[2] for one in parts)])
+    return out

@@ -1,0 +1,173 @@
+"""LiveVLM: compress the visual past by what recent frames look at, spread over time; recall pages of it for a question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.kv import KVView, Piece, Stream, StreamPolicy, StreamState
+from mmaccel.core.registry import register
+from mmaccel.policies.kv._tokens import Held, TokenMemory, attended
+
+
+@register("kv", "livevlm")
+@dataclass(frozen=True, kw_only=True)
+class LiveVLM(StreamPolicy):
+    """Keep the tokens that recent frames attend to, at least some from every stretch of time; recall the pages that suit.
+
+    After Ning et al., "LiveVLM" (2505.15269, second version). After each clip of 32 frames the tokens older than the last
+    `recent` frames are cut down to the budget (`spread`): first the most attended ones, then by score as many as their
+    stretch of the stream has room for. A question sees the recent frames and, layer by layer, the pages whose mean raw
+    keys suit its mean query. All of it is on the device. Exact as long as the stream is shorter than what a question
+    recalls.
+
+    Where the paper leaves room: the most attended tokens stay whatever their stretch holds already, and room that is left is
+    filled by score, so that each layer keeps the same number; of its last incomplete clip a stream holds all tokens, which
+    are recalled like the older ones.
+
+    frames     kept in the long term, in tokens: 64 are 12 544 of LLaVA-OneVision (the paper: 12 000)
+    recent     last frames that are kept, and seen by every question, whole
+    recall     of the long term, the share that a question sees; counted from the budget
+    scatter    of the budget, the share that goes to the most attended tokens wherever they are
+    bucket     tokens that a stretch of the stream has room for; there are budget / bucket stretches
+    page       tokens recalled together
+    probes     tokens at the end of a clip whose queries say what is attended to; None: those of its last unit
+    positions  where kept tokens stand: "original", as in the paper, as long as the model's limit allows, then compact; or
+               "compact" always
+    """
+
+    clip: ClassVar[int | None] = 32
+
+    frames: int = 64
+    recent: int = 2
+    recall: float = 0.4
+    scatter: float = 0.5
+    bucket: int = 1
+    page: int = 16
+    probes: int | None = None
+    positions: Literal["original", "compact"] = "original"
+
+    def __post_init__(self) -> None:
+        for field in ("frames", "bucket", "page"):
+            if getattr(self, field) < 1:
+                raise RecipeError(f"{self.name}: {field} is {getattr(self, field)}; give at least 1.")
+        if self.recent < 0:
+            raise RecipeError(f"{self.name}: recent is {self.recent}; give at least 0.")
+        if self.probes is not None and self.probes < 1:
+            raise RecipeError(f"{self.name}: probes is {self.probes}; give at least 1, or null.")
+        if not 0 < self.recall <= 1:
+            raise RecipeError(f"{self.name}: recall is {self.recall}; give more than 0 and at most 1.")
+        if not 0 <= self.scatter <= 1:
+            raise RecipeError(f"{self.name}: scatter is {self.scatter}; give 0 to 1.")
+        if self.positions not in ("original", "compact"):
+            raise RecipeError(f"{self.name}: positions is {self.positions!r}; give 'original' or 'compact'.")
+
+    def stream(
+        self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
+    ) -> StreamState:
+        return LiveMemory(self, stream, geometry, model, device)
+
+
+class LiveMemory(TokenMemory):
+    """Long-term tokens up to the last `recent` units, and those whole."""
+
+    def __init__(
+        self, policy: LiveVLM, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
+    ) -> None:
+        clip = stream.units(LiveVLM.clip or 1)
+        super().__init__(
+            stream, geometry, model, device, frames=policy.frames, clip=clip, positions=policy.positions
+        )
+        self.policy = policy
+        self.recent = stream.units(policy.recent)
+        self._scores: list[Tensor | None] = [None] * geometry.layers
+        self._pages = self._questions = 0
+        self._blank = self.checkpoint()
+
+    def _encode(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
+        view = super()._encode(layer, query, piece, key, value)
+        if self._over(piece, view.key.shape[2] - self.stream.head):
+            probes = min(self.policy.probes or self.stream.unit, self.stream.unit)
+            assert view.query is not None
+            share = attended(view.query[:, :, -probes:], view.key)
+            self._scores[layer] = share[self.stream.head :]
+        return view
+
+    def _move(self, piece: Piece) -> None:
+        super()._move(piece)
+        for layer, share in enumerate(self._scores):
+            held = self._held[layer]
+            if share is None or held is None:
+                continue
+            old = held.column.shape[0] - self.recent * self.stream.unit
+            stretch = max(1, self.budget // self.policy.bucket)
+            span = (self._count - self.recent) * self.stream.unit
+            where = held.column[:old] * stretch // span
+            kept = spread(share[:old], where, self.budget, self.policy.scatter, self.policy.bucket)
+            rest = torch.arange(old, held.column.shape[0], device=kept.device)
+            self._keep(layer, torch.cat([kept, rest]))
+        self._scores = [None] * len(self._scores)
+
+    def _over(self, piece: Piece, tokens: int) -> bool:
+        """Whether the pass ends a clip, and of `tokens` more are old than the budget allows."""
+        ends = (piece.first + piece.count) % self.clip == 0
+        return ends and tokens - self.recent * self.stream.unit > self.budget
+
+    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int, Tensor | None]:
+        size = self.policy.page
+        begin = max(self._count - self.recent, 0)
+        old = max(held.column.shape[0] - self.recent * self.stream.unit, 0)
+        # The last, incomplete page comes with the recent frames, whatever it holds.
+        pages = old // size
+        most = max(1, int(self.budget * self.policy.recall) // size)
+        groups, _, width = held.key.shape[1:]
+        mean = held.key[0, :, : pages * size].float().reshape(groups, pages, size, width).mean(2)
+        score = torch.einsum("gpd,gd->p", mean, query.reshape(groups, -1, width).sum(1))
+        chosen = min(pages, most)
+        self._pages += chosen
+        self._questions += layer == 0
+        loose = held.column.shape[0] - pages * size
+        least = score.min() if pages else score.new_zeros(())
+        tokens = torch.cat([score.repeat_interleave(size), least.expand(loose)])
+        if pages <= most:
+            return None, begin, tokens
+        best = torch.sort(score, descending=True, stable=True).indices[:most].sort().values
+        found = (best[:, None] * size + torch.arange(size, device=best.device)).flatten()
+        rest = torch.arange(pages * size, held.column.shape[0], device=best.device)
+        return torch.cat([found, rest]), begin, tokens
+
+    def leave(self) -> None:
+        super().leave()
+        self._scores = [None] * len(self._scores)
+
+    def restore(self, mark: object) -> None:
+        super().restore(mark)
+        self._scores = [None] * len(self._scores)
+
+    def counters(self) -> dict[str, float]:
+        own = {"pages": float(self._pages), "questions": float(self._questions)}
+        return {**super().counters(), **own}
+
+
+def spread(score: Tensor, where: Tensor, budget: int, scatter: float, room: int) -> Tensor:
+    """Indices, ascending, of `budget` of the tokens with `score` [N], each in a stretch `where` [N] long; N >= budget.
+
+    The first ``scatter * budget`` by score stay. Of the rest, by score, those whose stretch has room yet, `room` tokens in
+    each. What is still missing then is taken by score alone. Of equal scores the older token goes first.
+    """
+    order = torch.sort(score, descending=True, stable=True).indices
+    place = where[order]
+    grouped = torch.sort(place, stable=True).indices
+    ranked = torch.arange(len(order), device=order.device)
+    sorted_place = place[grouped]
+    first = torch.searchsorted(sorted_place, sorted_place)
+    before = torch.empty_like(ranked)
+    before[grouped] = ranked - first
+    group = torch.where(before < room, 1, 2)
+    group[: int(scatter * budget)] = 0
+    return order[torch.sort(group, stable=True).indices[:budget]].sort().values

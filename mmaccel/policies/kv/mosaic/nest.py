@@ -1,0 +1,51 @@
+"""Which clusters of the lower level lie inside each cluster of the upper one, layer by layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmaccel.policies.kv.mosaic.buffers import grown
+
+
+class Nest:
+    """Ids of children by (parent, layer), so that a newcomer is compared with the few clusters inside its parent alone."""
+
+    def __init__(self, layers: int) -> None:
+        self._table = torch.full((0, layers, 4), -1, dtype=torch.long)
+        self._count = torch.zeros(0, layers, dtype=torch.long)
+
+    @classmethod
+    def of_parents(cls, parent: Tensor) -> Nest:
+        """From the parent [L, C] of every cluster, -1 for none."""
+        nest = cls(parent.shape[0])
+        for cluster in range(parent.shape[1]):
+            layer = (parent[:, cluster] >= 0).nonzero()[:, 0]
+            if layer.numel():
+                nest.add(parent[layer, cluster], layer, torch.full_like(layer, cluster))
+        return nest
+
+    def add(self, parent: Tensor, layer: Tensor, child: Tensor) -> None:
+        """Children [b] of distinct (parent [b], layer [b])."""
+        self._table = grown(self._table, 0, int(parent.max()) + 1, -1)
+        self._count = grown(self._count, 0, self._table.shape[0])
+        at = self._count[parent, layer]
+        self._table = grown(self._table, 2, int(at.max()) + 1, -1)
+        self._table[parent, layer, at] = child
+        self._count[parent, layer] = at + 1
+
+    def remove(self, parent: int, layer: int, child: int) -> None:
+        """`child` of `parent` at `layer` is no more; the last of its siblings takes its place."""
+        row, last = self._table[parent, layer], int(self._count[parent, layer]) - 1
+        row[int((row == child).nonzero()[0])] = row[last].clone()
+        row[last] = -1
+        self._count[parent, layer] = last
+
+    def children(self, parent: int) -> Tensor:
+        """[L, W] children of `parent` at each layer in ascending order, then -1."""
+        if parent >= self._count.shape[0]:
+            return torch.full((self._count.shape[1], 0), -1, dtype=torch.long)
+        row = self._table[parent, :, : int(self._count[parent].max())]
+        most = torch.iinfo(torch.long).max
+        row = row.masked_fill(row < 0, most).sort(1).values
+        return row.masked_fill(row == most, -1)

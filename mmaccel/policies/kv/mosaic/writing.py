@@ -1,0 +1,106 @@
+"""Units on their way from the device: their means to the clustering, their keys and values to the store."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mmaccel.policies.kv.mosaic.cache import Cache
+from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
+from mmaccel.policies.kv.store import HostStore
+from mmaccel.policies.kv.store.wire import in_units
+
+
+class Writer:
+    """What comes is clustered one pass later, so that the host need not wait for the device."""
+
+    def __init__(self, store: HostStore, tree: Hierarchy, cache: Cache) -> None:
+        self._store, self._tree, self._cache = store, tree, cache
+        self._inbox: deque[tuple[Tensor, Tensor, Tensor, torch.cuda.Event | None]] = deque()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def arrived(self, look: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Looks [n, E] of new units, and of each layer their raw keys and values [1, G, n * P, D]."""
+        tokens = self._store.shape.tokens
+        means = [
+            torch.stack([in_units(pair[side][0].float(), tokens).mean(2) for pair in pairs])
+            for side in (0, 1)
+        ]
+        # [L, G, entries, D] to [entries, L, G * D].
+        key, value = (mean.permute(2, 0, 1, 3).flatten(2).to(pairs[0][0].dtype) for mean in means)
+        event = None
+        if key.is_cuda:
+            look, key, value = (t.to("cpu", non_blocking=True) for t in (look, key, value))
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._inbox.append((look, key, value, event))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def digest(self, window: int, keep: int, batched: bool) -> bool:
+        """Cluster what has arrived but for the last `keep` passes; whether there was anything."""
+        some = False
+        while len(self._inbox) > keep:
+            look, key, value, event = self._inbox.popleft()
+            if event is not None:
+                event.synchronize()
+            self._tree.summaries.append(look, key, value)
+            have = self._tree.summaries.units * self._tree.summaries.parts
+            cached = self._cache.held(self._tree.layers, have) if self._cache.holds() else None
+            self._tree.insert(window, cached, batched)
+            some = True
+        if some:
+            self.unpin()
+        return some
+
+    def gone(self, layer: int, entries: range, key: Tensor, value: Tensor) -> list[int]:
+        """`entries` leave the window, keys and values [1, G, k * p, D]; the entries that the store forgot to make room.
+
+        Those of a visual cluster lie together in the store, and buffered ones stay on the device as well.
+        """
+        tree, p = self._tree, self._store.shape.tokens
+        lost: list[int] = []
+        first = entries.start
+        for group, some in self._runs(entries):
+            rows = slice((some.start - first) * p, (some.stop - first) * p)
+            lost += self._store.put(layer, some, key[:, :, rows], value[:, :, rows], group)
+        if tree.buffer[layer]:
+            owner = tree.semantic.owner[layer, first : entries.stop]
+            waiting = (tree.semantic.home[layer, owner] >= 0).nonzero()[:, 0].tolist()
+            if waiting:
+                pair = torch.stack([in_units(x[0], p) for x in (key, value)])
+                at = torch.tensor(waiting, device=pair.device)
+                self._cache.pin(layer, [first + one for one in waiting], pair.index_select(2, at))
+        return lost
+
+    def _runs(self, entries: range) -> list[tuple[int | None, range]]:
+        """Consecutive entries of one visual cluster each, with its number."""
+        tree, parts = self._tree, self._tree.summaries.parts
+        if not tree.started:
+            return [(None, entries)]
+        owner = tree.visual.owner[0, torch.arange(entries.start, entries.stop) // parts].tolist()
+        found: list[tuple[int | None, range]] = []
+        start = entries.start
+        for at, entry in enumerate(entries):
+            if at + 1 == len(owner) or owner[at + 1] != owner[at]:
+                found.append((owner[at], range(start, entry + 1)))
+                start = entry + 1
+        return found
+
+    def unpin(self) -> None:
+        """Let go of entries that wait for a split no longer."""
+        tree = self._tree
+        for layer, ids in enumerate(tree.buffer):
+            pinned = self._cache.pinned(layer)
+            if pinned:
+                owner = tree.semantic.owner[layer, pinned]
+                kept = torch.isin(owner, torch.tensor(ids, dtype=torch.long)).tolist()
+                self._cache.unpin(layer, {one for one, keep in zip(pinned, kept, strict=True) if keep})
+
+    def clear(self) -> None:
+        """Forget what has not been clustered."""
+        self._inbox.clear()

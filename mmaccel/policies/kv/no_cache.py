@@ -1,0 +1,156 @@
+"""No memory of keys: frames are kept, and the model is run on some of them at each question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from mmaccel.core import saving
+from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.kv import FrameState, KVView, Piece, Stream, StreamPolicy, StreamState
+from mmaccel.core.registry import register
+from mmaccel.policies.kv.full import Full
+
+FILE = 64
+"""Units in one file of a saved stream."""
+
+
+@register("kv", "no_cache")
+@dataclass(frozen=True, kw_only=True)
+class NoCache(StreamPolicy):
+    """Keep frames on the host; at a question take `frames` of them, evenly spaced over all so far, and run the plain model.
+
+    The time to the first token includes the vision tower and the whole prompt. The plain baseline of the papers on streams.
+    While no more than `kept` frames have come all are kept, and the choice is that of an even spacing with both ends,
+    rounded down; then every second one goes, and every second one that comes is taken, and so on, so that the choice is
+    made among at least ``kept / 2`` evenly spaced ones.
+
+    frames  run at a question
+    kept    on the host at most; at least twice `frames`
+    """
+
+    keeps: ClassVar[Literal["keys", "frames"]] = "frames"
+    frames: int = 64
+    kept: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.frames < 1:
+            raise RecipeError(f"{self.name}: frames is {self.frames}; give at least 1.")
+        if self.kept < 2 * self.frames:
+            raise RecipeError(
+                f"{self.name}: kept is {self.kept}; give at least twice frames, {2 * self.frames}."
+            )
+
+    def stream(
+        self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
+    ) -> StreamState:
+        return _Frames(self, stream, geometry, model, device)
+
+
+class _Frames(FrameState):
+    """Units [pace, 3, H, W] whose number is a multiple of `stride`, by number."""
+
+    def __init__(
+        self, policy: NoCache, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
+    ) -> None:
+        self.budget = max(1, policy.frames // stream.pace)
+        self.most = max(2, policy.kept // stream.pace)
+        self._parts = stream, geometry, model, device
+        self.stream = stream
+        self._held: dict[int, Tensor] = {}
+        self._count, self._stride = 0, 1
+
+    def keep(self, frames: Tensor) -> None:
+        pace = self.stream.pace
+        for start in range(0, len(frames), pace):
+            if self._count % self._stride == 0:
+                self._held[self._count] = frames[start : start + pace].cpu().clone()
+            self._count += 1
+            if len(self._held) > self.most:
+                self._stride *= 2
+                self._held = {n: held for n, held in self._held.items() if n % self._stride == 0}
+
+    def pick(self) -> list[tuple[int, Tensor]]:
+        numbers = list(self._held)
+        count = min(self.budget, len(numbers))
+        last = len(numbers) - 1
+        chosen = [i * last // (count - 1) for i in range(count)] if count > 1 else [last] * count
+        return [(numbers[i], self._held[numbers[i]]) for i in chosen]
+
+    def fresh(self) -> StreamState:
+        return Full().stream(*self._parts)
+
+    def enter(self, piece: Piece) -> None:
+        raise ModelError("kv: a memory of frames goes through no pass; run the one it opens.")
+
+    def leave(self) -> None:
+        raise ModelError("kv: a memory of frames goes through no pass; run the one it opens.")
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        raise ModelError("kv: a memory of frames takes no keys; run the one it opens.")
+
+    def view(self, layer: int, query: Tensor) -> KVView:
+        raise ModelError("kv: a memory of frames has no keys to show; run the one it opens.")
+
+    def units(self) -> int:
+        return self._count
+
+    def length(self) -> int:
+        return 0
+
+    def held(self) -> int:
+        return 0
+
+    def truncate(self, length: int) -> None:
+        if length:
+            raise ModelError(f"kv: a memory of frames has no columns; it cannot be cut to {length}.")
+
+    def checkpoint(self) -> Any:
+        return self._count, self._stride, dict(self._held)
+
+    def restore(self, mark: Any) -> None:
+        self._count, self._stride, held = mark
+        self._held = dict(held)
+
+    def reset(self) -> None:
+        self.restore((0, 1, {}))
+
+    def counters(self) -> dict[str, float]:
+        nbytes = float(sum(held.nbytes for held in self._held.values()))
+        return {
+            **super().counters(),
+            "units": float(self._count),
+            "kept": float(len(self._held)),
+            "resident": 0.0,
+            "host_bytes": nbytes,
+        }
+
+    def save(self, path: str | Path) -> None:
+        folder = Path(path)
+        numbers = list(self._held)
+        facts = {"units": self._count, "stride": self._stride, "kept": len(numbers)}
+        saving.write_json(folder / "state.json", facts)
+        for begin in range(0, len(numbers), FILE):
+            some = {str(n): self._held[n] for n in numbers[begin : begin + FILE]}
+            saving.write_tensors(folder / f"frames-{begin:07d}.safetensors", some)
+
+    def load(self, path: str | Path) -> None:
+        folder = Path(path)
+        told = saving.read_json(folder / "state.json", {"units": int, "stride": int, "kept": int})
+        stride = told["stride"]
+        if stride < 1 or len(range(0, told["units"], stride)) != told["kept"]:
+            raise ModelError("state.json: units, stride and kept do not fit; the file is damaged.")
+        numbers = list(range(0, told["units"], stride))
+        shape = (self.stream.pace, 3, -1, -1)
+        held: dict[int, Tensor] = {}
+        for begin in range(0, len(numbers), FILE):
+            wanted = {str(n): (shape, torch.uint8) for n in numbers[begin : begin + FILE]}
+            file = folder / f"frames-{begin:07d}.safetensors"
+            found = saving.read_tensors(file, wanted, torch.device("cpu"))
+            held |= {int(name): frames for name, frames in found.items()}
+        self._count, self._stride, self._held = told["units"], stride, held

@@ -1,0 +1,141 @@
+"""Everything on the host, brought back layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmaccel.core import saving
+from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.kv import Piece, Stream, StreamPolicy, StreamState
+from mmaccel.core.registry import register
+from mmaccel.policies.kv._room import with_room
+from mmaccel.policies.kv._stored import store_for
+from mmaccel.policies.kv._whole import WholeStream
+from mmaccel.policies.kv.store import Spill
+
+Pair = tuple[Tensor, Tensor]
+
+
+@register("kv", "offload")
+@dataclass(frozen=True, kw_only=True)
+class Offload(StreamPolicy):
+    """Keep all units of the stream on the host; every pass brings each layer's whole past to the device, and lets it go.
+
+    Exact: every query sees all that came before it, at its true place. The device holds one layer of the stream at a
+    time, and the wire carries the whole stream for every chunk, question and token of an answer.
+
+    host_bytes  host memory at most; None: as much as the host can spare
+    spill       what happens when it is used up: "refuse" or "disk"
+    folder      where files go with spill "disk"; None: a temporary folder
+    """
+
+    exact: ClassVar[bool] = True
+    host_bytes: int | None = None
+    spill: Spill = "refuse"
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.host_bytes is not None and self.host_bytes < 0:
+            raise RecipeError(f"{self.name}: host_bytes is {self.host_bytes}; give at least 0, or null.")
+        if self.spill not in ("refuse", "disk"):
+            raise RecipeError(
+                f"{self.name}: spill is {self.spill!r}; give 'refuse' or 'disk', for it keeps everything."
+            )
+
+    def stream(
+        self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
+    ) -> StreamState:
+        return OffloadStream(self, stream, geometry, model, device)
+
+
+class OffloadStream(WholeStream):
+    """Units on the host; the head and what a turn appends on the device."""
+
+    def __init__(
+        self, policy: Offload, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
+    ) -> None:
+        super().__init__(stream, geometry, model, device)
+        self.store = store_for(
+            stream,
+            geometry,
+            device,
+            host_bytes=policy.host_bytes,
+            spill=policy.spill,
+            folder=policy.folder,
+        )
+        self._heads: list[Pair | None] = [None] * geometry.layers
+        self._turns: list[Pair | None] = [None] * geometry.layers
+
+    def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:
+        piece, head = self._piece, self._heads[layer]
+        if head is None:
+            self._heads[layer] = key, value
+            return key, value
+        if piece is not None and piece.kind == "units":
+            past = self._past(layer, head, self._count)
+            self.store.put(layer, range(piece.first, piece.first + piece.count), key, value)
+            return torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
+        end = self._extra + key.shape[2]
+        old = self._turns[layer] or (None, None)
+        held = with_room(old[0], key, self._extra, end), with_room(old[1], value, self._extra, end)
+        held[0][:, :, self._extra : end], held[1][:, :, self._extra : end] = key, value
+        self._turns[layer] = held
+        past = self._past(layer, head, self._count)
+        return torch.cat([past[0], held[0][:, :, :end]], 2), torch.cat([past[1], held[1][:, :, :end]], 2)
+
+    def _past(self, layer: int, head: Pair, units: int) -> Pair:
+        if not units:
+            return head
+        key, value = self.store.fetch(layer, range(units))
+        return torch.cat([head[0], key[None]], 2), torch.cat([head[1], value[None]], 2)
+
+    def enter(self, piece: Piece) -> None:
+        super().enter(piece)
+        if piece.kind == "units":
+            self.store.reserve(piece.count)
+
+    def _cut(self, columns: int) -> None:
+        if columns < self.stream.head:
+            self._heads = [None] * len(self._heads)
+        if columns <= self._base():
+            self._turns = [None] * len(self._turns)
+        units = max(0, columns - self.stream.head) // self.stream.unit
+        for layer in range(self.geometry.layers):
+            self.store.drop([number for number in self.store.units(layer) if number >= units], layer)
+
+    def _save(self, folder: Path) -> None:
+        tensors: dict[str, Tensor] = {}
+        for layer, head in enumerate(self._heads):
+            if head is not None:
+                tensors |= {f"head.{layer}.key": head[0], f"head.{layer}.value": head[1]}
+        saving.write_tensors(folder / "head.safetensors", tensors)
+        self.store.save(folder / "store")
+
+    def _load(self, folder: Path) -> None:
+        shape = (1, self.geometry.kv_heads, self.stream.head, self.geometry.head_dim)
+        layers = range(self.geometry.layers)
+        wanted = {f"head.{n}.{side}": (shape, self.stream.dtype) for n in layers for side in ("key", "value")}
+        found = saving.read_tensors(folder / "head.safetensors", wanted, self.device)
+        self._heads = [(found[f"head.{n}.key"], found[f"head.{n}.value"]) for n in layers]
+        self.store.load(folder / "store")
+
+    def held(self) -> int:
+        turn = max((pair[0].shape[2] for pair in self._turns if pair is not None), default=0)
+        return self.stream.head * self._headed + turn
+
+    def nbytes(self) -> int:
+        pairs = [*self._heads, *self._turns]
+        return sum(t.nbytes for pair in pairs if pair is not None for t in pair) + self.store.nbytes()
+
+    def counters(self) -> dict[str, float]:
+        host = {"host_" + name.removeprefix("host_"): n for name, n in self.store.counters().items()}
+        return {**super().counters(), **host, "resident": 0.0}
+
+    def close(self) -> None:
+        self.store.close()

@@ -1,0 +1,40 @@
+"""The last few frames: the floor that every memory has to beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.kv import Stream, StreamState
+from mmaccel.core.registry import register
+from mmaccel.policies.kv._stream import StreamMemory, WindowedPolicy
+
+
+@register("kv", "recent")
+@dataclass(frozen=True, kw_only=True)
+class Recent(WindowedPolicy):
+    """Encode under a sliding window as the other memories do; a question sees the head and the last frames alone.
+
+    After SimpleStream (arXiv 2604.02317), which answers from the last four frames and asks every memory to do better.
+    Nothing but the window is kept.
+
+    local  frames a question sees
+    """
+
+    local: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.local < 1:
+            raise RecipeError(f"{self.name}: local is {self.local}; give at least 1 frame.")
+
+    def stream(
+        self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
+    ) -> StreamState:
+        window, local = stream.units(self.window), stream.units(self.local)
+        return StreamMemory(
+            stream, geometry, model, device, window=window, local=local, positions=self.positions
+        )

@@ -1,0 +1,7 @@
+"""Where streams keep what leaves the device: host memory, the ways across the wire, double buffering."""
+
+from mmaccel.policies.kv.store.cost import Way
+from mmaccel.policies.kv.store.host import HostStore, Spill
+from mmaccel.policies.kv.store.slots import Slots, Ticket
+
+__all__ = ["HostStore", "Slots", "Spill", "Ticket", "Way"]

@@ -1,0 +1,400 @@
+"""The memory of a stream on the host: keys and values by layer and unit, written as they leave the device, read again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import RecipeError, StoreError
+from mmaccel.policies.kv.store import saved
+from mmaccel.policies.kv.store.allot import Allotment
+from mmaccel.policies.kv.store.cost import Way
+from mmaccel.policies.kv.store.lanes import Lanes, Mark, lanes_of
+from mmaccel.policies.kv.store.slabs import SLAB_BYTES, Shape, Slabs
+from mmaccel.policies.kv.store.slots import Slots
+from mmaccel.policies.kv.store.table import Table
+from mmaccel.policies.kv.store.wire import Wire, check_way, in_units
+
+Spill = Literal["refuse", "disk", "drop_oldest"]
+"""When the host may hold no more: refuse, write to files, or forget the oldest units."""
+
+
+class HostStore:
+    """Keys and values of units (frames, or what a stream takes at a time) of all layers in the memory of the host.
+
+    A unit of a layer is P tokens of G kv heads of size D, keys and values side by side, so that it crosses the wire as one
+    piece. Units that are asked for together can be given a `group`: a group lies together, in runs of `extent` units, and
+    comes back in few copies. Units are numbered by the caller, from 0; unit numbers may have gaps and need not be the same
+    in every layer. All methods but `counters`, `settle`, `save`, `regroup` and whatever touches the disk return before the
+    transfers they began have ended; what is returned may be used on the stream that is current.
+
+    layers, groups, tokens, size, dtype  the shape: L, G, P, D and the type of keys and values
+    device      where units come from and go to; its host memory is pinned on CUDA, and plain elsewhere
+    cap         bytes of host memory at most; None: as much as the host can spare
+    spill       what happens then: see `Spill`
+    folder      where files go with spill="disk" (a temporary folder by default); removed by `close`
+    way         how units come back: see `Way`
+    extent      units of a layer that lie together
+    slab_bytes  host memory is taken in pieces of this size
+    lanes       what device work is issued through (for tests)
+
+    Raises `StoreError` in one sentence when the store is full, closed, or asked for what it does not hold; whatever fails,
+    nothing that was stored before is lost.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        groups: int,
+        tokens: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        cap: int | None = None,
+        spill: Spill = "refuse",
+        folder: str | Path | None = None,
+        way: Way = "auto",
+        extent: int = 8,
+        slab_bytes: int = SLAB_BYTES,
+        lanes: Lanes | None = None,
+    ) -> None:
+        sizes = {"layers": layers, "groups": groups, "tokens": tokens, "size": size}
+        for field, number in {**sizes, "extent": extent, "slab_bytes": slab_bytes}.items():
+            if number < 1:
+                raise RecipeError(f"host store: {field} is {number}; give at least 1.")
+        if cap is not None and cap < 0:
+            raise RecipeError(f"host store: cap is {cap} bytes; give at least 0, or None.")
+        if spill not in get_args(Spill):
+            raise RecipeError(f"host store: spill is {spill!r}; give one of {', '.join(get_args(Spill))}.")
+        check_way(way)
+        self.shape = Shape(layers, groups, tokens, size, dtype)
+        self.device, self.spill = torch.device(device), spill
+        self._options = dict(
+            cap=cap, spill=spill, folder=folder, way=way, extent=extent, slab_bytes=slab_bytes
+        )
+        self._default: Way = way
+        self._lanes = lanes or lanes_of(self.device)
+        place = None if folder is None else Path(folder)
+        pinned = self.device.type == "cuda"
+        self._slabs = Slabs(self.shape, pinned, slab_bytes, cap, spill == "disk", place)
+        self._allotment = Allotment(self._slabs.align(extent))
+        self._wire = Wire(self.shape, self._slabs, self._lanes, self.device)
+        self._table = Table(layers, self.device)
+        self._closed = False
+        self._dropped = 0
+
+    def put(
+        self, layer: int, units: Sequence[int], key: Tensor, value: Tensor, group: int | None = None
+    ) -> list[int]:
+        """Store `units` of a layer; key, value [G, n * P, D] (or with a batch of 1 before), unit after unit.
+
+        Gives the units that were forgotten to make room, in all layers: none unless spill="drop_oldest". A unit that the
+        layer holds already is refused; so are tensors of another size, and whatever does not fit: nothing is stored then.
+
+        group   a number of 0 or more: units of a layer with the same one lie together
+        """
+        self._open()
+        units = [int(unit) for unit in units]
+        key, value = (self._shaped(name, t, len(units)) for name, t in (("key", key), ("value", value)))
+        if len(set(units)) < len(units) or any(unit < 0 for unit in units):
+            raise StoreError("host store: units to store are different numbers from 0 on; number each once.")
+        for unit, slot in zip(units, self._table.look(layer, units), strict=True):
+            if slot >= 0:
+                raise StoreError(f"host store: layer {layer} holds unit {unit} already; drop it first.")
+        if not units:
+            return []
+        slots, gone = self._take(layer, units, group)
+        self._table.set(layer, units, slots, group)
+        with torch.no_grad():
+            packed = torch.empty(len(units), *self.shape.unit, dtype=self.shape.dtype, device=self.device)
+
+            def pack() -> None:
+                for side, tensor in enumerate((key, value)):
+                    packed[:, side] = in_units(tensor, self.shape.tokens).transpose(0, 1)
+
+            self._lanes.compute.run(pack)
+            self._wire.write(slots, packed)
+        return gone
+
+    def fetch(
+        self, layer: int, units: Sequence[int] | Tensor, out: Tensor | None = None, way: Way | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values, each [G, n * P, D] on the device, of `units` in the order they are asked for.
+
+        units   numbers; or a tensor [n] on the device, which the host does not wait for where a gather can serve it: then -1
+                gives zeros, and so does a unit that is not held. Numbers that are not held are refused.
+        out     [2, G, n * P, D], what to write to: keys, then values; the last two dimensions dense
+        way     this once, instead of the store's
+        """
+        out = self.buffer(len(units)) if out is None else out
+        ready = self.fetch_into(layer, units, out, after=self._lanes.compute.mark(), way=way)
+        self._lanes.compute.wait(ready)
+        return out[0], out[1]
+
+    @torch.no_grad()
+    def fetch_into(
+        self,
+        layer: int,
+        units: Sequence[int] | Tensor,
+        out: Tensor,
+        after: Mark | None = None,
+        way: Way | None = None,
+    ) -> Mark:
+        """As `fetch`, without the compute lane waiting: the units are in `out` once the mark that is given has passed.
+
+        after   when `out` may be written
+        """
+        self._open()
+        self._check_out(out, len(units))
+        way = self._default if way is None else way
+        check_way(way)
+        if isinstance(units, Tensor):
+            here = units.device.type == self.device.type and (self.device.type == "cuda" or way == "gather")
+            if here and way in ("auto", "gather") and self._slabs.in_memory and not self._slabs.files:
+                return self._fetch_indexed(layer, units, out, after)
+            units = units.tolist()
+        wanted = [int(unit) for unit in units]
+        return self._wire.read(self._held(layer, wanted), out, way, after)
+
+    def slots(self, count: int = 2, units: int = 0) -> Slots:
+        """`count` buffers on the device for double buffering, with room for `units` units to begin with."""
+        return Slots(self, self._lanes, count, units)
+
+    def buffer(self, units: int) -> Tensor:
+        """[2, G, n * P, D] on the device, room for `units` units, to be written in any mode."""
+        with torch.inference_mode(False):
+            shape = 2, self.shape.groups, units * self.shape.tokens, self.shape.size
+            return torch.empty(shape, dtype=self.shape.dtype, device=self.device)
+
+    def reserve(self, units: int) -> list[int]:
+        """Make sure that `units` more units fit in every layer, before any is stored; gives what `put` gives.
+
+        Raises `StoreError` when they do not fit, so that a chunk of a stream can be refused before it is computed.
+        """
+        self._open()
+        # Blocks may be left half empty by each layer's owner; crowding uses them, so that the count of free slots decides.
+        gone: list[int] = []
+        while self._allotment.free < units * self.shape.layers:
+            if self._grow():
+                continue
+            self._check_capacity(units)
+            if not self._forget_oldest(gone, keep=()):
+                raise self._full()
+        return gone
+
+    def drop(self, units: Iterable[int], layer: int | None = None) -> None:
+        """Forget `units`, of one layer or of all; those that are not held are passed over."""
+        self._open()
+        wanted = list(units)
+        # What is under way to or from a slot is on the wire's lane, as what is written there next will be.
+        for one in range(self.shape.layers) if layer is None else (layer,):
+            self._allotment.give(self._table.unset(one, wanted))
+
+    def regroup(self, layer: int, units: Sequence[int], group: int) -> bool:
+        """Move `units` of a layer to where `group` lies, on the host; False, and all stays, when there is no room for it."""
+        self._open()
+        old = self._held(layer, units)
+        new = self._allotment.take((layer, group), len(units))
+        if new is None:
+            return False
+        self._wire.settle()
+        for a, b in zip(old, new, strict=True):
+            self._slabs.entry(b, b + 1).copy_(self._slabs.entry(a, a + 1))
+        self._allotment.give(old)
+        self._table.set(layer, units, new, group)
+        return True
+
+    def units(self, layer: int) -> list[int]:
+        """The units that a layer holds, ascending."""
+        return self._table.units(layer)
+
+    def group_of(self, layer: int, unit: int) -> int | None:
+        """The group a unit of a layer was stored with, if any."""
+        return self._table.group_of(layer, unit)
+
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        return self._table.nbytes()
+
+    def host_bytes(self) -> int:
+        """Bytes of host memory taken."""
+        return self._slabs.memory_bytes()
+
+    def entry(self, layer: int, unit: int) -> Tensor:
+        """[1, 2, G, P, D]: a unit where it lies on the host; read it after `settle`, and before it goes."""
+        (slot,) = self._held(layer, [unit])
+        return self._slabs.entry(slot, slot + 1)
+
+    def settle(self) -> None:
+        """Wait until all transfers have ended."""
+        self._open()
+        self._wire.settle()
+
+    def counters(self) -> dict[str, float]:
+        """Figures since the store was opened; waits for transfers under way.
+
+        puts, fetches    calls
+        copies_out, copies_in  runs of units that crossed the wire by one copy; a gather counts as one
+        gathers          launches among `copies_in`
+        bytes_out, bytes_in, seconds_out, seconds_in  what crossed, and how long the wire was busy
+        disk_in          units that came from files
+        units            units held, summed over the layers
+        dropped          units forgotten to make room
+        host_bytes, disk_bytes, index_bytes  memory taken on the host, in files, and on the device
+        """
+        return {
+            **self._wire.counts,
+            **self._wire.times(),
+            "units": float(sum(len(self._table.units(layer)) for layer in range(self.shape.layers))),
+            "dropped": float(self._dropped),
+            "host_bytes": float(self._slabs.memory_bytes()),
+            "disk_bytes": float(self._slabs.disk_bytes()),
+            "index_bytes": float(self.nbytes()),
+        }
+
+    def clear(self) -> None:
+        """Forget all units; the memory stays, for the next ones."""
+        for layer in range(self.shape.layers):
+            self.drop(self._table.units(layer), layer)
+
+    def save(self, folder: str | Path) -> None:
+        """Write all units to `folder`; see `mmaccel.policies.kv.store.saved`."""
+        self._open()
+        self._wire.settle()
+        saved.save(self, Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Hold what was saved to `folder` and nothing else; when it cannot be read, `StoreError`, and all stays as it is."""
+        self._open()
+        shape = self.shape
+        fresh = HostStore(
+            layers=shape.layers, groups=shape.groups, tokens=shape.tokens, size=shape.size, dtype=shape.dtype,
+            device=self.device, lanes=self._lanes, **self._options,  # type: ignore[arg-type]
+        )  # fmt: skip
+        try:
+            saved.load(fresh, Path(folder))
+        except BaseException:
+            fresh.close()
+            raise
+        self._wire.settle()
+        fresh._wire.settle()
+        fresh._wire.counts, fresh._wire.seconds = self._wire.counts, self._wire.times()
+        fresh._dropped = self._dropped
+        self._slabs.close()
+        self.__dict__.update(fresh.__dict__)
+
+    def close(self) -> None:
+        """Give back all memory and remove all files; a closed store serves nothing."""
+        if not self._closed:
+            self._wire.settle()
+            self._slabs.close()
+            self._wire.forget()
+            self._table = Table(self.shape.layers, self.device)
+            self._closed = True
+
+    def _open(self) -> None:
+        if self._closed:
+            raise StoreError("host store: it is closed; open another.")
+
+    def _shaped(self, name: str, tensor: Tensor, n: int) -> Tensor:
+        """`tensor` [G, n * P, D]; refused when its units are not like those of the store."""
+        found = tensor[0] if tensor.dim() == 4 and tensor.shape[0] == 1 else tensor
+        wanted = self.shape.groups, n * self.shape.tokens, self.shape.size
+        if tuple(found.shape) != wanted or found.dtype != self.shape.dtype:
+            raise StoreError(
+                f"host store: {name} of {n} units is {found.dtype} {list(found.shape)} and should be {self.shape.dtype} "
+                f"{list(wanted)}; all units of a stream have one size."
+            )
+        return found.detach()
+
+    def _check_out(self, out: Tensor, n: int) -> None:
+        shape = 2, self.shape.groups, n * self.shape.tokens, self.shape.size
+        dense = out.dim() == 4 and out.stride(3) == 1 and out.stride(2) == self.shape.size
+        if tuple(out.shape) != shape or out.dtype != self.shape.dtype or not dense:
+            raise StoreError(
+                f"host store: out is {out.dtype} {list(out.shape)} and should be {self.shape.dtype} {list(shape)}, dense in "
+                "its last two dimensions."
+            )
+
+    def _held(self, layer: int, units: Sequence[int]) -> list[int]:
+        """Slots of units that the layer holds, all of them."""
+        slots = self._table.look(layer, units)
+        for unit, slot in zip(units, slots, strict=True):
+            if slot < 0:
+                raise StoreError(
+                    f"host store: layer {layer} does not hold unit {unit}; ask for units that it holds."
+                )
+        return slots
+
+    def _take(self, layer: int, units: list[int], group: int | None) -> tuple[list[int], list[int]]:
+        """Slots for `units`, and the units that had to go for them."""
+        owner, gone = (layer, group), list[int]()
+        while True:
+            slots = self._allotment.take(owner, len(units))
+            if slots is not None:
+                return slots, gone
+            full: StoreError | None = None
+            try:
+                if self._grow():
+                    continue
+            except StoreError as error:
+                full = error
+            slots = self._allotment.take(owner, len(units), crowd=True)
+            if slots is not None:
+                return slots, gone
+            if full is not None:
+                raise full
+            self._check_capacity(len(units))
+            if not self._forget_oldest(gone, keep=units):
+                raise self._full()
+
+    def _check_capacity(self, units: int) -> None:
+        """Raise before anything is forgotten for a chunk that would not fit into an empty store."""
+        if self._allotment.size < units * self.shape.layers:
+            raise self._full()
+
+    def _grow(self) -> bool:
+        if not self._slabs.grow():
+            return False
+        self._allotment.grow(self._slabs.per)
+        self._wire.forget()
+        return True
+
+    def _forget_oldest(self, gone: list[int], keep: Sequence[int]) -> bool:
+        """Drop the unit of the least number from all layers, if the spill says so and there is one."""
+        if self.spill != "drop_oldest":
+            return False
+        oldest = self._table.oldest(keep)
+        if oldest is None:
+            return False
+        self.drop([oldest])
+        gone.append(oldest)
+        self._dropped += 1
+        return True
+
+    def _full(self) -> StoreError:
+        held = self._table.held()
+        return StoreError(f"host store: full with {held} frames or units held: {self._slabs.why_full()}.")
+
+    def _fetch_indexed(self, layer: int, units: Tensor, out: Tensor, after: Mark | None) -> Mark:
+        compute = self._lanes.compute
+        row = self._table.row(layer)
+        slot = torch.empty(len(units), dtype=torch.long, device=self.device)
+
+        def look() -> None:
+            if not row.shape[0]:
+                slot.fill_(-1)
+                return
+            known = (units >= 0) & (units < row.shape[0])
+            slot.copy_(torch.where(known, row[units.clamp(0, row.shape[0] - 1)], -1))
+
+        compute.run(look)
+        chosen = compute.mark()
+        if after is not None:
+            self._lanes.wire.wait(after)
+        return self._wire.read_indexed(slot, out, chosen)

@@ -1,0 +1,105 @@
+"""What a store holds, in a folder: safetensors files of bounded size, and a JSON file that tells what is in them.
+
+Everything is checked before any of it is believed: version, shape, sizes, and a checksum of every piece.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mmaccel.core.errors import StoreError
+
+if TYPE_CHECKING:
+    from mmaccel.policies.kv.store.host import HostStore
+
+VERSION = 1
+INDEX = "store.json"
+FILE_BYTES = 256 * 2**20
+
+
+def save(store: HostStore, folder: Path) -> None:
+    """Write the units of `store` to `folder`; raises `StoreError` where that cannot be done."""
+    pieces: list[dict[str, Any]] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, piece in enumerate(_pieces(store)):
+            layer, units = piece
+            name = f"store-{number:05d}.safetensors"
+            kept = torch.cat([store.entry(layer, unit) for unit in units])
+            save_file({"units": kept}, folder / name)
+            groups = [store.group_of(layer, unit) for unit in units]
+            told = {"file": name, "layer": layer, "units": units, "groups": groups, "crc": _crc(kept)}
+            pieces.append(told)
+        index = {"version": VERSION, "shape": _shape(store), "pieces": pieces}
+        (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    except OSError as error:
+        raise StoreError(
+            f"host store: cannot write to {folder} ({error.strerror}); give another folder."
+        ) from error
+
+
+def load(store: HostStore, folder: Path) -> None:
+    """Put what `save` wrote into `store`, which is empty; raises `StoreError` for anything that is not as it was written."""
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        if index["version"] != VERSION:
+            raise StoreError(
+                f"host store: {folder} is of version {index['version']} and this is version {VERSION}; save it again."
+            )
+        if index["shape"] != _shape(store):
+            raise StoreError(
+                f"host store: {folder} holds units of {index['shape']} and the store is for {_shape(store)}; load it with "
+                "the model and frame size it was saved with."
+            )
+        for piece in index["pieces"]:
+            kept = _read(store, folder / piece["file"], piece)
+            for unit, group, one in zip(piece["units"], piece["groups"], kept, strict=True):
+                key, value = one.to(store.device)
+                store.put(piece["layer"], [unit], key, value, group)
+    except (OSError, KeyError, TypeError, ValueError, IndexError, SafetensorError) as error:
+        raise StoreError(
+            f"host store: {folder} is damaged or incomplete ({error}); save it again."
+        ) from error
+
+
+def _pieces(store: HostStore) -> Iterator[tuple[int, list[int]]]:
+    most = max(1, FILE_BYTES // store.shape.nbytes)
+    for layer in range(store.shape.layers):
+        units = store.units(layer)
+        yield from ((layer, units[i : i + most]) for i in range(0, len(units), most))
+
+
+def _read(store: HostStore, path: Path, piece: dict[str, Any]) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        kept: Tensor = file.get_tensor("units")
+    wanted = len(piece["units"]), *store.shape.unit
+    if tuple(kept.shape) != wanted or kept.dtype != store.shape.dtype:
+        raise ValueError(f"{path.name} holds {kept.dtype} {list(kept.shape)}")
+    if _crc(kept) != piece["crc"]:
+        raise ValueError(f"{path.name} is not what was written")
+    return kept
+
+
+def _shape(store: HostStore) -> dict[str, Any]:
+    shape = store.shape
+    return {
+        "layers": shape.layers,
+        "groups": shape.groups,
+        "tokens": shape.tokens,
+        "size": shape.size,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+    }
+
+
+def _crc(kept: Tensor) -> int:
+    raw: Any = kept.contiguous().view(-1).view(torch.uint8).numpy()
+    return zlib.crc32(raw)

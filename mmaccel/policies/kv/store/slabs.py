@@ -1,0 +1,185 @@
+"""Large pieces of host memory, pinned where a device reads them, and files mapped into memory when it has run out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import StoreError
+from mmaccel.policies.kv.store import room
+
+SLAB_BYTES = 256 * 2**20
+"""A power of two, for the allocator of pinned memory rounds up to one. Thousands of small pinned pieces would also run into
+the system's limit of maps."""
+
+LEAST = 64
+"""Slots of a slab at least, where files are made of them."""
+
+SPARE = 1 / 16
+"""The share of the host's memory that is left to everything else."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a unit is: layers, kv heads G, tokens P, head size D, and the type of its numbers."""
+
+    layers: int
+    groups: int
+    tokens: int
+    size: int
+    dtype: torch.dtype
+
+    @property
+    def unit(self) -> tuple[int, int, int, int]:
+        """Keys and values of one unit in one layer: [2, G, P, D]."""
+        return 2, self.groups, self.tokens, self.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one unit in one layer."""
+        return 2 * self.groups * self.tokens * self.size * self.dtype.itemsize
+
+
+class Slabs:
+    """Slabs of `per` slots of one unit and layer each; slot s is entry ``s % per`` of slab ``s // per``.
+
+    Memory is taken slab by slab up to `cap` bytes, and never the last `SPARE` of what the host has; files after that, with
+    `disk`, each of its full length from the start, so that a disk that fills up later harms nothing that was stored.
+    """
+
+    def __init__(
+        self, shape: Shape, pinned: bool, slab_bytes: int, cap: int | None, disk: bool, folder: Path | None
+    ) -> None:
+        self._shape, self._pinned, self._cap, self._disk = shape, pinned, cap, disk
+        self._wanted_folder, self.folder = folder, None if folder is None else Path(folder)
+        # Files take slabs of the same size, and should be few.
+        least = min(slab_bytes, LEAST * shape.nbytes) if disk else shape.nbytes
+        self._bytes = slab_bytes if cap is None else _fitting(slab_bytes, cap, least)
+        self.per = max(1, self._bytes // shape.nbytes)
+        self.slabs: list[Tensor] = []
+        self.files: list[Path] = []
+        self.in_memory = 0
+        self._remove = weakref.finalize(self, _remove, self.files, [])
+
+    def align(self, block: int) -> int:
+        """The largest block of at most `block` slots that slabs are made of; slots beyond the last whole one go unused."""
+        block = min(block, self.per)
+        self.per -= self.per % block
+        return block
+
+    def grow(self) -> bool:
+        """One slab more; False when memory is used up and there is no disk. Raises `StoreError` when the disk is full."""
+        if not self.files and self._room():
+            made = self._memory()
+            if made is not None:
+                self.slabs.append(made)
+                self.in_memory += 1
+                return True
+        if not self._disk:
+            return False
+        self.slabs.append(self._file())
+        return True
+
+    def on_disk(self, slot: int) -> bool:
+        """Whether a slot is in a file."""
+        return slot // self.per >= self.in_memory
+
+    def entry(self, start: int, end: int) -> Tensor:
+        """[end - start, 2, G, P, D], the slots of one slab."""
+        slab, first = divmod(start, self.per)
+        return self.slabs[slab][first : first + end - start]
+
+    def memory_bytes(self) -> int:
+        return self.in_memory * self._bytes
+
+    def disk_bytes(self) -> int:
+        return len(self.files) * self._bytes
+
+    def close(self) -> None:
+        """Let go of the memory, and remove the files."""
+        self.slabs.clear()
+        self.in_memory = 0
+        # PyTorch keeps pinned memory that was let go of, where it can tell it not to.
+        empty = getattr(torch.accelerator, "empty_host_cache", None)
+        if self._pinned and empty is not None:
+            empty()
+        self._remove()
+
+    def why_full(self) -> str:
+        """What stands in the way of another slab, and the mend."""
+        mend = "spill to disk (spill='disk'), drop frames (spill='drop_oldest')"
+        if self._cap is not None and self.memory_bytes() + self._bytes > self._cap:
+            return f"its cap of {self._cap} bytes is reached; raise cap, {mend}"
+        return f"the host has {room.available()} bytes left; {mend}, or free memory"
+
+    def _room(self) -> bool:
+        if self._cap is not None and self.memory_bytes() + self._bytes > self._cap:
+            return False
+        return room.available() - self._bytes >= SPARE * room.total()
+
+    def _memory(self) -> Tensor | None:
+        try:
+            # Written in any mode later, so not born in inference mode.
+            with torch.inference_mode(False):
+                raw = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        except (RuntimeError, MemoryError):
+            return None
+        return self._cut(raw)
+
+    def _file(self) -> Tensor:
+        if self.folder is None:
+            self.folder = Path(tempfile.mkdtemp(prefix="mmaccel-"))
+            self._remove.detach()
+            self._remove = weakref.finalize(self, _remove, self.files, [self.folder])
+        path = self.folder / f"slab-{os.getpid()}-{id(self):x}-{len(self.files):05d}.bin"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _occupy(path, self._bytes)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise StoreError(
+                f"host store: {self._bytes} more bytes do not fit on the disk under {self.folder} ({error.strerror}); "
+                "free room there, name another folder, or raise cap."
+            ) from error
+        with torch.inference_mode(False):
+            raw = torch.from_file(str(path), shared=True, size=self._bytes, dtype=torch.uint8)
+        self.files.append(path)
+        return self._cut(raw)
+
+    @torch.inference_mode(False)
+    def _cut(self, raw: Tensor) -> Tensor:
+        used = raw[: self.per * self._shape.nbytes]
+        return used.view(self._shape.dtype).view(self.per, *self._shape.unit)
+
+
+def _fitting(slab_bytes: int, cap: int, least: int) -> int:
+    """A slab of at most `slab_bytes`, halved until whole slabs use seven eighths of the cap or more."""
+    while slab_bytes // 2 >= least and (slab_bytes > cap or cap % slab_bytes > cap // 8):
+        slab_bytes //= 2
+    return slab_bytes
+
+
+def _occupy(path: Path, nbytes: int) -> None:
+    """A file of `nbytes` bytes whose room on the disk is taken: a map of a file with holes could fail at any write."""
+    with path.open("xb") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return
+        left, zeros = nbytes, bytes(2**20)
+        while left:
+            left -= file.write(zeros[:left])
+
+
+def _remove(files: list[Path], folders: list[Path]) -> None:
+    for path in files:
+        path.unlink(missing_ok=True)
+    files.clear()
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,216 @@
+"""Across the wire: units written to the host, and read back in one of several ways, each counted and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from mmaccel.backends import ops
+from mmaccel.core.errors import RecipeError
+from mmaccel.policies.kv.store.allot import runs
+from mmaccel.policies.kv.store.cost import Cost, Way, measured
+from mmaccel.policies.kv.store.lanes import Lanes, Mark
+from mmaccel.policies.kv.store.slabs import Shape, Slabs
+
+PENDING = 512
+"""Timed transfers that may await being read; then the oldest are waited for, so that events do not pile up."""
+
+
+class Wire:
+    """What moves units between slots on the host and tensors on the device; all of it on the lane of the wire.
+
+    `copies` counts every copy of a run of slots, in or out, and a gather as one.
+    """
+
+    def __init__(self, shape: Shape, slabs: Slabs, lanes: Lanes, device: torch.device) -> None:
+        self._shape, self._slabs, self._lanes, self._device = shape, slabs, lanes, device
+        self._base: Tensor | None = None
+        self._cost: Cost | None = None
+        self._timed: list[tuple[str, Mark, Mark]] = []
+        self.counts = dict.fromkeys(
+            ("puts", "copies_out", "bytes_out", "fetches", "copies_in", "bytes_in", "gathers", "disk_in"), 0.0
+        )
+        self.seconds = {"seconds_in": 0.0, "seconds_out": 0.0}
+
+    def write(self, slots: Sequence[int], packed: Tensor) -> None:
+        """Units `packed` [n, 2, G, P, D], made on the compute lane, into `slots`."""
+        wire = self._lanes.wire
+        wire.wait(self._lanes.compute.mark())
+        wire.uses(packed)
+        began = wire.mark(timed=True)
+        order = sorted(range(len(slots)), key=slots.__getitem__)
+        found = runs([slots[i] for i in order], self._slabs.per)
+        for begin, end in found:
+            entry = self._slabs.entry(slots[order[begin]], slots[order[begin]] + end - begin)
+            wire.run(partial(_store, entry, packed, order[begin:end]))
+        self._note("seconds_out", began, wire.mark(timed=True))
+        self._count(puts=1, copies_out=len(found), bytes_out=len(slots) * self._shape.nbytes)
+
+    def read(self, slots: list[int], out: Tensor, way: Way, after: Mark | None) -> Mark:
+        """Units at `slots` into `out` [2, G, n * P, D], once `after` has passed; the mark after which they are there."""
+        wire = self._lanes.wire
+        if after is not None:
+            wire.wait(after)
+        began = wire.mark(timed=True)
+        disk = [i for i, slot in enumerate(slots) if self._slabs.on_disk(slot)]
+        memory = [i for i, slot in enumerate(slots) if not self._slabs.on_disk(slot)] if disk else None
+        if disk:
+            self._copies([slots[i] for i in disk], out, disk)
+            self._count(disk_in=len(disk))
+        here = slots if memory is None else [slots[i] for i in memory]
+        if here:
+            way = self.way(here) if way == "auto" else way
+            if way == "gather":
+                self._gather(here, out, memory)
+            elif way == "pieces":
+                self._pieces(here, out, memory)
+            else:
+                self._copies(here, out, memory)
+        ready = wire.mark(timed=True)
+        self._note("seconds_in", began, ready)
+        self._count(fetches=1, bytes_in=len(slots) * self._shape.nbytes)
+        return ready
+
+    def read_indexed(self, slot: Tensor, out: Tensor, after: Mark) -> Mark:
+        """As `read`, by slots [n] on the device, which `after` is the mark of; one gather. -1 gives zeros."""
+        wire = self._lanes.wire
+        wire.wait(after)
+        wire.uses(slot)
+        began = wire.mark(timed=True)
+        self._gather(slot, out, None)
+        ready = wire.mark(timed=True)
+        self._note("seconds_in", began, ready)
+        self._count(fetches=1, bytes_in=slot.shape[0] * self._shape.nbytes)
+        return ready
+
+    def way(self, slots: list[int]) -> Way:
+        """The cheaper way for `slots`, from what both cost on this device."""
+        if self._device.type != "cuda" or not self._slabs.in_memory:
+            return "copies"
+        if self._cost is None:
+            self._cost = measured(self._device, self._shape, self._slabs.entry(0, self._slabs.per))
+        pieces = len(runs(sorted(slots), self._slabs.per))
+        return self._cost.way(pieces, len(slots) * self._shape.nbytes)
+
+    def settle(self) -> None:
+        """Wait for all that is under way."""
+        self._lanes.wire.sync()
+
+    def times(self) -> dict[str, float]:
+        """Seconds the wire was busy, in and out; waits for what is under way."""
+        self._settle_times(0)
+        return dict(self.seconds)
+
+    def forget(self) -> None:
+        """Slabs have come or gone."""
+        self._base = None
+
+    def _copies(self, slots: list[int], out: Tensor, place: list[int] | None) -> None:
+        """Ascending runs of slots into a piece of device memory, few and large; from there to their places in `out`."""
+        order = sorted(range(len(slots)), key=slots.__getitem__)
+        ascending = [slots[i] for i in order]
+        found = runs(ascending, self._slabs.per)
+        target = order if place is None else [place[i] for i in order]
+        entries = [self._slabs.entry(ascending[b], ascending[b] + e - b) for b, e in found]
+
+        def work() -> None:
+            staged = out.new_empty(len(slots), *self._shape.unit)
+            for (begin, end), entry in zip(found, entries, strict=True):
+                _copy(staged[begin:end], entry)
+            units = staged.permute(1, 2, 0, 3, 4)
+            view = in_units(out, self._shape.tokens)
+            if target == list(range(view.shape[2])):
+                view.copy_(units)
+            else:
+                view.index_copy_(2, on_device(target, out.device), units)
+
+        self._lanes.wire.run(work)
+        self._count(copies_in=len(found))
+
+    def _pieces(self, slots: list[int], out: Tensor, place: list[int] | None) -> None:
+        """Keys and values of every unit by a copy of their own, as ReKV moves them."""
+        entries = [self._slabs.entry(slot, slot + 1)[0] for slot in slots]
+        target = range(len(slots)) if place is None else place
+
+        def work() -> None:
+            view = in_units(out, self._shape.tokens)
+            for at, entry in zip(target, entries, strict=True):
+                for side in (0, 1):
+                    _copy(view[side, :, at], entry[side])
+
+        self._lanes.wire.run(work)
+        self._count(copies_in=2 * len(slots))
+
+    def _gather(self, slot: list[int] | Tensor, out: Tensor, place: list[int] | None) -> None:
+        slabs = self._slabs.slabs[: self._slabs.in_memory]
+        if self._base is None:
+            first = slabs[0].data_ptr()
+            self._base = torch.tensor([s.data_ptr() - first for s in slabs], device=self._device)
+        base = self._base
+        self._lanes.wire.uses(base)
+
+        def work() -> None:
+            wanted = slot if isinstance(slot, Tensor) else on_device(slot, self._device)
+            if place is None:
+                ops.gather_units(out, slabs, base, wanted)
+                return
+            # A gather writes the whole of what it is given, and units from elsewhere lie in between.
+            part = out.new_empty(*out.shape[:2], len(place) * self._shape.tokens, out.shape[3])
+            ops.gather_units(part, slabs, base, wanted)
+            view = in_units(out, self._shape.tokens)
+            units = in_units(part, self._shape.tokens)
+            view.index_copy_(2, on_device(place, self._device), units)
+
+        self._lanes.wire.run(work)
+        self._count(copies_in=1, gathers=1)
+
+    def _count(self, **more: float) -> None:
+        for name, by in more.items():
+            self.counts[name] += by
+
+    def _note(self, kind: str, began: Mark, ended: Mark) -> None:
+        self._timed.append((kind, began, ended))
+        if len(self._timed) > PENDING:
+            self._settle_times(PENDING // 2)
+
+    def _settle_times(self, keep: int) -> None:
+        """Read all but the last `keep` timed transfers."""
+        cut = max(0, len(self._timed) - keep)
+        for kind, began, ended in self._timed[:cut]:
+            ended.sync()
+            self.seconds[kind] += began.seconds(ended)
+        del self._timed[:cut]
+
+
+def check_way(way: str) -> None:
+    """Raise `RecipeError` unless `way` is one."""
+    if way not in get_args(Way):
+        raise RecipeError(f"host store: way is {way!r}; give one of {', '.join(get_args(Way))}.")
+
+
+def in_units(tensor: Tensor, tokens: int) -> Tensor:
+    """A view [..., n, P, D] of `tensor` [..., n * P, D]."""
+    return tensor.view(*tensor.shape[:-2], -1, tokens, tensor.shape[-1])
+
+
+def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
+    """Long numbers of the host on `device`, without waiting for what it computes."""
+    here = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+
+
+def _store(entry: Tensor, packed: Tensor, order: list[int]) -> None:
+    """Units `order` of `packed` into a run of slots."""
+    first = order[0]
+    if order == list(range(first, first + len(order))):
+        _copy(entry, packed[first : first + len(order)])
+    else:
+        _copy(entry, packed.index_select(0, on_device(order, packed.device)))
+
+
+def _copy(to: Tensor, source: Tensor) -> None:
+    to.copy_(source, non_blocking=True)

@@ -1,0 +1,172 @@
+"""StreamMem: a memory of fixed size, kept by what the words of a prompt's own template attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.kv import KVView, Piece, Stream, StreamPolicy, StreamState
+from mmaccel.core.registry import register
+from mmaccel.policies.kv._tokens import Held, TokenMemory, attended
+
+
+@register("kv", "streammem")
+@dataclass(frozen=True, kw_only=True)
+class StreamMem(StreamPolicy):
+    """Keep the tokens that the words between a question and its answer attend to, and one prototype of each frame.
+
+    After Yang et al., "StreamMem" (2508.15717). Frames that look like the one before are merged with it. After each clip of
+    8 frames the template's words stand in for a question yet unknown (pieces of kind "proxy"); when a layer holds more than
+    the budget, the tokens that they attend to most stay, of the old memory and the new clip alike, and every new frame
+    leaves the mean of its keys and of its values, weighted by that attention, at its middle. A question sees all that is
+    held. Exact, with ``similar = None``, as long as the stream fits the budget.
+
+    Where the paper leaves room: attention is averaged over the template's words and all heads; prototypes are part of the
+    budget, and compete like other tokens from the next clip on. The paper stretches positions by YaRN; here tokens move
+    together instead once original positions pass the model's limit.
+
+    frames      kept, in tokens of each layer: 64 are 12 544 of LLaVA-OneVision (the paper: 6 000, 12 000 or 24 000)
+    similar     cosine of the features of frames, one after the other, from which on they are merged; None: never. Frames
+                are merged within what is watched together
+    prototypes  whether frames leave them
+    positions   where kept tokens stand: "original" as long as the model's limit allows, then compact; or "compact" always
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"proxy"})
+    clip: ClassVar[int | None] = 8
+
+    frames: int = 64
+    similar: float | None = 0.95
+    prototypes: bool = True
+    positions: Literal["original", "compact"] = "original"
+
+    def __post_init__(self) -> None:
+        if self.frames < 1:
+            raise RecipeError(f"{self.name}: frames is {self.frames}; give at least 1.")
+        if self.similar is not None and not -1 <= self.similar <= 1:
+            raise RecipeError(f"{self.name}: similar is {self.similar}; give -1 to 1, or null.")
+        if self.positions not in ("original", "compact"):
+            raise RecipeError(f"{self.name}: positions is {self.positions!r}; give 'original' or 'compact'.")
+
+    def stream(
+        self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
+    ) -> StreamState:
+        return ProxyMemory(self, stream, geometry, model, device)
+
+
+class ProxyMemory(TokenMemory):
+    """Tokens of all time, chosen anew when the first proxy after the end of a clip has looked at them."""
+
+    def __init__(
+        self, policy: StreamMem, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
+    ) -> None:
+        clip = stream.units(StreamMem.clip or 1)
+        super().__init__(
+            stream, geometry, model, device, frames=policy.frames, clip=clip, positions=policy.positions
+        )
+        self.policy = policy
+        self._scores: list[Tensor | None] = [None] * geometry.layers
+        # Units at the last choice, and the first unit that has lost no token yet.
+        self._chosen = self._whole = 0
+        self._merged = self._left = 0.0
+        self._blank = self.checkpoint()
+
+    def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
+        if self.policy.similar is None or features.shape[0] < 2:
+            return super().merge(features)
+        flat = features.flatten(1).float()
+        near = torch.cosine_similarity(flat[1:], flat[:-1], dim=1) > self.policy.similar
+        counts = [1]
+        for same in near.tolist():
+            if same:
+                counts[-1] += 1
+            else:
+                counts.append(1)
+        self._merged += features.shape[0] - len(counts)
+        means = [part.float().mean(0) for part in torch.split(features, counts)]
+        return torch.stack(means).to(features.dtype), counts
+
+    def leave(self) -> None:
+        piece = self._piece
+        super().leave()
+        if piece is None or piece.kind != "proxy":
+            return
+        if self._count // self.clip > self._chosen // self.clip:
+            # Every layer holds the same number.
+            chosen = [self._choose(layer) for layer in range(self.geometry.layers)]
+            self._chosen = self._count
+            self._whole = self._count if all(chosen) else self._whole
+        self._scores = [None] * len(self._scores)
+
+    def _answer(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
+        view = super()._answer(layer, query, piece, key, value)
+        held = self._held[layer]
+        if piece.kind == "proxy" and held is not None:
+            assert view.query is not None
+            head = self.stream.head
+            self._scores[layer] = attended(view.query, view.key)[head : head + held.column.shape[0]]
+        return view
+
+    def _choose(self, layer: int) -> bool:
+        """Cut a layer down to the budget; False when it holds no more than that."""
+        held, score = self._held[layer], self._scores[layer]
+        if held is None or score is None or held.column.shape[0] <= self.budget:
+            return False
+        made = self._prototypes(held, score) if self.policy.prototypes else None
+        count = 0 if made is None else made.column.shape[0]
+        best = torch.sort(score, descending=True, stable=True).indices
+        self._keep(layer, best[: self.budget - count])
+        if made is not None:
+            kept = self._held[layer]
+            assert kept is not None
+            whole = kept.and_then(made)
+            self._held[layer] = whole.take(torch.sort(whole.column, stable=True).indices)
+            self._left += count / self.geometry.layers
+        return True
+
+    def _prototypes(self, held: Held, score: Tensor) -> Held:
+        """One token of each unit that has lost none yet: the last ones held."""
+        P = self.stream.unit
+        count = min(self._count - self._whole, self.budget)
+        weight = score[-count * P :].view(count, P)
+        weight = (weight / weight.sum(1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny))[..., None]
+        sides = []
+        for side in (held.key, held.value):
+            last = side[:, :, -count * P :].reshape(*side.shape[:2], count, P, side.shape[3]).float()
+            sides.append((last * weight).sum(3).to(side.dtype))
+        units = torch.arange(self._count - count, self._count, device=held.column.device)
+        return Held(sides[0], sides[1], units * P + P // 2)
+
+    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int, Tensor | None]:
+        return None, self._count, None
+
+    def checkpoint(self) -> Any:
+        return super().checkpoint(), self._chosen, self._whole, self._merged, self._left
+
+    def restore(self, mark: Any) -> None:
+        tokens, self._chosen, self._whole, self._merged, self._left = mark
+        self._scores = [None] * len(self._scores)
+        super().restore(tokens)
+
+    def counters(self) -> dict[str, float]:
+        return {**super().counters(), "merged": self._merged, "prototypes": self._left}
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "chosen": self._chosen,
+            "whole": self._whole,
+            "merged": self._merged,
+            "prototypes": self._left,
+        }
+
+    def _told(self) -> dict[str, type]:
+        return {"chosen": int, "whole": int, "merged": float, "prototypes": float}
+
+    def _recount(self, facts: dict[str, Any]) -> None:
+        self._chosen, self._whole = facts["chosen"], facts["whole"]
+        self._merged, self._left = facts["merged"], facts["prototypes"]

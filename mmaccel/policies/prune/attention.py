@@ -1,0 +1,75 @@
+"""SpecVLM's pruning: what the target's question attends to, and an even spread of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prune import (
+    Stage,
+    TokenPruner,
+    candidates,
+    check_share,
+    everything,
+    quota,
+    spread,
+    staying,
+)
+from mmaccel.core.registry import register
+
+
+@register("prune", "attention")
+@dataclass(frozen=True, kw_only=True)
+class AttentionPrune(TokenPruner):
+    """Keep what the target's question attends to, then fill up evenly.
+
+    A token's score is the attention it gets from the text after the video, a mean over the question's tokens, heads and
+    layers. First the tokens of the highest scores are taken until they hold `mass` of the total, at most the quota; the rest
+    of the quota is spread evenly over what is left, in order. After SpecVLM (arXiv 2508.16201); its even spread takes the
+    ends of the video first, ours the middles of equal stretches, and LLaVA's newline always stays.
+
+    retention  share of the video tokens that stays, rounded down
+    mass       share of the attention that the first, guided part holds; 1 is the attention alone
+    variation  score by the last layer's attention less the first layer's (ParallelVLM's ablation, Figure 9)
+    """
+
+    seat: ClassVar = "draft"
+    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+
+    retention: float = 0.1
+    mass: float = 0.4
+    variation: bool = False
+
+    def __post_init__(self) -> None:
+        check_share(self.name, "retention", self.retention)
+        check_share(self.name, "mass", self.mass)
+
+    def stages(self, depth: int) -> tuple[Stage, ...]:
+        if self.variation:
+            return (Stage(depth, attention=((0,), (depth - 1,)), share=self.retention),)
+        return (Stage(depth, attention=(tuple(range(depth)),), share=self.retention),)
+
+    def keep(
+        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
+    ) -> Tensor:
+        at = candidates(layout)
+        count = min(quota(stage.share, total if total is not None else at.numel()), at.numel())
+        if count == at.numel():
+            return everything(layout)
+        groups = signals["attention"].float().mean(1)[:, at]
+        score = groups[1] - groups[0] if self.variation else groups[0]
+        ranked = score.sort(descending=True, stable=True)
+        # With variation scores may be negative, and have no mass to speak of.
+        held = ranked.values.clamp(min=0).double().cumsum(0)
+        guided = min(int((held < self.mass * held[-1]).sum()) + 1, count) if self.mass < 1 else count
+        taken = ranked.indices[:guided]
+        left = torch.ones(at.numel(), dtype=torch.bool, device=at.device)
+        left[taken] = False
+        rest = at[left]
+        even = rest[spread(count - guided, rest.numel(), at.device)]
+        return staying(layout, torch.cat([at[taken], even]))

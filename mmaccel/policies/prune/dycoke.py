@@ -1,0 +1,89 @@
+"""DyCoke: frames that repeat the frame before them are thinned; a decoded token looks at what it attended to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prune import Stage, TokenPruner, best, check_share, everything, frames, quota, staying
+from mmaccel.core.registry import register
+
+
+@register("prune", "dycoke")
+@dataclass(frozen=True, kw_only=True)
+class DyCoke(TokenPruner):
+    """Two parts. Before the language model, within each four frames of a video: the second and the fourth frame lose the
+    share `drop` of their tokens that are most like the token of the same cell in the frame before, then the third loses as
+    much against the first. While decoding, layers from `layer` on see the best 1 - `forget` of the cached video tokens, by
+    the attention of the newest token in the layer before, a mean over heads; they are chosen anew when that attention has a
+    cosine below `refresh` with the one before it. What is not seen stays cached and can come back.
+
+    Lossy. After Tao et al. (arXiv 2411.15024). What a frame loses is rounded so that (1 - drop) of it, rounded down, stays;
+    frames at the end that make no four are thinned as far as they go; frames of unlike grids are left alone. In the released
+    code a step that does not choose anew runs unpruned; here the choice stands.
+    """
+
+    seat: ClassVar = "frames"
+    needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
+    lossy: ClassVar[bool] = True
+
+    drop: float = 0.7
+    forget: float = 0.7
+    layer: int = 3
+    refresh: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_share(self.name, "drop", self.drop)
+        check_share(self.name, "forget", self.forget)
+        if self.layer < 1:
+            raise RecipeError(
+                f"dycoke: layer is {self.layer}; give 1 or more, for the layer before it must attend."
+            )
+        if not -1 <= self.refresh <= 1:
+            raise RecipeError(f"dycoke: refresh is {self.refresh}; give a cosine, -1 to 1.")
+
+    def stages(self, depth: int) -> tuple[Stage, ...]:
+        if self.forget and self.layer >= depth:
+            raise RecipeError(f"dycoke: layer {self.layer} of a model of {depth}; give 1 to {depth - 1}.")
+        return (Stage(0, hidden=(0,), share=(1 + 3 * (1 - self.drop)) / 4),)
+
+    def keep(
+        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
+    ) -> Tensor:
+        states = signals["hidden"][0].float()
+        blocks = frames(layout)
+        videos = [int(layout.segment[0, block[0]]) for block in blocks]
+        kept = list(blocks)
+        first = 0
+        for i in range(len(blocks)):
+            if i and videos[i] != videos[i - 1]:
+                first = i
+            back = {0: 0, 1: 1, 2: 2, 3: 1}[(i - first) % 4]
+            if back:
+                kept[i] = self._thinned(states, layout, blocks[i], blocks[i - back])
+        return staying(layout, torch.cat(kept) if kept else everything(layout)[:0])
+
+    def _thinned(self, states: Tensor, layout: TokenLayout, frame: Tensor, before: Tensor) -> Tensor:
+        """The columns of `frame` least like those of the same cells of `before`."""
+        if len(frame) != len(before) or not all(
+            torch.equal(cell[0, frame], cell[0, before]) for cell in (layout.row, layout.column)
+        ):
+            return frame
+        likeness = cosine_similarity(states[frame], states[before], dim=-1)
+        return frame[best(-likeness, quota(1 - self.drop, len(frame)))]
+
+    @property
+    def glance(self) -> int | None:
+        return self.layer - 1 if self.forget else None
+
+    def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
+        if before is not None and float(cosine_similarity(attention, before, dim=0)) >= self.refresh:
+            return None
+        return columns[best(attention, quota(1 - self.forget, columns.numel()))]

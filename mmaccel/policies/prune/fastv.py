@@ -1,0 +1,57 @@
+"""FastV: after the first layers, drop the video tokens that the last word does not look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prune import ScorePruner, Stage
+from mmaccel.core.registry import register
+
+
+@register("prune", "fastv")
+@dataclass(frozen=True, kw_only=True)
+class FastV(ScorePruner):
+    """Before layer `layer` of the target, rank the video tokens by the attention that the last token of the prompt paid them
+    in the layer before, a mean over heads; the best `retention` goes on. Earlier layers keep all.
+
+    Lossy. After Chen et al. (arXiv 2403.06764): K is `layer`, R is 1 - `retention`; kept tokens keep their positions.
+    A share r on average over a depth L needs retention = (r L - layer) / (L - layer): see `averaging`.
+    """
+
+    seat: ClassVar = "layer"
+    needs: ClassVar[frozenset[str]] = frozenset({"attention"})
+    lossy: ClassVar[bool] = True
+
+    retention: float = 0.5
+    layer: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layer < 1:
+            raise RecipeError(
+                f"fastv: layer is {self.layer}; give 1 or more, for a layer before it must rank."
+            )
+
+    @classmethod
+    def averaging(cls, share: float, depth: int, layer: int = 2) -> FastV:
+        """The one that keeps `share` of the video tokens on average over `depth` layers; `RecipeError` when none does."""
+        rest = (share * depth - layer) / (depth - layer)
+        if not 0 <= rest <= 1:
+            raise RecipeError(
+                f"fastv: {layer} whole layers of {depth} hold more than {share:g} on average; give a smaller layer."
+            )
+        return cls(retention=rest, layer=layer)
+
+    def stages(self, depth: int) -> tuple[Stage, ...]:
+        if self.layer >= depth:
+            raise RecipeError(f"fastv: layer {self.layer} of a model of {depth}; give 1 to {depth - 1}.")
+        return (Stage(self.layer, attention=((self.layer - 1,),), share=self.retention),)
+
+    def score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
+        return signals["attention"][0, -1, at]

@@ -1,0 +1,34 @@
+"""Video tokens by lot, the same lot every time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prune import ScorePruner, Stage
+from mmaccel.core.registry import register
+
+
+@register("prune", "random")
+@dataclass(frozen=True, kw_only=True)
+class RandomPrune(ScorePruner):
+    """Keep a random share of the video tokens, drawn without replacement from a generator seeded by `seed`.
+
+    The draw is made on the host, so that every device and process keeps the same. Baseline of ParallelVLM (Figure 7).
+    """
+
+    seat: ClassVar = "draft"
+
+    seed: int = 0
+
+    def stages(self, depth: int) -> tuple[Stage, ...]:
+        return (Stage(0, share=self.retention),)
+
+    def score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
+        lot = torch.randperm(at.numel(), generator=torch.Generator().manual_seed(self.seed))
+        return lot.to(at.device)

@@ -1,0 +1,154 @@
+"""SparseVLM: the words that speak of the picture judge its tokens, and what they drop is recycled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prune import (
+    Kept,
+    Stage,
+    TokenPruner,
+    best,
+    candidates,
+    check_share,
+    everything,
+    others,
+    question,
+    quota,
+    staying,
+)
+from mmaccel.core.registry import register
+
+LAYERS, DEPTH = (2, 6, 15), 32
+
+
+@register("prune", "sparsevlm")
+@dataclass(frozen=True, kw_only=True)
+class SparseVLM(TokenPruner):
+    """Text raters score the video tokens after three layers; the best stay, the better of the rest are merged into a few.
+
+    Raters are chosen once, from the input embeddings: for each video token a softmax of its products with the question's
+    tokens, averaged over the video tokens; a rater is a token above the mean. A video token's score is the attention the
+    raters pay it in the layer just run, a mean over heads and raters. The count left by a stage is a share of the whole
+    prompt's video tokens, rounded down. Of the best `recycle` of the dropped, t tokens, t // 10 + 1
+    cluster centres are found by density peaks over the `neighbours` nearest (states scaled by the root of their size); each
+    cluster becomes the mean of its members and stands where its centre stood, beyond the count.
+
+    Lossy. After Zhang et al. (arXiv 2410.04417), first version; its layers 2, 6 and 15 of 32 and its counts of 300, 200 and
+    110 of 576 tokens are the defaults. Not taken over: the rank test that skips a stage, the noise against equal densities
+    (here the first wins), and numbering anew, which is `compact`.
+
+    layers   the layers after which to cut, from 0; None: 2, 6 and 15 of 32, in proportion to the depth
+    recycle  share of the dropped that is merged instead; 0 drops them all
+    """
+
+    seat: ClassVar = "layer"
+    needs: ClassVar[frozenset[str]] = frozenset({"hidden", "attention"})
+    lossy: ClassVar[bool] = True
+
+    retention: tuple[float, ...] = (300 / 576, 200 / 576, 110 / 576)
+    layers: tuple[int, ...] | None = None
+    recycle: float = 0.3
+    neighbours: int = 5
+
+    def __post_init__(self) -> None:
+        shares = self.retention
+        if not isinstance(shares, list | tuple) or not shares:
+            raise RecipeError(f"sparsevlm: retention is {shares!r}; give a list of shares, one a stage.")
+        for share in shares:
+            check_share(self.name, "retention", share)
+        if list(shares) != sorted(shares, reverse=True):
+            raise RecipeError(f"sparsevlm: retention is {list(shares)}; give shares that do not rise.")
+        object.__setattr__(self, "retention", tuple(shares))
+        if self.layers is None and len(shares) != len(LAYERS):
+            raise RecipeError(
+                f"sparsevlm: retention has {len(shares)} shares; give {len(LAYERS)}, or give layers too."
+            )
+        if self.layers is not None:
+            fits = isinstance(self.layers, list | tuple) and all(
+                type(x) is int and x >= 0 for x in self.layers
+            )
+            if not fits or list(self.layers) != sorted(set(self.layers)) or len(self.layers) != len(shares):
+                raise RecipeError(
+                    f"sparsevlm: layers is {self.layers!r}; give rising layer numbers, one a share of retention."
+                )
+            object.__setattr__(self, "layers", tuple(self.layers))
+        check_share(self.name, "recycle", self.recycle)
+        if self.neighbours < 1:
+            raise RecipeError(f"sparsevlm: neighbours is {self.neighbours}; give 1 or more.")
+
+    def stages(self, depth: int) -> tuple[Stage, ...]:
+        layers = self.layers
+        if layers is None:
+            layers = tuple(round(layer * depth / DEPTH) for layer in LAYERS)
+        if list(layers) != sorted(set(layers)) or layers[-1] + 1 >= depth:
+            raise RecipeError(
+                f"sparsevlm: cuts after layers {list(layers)} of a model of {depth}; give rising layers below {depth - 1}."
+            )
+        return tuple(
+            Stage(layer + 1, hidden=(0, layer + 1), attention=((layer,),), share=share)
+            for layer, share in zip(layers, self.retention, strict=True)
+        )
+
+    def keep(
+        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
+    ) -> Tensor:
+        return self.cut(signals, layout, stage, total).columns
+
+    def cut(
+        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
+    ) -> Kept:
+        at = candidates(layout)
+        count = min(quota(stage.share, total if total is not None else at.numel()), at.numel())
+        if count == at.numel():
+            return Kept(everything(layout))
+        score = self._score(signals, layout, at)
+        top = best(score, count)
+        rest = others(top, at.numel())
+        pool = rest[best(score[rest], quota(self.recycle, rest.numel()))]
+        if not pool.numel():
+            return Kept(staying(layout, at[top]))
+        states = signals["hidden"][-1]
+        chosen, means = _clusters(states[at[pool]], pool.numel() // 10 + 1, self.neighbours)
+        columns = staying(layout, at[torch.cat([top, pool[chosen]])])
+        changed = states.index_copy(0, at[pool[chosen]], means)
+        return Kept(columns, changed[columns])
+
+    def _score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
+        """[m] the attention of the raters."""
+        embeddings, rows = signals["hidden"][0].float(), question(layout)
+        relation = (embeddings[at] @ embeddings[rows].T).softmax(-1).mean(0)
+        raters = relation > relation.mean()
+        judged = signals["attention"][0][:, at].float()
+        return (judged[raters] if bool(raters.any()) else judged).mean(0)
+
+
+def _clusters(states: Tensor, count: int, neighbours: int) -> tuple[Tensor, Tensor]:
+    """Density peaks: the places [count] of the centres among `states` [t, E], and the means [count, E] of their clusters.
+
+    A state's density is exp(-mean squared distance to its nearest `neighbours`, itself counted); its height the distance to
+    the nearest denser one (the largest distance for the densest). Centres have the largest products of both.
+    """
+    x = states.float()
+    apart = torch.cdist(x, x) / x.shape[1] ** 0.5
+    near = apart.topk(min(neighbours, len(x)), dim=1, largest=False).values
+    density = (-(near**2).mean(1)).exp()
+    rank = torch.arange(len(x), device=x.device)
+    denser = (density[None] > density[:, None]) | (
+        (density[None] == density[:, None]) & (rank[None] < rank[:, None])
+    )
+    height = apart.masked_fill(~denser, float("inf")).amin(1)
+    height = torch.where(height.isinf(), apart.max(), height)
+    chosen = best(density * height, count)
+    cluster = apart[:, chosen].argmin(1)
+    cluster[chosen] = torch.arange(count, device=x.device)
+    sums = torch.zeros(count, x.shape[1], device=x.device).index_add_(0, cluster, x)
+    means = sums / torch.bincount(cluster, minlength=count)[:, None]
+    return chosen, means.to(states.dtype)

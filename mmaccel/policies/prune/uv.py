@@ -1,0 +1,81 @@
+"""UV-Prune: what the target came to find related to the question, whatever its place in the video."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prune import ScorePruner, Stage, question
+from mmaccel.core.registry import register
+
+
+@register("prune", "uv")
+@dataclass(frozen=True, kw_only=True)
+class UVPrune(ScorePruner):
+    """Unbiased verifier-guided pruning: keep the video tokens whose likeness to the question grew most up to `layer`.
+
+    The likeness S of a video token and the question is the sum of the cosines between its state and the states of the
+    question's tokens; the question is the text after the video. The sum over layers of Eq. 3 telescopes to S^L - S^base, so
+    two layers are read, and no attention scores: it works with every attention kernel. After ParallelVLM (arXiv 2603.19610,
+    §4.1), which leaves S^0 open; here it is the input embeddings.
+
+    retention  share of the video tokens that stays, 1 - alpha of the paper
+    layer      L; None: min(20, three tenths of the target's depth, rounded up)
+    base       the layer whose likeness is taken away: 0 the embeddings, 1 the first layer's output
+    variation  False scores by S^L alone (the paper's ablation)
+    contrast   score a token by what it has beyond the mean of its frame. Ours, for targets in which whole frames turn to the
+               question together: a few of them would then take the quota of all
+    """
+
+    seat: ClassVar = "draft"
+    needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
+
+    layer: int | None = None
+    base: int = 0
+    variation: bool = True
+    contrast: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layer is not None and self.layer < 1:
+            raise RecipeError(f"uv: layer is {self.layer}; give 1 or more, or null for the default.")
+        if self.base < 0 or (self.layer is not None and self.base >= self.layer):
+            raise RecipeError(f"uv: base is {self.base}; give a layer from 0 to less than layer.")
+
+    def stages(self, depth: int) -> tuple[Stage, ...]:
+        layer = min(20, math.ceil(0.3 * depth)) if self.layer is None else self.layer
+        if layer > depth or self.base >= layer:
+            raise RecipeError(
+                f"uv: layer {layer} and base {self.base} on a target of {depth} layers; give base < layer <= {depth}."
+            )
+        return (Stage(layer, hidden=(self.base, layer), share=self.retention),)
+
+    def score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
+        base, late = signals["hidden"]
+        rows = question(layout)
+        gain = _likeness(late, at, rows)
+        if self.variation:
+            gain = gain - _likeness(base, at, rows)
+        return gain - _frame_mean(gain, layout.frame[0, at]) if self.contrast else gain
+
+
+def _likeness(state: Tensor, at: Tensor, rows: Tensor) -> Tensor:
+    """[m]: for each video token the sum of its cosines with the question's tokens; O(m E)."""
+    text = normalize(state[rows].float(), dim=-1).sum(0)
+    return normalize(state[at].float(), dim=-1) @ text
+
+
+def _frame_mean(score: Tensor, frame: Tensor) -> Tensor:
+    """[m]: for each token the mean score of its frame's tokens; frame [m] ascending."""
+    which, counts = torch.unique_consecutive(frame, return_inverse=True, return_counts=True)[1:]
+    sums = torch.zeros(counts.numel(), dtype=score.dtype, device=score.device).index_add_(0, which, score)
+    mean: Tensor = (sums / counts)[which]
+    return mean

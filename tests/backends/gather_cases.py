@@ -1,0 +1,42 @@
+"""Units gathered from host slabs by the Triton kernel, interpreted or compiled; `test_gather.py` runs them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmaccel.backends.reference.gather import gather_units as plain
+from mmaccel.backends.triton.gather import gather_units
+
+from .triton_cases import DEVICE, INTERPRETED
+
+SLOT = [3, 0, -1, 9, 6, 3, -1, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+@pytest.mark.parametrize(("tokens", "size", "words"), [(5, 4, 2048), (49, 16, 64), (3, 1, 2048), (7, 3, 4)])
+@pytest.mark.parametrize("programs", [3, 1000])
+def test_as_the_plain_way(dtype: torch.dtype, tokens: int, size: int, words: int, programs: int) -> None:
+    """Heads of any number of bytes, more pieces than programs, slabs wherever they lie, a window of a larger tensor."""
+    torch.manual_seed(0)
+    raw = [torch.randint(0, 255, (4 * 4 * tokens * size * 8,), dtype=torch.uint8) for _ in range(3)]
+    if not INTERPRETED:
+        raw = [one.pin_memory() for one in raw]
+    count = 4 * 4 * tokens * size
+    slabs = [
+        one[: count * dtype.itemsize].view(dtype).view(4, 2, 2, tokens, size).nan_to_num_() for one in raw
+    ]
+    rows = len(SLOT) * tokens
+    base = torch.tensor([s.data_ptr() - slabs[0].data_ptr() for s in slabs])
+    expected = torch.full((2, 2, rows + 6, size), 9, dtype=dtype)
+    plain(expected[:, :, 2 : 2 + rows], slabs, base, torch.tensor(SLOT))
+    assert (expected[:, :, :2] == 9).all() and (expected[:, :, 2 + rows :] == 9).all()
+    assert (expected[:, :, 2 + 2 * tokens : 2 + 3 * tokens] == 0).all()
+    assert torch.equal(expected[1, 1, 2 : 2 + tokens], slabs[0][3, 1, 1])
+    assert torch.equal(expected[0, 1, 2 + 3 * tokens : 2 + 4 * tokens], slabs[2][1, 0, 1])
+    out = torch.full((2, 2, rows + 6, size), 9, dtype=dtype, device=DEVICE)
+    window = out[:, :, 2 : 2 + rows]
+    slot = torch.tensor(SLOT, device=DEVICE)
+    gather_units(window, slabs, base.to(DEVICE), slot, programs=programs, words=words)
+    assert torch.equal(out.cpu(), expected)
+    gather_units(window[:, :, :0], slabs, base.to(DEVICE), slot[:0])

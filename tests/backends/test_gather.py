@@ -1,0 +1,50 @@
+"""The operator that gathers units from host memory: its plain form, its shapes, and its kernel without a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmaccel.backends import ops
+
+from .test_triton import run
+
+SLABS = [torch.randn(4, 2, 2, 5, 4) + i for i in range(2)]
+
+
+def test_the_operator_keeps_its_contract() -> None:
+    out = torch.empty(2, 2, 15, 4)
+    arguments = out, SLABS, torch.zeros(2, dtype=torch.long), torch.tensor([7, -1, 2])
+    torch.library.opcheck(ops.gather_units, arguments)
+    ops.gather_units(*arguments)
+    units = out.view(2, 2, 3, 5, 4)
+    assert torch.equal(units[:, :, 0], SLABS[1][3]) and torch.equal(units[:, :, 2], SLABS[0][2])
+    assert (units[:, :, 1] == 0).all()
+
+
+def test_interpreted() -> None:
+    pytest.importorskip("triton")
+    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
+    out = run("pytest", "tests/backends/gather_cases.py", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
+    assert " passed" in out and "failed" not in out and "skipped" not in out
+
+
+def test_compiles_for_devices_that_are_not_here() -> None:
+    """Heads that begin at 16 bytes are read in pieces of 16, so that no sector crosses the wire twice; others are not."""
+    pytest.importorskip("triton")
+    rows = run("tests.backends.gather_compile", "80", "90", TRITON_INTERPRET="0").splitlines()
+    assert len(rows) == 4
+    for row in rows:
+        _, tokens, loads, stores, every = (int(number) for number in row.split(","))
+        wide = every if tokens == 196 else 0
+        assert (loads, stores) == (wide, wide) and every > 0, row
+
+
+@pytest.mark.gpu
+def test_compiled() -> None:
+    from . import gather_cases
+
+    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
+        for tokens, size, words in ((196, 128, 2048), (49, 16, 64), (3, 1, 2048)):
+            for programs in (3, 64, 1000):
+                gather_cases.test_as_the_plain_way(dtype, tokens, size, words, programs)

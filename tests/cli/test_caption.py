@@ -1,0 +1,66 @@
+"""`mmaccel caption`: the text streams, and what the draft did is told; a draft that does nothing does not pass unseen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def pair(random_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that knows nothing, and beside it a draft that knows as little, in the same words."""
+    root = tmp_path_factory.mktemp("pair")
+    for name in ("small", "small-draft"):
+        shutil.copytree(random_folder("tiny-ov-draft"), root / name)
+    return str(root / "small")
+
+
+SHORT = ("--frames", 8, "--max-new-tokens", 20)
+
+
+@pytest.mark.parametrize("recipe", ["specvlm", "vanilla-sd", "std"])
+def test_caption_gives_one_object(call: Call, clip: str, pair: str, recipe: str) -> None:
+    status, out, err = call("caption", clip, "--model", pair, "--recipe", recipe, "--json", *SHORT)
+    told = json.loads(out)
+    assert status == 0 and err == ""
+    assert told["same"] and told["certificate"] is None and told["failed"] is None
+    assert told["steps"] > 0 and told["rounds"] > 0 and told["tokens"] == 20
+    # The draft has the target's weights: at the least its guesses are not all refused.
+    assert told["kept"] > 0 and told["a_step"] > 1 and 0 < told["share"] <= 1
+    assert told["speedup"] > 0 and told["floor_tokens_per_s"] > 0 and told["text"]
+
+
+def test_people_read_the_text_and_the_figures(call: Call, clip: str, pair: str) -> None:
+    status, out, err = call("caption", clip, "--model", pair, "--recipe", "vanilla-sd", *SHORT)
+    _, plain, _ = call("caption", clip, "--model", pair, "--recipe", "vanilla-sd", "--json", *SHORT)
+    assert status == 0 and err == ""
+    assert out.startswith(json.loads(plain)["text"][:10])
+    for word in ("20 tokens said in", "x plain decoding", "kept", "in a row", "only read weights"):
+        assert word in out
+
+
+def test_the_pipeline_runs_in_its_own_process(call: Call, clip: str, pair: str) -> None:
+    status, out, _ = call("caption", clip, "--model", pair, "--json", "--no-compare", *SHORT)
+    told = json.loads(out)
+    assert status == 0 and told["recipe"] == "parallelvlm" and told["failed"] is None
+    assert (
+        told["speedup"] is None and told["counters"]["draft_step_s"] > 0 and told["counters"]["drafted"] > 0
+    )
+
+
+def test_a_recipe_that_drafts_nothing_is_refused(call: Call, clip: str, pair: str) -> None:
+    status, out, err = call("caption", clip, "--model", pair, "--recipe", "dense")
+    assert status == 2 and out == "" and "drafts nothing" in err
+
+
+def test_a_model_without_a_draft_beside_it_is_told(
+    call: Call, clip: str, random_folder: Callable[[str], Path]
+) -> None:
+    status, _, err = call("caption", clip, "--model", random_folder("tiny-ov-draft"), "--frames", 2)
+    assert status == 2 and "give the draft model's folder" in err and err.count("\n") == 1

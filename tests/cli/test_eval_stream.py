@@ -1,0 +1,32 @@
+"""`mmaccel eval stream`: a table or an object, each answer in a file, errors in a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+
+def test_the_command(call: Callable[..., tuple[int, str, str]], ov: str, tmp_path: Path) -> None:
+    base = ("eval", "stream", "--model", ov, "--frames", 20, "--worlds", 1, "--window", 6)
+    memory = tmp_path / "few.yaml"
+    memory.write_text("kv: {name: rekv, frames: 3}\n")
+    options = ("--budgets", "4", "--memory", "recent", "--memory", memory, "--kind", "needle")
+    status, out, err = call(*base, *options, "--json", "--out", tmp_path / "shots.jsonl")
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    assert told["complete"] and {row["memory"] for row in told["rows"]} == {"recent", "few"}
+    assert told["paired"][0]["memory"] == "recent" and told["paired"][0]["rival"] == "few"
+    lines = (tmp_path / "shots.jsonl").read_text().splitlines()
+    assert len(lines) == sum(row["questions"] for row in told["rows"] if row["kind"] == "all")
+    status, out, _ = call(*base, "--budgets", "4", "--memory", "recent", "--kind", "needle")
+    assert status == 0 and "recent" in out and "off device" in out
+    for wrong, match in (
+        (("--budgets", "many"), "--budgets: 'many'"),
+        (("--memory", "a_shape"), "a_shape"),
+        (("--still", 2), "--still: 2.0"),
+        (("--kind", "count"), "count"),
+        (("--out", tmp_path), "--out"),
+    ):
+        status, out, err = call(*base, *wrong)
+        assert status == 2 and out == "" and match in err and err.count("\n") == 1, err

@@ -1,0 +1,131 @@
+"""`mmaccel watch`: questions at their time, answers with evidence, sessions saved and gone on with, errors in a sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmaccel.cli import watch as command
+from mmaccel.core.errors import MmaccelError
+from mmaccel.media import Video
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("where is it ?@12.5", (12.5, "where is it ?")),
+        ("where is it ?", (None, "where is it ?")),
+        ("who wrote to me@home ?", (None, "who wrote to me@home ?")),
+        ("a@b@3", (3.0, "a@b")),
+    ],
+)
+def test_a_question_may_have_a_time(text: str, want: tuple[float | None, str]) -> None:
+    assert command.parsed(text) == want
+
+
+@pytest.mark.parametrize("text", ["@4", "  ", "now@-1", "now@inf", "now@nan"])
+def test_questions_that_cannot_be_are_one_sentence(text: str) -> None:
+    with pytest.raises(MmaccelError, match=r"^--question: .*\.$"):
+        command.parsed(text)
+
+
+def test_questions_are_due_after_the_last_frame_before_them() -> None:
+    times = torch.tensor([0.0, 2.0, 4.0, 6.0], dtype=torch.float64)
+    video = Video(torch.zeros(4, 3, 2, 2, dtype=torch.uint8), times, 0.5, 1.0, 8.0)
+    asked = [(1.0, "a"), (4.0, "b"), (4.5, "c"), (7.0, "d"), (None, "e")]
+    pieces = [
+        (None if p is None else p.times.tolist(), [q for _, q in due]) for p, due in command.cut(video, asked)
+    ]
+    assert pieces == [([0.0], ["a"]), ([2.0, 4.0], ["b", "c"]), ([6.0], [])]
+    assert asked == [(7.0, "d"), (None, "e")]
+    later = Video(video.frames, times + 8, 0.5, 1.0, 8.0)
+    pieces = [(None if p is None else len(p), [q for _, q in due]) for p, due in command.cut(later, asked)]
+    assert pieces == [(None, ["d"]), (4, [])] and asked == [(None, "e")]
+
+
+def test_it_watches_asks_saves_and_goes_on(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    base = ("watch", clip, "--model", ov, "--json", "--max-new-tokens", 3, "--fps", 0.25)
+    status, out, err = call(
+        *base, "--recipe", "rekv", "--question", "what colour was the star ?@20", "--question", "how many ?", "--save",
+        tmp_path / "s",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    assert told["frames"] == 16 and told["seconds"] == 60.0 and told["complete"] and told["began"] is None
+    assert [(a["asked_at"], a["frames"]) for a in told["answers"]] == [(20.0, 6), (60.0, 16)]
+    assert [one["frames"] for one in told["answers"][0]["evidence"]] == [[n, n] for n in range(6)]
+    assert told["answers"][1]["ttft_s"] > 0 and told["recipe"]["kv"]["name"] == "rekv"
+    status, out, err = call(*base, "--load", tmp_path / "s", "--question", "what was first ?@72")
+    told = json.loads(out)
+    assert (status, err, told["began"], told["frames"]) == (0, "", 60.0, 32)
+    assert [(a["asked_at"], a["frames"]) for a in told["answers"]] == [(72.0, 19)]
+
+
+def test_people_read_the_answer_and_what_it_rests_on(call: Call, clip: str, ov: str) -> None:
+    status, out, err = call(
+        "watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--question", "how many ?", "--max-new-tokens", 2
+    )  # fmt: skip
+    assert status == 0 and "watched 16 frames, 60 s" in err
+    assert "[60.0 s] how many ?" in out and "rests on 4 moments: frame 12 at 48 s (100%)" in out
+    assert "first token" in out
+
+
+def test_typed_questions_are_answered(
+    call: Call, clip: str, ov: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("first one ?\n\nsecond one ?\n"))
+    status, out, err = call(
+        "watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.1, "--max-new-tokens", 1
+    )
+    assert status == 0 and "type a question" in err
+    assert "first one ?" in out and "second one ?" in out and out.count("rests on") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (("--recipe", "rekw"), "rekv"),
+        (("--recipe", "a_shape"), "set sparse to 'dense'"),
+        (("--load", "nowhere"), "nowhere is no saved session"),
+        (("--load", "nowhere", "--recipe", "rekv"), "leave --recipe or --load out"),
+        (("--fps", "0"), "must be a positive number"),
+        (("--question", "@3"), "asks nothing"),
+    ],
+)
+def test_errors_are_one_sentence(
+    call: Call, clip: str, ov: str, options: tuple[str, ...], match: str
+) -> None:
+    status, out, err = call("watch", clip, "--model", ov, *options)
+    assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and match in err
+
+
+def test_a_stop_keeps_what_was_seen(
+    call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmaccel import media
+
+    inner = media.clips
+
+    def broken(*args: object, **kwargs: object) -> object:
+        for number, part in enumerate(inner(*args, **kwargs)):  # type: ignore[arg-type]
+            if number == 2:
+                raise KeyboardInterrupt
+            yield part
+
+    monkeypatch.setattr(media, "clips", broken)
+    status, out, _ = call(
+        "watch", clip, "--model", ov, "--recipe", "recent", "--fps", 1, "--clip", 4, "--save", tmp_path / "s", "--json"
+    )  # fmt: skip
+    assert status == 130 and json.loads(out)["complete"] is False and json.loads(out)["frames"] == 8
+    assert (tmp_path / "s" / "session.json").is_file()

@@ -1,0 +1,86 @@
+"""The chain, the simulation and the closed form agree; the theorems are off where they leave something out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel.eval import simulate
+from mmaccel.eval.simulate import Costs
+from mmaccel.policies.draft._gain import tokens_per_round
+from tests.core.test_generate import limit, run
+from tests.core.toy import ToyRunner, bigram, prompt
+from tests.policies.draft.test_parallel import pipeline
+
+CASES = [(0.3, 3, 3.0), (0.6, 5, 5.0), (0.81, 4, 4.4), (0.9, 2, 1.7), (0.95, 9, 9.0), (0.8, 6, 4.0)]
+
+
+@pytest.mark.parametrize(("keep", "window", "ratio"), CASES)
+def test_chain_simulation_and_closed_form_agree(keep: float, window: int, ratio: float) -> None:
+    costs = Costs(step=ratio, draft=1.0)
+    exact = simulate.parallel_rate(keep, window, costs)
+    assert exact == pytest.approx(tokens_per_round(keep, window) / max(window, ratio), rel=1e-9)
+    assert simulate.simulate(keep, window, costs, 60_000).rate == pytest.approx(exact, rel=0.02)
+    one = simulate.sequential_rate(keep, window, costs)
+    assert simulate.simulate_sequential(keep, window, costs, 60_000).rate == pytest.approx(one, rel=0.02)
+
+
+def test_the_chain_by_hand() -> None:
+    shares = simulate.stationary(simulate.chain(0.5, 2))
+    assert shares.tolist() == pytest.approx([0.6, 0.4, 0.0])
+    assert simulate.committed(0.5, 1) == 1.5 and simulate.committed(0.5, 0) == 1
+
+
+def test_the_theorems_hold_where_nothing_is_refused_and_not_elsewhere() -> None:
+    whole = simulate.theorems(1.0, 5, Costs(step=5.0, draft=1.0))
+    exact = simulate.speedup(1.0, 5, Costs(step=5.0, draft=1.0), parallel=True)
+    assert whole["theorem 3"] == whole["theorem 5"] == whole["theorem 1"] == pytest.approx(exact) == 5
+    assert whole["theorem 2"] == pytest.approx(
+        simulate.speedup(1.0, 5, Costs(step=5.0, draft=1.0), parallel=False)
+    )
+    row = simulate.table([0.8], [5.0])[0]
+    assert row["simulated"] == pytest.approx(row["chain"], rel=0.03)
+    assert row["off"]["theorem 1"] > 0.2, "without rollbacks it promises too much"
+    assert "theorem 6" in simulate.markdown([row])
+
+
+def test_a_replayed_run_is_the_one_that_was_told() -> None:
+    """Figure 8: kept, kept, kept, kept, refused, refused, after a start-up round of its own."""
+    told = [True, True, True, True, True, False, False]
+    result = simulate.simulate(told, 3, Costs(step=3.0, draft=1.0), 7)
+    assert (result.steps, result.tokens, max(result.streaks)) == (4, 7, 5) and result.seconds == 12
+
+
+def test_best_windows() -> None:
+    costs = Costs(step=5.0, draft=1.0)
+    assert simulate.best(0.9, costs, parallel=True)[0] == 5
+    assert simulate.best(0.9, costs, parallel=True)[1] > simulate.best(0.9, costs, parallel=False)[1]
+    assert simulate.best(0.9, Costs(step=1.0, draft=1.0), parallel=True) == (1, pytest.approx(1.0))
+
+
+def test_the_real_pipeline_takes_the_rounds_of_the_chain() -> None:
+    """Fates drawn by a random draft over a target that says nothing but zeros: tokens a step within 5% of the chain."""
+    keep, window = 0.8, 4
+    dice = torch.Generator().manual_seed(5)
+
+    class Loose(ToyRunner):
+        def step(self, ids: Tensor, branches: Any = None) -> Tensor:
+            right = torch.rand(1, ids.shape[1], generator=dice) < keep
+            return torch.nn.functional.one_hot((~right).long(), 2).float() + super().step(ids) * 0
+
+    rule = bigram(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    state = pipeline(rule, rule, 2, window=window)
+    state._engine._writer._runner = Loose(rule)  # type: ignore[attr-defined]
+    count = 6_000
+    _, runner, _ = run(rule, state, limit(1 + count), prompt([0]))
+    assert count / runner.steps == pytest.approx(tokens_per_round(keep, window), rel=0.05)
+
+
+def test_simulation_is_quick() -> None:
+    began = time.perf_counter()
+    simulate.table([0.6, 0.9], [2.0, 9.0], tokens=5_000)
+    assert time.perf_counter() - began < 5

@@ -1,0 +1,113 @@
+"""Streams for tests: models of both families with processors, clips of the synthetic world, and the plain model's word."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mmaccel
+from mmaccel.core.registry import registry
+from mmaccel.models.processor import Processor
+from mmaccel.models.tiny.configs import SPECS, build_model
+from mmaccel.models.tiny.tokenizer import build_tokenizer
+from mmaccel.world import World, render, vocabulary
+
+FPS = 2.0
+QUESTION = "what colour was the star ?"
+MODELS = ("tiny-ov", "tiny-qwen", "random-ov", "random-qwen")
+"""Two trained ones, and two random ones; the random Qwen takes two frames a unit and four positions a second."""
+
+
+@functools.cache
+def pair(name: str) -> tuple[Any, Processor]:
+    """A model in float32, and its processor."""
+    if name.startswith("tiny"):
+        return mmaccel.load_model(name, dtype=torch.float32), mmaccel.load_processor(name)
+    spec = SPECS[name.replace("random", "tiny")]
+    torch.manual_seed(7)
+    like = build_model(spec)
+    config = copy.deepcopy(like.config)
+    config.text_config.num_hidden_layers = 2
+    config.text_config.layer_types = ["full_attention"] * 2
+    config.vision_config.num_hidden_layers = 1
+    if name == "random-qwen":
+        config.vision_config.depth = 1
+        config.vision_config.fullatt_block_indexes = [0]
+        config.vision_config.temporal_patch_size = 2
+        config.vision_config.tokens_per_second = 4
+    model = type(like)(config).float().eval()
+    model.generation_config.eos_token_id = 2
+    kind = config.model_type
+    stock = mmaccel.load_processor(name.replace("random", "tiny"))
+    video = {**stock.video.to_dict(), "temporal_patch_size": None, "patch_size": None, "merge_size": None}
+    tokenizer = build_tokenizer(vocabulary(), kind)
+    return model, Processor(
+        kind,
+        tokenizer,
+        image=video,
+        video=video,
+        extra=stock.extra,
+        config=config.to_dict(),
+        chat_template=stock.chat_template,
+    )
+
+
+@functools.cache
+def film(frames: int, seed: int = 3) -> Tensor:
+    """[frames, 3, 42, 70] uint8: the first frames of a world with scenes and cards."""
+    return render({k: v[:frames] for k, v in World.generate(seed, 25).table().items()}, 42, 70)
+
+
+def open_session(name: str, kv: Any, **choices: Any) -> mmaccel.VideoSession:
+    model, processor = pair(name)
+    return mmaccel.VideoSession(model, processor, None, kv=kv, **choices)
+
+
+def every_stream(frames: int = 1 << 20, window: int = 1 << 20) -> dict[str, dict[str, Any]]:
+    """Each registered memory of streams, by name, with budgets and windows of so many frames."""
+    made = {}
+    for name, cls in registry("kv").items():
+        if issubclass(cls, mmaccel.core.kv.StreamPolicy):
+            fields: dict[str, Any] = {"name": name}
+            for field, value in {"frames": frames, "window": window, "local": min(frames, window)}.items():
+                if field in cls.__dataclass_fields__:
+                    fields[field] = value
+            if "similar" in cls.__dataclass_fields__:
+                fields["similar"] = None  # frames that look alike are not merged
+            if name == "window":
+                fields["window"] = window * 16
+            if name == "no_cache":
+                fields["kept"] = 2 * frames
+            made[name] = fields
+    return made
+
+
+@functools.cache
+@torch.no_grad()
+def plain(name: str, count: int, fps: float = FPS, seed: int = 3) -> Tensor:
+    """[V] the plain model's logits for the first token of the answer, to the same prompt with `count` frames."""
+    model, processor = pair(name)
+    content = [{"type": "video", "video": film(count, seed)}, {"type": "text", "text": QUESTION}]
+    return model(**processor.chat(content, fps=fps)).logits[0, -1]
+
+
+@functools.cache
+def said(name: str, count: int, tokens: int = 6) -> str:
+    """The plain model's greedy answer."""
+    model, processor = pair(name)
+    content = [{"type": "video", "video": film(count)}, {"type": "text", "text": QUESTION}]
+    inputs = processor.chat(content, fps=FPS)
+    out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    return processor.decode(out[0, inputs["input_ids"].shape[1] :]).strip()
+
+
+def logits(session: mmaccel.VideoSession, question: str = QUESTION) -> Tensor:
+    """[V] a session's logits for the first token of its answer."""
+    live = session._live
+    assert live is not None
+    with live.asked(question, 4) as asked:
+        return asked.logits[0].clone()

@@ -1,0 +1,220 @@
+"""What a session says of itself: times, progress, evidence, counters, answers token by token, threads."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.errors import MmaccelWarning
+from mmaccel.media import Video
+from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
+
+TIGHT = every_stream(frames=4, window=6)
+
+
+def test_times_run_on_from_clip_to_clip() -> None:
+    frames = film(9)
+    with open_session("random-ov", TIGHT["rekv"]) as session:
+        assert (len(session), session.seconds, session.counters()) == (0, 0.0, {}) and session
+        assert session.watch(frames[:2], fps=2.0) == 2
+        assert session.seconds == 0.5
+        session.watch(frames[2:4], times=[10.0, 12.5])
+        assert session.seconds == 12.5
+        clip = Video(frames[4:6], torch.tensor([0.0, 4.0], dtype=torch.float64), 0.25, 25.0, 8.0)
+        session.watch(clip)
+        assert session.seconds == 12.5 + 4.0 + 4.0
+        session.watch(frames[6:], times=torch.tensor([30.0, 31.0, 32.0]))
+        evidence = session.ask(QUESTION, 2).evidence
+        assert len(session) == 9 and evidence[-1].frames == (8, 8) and evidence[-1].seconds == 32.0
+        assert [one.seconds for one in evidence] == sorted(one.seconds for one in evidence)
+
+
+def test_progress_counts_frames(tmp_path: Path) -> None:
+    told: list[tuple[int, int | None]] = []
+    with open_session("random-qwen", TIGHT["rekv"], chunk=64) as session:
+        session.watch(film(9), fps=2.0, progress=lambda done, total: told.append((done, total)))
+        assert told[-1] == (9, 9) and [done for done, _ in told] == sorted({done for done, _ in told})
+        told.clear()
+        session.watch(film(3), fps=2.0, progress=lambda done, total: told.append((done, total)))
+        assert told == [(3, 3)]
+
+
+def test_a_file_is_read_at_its_rate(tmp_path: Path) -> None:
+    world = mmaccel.world.World.generate(3, 12)
+    mmaccel.world.write_mp4(world, tmp_path / "film.mp4", height=42, width=70)
+    told: list[int | None] = []
+    with open_session("random-ov", TIGHT["rekv"]) as session:
+        assert session.watch(tmp_path / "film.mp4", progress=lambda done, total: told.append(total)) == 6
+        assert session.seconds == 10.0 and set(told) == {None}
+        assert session.watch(str(tmp_path / "film.mp4"), fps=1.0) == 12
+        assert session.seconds == 10.0 + 1.0 + 11.0
+
+
+def test_evidence_tells_what_layers_looked_at() -> None:
+    fields = {"name": "rekv", "frames": 4, "window": 6, "local": 2}
+    with open_session("random-ov", fields) as session:
+        session.watch(film(20), fps=FPS)
+        answer = session.ask(QUESTION, 2)
+        recalled = sum(one.recalled for one in answer.evidence)
+        assert recalled == pytest.approx(4.0), "each layer recalls its budget"
+        local = [one for one in answer.evidence if one.frames[0] >= 18]
+        assert [one.share for one in local] == [1.0, 1.0] and all(one.recalled == 0 for one in local)
+        assert all(0 <= one.score <= 1 and 0 < one.share <= 1 for one in answer.evidence)
+        assert answer.top(1)[0].recalled == max(one.recalled for one in answer.evidence)
+        told = answer.counters
+        assert (
+            told["units"] == 20
+            and told["window"] == 6
+            and told["host_puts"] > 0
+            and told["host_bytes_in"] > 0
+        )
+    with open_session("random-qwen", fields) as session:
+        session.watch(film(9), fps=FPS)
+        assert {one.frames[1] - one.frames[0] for one in session.ask(QUESTION, 1).evidence} == {1}
+
+
+def test_most_of_a_long_stream_is_off_the_device_and_the_rest_does_not_grow() -> None:
+    with open_session("random-ov", TIGHT["rekv"], chunk=64) as session:
+        held = []
+        for _ in range(4):
+            session.watch(film(25), fps=FPS)
+            held.append(session.counters())
+        assert held[-1]["window"] <= 0.1 * held[-1]["units"] == 10
+        assert held[0]["held"] == held[-1]["held"]
+        grown = held[-1]["bytes"] - held[-1]["index_bytes"] - (held[0]["bytes"] - held[0]["index_bytes"])
+        assert grown <= 0.1 * held[0]["bytes"]
+        assert session.ask(QUESTION, 2).counters["recalled"] > 0
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+def test_an_answer_comes_token_by_token(kv: str) -> None:
+    with open_session("tiny-ov", TIGHT[kv]) as session:
+        session.watch(film(14), fps=FPS)
+        whole = session.ask("describe the video .", 12)
+        reply = session.ask("describe the video .", 12, stream=True)
+        pieces = list(reply)
+        assert reply.answer is not None and "".join(pieces).strip() == whole.text == reply.answer.text
+        assert reply.answer.ids == whole.ids and reply.answer.evidence == whole.evidence
+        assert (
+            len(whole.ids) == 12 and len(pieces) > 2 and whole.ttft_s > 0 and whole.tokens_per_s is not None
+        )
+
+
+def test_an_answer_that_nobody_reads_ends() -> None:
+    with open_session("random-ov", TIGHT["rekv"]) as session:
+        session.watch(film(14), fps=FPS)
+        before, inner, steps = logits(session), session._seam.logits, [0]
+
+        def counted(hidden: torch.Tensor) -> torch.Tensor:
+            steps[0] += 1
+            return inner(hidden)
+
+        session._seam.logits = counted  # type: ignore[method-assign]
+        assert len(session.ask(QUESTION, 240).ids) == 240, "by itself it would go on"
+        for ending in ("closed", "lost"):
+            steps[0] = 0
+            reply = session.ask(QUESTION, 240, stream=True)
+            assert next(reply)
+            if ending == "closed":
+                reply.close()
+                assert list(reply) == [] and reply.answer is None
+            else:
+                thread = reply._thread
+                del reply
+                thread.join(20)
+                assert not thread.is_alive()
+            assert 0 < steps[0] < 180
+        assert torch.equal(logits(session), before)
+
+
+def test_threads_with_a_session_each_get_what_they_get_alone() -> None:
+    films = [film(12, seed) for seed in (3, 4, 5)]
+    alone, found = [], [None] * 3
+    for frames in films:
+        with open_session("random-ov", TIGHT["rekv"]) as session:
+            session.watch(frames, fps=FPS)
+            alone.append((logits(session), session.ask(QUESTION, 3).text))
+
+    def work(number: int) -> None:
+        with open_session("random-ov", TIGHT["rekv"]) as session:
+            for part in films[number].split(5):
+                session.watch(part, fps=FPS)
+            found[number] = (logits(session), session.ask(QUESTION, 3).text)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ours, want in zip(found, alone, strict=True):
+        assert ours is not None and ours[1] == want[1] and torch.allclose(ours[0], want[0], atol=1e-5)
+
+
+def test_a_plain_run_in_another_thread_is_not_turned_wrong() -> None:
+    """The rotary module gives no rotation to the session's own thread alone."""
+    model = pair("random-ov")[0]
+    session = open_session("random-ov", "full")
+    seam = session._seam
+    rotary = seam.family.rotary(model)
+    places, like = torch.arange(4)[None], torch.zeros(1)
+    with seam._own_attention():
+        assert float(rotary(like, places)[0].min()) == 1.0
+        found = []
+        thread = threading.Thread(target=lambda: found.append(rotary(like, places)))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0][0], rotary(like, places)[0]) and float(found[0][0].min()) < 1.0
+
+
+def test_frames_of_another_size_are_resized_and_told_once() -> None:
+    small, large = film(6), torch.nn.functional.interpolate(film(4).float(), (90, 60)).to(torch.uint8)
+    with open_session("random-qwen", TIGHT["rekv"]) as session:
+        session.watch(small[:3], fps=FPS)
+        with pytest.warns(MmaccelWarning, match=r"frames of 60x90 are resized to 70x42, .*\.$"):
+            session.watch(large[:2], fps=FPS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            session.watch(large[2:], fps=FPS)
+            session.watch(small[3:], fps=FPS)
+            assert session.ask(QUESTION, 1).text is not None
+        assert len(session) == 10 and session.counters()["units"] == 5
+    with open_session("random-ov", "full") as session, warnings.catch_warnings():
+        warnings.simplefilter("error")  # its processor makes all frames alike
+        session.watch(small, fps=FPS)
+        session.watch(large, fps=FPS)
+        assert session.counters()["units"] == 10
+
+
+def test_a_session_works_in_and_out_of_inference_mode() -> None:
+    with open_session("random-ov", TIGHT["rekv"]) as session:
+        with torch.inference_mode():
+            session.watch(film(8), fps=FPS)
+        session.watch(film(8)[:3], fps=FPS)
+        first = logits(session)
+        with torch.inference_mode():
+            assert torch.equal(logits(session), first)
+        assert not session.ask(QUESTION, 1).ids or not first.requires_grad
+
+
+def test_lists_of_images_are_frames() -> None:
+    with open_session("random-ov", "full") as session:
+        session.watch([frame.permute(1, 2, 0).numpy() for frame in film(13)], fps=FPS)
+        assert (logits(session) - plain("random-ov", 13)).abs().max() <= 1e-4
+
+
+def test_a_draft_that_looks_back_over_the_words_changes_no_token() -> None:
+    """The trained model repeats itself, so drafts of its own words are agreed to, and rolled back where they are not."""
+    found = []
+    for draft in ("off", "prompt_lookup"):
+        with open_session("tiny-ov", {"name": "rekv", "frames": 8, "window": 12}, draft=draft) as session:
+            session.watch(film(20), fps=FPS)
+            before = logits(session)
+            found.append(session.ask("describe the video .", 40))
+            assert torch.equal(logits(session), before)
+    assert found[0].ids == found[1].ids and len(found[0].ids) == 40
+    assert 0 < found[1].counters["accepted"] < found[1].counters["drafted"]

@@ -1,0 +1,315 @@
+"""Faults injected into a session: each is told in one sentence, and the stream is as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core import saving
+from mmaccel.core.errors import MmaccelError, ModelError, RecipeError, StoreError, VideoError
+from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
+
+TIGHT = every_stream(frames=4, window=6)
+NAME = "random-ov"
+
+
+def begun(kv: Any = "rekv", frames: int = 10) -> mmaccel.VideoSession:
+    session = open_session(NAME, TIGHT.get(kv, kv) if isinstance(kv, str) else kv)
+    session.watch(film(frames), fps=FPS)
+    return session
+
+
+@contextmanager
+def unharmed(session: mmaccel.VideoSession, error: type[BaseException], match: str = "") -> Iterator[None]:
+    """What is inside fails in one sentence, and leaves the stream able to go on as if it had not been."""
+    kv = session.recipe.kv
+    before, count, seconds = logits(session), len(session), session.seconds
+    with pytest.raises(error, match=match or None) as caught:
+        yield
+    if issubclass(error, MmaccelError):
+        told = str(caught.value)
+        assert told.endswith(".") and "\n" not in told
+    assert torch.equal(logits(session), before) and len(session) == count and session.seconds == seconds
+    with open_session(NAME, kv) as twin:
+        twin.watch(film(count), fps=FPS)
+        for one in (session, twin):
+            one.watch(film(25)[:5], times=[100.0, 101.0, 102.0, 103.0, 104.0])
+        assert torch.allclose(logits(session), logits(twin), atol=1e-5)
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+def test_a_watch_that_is_interrupted_takes_in_nothing(kv: str) -> None:
+    def stop(done: int, total: int | None) -> None:
+        if done >= 8:
+            raise KeyboardInterrupt
+
+    with begun(kv) as session, unharmed(session, KeyboardInterrupt):
+        session.watch(film(25), fps=FPS, progress=stop)
+
+
+@pytest.mark.parametrize("kv", [name for name in TIGHT if name != "no_cache"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_pass_that_breaks_in_the_middle_takes_in_nothing(kv: str, layer: int) -> None:
+    session, calls = begun(kv), [2]
+    module = session._seam.view.adapter.layers(session._seam.view.model)[layer]
+
+    def fail(*_: Any) -> None:
+        calls[0] -= 1
+        if not calls[0]:
+            raise ZeroDivisionError
+
+    with session, unharmed(session, ZeroDivisionError):
+        hook = module.register_forward_pre_hook(fail)
+        try:
+            session.watch(film(25), fps=FPS)
+        finally:
+            hook.remove()
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+def test_a_question_that_breaks_loses_nothing(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, calls in ((ZeroDivisionError, 1), (KeyboardInterrupt, 3)):
+        session, left = begun(kv), [calls]
+        run = session._seam.logits
+
+        def logits_once(hidden: Any, run: Any = run, left: Any = left, error: Any = error) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise error
+            return run(hidden)
+
+        with session, unharmed(session, error), monkeypatch.context() as patch:
+            patch.setattr(session._seam, "logits", logits_once)
+            session.ask(QUESTION, 8)
+
+
+def test_a_first_clip_that_fails_leaves_a_fresh_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(done: int, total: int | None) -> None:
+        raise KeyboardInterrupt
+
+    with open_session(NAME, TIGHT["rekv"]) as session:
+        with pytest.raises(KeyboardInterrupt):
+            session.watch(film(9), fps=FPS, progress=stop)
+        assert len(session) == 0 and session.counters() == {}
+        with pytest.raises(ModelError, match="seen no frame"):
+            session.ask(QUESTION)
+        session.watch(film(10), fps=FPS)
+        with begun() as twin:
+            assert torch.equal(logits(session), logits(twin))
+
+
+def test_a_damaged_file_takes_in_nothing(tmp_path: Path) -> None:
+    (tmp_path / "film.mp4").write_bytes(b"no film at all")
+    with begun() as session, unharmed(session, VideoError):
+        session.watch(tmp_path / "film.mp4")
+    with begun() as session, unharmed(session, VideoError, "missing"):
+        session.watch(tmp_path / "missing.mp4")
+
+
+def test_the_cap_of_host_memory_is_told_before_it_is_passed() -> None:
+    unit = 2 * 2 * 16 * 64 * 4 * 2
+    fields = {**TIGHT["rekv"], "host_bytes": 20 * unit}
+    with begun(fields) as session, unharmed(session, StoreError):
+        session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
+    with begun({**TIGHT["offload"], "host_bytes": 20 * unit}) as session, unharmed(session, StoreError):
+        session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
+
+
+@pytest.mark.parametrize("kv", ["rekv", "offload"])
+def test_with_a_place_on_disk_the_cap_changes_nothing(kv: str, tmp_path: Path) -> None:
+    disk = {**TIGHT[kv], "host_bytes": 0, "spill": "disk", "folder": str(tmp_path / "spill")}
+    found = []
+    for fields in (TIGHT[kv], disk):
+        with begun(fields, 20) as session:
+            found.append(logits(session))
+            told = session.counters()
+    assert told["host_disk_bytes"] > 0 and torch.equal(*found)
+    assert not list(tmp_path.rglob("*.slab")), "closed, its files are gone"
+
+
+def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmaccel.policies.kv.store import slabs
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    fields = {**TIGHT["rekv"], "host_bytes": 0, "spill": "disk", "folder": str(tmp_path)}
+    with begun(fields, 5) as session, unharmed(session, StoreError), monkeypatch.context() as patch:
+        patch.setattr(slabs, "_occupy", full)
+        session.watch(film(25), fps=FPS)
+
+
+def test_oldest_units_may_be_dropped() -> None:
+    unit = 2 * 2 * 16 * 64 * 4 * 2
+    fields = {**TIGHT["rekv"], "host_bytes": 60 * unit, "spill": "drop_oldest"}
+    with begun(fields, 10) as session:
+        for _ in range(8):
+            session.watch(film(25), fps=FPS)
+        answer = session.ask(QUESTION, 2)
+        assert answer.counters["host_dropped"] > 0
+        assert answer.evidence and min(one.frames[0] for one in answer.evidence) > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda s: s.watch(film(4)[:0]), "no frames"),
+        (lambda s: s.watch([]), "no frames"),
+        (lambda s: s.watch(3), "a video must be"),
+        (lambda s: s.watch(film(4).float()), "give uint8"),
+        (lambda s: s.watch(film(4), fps=0), "fps: 0; give a positive"),
+        (lambda s: s.watch(film(4), times=[50.0, 51.0]), "one for each frame"),
+        (lambda s: s.watch(film(2), times=[50.0, 51.0, 52.0]), "3 for 2 frames"),
+        (lambda s: s.watch(film(2), times=[51.0, 50.0]), "they must rise"),
+        (lambda s: s.watch(film(2), times=[1.0, 2.0]), r"later than 4\.5"),
+        (lambda s: s.ask("  "), "question: it is empty"),
+        (lambda s: s.ask(QUESTION, 0), "max_new_tokens: 0; give at least 1"),
+        (lambda s: s.load("nowhere"), "nowhere is no saved session"),
+    ],
+)
+def test_wrong_calls_are_one_sentence(call: Any, match: str) -> None:
+    with begun() as session, unharmed(session, MmaccelError, match):
+        call(session)
+
+
+def test_a_closed_session_serves_nothing(tmp_path: Path) -> None:
+    session = begun()
+    session.close()
+    session.close()
+    for call in (
+        lambda: session.watch(film(2)),
+        lambda: session.ask(QUESTION),
+        lambda: session.save(tmp_path / "a"),
+        lambda: session.load(tmp_path / "a"),
+    ):
+        with pytest.raises(ModelError, match=r"the session is closed; .*\.$"):
+            call()
+    assert repr(session) == "<VideoSession closed, kv 'rekv'>"
+
+
+@pytest.mark.parametrize(
+    ("choices", "match"),
+    [
+        ({"kv": "rekv", "sparse": "a_shape"}, "set sparse to"),
+        ({"kv": "rekv", "draft": {"name": "sequential", "model": "nowhere"}}, "set draft to 'off'"),
+        ({"kv": {"name": "rekv", "frames": 0}}, "frames is 0; give at least 1"),
+        ({"kv": {"name": "rekv", "window": 4, "local": 5}}, "local is 5"),
+        ({"kv": {"name": "recent", "local": 0}}, "local is 0"),
+        ({"kv": {"name": "offload", "spill": "drop_oldest"}}, "it keeps everything"),
+        ({"kv": {"name": "no_cache", "kept": 64}}, "at least twice"),
+    ],
+)
+def test_recipes_that_cannot_be_are_refused(choices: dict[str, Any], match: str) -> None:
+    model, processor = pair(NAME)
+    with pytest.raises(RecipeError, match=match):
+        mmaccel.VideoSession(model, processor, None, **choices)
+
+
+def test_models_and_processors_that_cannot_serve_are_refused() -> None:
+    model, processor = pair(NAME)
+    with pytest.raises(ModelError, match="load_processor"):
+        mmaccel.VideoSession(model, processor.tokenizer, "rekv")
+    with pytest.raises(ModelError, match="not supported"):
+        mmaccel.VideoSession(torch.nn.Linear(1, 1), processor, "rekv")
+    with pytest.raises(RecipeError, match="use it in a VideoSession"):
+        mmaccel.accelerate(model, kv="rekv")
+    with begun() as session:
+        want = logits(session)
+        with mmaccel.accelerate(model, "dense"), pytest.raises(ModelError, match="detach the recipe"):
+            session.ask(QUESTION)
+        assert torch.equal(logits(session), want)
+
+
+def saved(folder: Path, kv: str = "rekv") -> Path:
+    with begun(kv) as session:
+        session.save(folder)
+    return folder
+
+
+def test_damaged_sessions_are_refused(tmp_path: Path) -> None:
+    whole = saved(tmp_path / "whole")
+    files = [p.relative_to(whole) for p in sorted(whole.rglob("*")) if p.is_file()]
+    assert len(files) >= 6
+    for number, file in enumerate(files):
+        for damage in ("truncated", "missing", "flipped"):
+            folder = tmp_path / f"{number}-{damage}"
+            shutil.copytree(whole, folder)
+            data = (whole / file).read_bytes()
+            if damage == "missing":
+                (folder / file).unlink()
+            elif damage == "truncated":
+                (folder / file).write_bytes(data[: len(data) // 2])
+            elif file.suffix == ".safetensors":
+                (folder / file).write_bytes(bytes(b ^ 255 for b in data[:64]) + data[64:])
+            else:
+                (folder / file).write_bytes(b"[" + data[1:])
+            with begun() as session:
+                before = logits(session)
+                with pytest.raises(MmaccelError) as caught:
+                    session.load(folder)
+                told = str(caught.value)
+                assert told.endswith(".") and "\n" not in told, told
+                if file.name != "session.json" and damage == "truncated":
+                    assert f"{len(data) // 2} bytes of {len(data)}" in told
+                assert torch.equal(logits(session), before), f"{file} {damage}"
+
+
+def test_sessions_of_other_models_and_memories_are_refused(tmp_path: Path) -> None:
+    whole = saved(tmp_path / "whole")
+    for name in ("random-qwen", "tiny-ov"):
+        with (
+            open_session(name, TIGHT["rekv"]) as other,
+            pytest.raises(ModelError, match="from another model"),
+        ):
+            other.load(whole)
+    words = pair(NAME)[0].get_input_embeddings().weight
+    with begun("recent") as session, unharmed(session, ModelError, "saved with kv"):
+        session.load(whole)
+    with begun() as session:
+        before = words.data.clone()
+        words.data[:] *= 1.5
+        try:
+            with pytest.raises(ModelError, match="from another model"):
+                session.load(whole)
+        finally:
+            words.data[:] = before
+    facts = json.loads((whole / "session.json").read_text())
+    (whole / "session.json").write_text(json.dumps({**facts, "version": 99}))
+    with begun() as session, unharmed(session, ModelError, "version 99"):
+        session.load(whole)
+    (whole / "session.json").write_text(json.dumps({**facts, "dtype": "bfloat16"}))
+    with begun() as session, unharmed(session, ModelError, "in bfloat16"):
+        session.load(whole)
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = saved(tmp_path / "whole")
+    before = {p.relative_to(whole): p.read_bytes() for p in whole.rglob("*") if p.is_file()}
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with begun() as session, unharmed(session, ModelError, "no space left"), monkeypatch.context() as patch:
+        patch.setattr(saving, "write_tensors", full)
+        session.save(whole)
+    assert {p.relative_to(whole): p.read_bytes() for p in whole.rglob("*") if p.is_file()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["whole"]
+    with begun("recent") as session:
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "letter.txt").write_text("dear")
+        for path in (tmp_path / "other", tmp_path / "other" / "letter.txt"):
+            with pytest.raises(ModelError, match="no saved session"):
+                session.save(path)
+        assert (tmp_path / "other" / "letter.txt").read_text() == "dear"
+        session.save(whole)
+    with begun("recent", 3) as session:
+        session.load(whole)
+        assert len(session) == 10

@@ -1,0 +1,255 @@
+"""Every draft on both families: the plain model's tokens, whatever the draft sees; and what it sees is what it should."""
+
+import copy
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.registry import registry
+from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
+from mmaccel.policies.draft.sequential import Drafter
+from mmaccel.policies.prune import UniformPrune, UVPrune
+from tests.models.tiny_random import BUILD, PROMPTS, prompt
+
+PIECES = {**PROMPTS, "many frames": [("text", 4), ("video", 30), ("text", 5)]}
+PRUNERS = sorted(name for name, cls in registry("prune").items() if cls.seat == "draft")
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def family(request):
+    model = BUILD[request.param](layers=3)
+    model.generation_config.eos_token_id = None
+    return request.param, model
+
+
+def strategies(model) -> dict:
+    return {
+        "parallel": Parallel(model=model, window=3, process=False),
+        "measured": Parallel(model=model, process=False),
+        "tree": Tree(model=model),
+        "dynamic": Tree(model=model, shape="dynamic", depth=3, width=3, nodes=8),
+        "text_only": TextOnly(model=model, window=3),
+        "prompt_lookup": PromptLookup(),
+        "sparse_to_dense": SparseToDense(window=4, retention=0.5),
+    }
+
+
+STRATEGIES = list(strategies(object.__new__(torch.nn.Module)))
+
+
+def drafted(model, inputs, draft, tokens=20, **options):
+    with mmaccel.accelerate(model, draft=draft, **options.pop("recipe", {})) as fast:
+        return model.generate(**inputs, max_new_tokens=tokens, do_sample=False, **options), fast.report()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ["text", "interleaved", "many frames"])
+def test_greedy_tokens_are_the_plain_ones(family, kind, strategy):
+    name, model = family
+    inputs = prompt(name, PIECES[kind])
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    other = copy.deepcopy(model)
+    # Alike, so that some guesses are right.
+    torch.manual_seed(0)
+    other.get_output_embeddings().weight.data += 0.01 * torch.randn_like(other.get_output_embeddings().weight)
+    ids, report = drafted(model, inputs, strategies(other)[strategy])
+    assert torch.equal(ids, plain)
+    assert report.draft["failed"] is None
+    assert report.draft["proposed"] > 0
+    if strategy not in ("prompt_lookup", "text_only"):
+        assert report.draft["accepted"] > 0, "a draft that is never right tests nothing"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("end", [3, 8])
+def test_penalties_ends_and_limits_are_the_plain_ones(family, strategy, end):
+    """A penalty changes each row by the tokens before it, those of its own window too; several ends, one inside a window."""
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    options = {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 4}
+    plain = model.generate(**inputs, max_new_tokens=20, **options)
+    new = plain[0, inputs["input_ids"].shape[1] :].tolist()
+    ends = [new[end], 199]
+    want = model.generate(**inputs, max_new_tokens=20, eos_token_id=ends, **options)
+    draft = strategies(copy.deepcopy(model))[strategy]
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=20, **options), plain)
+        assert fast.report().new_tokens == 20 and fast.report().draft["failed"] is None
+        assert torch.equal(model.generate(**inputs, max_new_tokens=20, eos_token_id=ends, **options), want)
+        assert fast.report().new_tokens == new.index(new[end]) + 1
+
+
+@pytest.mark.parametrize("strategy", ["parallel", "tree"])
+def test_sampling_runs_under_every_warper(family, strategy):
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.2}
+    with mmaccel.accelerate(model, draft=strategies(copy.deepcopy(model))[strategy]) as fast:
+        torch.manual_seed(0)
+        one = model.generate(**inputs, max_new_tokens=20, **options)
+        report = fast.report()
+        torch.manual_seed(0)
+        assert torch.equal(one, model.generate(**inputs, max_new_tokens=20, **options))
+    assert report.new_tokens == 20 and report.draft["accepted"] > 0 and report.draft["failed"] is None
+
+
+@pytest.mark.parametrize("strategy", ["parallel", "tree"])
+def test_a_same_weights_draft_is_always_right(family, strategy):
+    name, model = family
+    inputs = prompt(name, PIECES["many frames"])
+    _, report = drafted(model, inputs, strategies(copy.deepcopy(model))[strategy])
+    if strategy == "parallel":
+        assert report.draft["accepted"] == report.draft["proposed"] > 0
+        assert (
+            report.draft["counters"]["streak_max"] >= 15 and report.draft["counters"]["ready_at_start"] == 3
+        )
+    else:
+        # Each tree holds the target's path down to its deepest level.
+        assert all(length == 5 for length in report.draft["lengths"][:-1])
+
+
+@pytest.mark.parametrize("strategy", ["tree", "parallel", "sequential"])
+def test_the_target_may_be_its_own_draft(family, strategy):
+    name, model = family
+    inputs = prompt(name, PIECES["video"])
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    draft = Sequential(model=model, window=3) if strategy == "sequential" else strategies(model)[strategy]
+    ids, report = drafted(model, inputs, draft)
+    assert torch.equal(ids, plain) and report.draft["failed"] is None
+    assert max(report.draft["lengths"]) >= 3
+
+
+def test_a_tree_over_a_window_memory_gives_the_memory_s_own_tokens(family):
+    name, model = family
+    inputs = prompt(name, PIECES["long"])
+    memory = {"name": "window", "sinks": 4, "window": 40, "margin": 40}
+    with mmaccel.accelerate(model, kv=memory):
+        alone = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    ids, report = drafted(model, inputs, Tree(model=copy.deepcopy(model)), recipe={"kv": memory})
+    assert torch.equal(ids, alone) and report.draft["accepted"] > 0
+
+
+@pytest.mark.parametrize("pruner", PRUNERS)
+@pytest.mark.parametrize("strategy", ["sequential", "tree", "parallel"])
+def test_a_pruned_draft_changes_no_token(family, strategy, pruner):
+    name, model = family
+    inputs = prompt(name, PIECES["many frames"])
+    plain = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    fields = {"model": copy.deepcopy(model), "prune": {"name": pruner, "retention": 0.25}}
+    if strategy == "parallel":
+        fields |= {"process": False, "window": 3}
+    ids, report = drafted(model, inputs, registry("draft").build(strategy, fields), tokens=16)
+    assert torch.equal(ids, plain) and report.draft["failed"] is None and report.draft["proposed"] > 0
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_what_a_pruned_draft_sees(family, compact):
+    """A kept token stands at its own rotary place, or where it now is; nothing kept away is seen."""
+    name, model = family
+    inputs = prompt(name, PIECES["many frames"])
+    with mmaccel.accelerate(model) as fast:
+        view = fast.view
+    keep = torch.cat([torch.arange(4), torch.arange(7, inputs["input_ids"].shape[1] - 20, 3),
+                      torch.arange(inputs["input_ids"].shape[1] - 20, inputs["input_ids"].shape[1])])  # fmt: skip
+    seen = {}
+
+    def note(module, args, kwargs):
+        seen["positions"] = kwargs["position_ids"]
+
+    hook = view.adapter.text(model).register_forward_pre_hook(note, with_kwargs=True)
+    runner = view.runner()
+    with torch.no_grad():
+        plain = {k: v for k, v in inputs.items() if k != "attention_mask"}
+        runner.prefill(inputs, keep, compact)
+        first = seen.pop("positions")
+        runner.step(torch.tensor([[5]]))
+        after = seen.pop("positions")
+    hook.remove()
+    assert runner.length() == keep.numel() + 1
+    if compact:
+        want = torch.arange(keep.numel()).expand_as(first)
+    else:
+        want = view.adapter.positions(model, plain)[..., keep].expand_as(first)
+    assert torch.equal(first, want)
+    assert bool((after == want.flatten(0, -2)[-1, -1] + 1).all())
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "tree", "parallel"])
+def test_pruning_nothing_leaves_a_perfect_draft_perfect(family, strategy):
+    name, model = family
+    inputs = prompt(name, PIECES["many frames"])
+    fields = {"model": copy.deepcopy(model), "prune": UniformPrune(retention=1.0)}
+    if strategy == "parallel":
+        fields |= {"process": False, "window": 3}
+    _, report = drafted(model, inputs, registry("draft").build(strategy, fields), tokens=16)
+    lengths = report.draft["lengths"]
+    assert sum(lengths) > 8 and all(n >= 3 for n in lengths[1:-1])
+
+
+def test_a_sparse_draft_that_leaves_nothing_out_is_always_right(family):
+    name, model = family
+    inputs = prompt(name, PIECES["many frames"])
+    _, report = drafted(model, inputs, SparseToDense(window=4, retention=1.0))
+    assert report.draft["accepted"] == report.draft["proposed"] > 0
+    whole = report.draft["counters"]["draft_held"]
+    assert whole > inputs["input_ids"].shape[1] + 12, "what was said is remembered too"
+    _, report = drafted(model, inputs, SparseToDense(window=4, retention=0.1))
+    assert 0 < report.draft["counters"]["draft_held"] < whole / 2
+
+
+def test_a_sparse_draft_leaves_the_target_s_memory_as_it_was(family):
+    name, model = family
+    inputs = prompt(name, PIECES["video"])
+    with mmaccel.accelerate(model) as fast:
+        ids = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+        want = [fast.last_state.view(layer, None) for layer in range(3)]
+    with mmaccel.accelerate(model, draft=SparseToDense(window=4, retention=0.2)) as fast:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False), ids)
+        for layer, view in enumerate(want):
+            got = fast.last_state.view(layer, None)
+            assert got.key.shape == view.key.shape
+            assert torch.allclose(got.key, view.key, atol=1e-5) and torch.allclose(
+                got.value, view.value, atol=1e-5
+            )
+        assert fast.road.probe is None
+
+
+def test_uv_is_told_while_later_layers_still_run(family):
+    name, model = family
+    inputs = prompt(name, PIECES["many frames"])
+    order = []
+    draft = Sequential(model=copy.deepcopy(model), prune=UVPrune(retention=0.5, layer=1))
+    keep = Drafter.keep
+    with mmaccel.accelerate(model, draft=draft), pytest.MonkeyPatch.context() as patch:
+        for index, layer in enumerate(mmaccel.core.attach.adapter_for(model).layers(model)):
+            layer.register_forward_pre_hook(lambda *_, index=index: order.append(index))
+        patch.setattr(Drafter, "keep", lambda self, columns: (order.append("told"), keep(self, columns))[1])
+        model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    for layer in mmaccel.core.attach.adapter_for(model).layers(model):
+        layer._forward_pre_hooks.clear()
+    assert order[: order.index("told") + 2][-1] == 2 and order.count("told") == 1
+
+
+def test_a_draft_that_cannot_even_open_leaves_the_plain_tokens(family, monkeypatch):
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+
+    def fail(self, target):
+        raise RuntimeError("out of cheese")
+
+    draft = Sequential(model=copy.deepcopy(model))
+    with mmaccel.accelerate(model, draft=draft) as fast, monkeypatch.context() as patch:
+        patch.setattr(Sequential, "open", fail)
+        with pytest.warns(mmaccel.core.errors.MmaccelWarning, match="out of cheese"):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
+        assert fast.report().draft["failed"] == "RuntimeError: out of cheese" and "cheese" in str(
+            fast.report()
+        )
+
+
+def test_a_draft_that_reads_the_whole_cache_wants_a_whole_one(family):
+    _, model = family
+    with pytest.raises(mmaccel.core.errors.RecipeError, match="kv to 'full'"):
+        mmaccel.accelerate(model, draft=SparseToDense(), kv="window")

@@ -1,0 +1,180 @@
+"""A stream that keeps and sees everything is the plain model's prompt; how it is cut, saved or shared changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.kv import StreamPolicy
+from mmaccel.core.registry import registry
+from tests.models.streams import (
+    FPS,
+    QUESTION,
+    every_stream,
+    film,
+    logits,
+    open_session,
+    pair,
+    plain,
+    said,
+)
+
+WHOLE = every_stream()
+TIGHT = every_stream(frames=6, window=8)
+TOLERANCE, EQUAL = 1e-4, 1e-5
+MIXED = [("tiny-ov", "rekv"), ("tiny-ov", "mosaic"), ("tiny-qwen", "rekv"), ("tiny-qwen", "mosaic")]
+BOTH = [(name, kv) for name in ("random-ov", "random-qwen") for kv in WHOLE]
+
+
+@pytest.mark.parametrize(("name", "kv"), [*BOTH, *MIXED])
+def test_with_room_for_all_it_is_the_plain_model(name: str, kv: str) -> None:
+    fields = dict(WHOLE[kv])
+    if "positions" in registry("kv")[kv].__dataclass_fields__:
+        fields["positions"] = "original"
+    with open_session(name, fields) as session:
+        session.watch(film(13), fps=FPS)
+        assert (logits(session) - plain(name, 13)).abs().max() <= TOLERANCE
+        assert session.ask(QUESTION, 4).text == said(name, 13, 4)
+
+
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_compact_places_are_the_true_ones_when_nothing_is_left_out(kv: str) -> None:
+    with open_session("random-qwen", {**WHOLE[kv], "positions": "compact"}) as session:
+        session.watch(film(13), fps=FPS)
+        assert (logits(session) - plain("random-qwen", 13)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kv", ["rekv", "recent", "window", "no_cache"])
+def test_the_comparison_can_fail(kv: str) -> None:
+    with open_session("random-ov", TIGHT[kv]) as session:
+        session.watch(film(20), fps=FPS)
+        assert (logits(session) - plain("random-ov", 20)).abs().max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize("kv", TIGHT)
+def test_how_the_stream_is_cut_changes_nothing(name: str, kv: str) -> None:
+    frames = film(18)
+    found = []
+    for cuts, chunk in (([18], None), ([9, 9], 64), ([1, 2, 3, 1, 1, 1, 8, 1], None)):
+        with open_session(name, TIGHT[kv], chunk=chunk) as session:
+            for part in frames.split(cuts):
+                session.watch(part, fps=FPS)
+            assert len(session) == 18
+            found.append((logits(session), session.ask(QUESTION, 2)))
+    for ours, answer in found[1:]:
+        assert (ours - found[0][0]).abs().max() <= EQUAL
+        assert answer.text == found[0][1].text
+        assert [one.frames for one in answer.evidence] == [one.frames for one in found[0][1].evidence]
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+def test_questions_between_frames_do_not_disturb_the_stream(kv: str, name: str = "random-ov") -> None:
+    frames = film(18)
+    with open_session(name, TIGHT[kv]) as asked, open_session(name, TIGHT[kv]) as quiet:
+        for at in range(0, 18, 6):
+            for session in (asked, quiet):
+                session.watch(frames[at : at + 6], fps=FPS)
+            first = logits(asked)
+            asked.ask("how many shapes were shown ?", 2)
+            assert torch.equal(logits(asked), first)
+        assert torch.allclose(logits(asked), logits(quiet), atol=EQUAL)
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+def test_sessions_on_one_model_do_not_see_each_other(kv: str) -> None:
+    name = "random-qwen"
+    films = [film(16, seed) for seed in (3, 4)]
+    alone = []
+    for frames in films:
+        with open_session(name, TIGHT[kv]) as session:
+            session.watch(frames[:8], fps=FPS)
+            session.watch(frames[8:], fps=FPS)
+            alone.append(logits(session))
+    with (
+        open_session(name, TIGHT[kv]) as one,
+        open_session(name, TIGHT[kv]) as two,
+        open_session(name, "full") as third,
+    ):
+        third.watch(films[0][:5], fps=FPS)
+        for half in (slice(0, 8), slice(8, 16)):
+            one.watch(films[0][half], fps=FPS)
+            two.watch(films[1][half], fps=FPS)
+            third.ask(QUESTION, 2)
+        assert torch.equal(logits(one), alone[0]) and torch.equal(logits(two), alone[1])
+        assert not torch.equal(alone[0], alone[1])
+
+
+@pytest.mark.parametrize("name", ["random-qwen"])
+@pytest.mark.parametrize("kv", TIGHT)
+def test_saved_and_loaded_it_goes_on(tmp_path: Path, name: str, kv: str) -> None:
+    frames = film(25)
+    model, processor = pair(name)
+    with open_session(name, TIGHT[kv]) as session:
+        session.watch(frames[:19], fps=FPS)
+        session.save(tmp_path / "stream")
+        before = logits(session)
+        with mmaccel.VideoSession.resume(model, processor, tmp_path / "stream") as other:
+            assert other.recipe == session.recipe and other.frames == 19 and other.seconds == session.seconds
+            assert torch.equal(logits(other), before)
+            assert other.ask(QUESTION, 4).evidence == session.ask(QUESTION, 4).evidence
+            for one in (session, other):
+                one.watch(frames[19:], fps=FPS)
+            assert torch.allclose(logits(other), logits(session), atol=EQUAL)
+            assert not torch.equal(logits(other), before)
+
+
+@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
+def test_the_model_is_left_as_it_was(name: str) -> None:
+    model, _ = pair(name)
+    frames = film(9)
+    plain(name, 9)  # what the model itself makes at its first run
+    state = copy.deepcopy(model.state_dict())
+    before = {path: _outline(module) for path, module in model.named_modules()}
+    with open_session(name, TIGHT["rekv"]) as session:
+        session.watch(frames, fps=FPS)
+        assert {path: _outline(module) for path, module in model.named_modules()} == before
+        session.ask(QUESTION, 3)
+    assert {path: _outline(module) for path, module in model.named_modules()} == before
+    assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
+
+
+def _outline(module: Any) -> Any:
+    hooks = tuple(
+        (k, len(v)) for k, v in module.__dict__.items() if k.startswith("_") and isinstance(v, dict)
+    )
+    return {k: id(v) for k, v in module.__dict__.items() if not k.startswith("_")}, hooks
+
+
+def test_seconds_of_a_unit_move_the_places_as_in_the_plain_model() -> None:
+    frames = film(12)
+    found = []
+    for fps in (0.75, 3.0):
+        with open_session("random-qwen", "full") as session:
+            session.watch(frames, fps=fps)
+            assert (logits(session) - plain("random-qwen", 12, fps=fps)).abs().max() <= TOLERANCE
+            found.append(logits(session))
+    assert (found[0] - found[1]).abs().max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("kv", ["full", "rekv", "no_cache"])
+def test_a_unit_that_is_not_complete_is_seen_as_the_processor_fills_it(kv: str, count: int) -> None:
+    frames = film(count)
+    with open_session("random-qwen", WHOLE[kv]) as session:
+        for frame in frames:
+            session.watch(frame[None], fps=FPS)
+        assert (logits(session) - plain("random-qwen", count)).abs().max() <= TOLERANCE
+
+
+def test_every_memory_of_streams_is_here() -> None:
+    assert (
+        set(WHOLE)
+        == {n for n, c in registry("kv").items() if issubclass(c, StreamPolicy)}
+        >= {"full", "rekv"}
+    )

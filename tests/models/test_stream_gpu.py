@@ -1,0 +1,82 @@
+"""Streams on a GPU: the plain model's words, the same through the host and back, and no growth beside what is declared."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+KV = every_stream()
+TIGHT = every_stream(frames=6, window=8)
+
+
+def on_gpu(name: str, dtype: torch.dtype, kv: Any, **choices: Any) -> tuple[Any, mmaccel.VideoSession]:
+    model, processor = pair(name)
+    moved = copy.deepcopy(model).to("cuda", dtype)
+    return moved, mmaccel.VideoSession(moved, processor, None, kv=kv, **choices)
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize("kv", KV)
+def test_with_room_for_all_it_is_the_plain_model(name: str, kv: str) -> None:
+    fields = {**KV[kv], "positions": "original"} if "positions" in _fields(kv) else KV[kv]
+    model, session = on_gpu(name, torch.float32, fields)
+    inputs = pair(name)[1].chat(
+        [{"type": "video", "video": film(13)}, {"type": "text", "text": QUESTION}], fps=FPS, device="cuda"
+    )
+    with session, torch.no_grad():
+        session.watch(film(13), fps=FPS)
+        assert (logits(session) - model(**inputs).logits[0, -1]).abs().max() <= 1e-3
+
+
+def _fields(kv: str) -> Any:
+    return mmaccel.core.registry.registry("kv")[kv].__dataclass_fields__
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+def test_what_comes_back_from_pinned_memory_is_what_the_cpu_recalls(kv: str) -> None:
+    """In float32; and in bfloat16 it runs."""
+    found = []
+    for device in ("cpu", "cuda"):
+        model, processor = pair("random-ov")
+        moved = copy.deepcopy(model).to(device, torch.float32)
+        with mmaccel.VideoSession(moved, processor, None, kv=TIGHT[kv]) as session:
+            for part in film(25).split(7):
+                session.watch(part, fps=FPS)
+            found.append(logits(session).cpu())
+    assert (found[0] - found[1]).abs().max() <= 1e-2
+    _, session = on_gpu("random-ov", torch.bfloat16, TIGHT[kv])
+    with session:
+        session.watch(film(25), fps=FPS)
+        assert session.ask(QUESTION, 4).ttft_s > 0 and bool(logits(session).isfinite().all())
+
+
+@pytest.mark.parametrize("kv", ["rekv", "recent", "no_cache"])
+def test_the_device_holds_no_more_of_a_longer_stream(kv: str) -> None:
+    _, session = on_gpu("random-ov", torch.bfloat16, TIGHT[kv])
+    with session:
+        held = []
+        for _ in range(8):
+            session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_allocated() - session.counters().get("index_bytes", 0))
+        assert held[-1] - held[1] <= 1 << 16
+
+
+@pytest.mark.parametrize("copies", ["frame", "coalesced"])
+def test_ways_across_the_wire_bring_the_same(copies: str) -> None:
+    want = None
+    for way in ("coalesced", copies):
+        _, session = on_gpu("random-ov", torch.float32, {**TIGHT["rekv"], "copies": way})
+        with session:
+            for part in film(25).split(3):
+                session.watch(part, fps=FPS)
+            found = logits(session)
+        want = found if want is None else want
+        assert torch.equal(found, want)

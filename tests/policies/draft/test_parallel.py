@@ -1,0 +1,318 @@
+"""The pipelined draft in one process: Algorithm 1 step by step, and nothing of it changes what is said."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmaccel.core import generate
+from mmaccel.core.draft import Proposal
+from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.verify import accept
+from mmaccel.policies.draft import parallel
+from mmaccel.policies.draft._gain import Pace, best_window, tokens_per_round
+from mmaccel.policies.draft._writer import Writer, Written
+from mmaccel.policies.draft.parallel import Parallel, Pipeline
+from tests.core.test_generate import limit, run
+from tests.core.toy import (
+    Rule,
+    ToyModel,
+    ToyRunner,
+    Triples,
+    alone,
+    bigram,
+    count_triples,
+    g_test,
+    prompt,
+    view,
+)
+
+WORDS = ["<s>", "The", "video", "uses", "Parallel", "VLM", "for", "speedup", ".", "method", "with", "a", "b"]
+
+
+def telling(*tales: str) -> Rule:
+    """Each word is followed by the word that follows it in a tale."""
+    table = torch.zeros(len(WORDS), len(WORDS))
+    for tale in tales:
+        for one, other in pairwise(tale.split()):
+            table[WORDS.index(one), WORDS.index(other)] = 9
+    return bigram(table)
+
+
+def pipeline(target: Rule, small: Rule, vocab: int, **choices: Any) -> Pipeline:
+    state = Parallel(model=ToyModel(small, vocab), process=False, **choices).open(view(target, vocab))
+    assert isinstance(state, Pipeline)
+    return state
+
+
+def test_figure_8() -> None:
+    """Window 3: seven tokens in three verifications, five drafted ones in a row, and the modes of the figure."""
+    target = telling("<s> The video uses Parallel VLM for speedup .")
+    small = telling("<s> The video uses Parallel VLM method with", "for a b")
+    state = pipeline(target, small, len(WORDS), window=3)
+    offered: list[str] = []
+
+    def heard(real: Any) -> Any:
+        def propose() -> Proposal:
+            proposal = real()
+            offered.append(" ".join(WORDS[i] for i in proposal.ids))
+            return proposal
+
+        return propose
+
+    state.propose = heard(state.propose)  # type: ignore[method-assign]
+    ids, runner, meter = run(target, state, limit(8), prompt([0]))
+    assert [WORDS[i] for i in ids[1:]] == WORDS[1:8]
+    assert runner.steps == 3
+    # Post-verify of the rest of the start-up window and the first of the next; of the rest of that; pre-verify of "a".
+    assert offered == ["video uses", "VLM method", ""]
+    assert meter.rounds == [(3, 3), (3, 1), (1, 0)]
+    told = state.counters()
+    assert told["streak_max"] == 5 and told["ready_at_start"] == 3
+    assert told["post_verify"] == 2
+
+
+@given(st.integers(0, 10_000), st.integers(3, 6), st.integers(3, 40), st.integers(1, 6), st.floats(0.0, 1.0))
+def test_greedy_is_the_target_alone(seed: int, vocab: int, length: int, window: int, likeness: float) -> None:
+    g = torch.Generator().manual_seed(seed)
+    table = torch.randint(0, 6, (vocab, vocab), generator=g).float()
+    other = torch.where(torch.rand(vocab, 1, generator=g) < likeness, table, table.roll(1, 1))
+    target, stop = bigram(table), limit(length, 0)
+    said = prompt([1], max_new_tokens=length - 1)
+    state = pipeline(target, bigram(other), vocab, window=window)
+    ids, runner, meter = run(target, state, stop, said)
+    assert ids == alone(target, [1], stop) and not meter.failures
+    assert runner.tokens == ids[:-1]
+    assert all(proposed <= window for proposed, _ in meter.rounds)
+
+
+def test_a_perfect_draft_is_kept_whole_and_saves_steps() -> None:
+    target = bigram(torch.eye(5).roll(1, 1))
+    state = pipeline(target, target, 5, window=4)
+    ids, runner, meter = run(target, state, limit(1 + 33), prompt([0], max_new_tokens=33))
+    assert all(proposed == kept for proposed, kept in meter.rounds)
+    assert runner.steps == 8 and ids == alone(target, [0], limit(34))
+
+
+def test_a_draft_of_more_tokens_than_the_target_has_never_says_them() -> None:
+    target = bigram(torch.eye(5).roll(1, 1))
+    padded = torch.nn.functional.pad(torch.eye(5).roll(1, 1), (0, 3), value=50.0)
+    state = pipeline(target, bigram(padded), 5, window=3)
+    _, _, meter = run(target, state, limit(20), prompt([0]))
+    assert all(proposed == kept for proposed, kept in meter.rounds)
+
+
+def test_after_a_refusal_the_draft_goes_on_from_what_was_said() -> None:
+    """Each token follows from all before it: a draft that kept a wrong one, or lost a right one, is never right again."""
+
+    def target(tokens: Sequence[int]) -> Tensor:
+        place = 1
+        for token in tokens:
+            place = (place * 31 + token + 7) % 10_007
+        return torch.nn.functional.one_hot(torch.tensor(place % 7), 7).float()
+
+    def small(tokens: Sequence[int]) -> Tensor:
+        return target(tokens).roll(1) if len(tokens) % 9 == 0 else target(tokens)
+
+    state = pipeline(target, small, 7, window=4)
+    ids, _, meter = run(target, state, limit(100), prompt([1], max_new_tokens=99))
+    lies = sum(len(ids[:n]) % 9 == 0 for n in range(2, 100))
+    assert ids == alone(target, [1], limit(100))
+    assert sum(proposed > kept for proposed, kept in meter.rounds) == lies
+    writer = state._engine._writer  # type: ignore[attr-defined]
+    assert [1, *writer.line][: len(ids) - 9] == ids[: len(ids) - 9]
+    assert writer._runner.tokens == [1, *writer.line][: len(writer._runner.tokens)]
+
+
+def test_a_writer_goes_back_to_any_token() -> None:
+    writer = Writer(ToyRunner(bigram(torch.eye(7).roll(1, 1))), "cpu", 7)
+    writer.read({"input_ids": torch.tensor([[3, 1]])})
+    for length, fix, count, line in (
+        (0, [], 4, [2, 3, 4, 5]),
+        (2, [0, 0, 6], 2, [2, 3, 0, 0, 6, 0, 1]),
+        (7, [], 1, [2, 3, 0, 0, 6, 0, 1, 2]),
+        (3, [], 2, [2, 3, 0, 1, 2]),
+        (0, [5], 1, [5, 6]),
+        (0, [], 2, [2, 3]),
+    ):
+        written = writer.write(length, fix, count)
+        assert writer.line == line and written.ids == line[-count:]
+        run = writer._runner.tokens  # type: ignore[attr-defined]
+        assert run == [3, 1, *line][: len(run)] and len(run) == 2 + len(line) - 1
+
+
+class Sluggish(parallel.Local):
+    """A draft in this process that is not always there in time."""
+
+    def __init__(self, writer: Writer, dice: random.Random) -> None:
+        self._writer, self._dice = writer, dice
+        self._stream = None
+
+    def collect(self, limit_s: float) -> Written | None:
+        return super().collect(limit_s) if self._dice.random() < 0.4 else None
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5))
+def test_a_draft_that_is_late_changes_no_token(seed: int, window: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    table = torch.randint(0, 6, (5, 5), generator=g).float()
+    other = torch.where(torch.rand(5, 1, generator=g) < 0.8, table, table.roll(1, 1))
+    target, stop = bigram(table), limit(40)
+    engine = Sluggish(Writer(ToyRunner(bigram(other)), "cpu", 5), random.Random(seed))
+    choice = Parallel(model=ToyModel(bigram(other), 5), window=window, process=False)
+    ids, _, meter = run(target, Pipeline(engine, choice, 5), stop, prompt([1], max_new_tokens=39))
+    assert ids == alone(target, [1], stop) and not meter.failures
+
+
+V = 3
+
+
+def _nucleus(p: Tensor) -> Tensor:
+    p = torch.where(p >= p.max() / 3, p, 0)
+    return p / p.sum()
+
+
+SHAPES = {
+    "cold": lambda logits: torch.softmax(logits / 0.7, -1),
+    "plain": lambda logits: torch.softmax(logits, -1),
+    "hot": lambda logits: torch.softmax(logits / 1.3, -1),
+    "nucleus": lambda logits: _nucleus(torch.softmax(logits, -1)),
+}
+
+
+def sampled(shape: str, triples: int = 2_500, window: int = 2) -> float:
+    """p-value of the triples of pipelined generations, windows straddling them in every way and through every mode."""
+    warp = SHAPES[shape]
+    large, small, g = Triples(V, 0, sharp=0.8), Triples(V, 1), torch.Generator().manual_seed(4)
+    # A draft that is right often enough for every mode to follow every other.
+    small.one, small.two = large.one, large.two + 0.3 * small.two
+    counts = torch.zeros(V, V, V, dtype=torch.long)
+    chunk = 250
+    for _ in range(triples // chunk):
+        said = prompt([0], warp=lambda ids, logits: warp(logits), generator=g)
+        state = pipeline(large, small, V, window=window)
+        ids, _, _ = run(large, state, limit(1 + 3 * chunk), said)
+        modes = state.counters()
+        assert min(modes["pre_verify"], modes["post_verify"]) > 20
+        counts += count_triples(torch.tensor(ids[1:]).view(-1, 3), V)
+    return g_test(counts, large.joint(warp))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sampled_triples_have_the_targets_joint_distribution(shape: str) -> None:
+    assert sampled(shape) > 1e-4
+
+
+def test_the_sampled_test_sees_uniforms_shared_between_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator seeded by position, as in PEARL: a token judged in pre-verify and the next share their random number."""
+
+    def shared(proposal: Proposal, logits: Tensor, ids: Tensor, warp: Any, generator: Any) -> Any:
+        place = ids.numel() - (proposal.ids.numel() > 0)
+        own = torch.Generator().manual_seed(10_007 * (generator.initial_seed() + place))
+        u = torch.rand(proposal.ids.numel() + 1, generator=own)
+        p = torch.stack(
+            [warp(torch.cat([ids, proposal.ids[:i]]), logits[i]) for i in range(proposal.ids.numel() + 1)]
+        )
+        for i, token in enumerate(proposal.ids.tolist()):
+            if u[i] >= p[i, token]:
+                rest = p[i].clone()
+                rest[token] = 0
+                last = torch.multinomial(rest, 1, generator=generator)
+                return torch.cat([proposal.ids[:i], last]), i
+        # The first token of the next window is drawn by inversion, with the number that its follower will be judged by.
+        last = (p[-1].cumsum(-1) <= u[-1]).sum().clamp(max=V - 1)[None]
+        return torch.cat([proposal.ids, last]), proposal.ids.numel()
+
+    monkeypatch.setattr(generate, "accept", shared)
+    assert sampled("plain") < 1e-4
+
+
+def test_the_sampled_test_sees_a_token_judged_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(proposal: Proposal, logits: Tensor, ids: Tensor, warp: Any, generator: Any) -> Any:
+        committed, kept = accept(proposal, logits, ids, warp, generator)
+        if kept and proposal.ids.numel():
+            again, _ = accept(Proposal(proposal.ids[:1]), logits[:2], ids, warp, generator)
+            if int(again[0]) != int(proposal.ids[0]):
+                return again[:1], 0
+        return committed, kept
+
+    monkeypatch.setattr(generate, "accept", twice)
+    assert sampled("plain") < 1e-4
+
+
+def test_tokens_per_round_by_hand() -> None:
+    assert tokens_per_round(1.0, 5) == 5 and tokens_per_round(0.0, 5) == pytest.approx(1.0)
+    assert tokens_per_round(0.7, 1) == pytest.approx(1.0)
+    # Window 2, keep 1/2: post-verify commits 1 or 2 tokens, 1.5 on average; shares of rounds 3/5 and 2/5.
+    assert tokens_per_round(0.5, 2) == pytest.approx(0.6 * 1 + 0.4 * 1.5)
+
+
+def test_rounding_goes_the_way_that_gains_more() -> None:
+    assert best_window(5.0, 1.0, 0.8, 16)[0] == 5
+    assert best_window(5.9, 1.0, 0.5, 16)[0] == 5, "short windows are lost sooner: waiting does not pay"
+    assert best_window(1.7, 1.0, 0.98, 16)[0] == 2, "self-speculation: rounding up"
+    assert best_window(1.0, 1.0, 0.9, 16) == (1, pytest.approx(1.0))
+    assert best_window(0.5, 1.0, 0.9, 16)[1] < 1
+    assert best_window(40.0, 1.0, 0.99, 16)[0] == 16
+
+
+def test_a_pace_follows_what_it_is_told() -> None:
+    pace = Pace()
+    assert not pace.known and pace.keep == pytest.approx(0.8)
+    for _ in range(60):
+        pace.step(2.0)
+        pace.drafted(1.5, 3)
+        pace.told(1, True)
+    assert pace.known and pace.step_s == pytest.approx(2.0) and pace.draft_s == pytest.approx(0.5)
+    assert pace.keep == pytest.approx(0.5, abs=0.02)
+
+
+def test_the_window_follows_the_measured_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = bigram(torch.eye(5).roll(1, 1))
+    state = pipeline(target, target, 5, most=9)
+    monkeypatch.setattr(state._pace, "step", lambda s: setattr(state._pace, "step_s", 7.2e-3))
+    monkeypatch.setattr(state._pace, "drafted", lambda s, n: setattr(state._pace, "draft_s", 1e-3))
+    _, _, meter = run(target, state, limit(80), prompt([0]))
+    assert state.counters()["window"] in (7, 8) and meter.rounds[-2][0] in (7, 8)
+
+
+def test_a_draft_that_cannot_gain_rests_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = bigram(torch.eye(5).roll(1, 1))
+    state = pipeline(target, bigram(torch.eye(5)), 5)
+    monkeypatch.setattr(state._pace, "drafted", lambda s, n: setattr(state._pace, "draft_s", 1.0))
+    ids, _, _ = run(target, state, limit(60), prompt([0]))
+    told = state.counters()
+    assert ids == alone(target, [0], limit(60))
+    assert told["pauses"] >= 1 and told["expected_gain"] <= 1 and told["drafted"] < 40
+
+
+@pytest.mark.parametrize(
+    ("choice", "word"),
+    [
+        ({}, "model"),
+        ({"model": "x", "window": 0}, "window"),
+        ({"model": "x", "most": 0}, "most"),
+        ({"model": "x", "threads": 0}, "threads"),
+        ({"model": "x", "timeout_s": 0.0}, "timeout_s"),
+        ({"model": ToyModel(bigram(torch.eye(2)), 2)}, "process"),
+        ({"model": "x", "prune": "fastv"}, "fastv"),
+    ],
+)
+def test_wrong_choices_are_told_in_one_sentence(choice: dict[str, Any], word: str) -> None:
+    with pytest.raises(RecipeError, match=word) as told:
+        Parallel(**choice)
+    assert str(told.value).endswith(".") and "\n" not in str(told.value)
+
+
+def test_another_vocabulary_is_refused_when_attached() -> None:
+    target = bigram(torch.eye(5))
+    with pytest.raises(DraftError, match="embeddings"):
+        Parallel(model=ToyModel(bigram(torch.eye(9)), 9), process=False).check(view(target, 5))

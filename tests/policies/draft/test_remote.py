@@ -1,0 +1,177 @@
+"""The pipelined draft in a process of its own: the same tokens, also when that process dies, hangs or talks nonsense."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from mmaccel.core.adapter import ModelView
+from mmaccel.core.errors import DraftError, MmaccelWarning
+from mmaccel.core.generate import speculate
+from mmaccel.core.prune import TokenPruner
+from mmaccel.core.registry import registry
+from mmaccel.core.worker import Worker
+from mmaccel.policies.draft.parallel import Parallel, Pipeline
+from tests.core.test_generate import limit
+from tests.core.toy import Meter, ToyRunner, alone, bigram, prompt, view
+from tests.policies.draft.toy_service import VOCAB, table
+
+SERVICE = "tests.policies.draft.toy_service:serve"
+TARGET = bigram(table(1))
+STOP = limit(60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy(Parallel):
+    service: ClassVar[str] = SERVICE
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[ModelView]:
+    """The toy target; processes are started once a choice, and gone afterwards."""
+    seen = view(TARGET, VOCAB)
+    yield seen
+    held = [worker.process for worker in seen._held.values()]
+    seen.release()
+    assert all(process.poll() is not None for process in held)
+
+
+def decode(target: ModelView, choice: Parallel, **said: Any) -> tuple[list[int], Pipeline, Meter]:
+    told = prompt([1, 0], max_new_tokens=58, **said)
+    state, runner, meter = choice.open(target), ToyRunner(TARGET), Meter()
+    assert isinstance(state, Pipeline)
+    state.begin(told)
+    if choice.prune is not None:
+        state.keep(torch.tensor([1]))
+    ids = speculate(runner, state, told, runner.prefill(told.inputs), stop=STOP, meter=meter)
+    return ids[0].tolist(), state, meter
+
+
+def held(target: ModelView, scenario: str) -> Worker:
+    return next(worker for name, worker in target._held.items() if f"'model': '{scenario}'" in name)
+
+
+def test_two_processes_say_what_one_says(target: ModelView) -> None:
+    """Sequence after sequence in one process, with a draft that is always right and one that is often wrong."""
+    for seed in ("1", "2"):
+        choice = Toy(model=seed, window=3)
+        process = None
+        for _ in range(2):
+            ids, state, meter = slowly(target, choice)
+            assert ids == alone(TARGET, [1, 0], STOP) and not meter.failures
+            worker = held(target, seed)
+            assert process in (None, worker.process.pid), "the process is kept for the next sequence"
+            process = worker.process.pid
+        told = state.counters()
+        assert told["drafted"] > 0 and told["target_step_s"] > 0 and told["draft_step_s"] > 0
+
+
+def test_a_right_draft_saves_target_steps(target: ModelView) -> None:
+    _, _, meter = slowly(target, Toy(model="1", window=3))
+    # Late windows cost rounds, never tokens.
+    assert sum(kept for _, kept in meter.rounds) > 30 and len(meter.rounds) < 40
+
+
+def test_a_pruned_prompt_is_read_when_the_columns_are_told(target: ModelView) -> None:
+    ids, state, meter = slowly(target, Toy(model="1", window=3, prune=registry("prune").build("uniform")))
+    assert isinstance(state._choice.prune, TokenPruner)
+    assert ids == alone(TARGET, [1, 0], STOP) and not meter.failures and state.counters()["drafted"] > 10
+
+
+DEAD = {
+    "killed": "ended",
+    "prompt": "ended|reached",
+    "raises": "out of cheese",
+    "foreign": "nonsense",
+    "talks": "nonsense",
+    "stalled": "said nothing for",
+}
+
+
+@pytest.mark.parametrize("fault", DEAD)
+def test_a_process_that_fails_loses_no_token(target: ModelView, fault: str) -> None:
+    choice = Toy(model=f"1:{fault}:3", window=3, timeout_s=0.6)
+    with pytest.warns(MmaccelWarning, match=DEAD[fault]):
+        ids, _, meter = slowly(target, choice)
+    assert ids == alone(TARGET, [1, 0], STOP)
+    assert len(meter.failures) == 1
+    worker = held(target, f"1:{fault}:3")
+    assert not worker.alive and worker.process.poll() is not None, "a broken process is not left behind"
+    if fault == "killed":
+        with pytest.warns(MmaccelWarning):
+            ids, _, meter = slowly(target, choice)
+        assert ids == alone(TARGET, [1, 0], STOP) and sum(kept for _, kept in meter.rounds) > 0
+        assert held(target, "1:killed:3").process.pid != worker.process.pid, "the next sequence has a new one"
+
+
+def slowly(target: ModelView, choice: Parallel) -> tuple[list[int], Pipeline, Meter]:
+    """A target whose steps take a while, so that a silence is long enough to be noticed."""
+    step = ToyRunner.step
+
+    def wait(self: ToyRunner, *given: Any) -> Any:
+        time.sleep(0.02)
+        return step(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ToyRunner, "step", wait)
+        return decode(target, choice)
+
+
+def test_a_slow_draft_is_not_waited_for_and_not_lost(target: ModelView) -> None:
+    ids, state, meter = slowly(target, Toy(model="1:slow:2", window=3))
+    assert ids == alone(TARGET, [1, 0], STOP) and not meter.failures
+    assert state.counters()["late"] >= 1
+
+
+def test_a_draft_of_another_vocabulary_is_refused_before_anything_runs(target: ModelView) -> None:
+    with pytest.raises(DraftError, match="embeddings"):
+        Toy(model="1:vocabulary").check(target)
+    assert not any("vocabulary" in name for name in target._held)
+
+
+def test_a_service_that_is_not_there_is_told() -> None:
+    worker = Worker("mmaccel.core.worker:nothing", {})
+    with pytest.raises(DraftError, match="nothing"):
+        worker.wait(1, 60)
+    assert worker.process.poll() is not None
+
+
+def test_no_process_outlives_its_parent(tmp_path: Path) -> None:
+    """The parent is killed while its worker is at work."""
+    code = (
+        "import sys, time; from mmaccel.core.worker import Worker, READY\n"
+        f"w = Worker({SERVICE!r}, {{'model': '1'}}); w.wait(READY, 60)\n"
+        "print(w.process.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert _runs(child)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _runs(child)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")

@@ -1,0 +1,67 @@
+"""A draft's process for tests: it writes by a toy rule, and goes wrong when it is told to.
+
+The scenario stands in the place of the model's folder: "seed", or "seed:fault:n" with a fault from the n-th window on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mmaccel.core.worker import READY, Wire
+from mmaccel.policies.draft import _remote
+from mmaccel.policies.draft._writer import Writer, Written
+from tests.core.toy import ToyRunner, bigram
+
+VOCAB = 6
+VOCAB_FAULT = 9999
+"""Another model's vocabulary."""
+
+
+def table(seed: int) -> torch.Tensor:
+    return torch.randint(0, 6, (VOCAB, VOCAB), generator=torch.Generator().manual_seed(seed)).float()
+
+
+class Faulty(Writer):
+    """Does its work until its hour has come."""
+
+    def __init__(self, seed: int, fault: str, hour: int, wire: Wire) -> None:
+        super().__init__(ToyRunner(bigram(table(seed))), "cpu", VOCAB)
+        self.fault, self.hour, self.wire, self.windows = fault, hour, wire, 0
+
+    def read(self, *given: Any, **named: Any) -> None:
+        if self.fault == "prompt":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().read(*given, **named)
+
+    def write(self, length: int, fix: Sequence[int], count: int) -> Written:
+        self.windows += 1
+        written = super().write(length, fix, count)
+        if self.windows < self.hour:
+            return written
+        if self.fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "stalled":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.fault == "slow":
+            time.sleep(0.2)
+        if self.fault == "raises":
+            raise ValueError("out of cheese")
+        if self.fault == "foreign":
+            return Written([token + 1000 for token in written.ids], written.seconds)
+        if self.fault == "talks":
+            self.wire._end.sendall(b"what is a message?" * 9)
+        return written
+
+
+def serve(wire: Wire, options: dict[str, Any]) -> None:
+    """The service."""
+    seed, _, rest = options["model"].partition(":")
+    fault, _, hour = rest.partition(":")
+    wire.send(READY, VOCAB_FAULT if fault == "vocabulary" else VOCAB)
+    _remote.serve_writer(wire, lambda: Faulty(int(seed), fault, int(hour or 0), wire))

@@ -1,0 +1,187 @@
+"""A `mosaic` memory driven as a session drives it, on planted streams of made-up keys; no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import Geometry
+from mmaccel.core.kv import KVView, Piece, Stream
+from mmaccel.core.places import Places
+from mmaccel.policies.kv.mosaic import Mosaic
+from mmaccel.policies.kv.mosaic.memory import MosaicMemory
+from tests.policies.kv.mosaic.scenes import runs
+
+LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD, HIDDEN = 3, 4, 2, 8, 6, 3, 10
+GEOMETRY = Geometry(layers=LAYERS, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=HIDDEN, vocab=9)
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = dict(
+    window=5,
+    local=2,
+    frames=8,
+    init=12,
+    visual=4,
+    semantic=2,
+    smallest=3,
+    largest=6,
+    buffer=4,
+    alpha=2.0,
+    cache=6,
+)
+
+
+class Wheel:
+    """A model that turns pairs (i, i + D/2), and whose layers' queries are all alike a fixed map of what enters them."""
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        axes = positions if positions.ndim == 2 else positions[None].expand(3, -1)
+        angle = axes[0].double()[:, None] * 10.0 ** -torch.arange(SIZE // 2, dtype=torch.float64)
+        angle[:, -1] = axes[-1].double() * 0.3
+        both = torch.cat([angle, angle], -1)[None, None]
+        return both.cos().to(dtype), both.sin().to(dtype)
+
+    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
+        return x * angles[0] + half * angles[1]
+
+    def query(self, layer: int, hidden: Tensor) -> Tensor:
+        turn = torch.eye(HIDDEN, HEADS * SIZE, dtype=hidden.dtype) + 0.1 * layer
+        return (hidden @ turn).view(1, -1, HEADS, SIZE).transpose(1, 2)
+
+
+WHEEL = Wheel()
+
+
+def places(axes: int, limit: int) -> Places:
+    """One axis: one column after the other. Three: a unit stands at one time, its tokens at cells."""
+    if axes == 1:
+        unit = HEAD + torch.arange(TOKENS)[None]
+        return Places(
+            torch.arange(HEAD)[None], unit, lambda n: TOKENS * torch.arange(n), HEAD + TOKENS, TOKENS, limit
+        )
+    cell = torch.arange(TOKENS)
+    unit = torch.stack([torch.full((TOKENS,), HEAD), HEAD + cell // 3, HEAD + cell % 3])
+    return Places(torch.arange(HEAD).expand(3, -1), unit, lambda n: 2 * torch.arange(n), HEAD + 4, 2, limit)
+
+
+class Driven:
+    """A memory and the stream that it is given: unit i is always the same."""
+
+    def __init__(
+        self,
+        scenes: Sequence[int] | None = None,
+        axes: int = 1,
+        dtype: torch.dtype = torch.float64,
+        limit: int = 10**6,
+        **fields: Any,
+    ) -> None:
+        self.scenes, self.dtype = list(runs(90) if scenes is None else scenes), dtype
+        self.policy = Mosaic(**{**SMALL, **fields})
+        stream = Stream(unit=TOKENS, head=HEAD, pace=1, places=places(axes, limit), dtype=dtype)
+        state = self.policy.stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type]
+        assert isinstance(state, MosaicMemory)
+        self.state = state
+        g = torch.Generator().manual_seed(1)
+        self.kinds = torch.randn(16, LAYERS, 3, SIZE * HEADS, generator=g, dtype=torch.float64)
+        self.kind_looks = torch.randn(16, HIDDEN, generator=g, dtype=torch.float64)
+        self.run(Piece(kind="head", rows=HEAD), lambda layer: self.noise((layer, -1), HEAD))
+
+    def noise(self, name: tuple[int, ...], rows: int) -> list[Tensor]:
+        """Query, key, value of `rows` columns that follow from a name."""
+        seed = 7919 * name[0] + name[1] + 13
+        g = torch.Generator().manual_seed(seed)
+        heads = (HEADS, GROUPS, GROUPS)
+        return [torch.randn(1, n, rows, SIZE, generator=g, dtype=torch.float64).to(self.dtype) for n in heads]
+
+    def unit(self, layer: int, unit: int) -> list[Tensor]:
+        """Query, key, value of a unit: its scene's, its token's and noise; keys have much in common."""
+        kind = self.kinds[self.scenes[unit], layer].view(3, 1, HEADS, 1, SIZE)
+        g = torch.Generator().manual_seed(100 * unit + layer)
+        rows = []
+        for side, heads in enumerate((HEADS, GROUPS, GROUPS)):
+            shake = 0.5 * torch.randn(1, heads, TOKENS, SIZE, generator=g, dtype=torch.float64)
+            rows.append((kind[side][:, :heads] + shake + 2.0 * (side == 1)).to(self.dtype))
+        return rows
+
+    def looks(self, first: int, count: int) -> Tensor:
+        g = [torch.Generator().manual_seed(unit) for unit in range(first, first + count)]
+        shake = torch.stack([torch.randn(HIDDEN, generator=one, dtype=torch.float64) for one in g])
+        return (self.kind_looks[self.scenes[first : first + count]] + 0.2 * shake).to(torch.float32)
+
+    def run(self, piece: Piece, rows: Any, hidden: Any = None) -> list[KVView]:
+        self.state.enter(piece)
+        views = []
+        for layer in range(LAYERS):
+            query, key, value = rows(layer)
+            if hidden is not None:
+                self.state.ahead(layer, hidden(layer))
+            self.state.append(layer, key, value)
+            views.append(self.state.view(layer, query))
+        self.state.leave()
+        return views
+
+    def watch(self, count: int, step: int = 4) -> list[Tensor]:
+        """`count` more units, at most `step` at a time: of each pass and layer what its rows get from attention."""
+        out, end = [], self.state.units() + count
+        while self.state.units() < end:
+            first = self.state.units()
+            n = self.state.fit(first, min(step, end - first))
+            piece = Piece(kind="units", rows=n * TOKENS, first=first, count=n, look=self.looks(first, n))
+
+            def rows(layer: int, first: int = first, n: int = n) -> list[Tensor]:
+                made = [self.unit(layer, unit) for unit in range(first, first + n)]
+                return [torch.cat(side, 2) for side in zip(*made, strict=True)]
+
+            out.append(torch.stack([attend(view, n * TOKENS) for view in self.run(piece, rows)]))
+        return out
+
+    def piece(self, rows: int = 4) -> Piece:
+        return Piece(kind="question", rows=rows, words=(1, rows), room=2)
+
+    def question(self, name: int = 0, rows: int = 4) -> Any:
+        """Rows of a question that asks for the scene of its name."""
+
+        def made(layer: int) -> list[Tensor]:
+            query, key, value = self.noise((layer, 500 + name), rows)
+            wanted = self.kinds[name % 16, layer, 1].view(1, HEADS, 1, SIZE)[:, [0, 0, 1, 1]]
+            return [query * 0.3 + wanted.to(self.dtype), key, value]
+
+        return made
+
+    def ask(self, name: int = 0, rows: int = 4, answer: bool = True) -> Tensor:
+        """[L, H, rows (+ 1), D]: what the rows of a question, and one of its answer, get from attention."""
+
+        def hidden(layer: int) -> Tensor:
+            return self.question(name)(layer)[0].transpose(1, 2).flatten(2)[..., :HIDDEN]
+
+        with self.state.turn():
+            views = self.run(self.piece(rows), self.question(name, rows), hidden)
+            out = torch.stack([attend(view, rows) for view in views])
+            self.seen, self.evidence = views, self.state.evidence()
+            if answer:
+                said = self.run(
+                    Piece(kind="answer", rows=1), lambda layer: self.noise((layer, 900 + name), 1)
+                )
+                out = torch.cat([out, torch.stack([attend(view, 1) for view in said])], 2)
+            self.counters = self.state.counters()
+        return out
+
+
+def attend(view: KVView, rows: int) -> Tensor:
+    """[H, rows, D]: causal attention of the last `rows` columns of a view, in loops."""
+    query, out = view.query, []
+    assert query is not None
+    count = view.key.shape[2]
+    for head in range(HEADS):
+        group = head * GROUPS // HEADS
+        score = query[0, head].double() @ view.key[0, group].double().T * SIZE**-0.5
+        q = torch.arange(count - rows, count)[:, None]
+        k = torch.arange(count)
+        sees = k <= q
+        if view.window is not None:
+            sees &= (k < view.sinks) | (q - k < view.window)
+        out.append(score.masked_fill(~sees, -torch.inf).softmax(1) @ view.value[0, group].double())
+    return torch.stack(out)

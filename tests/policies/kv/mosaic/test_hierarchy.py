@@ -1,0 +1,147 @@
+"""The hierarchy: however a stream is cut, deferred or eager, at every level and granularity."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
+from tests.policies.kv.mosaic.scenes import audit, feed, partition, plant, runs, tree_of
+
+SCENES = runs(60)
+
+
+@pytest.fixture(scope="module")
+def stream() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return plant(SCENES)
+
+
+@pytest.fixture(scope="module")
+def grown(stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Hierarchy:
+    tree = tree_of()
+    feed(tree, stream, 5)
+    return tree
+
+
+def test_a_stream_splits_defers_and_flushes(grown: Hierarchy) -> None:
+    counters = grown.counters
+    assert min(counters[name] for name in ("visual_splits", "deferred", "singletons", "flushed", "cuts")) > 0
+    audit(grown)
+
+
+@pytest.mark.parametrize(("chunk", "batched"), [(1, True), (1, False), (7, True), (60, True), (60, False)])
+def test_clusters_do_not_depend_on_the_cut(
+    chunk: int, batched: bool, stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor], grown: Hierarchy
+) -> None:
+    tree = tree_of()
+    feed(tree, stream, chunk, batched=batched)
+    assert partition(tree) == partition(grown)
+    assert tree.counters == grown.counters
+
+
+def test_eager_splits_at_once(
+    stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor], grown: Hierarchy
+) -> None:
+    eager = tree_of(deferred=False)
+    feed(eager, stream, 5)
+    audit(eager)
+    assert not eager.counters["deferred"] and not any(eager.buffer)
+    assert eager.counters["eager_splits"] > grown.counters["eager_splits"]
+    assert partition(eager)[1] == partition(grown)[1], "the visual level knows no deferral"
+
+
+def test_touching_everything_makes_all_owed_splits(
+    stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    tree = tree_of(buffer=64)
+    feed(tree, stream, 5)
+    assert any(tree.buffer)
+    for layer in range(tree.layers):
+        tree.touch(layer, (tree.semantic.size[layer] > 0).nonzero()[:, 0])
+    audit(tree)
+    assert not any(tree.buffer) and not bool(tree.semantic.lazy.any())
+    assert tree.counters["deferred_splits"] > 0 and tree.counters["resolved"] > 0
+
+
+def test_what_is_on_the_device_is_split_at_once(
+    stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    tree = tree_of()
+    feed(tree, stream, 5, window=60)
+    assert tree.counters["eager_splits"] > 0 and tree.counters["deferred"] == 0
+    cached = tree_of()
+    feed(cached, stream, 5, window=1, cached=torch.ones(2, 60, dtype=torch.bool))
+    assert partition(cached) == partition(tree)
+
+
+@pytest.mark.parametrize("levels", ["visual", "semantic", "none"])
+def test_one_level_alone(levels: str, stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    tree = tree_of(levels=levels)
+    feed(tree, stream, 5)
+    audit(tree)
+    semantic, visual = partition(tree)
+    if levels == "visual":
+        assert all(frozenset(layer) == visual for layer in semantic) and len(visual) > 3
+    else:
+        assert len(visual) == 1
+    if levels == "none":
+        assert all(len(members) == 1 for layer in semantic for members in layer)
+    if levels == "semantic":
+        assert max(len(members) for members in semantic[0]) > 1
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_of_units_lie_in_their_unit_s_visual_cluster(parts: int) -> None:
+    tree = tree_of(parts=parts)
+    feed(tree, plant(SCENES[:30], parts=parts), 4)
+    audit(tree)
+    assert len(partition(tree)[0][0]) > len(partition(tree)[1])
+
+
+@pytest.mark.parametrize("units", [5, 12, 30])
+def test_a_broken_clip_leaves_no_trace(
+    units: int, stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> None:
+    tree, alone = tree_of(), tree_of()
+    first = tuple(rows[:units] for rows in stream)
+    feed(tree, first, 5)
+    feed(alone, stream, 5)
+    mark = tree.checkpoint()
+    feed(tree, stream, 5)
+    tree.restore(mark)
+    assert tree.units == tree.summaries.units == units
+    audit(tree)
+    feed(tree, stream, 5)
+    assert partition(tree) == partition(alone)
+    assert tree.counters == alone.counters
+
+
+def test_scenes_are_found() -> None:
+    scenes = runs(80, seed=3, kinds=5)
+    tree = tree_of(visual=8, largest=32)
+    feed(tree, plant(scenes, noise=0.15, seed=3), 8)
+    truth = torch.tensor(scenes)
+    pure = sum(int(torch.bincount(truth[list(members)]).max()) for members in partition(tree)[1])
+    assert pure == len(scenes)
+    # Without looks, keys alone find them in each layer as well.
+    keys = tree_of(levels="semantic", largest=32)
+    feed(keys, plant(scenes, noise=0.15, seed=3), 8)
+    for layer in partition(keys)[0]:
+        assert sum(int(torch.bincount(truth[list(members)]).max()) for members in layer) >= 0.9 * len(scenes)
+
+
+def test_identical_units_are_clustered_without_end() -> None:
+    still = tuple(torch.cat([rows[:30], rows[30:31].expand(40, *rows.shape[1:])]) for rows in plant(SCENES))
+    tree = tree_of()
+    feed(tree, still, 6)
+    audit(tree)
+    assert int(tree.semantic.size.max()) <= tree.rules.largest
+
+
+def test_a_visual_split_parts_buffered_clusters_from_their_homes() -> None:
+    tree = tree_of(buffer=64)
+    data = plant(runs(60, seed=4, kinds=12), seed=4)
+    for end in range(12, 61, 6):
+        feed(tree, tuple(rows[:end] for rows in data), 6, window=1)
+        audit(tree)
+    assert tree.counters["visual_splits"] and tree.counters["singletons"]

@@ -1,0 +1,85 @@
+"""The hierarchy under any sequence of inserts, splits, merges and retrievals: all statistics recomputed."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mmaccel.policies.kv.mosaic.index import Index
+from tests.policies.kv.mosaic.scenes import WIDTH, audit, feed, partition, plant, tree_of
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        deferred=st.booleans(),
+        parts=st.sampled_from([1, 2]),
+        mode=st.sampled_from(["relaxing", "tightening", "fixed"]),
+        levels=st.sampled_from(["both", "both", "visual", "semantic", "none"]),
+    )
+    def begin(self, deferred: bool, parts: int, mode: str, levels: str) -> None:
+        self.rules = dict(deferred=deferred, threshold=mode, levels=levels)
+        self.tree = tree_of(parts=parts, **self.rules)
+        self.scenes: list[int] = []
+        self.mark: object = None
+
+    @rule(scene=st.integers(0, 7), count=st.integers(1, 6), chunk=st.integers(1, 4), window=st.integers(1, 6))
+    def insert(self, scene: int, count: int, chunk: int, window: int) -> None:
+        # What is drawn must not depend on how many units there are, so that unit i stays the same.
+        self.scenes += [scene] * count
+        data = plant([*self.scenes, *[0] * (200 - len(self.scenes))], parts=self.tree.summaries.parts)
+        parts = self.tree.summaries.parts
+        n = len(self.scenes)
+        feed(self.tree, (data[0][:n], data[1][: n * parts], data[2][: n * parts]), chunk, window)
+
+    @precondition(lambda self: self.tree.started)
+    @rule(seed=st.integers(0, 50), layer=st.integers(0, 1), budget=st.integers(1, 12))
+    def retrieve(self, seed: int, layer: int, budget: int) -> None:
+        index = Index(self.tree, WIDTH, torch.float32, torch.device("cpu"), "mean", False)
+        self.tree.semantic.dirty = self.tree.semantic.size > 0
+        self.tree.visual.dirty = self.tree.visual.size > 0
+        index.refresh()
+        query = torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
+        found = index.search(layer, query, budget, self.tree.units * self.tree.summaries.parts)
+        lazy = self.tree.semantic.lazy[layer, found.clusters].sum()
+        before = self.tree.counters["resolved"]
+        self.tree.touch(layer, found.clusters)
+        assert self.tree.counters["resolved"] == before + int(lazy)
+
+    @rule()
+    def checkpoint(self) -> None:
+        self.mark = (
+            self.tree.checkpoint(),
+            len(self.scenes),
+            partition(self.tree) if self.tree.started else None,
+        )
+
+    @precondition(lambda self: self.mark is not None)
+    @rule()
+    def restore(self) -> None:
+        mark, units, before = self.mark  # type: ignore[misc]
+        self.tree.restore(mark)
+        self.scenes = self.scenes[:units]
+        assert self.tree.started == (before is not None)
+        if before is not None:
+            assert partition(self.tree) == before
+        self.mark = None
+
+    @rule()
+    def reload(self) -> None:
+        tree = tree_of(parts=self.tree.summaries.parts, **self.rules)
+        kept = {name: tensor.clone() for name, tensor in self.tree.tensors().items()}
+        tree.summaries.load({name: tensor.clone() for name, tensor in self.tree.summaries.tensors().items()})
+        tree.load(kept, self.tree.units, self.tree.buffer, dict(self.tree.counters))
+        self.tree, self.mark = tree, None
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "tree"):
+            assert self.tree.units == len(self.scenes)
+            audit(self.tree)
+
+
+TestHierarchy = Machine.TestCase
+TestHierarchy.settings = settings(max_examples=20, stateful_step_count=20, deadline=None, derandomize=True)

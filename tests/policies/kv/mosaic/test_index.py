@@ -1,0 +1,181 @@
+"""Retrieval in two stages: exact budgets, and the same as plain loops over sets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
+from mmaccel.policies.kv.mosaic.index import FEWEST, STAGE, Index
+from tests.policies.kv.mosaic.scenes import WIDTH, feed, plant, runs, tree_of
+
+
+def index_of(tree: Hierarchy, cosine: bool = False) -> Index:
+    for level in (tree.semantic, tree.visual):
+        level.dirty = level.size > 0
+    index = Index(tree, WIDTH, torch.float32, torch.device("cpu"), "mean", cosine)
+    index.refresh()
+    return index
+
+
+def query(seed: int) -> torch.Tensor:
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def tree(request: pytest.FixtureRequest) -> Hierarchy:
+    tree = tree_of(parts=request.param, visual=3)
+    feed(tree, plant(runs(70), parts=request.param), 8)
+    return tree
+
+
+def plain(tree: Hierarchy, layer: int, q: torch.Tensor, budget: int, end: int) -> list[int]:
+    """What the two stages retrieve, from the definition."""
+    parts, key = tree.summaries.parts, tree.summaries.key[:, layer].float()
+
+    def inside(level: object, at: int, scale: int) -> dict[int, list[int]]:
+        held: dict[int, list[int]] = {}
+        for entry in range(end):
+            held.setdefault(int(level.owner[at, entry // scale]), []).append(entry)  # type: ignore[attr-defined]
+        return held
+
+    every = {
+        one: [
+            u * parts + t
+            for u in range(tree.units)
+            for t in range(parts)
+            if int(tree.visual.owner[0, u]) == one
+        ]
+        for one in tree.visual.size[0].nonzero()[:, 0].tolist()
+    }
+    visual = inside(tree.visual, 0, parts)
+    chosen: list[int] = []
+    held = 0
+    for one in sorted(visual, key=lambda v: (-float(key[every[v]].mean(0) @ q), v)):
+        if held >= STAGE * budget and len(chosen) >= FEWEST:
+            break
+        chosen.append(one)
+        held += len(visual[one])
+    semantic = inside(tree.semantic, layer, 1)
+    whole = {c: (tree.semantic.owner[layer] == c).nonzero()[:, 0] for c in semantic}
+    among = [c for c in semantic if int(tree.semantic.parent[layer, c]) in chosen]
+    found: list[int] = []
+    for c in sorted(among, key=lambda c: (-float(key[whole[c]].mean(0) @ q), c)):
+        left = budget - len(found)
+        members = sorted(semantic[c], key=lambda e: (-float(key[e] @ q), e))
+        found += members[:left]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("budget", [1, 5, 12, 33])
+@pytest.mark.parametrize("local", [0, 6])
+def test_the_budget_is_exact_and_the_choice_is_the_definition_s(
+    tree: Hierarchy, budget: int, local: int
+) -> None:
+    end = (tree.units - local) * tree.summaries.parts
+    index = index_of(tree)
+    for layer in range(tree.layers):
+        for seed in range(4):
+            found = index.search(layer, query(seed), budget, end)
+            assert found.entries.tolist() == plain(tree, layer, query(seed), budget, end)
+            assert found.entries.numel() == budget and int(found.entries.max()) < end
+
+
+def test_a_budget_above_the_stream_retrieves_all(tree: Hierarchy) -> None:
+    end = tree.units * tree.summaries.parts
+    found = index_of(tree).search(1, query(0), end, end)
+    assert torch.equal(found.entries, torch.arange(end))
+    assert index_of(tree).rest(1, found, 99, end)[0].shape[0] == 0
+
+
+def test_the_rest_are_the_means_of_all_other_clusters_in_order_of_time(tree: Hierarchy) -> None:
+    end = (tree.units - 3) * tree.summaries.parts
+    index = index_of(tree)
+    found = index.search(0, query(1), 9, end)
+    key, value, time, size = index.rest(0, found, 999, end)
+    means = {}
+    for c in range(tree.semantic.size.shape[1]):
+        members = (tree.semantic.owner[0] == c).nonzero()[:, 0]
+        near = int((members < end).sum())
+        if near and c not in found.clusters.tolist():
+            rows = (
+                tree.summaries.key[members, 0].float().mean(0),
+                tree.summaries.value[members, 0].float().mean(0),
+            )
+            means[c] = (float(members.float().mean()), near, *rows)
+    assert len(means) == len(key) > 5
+    wanted = sorted(means.values(), key=lambda m: m[0])
+    assert time.tolist() == pytest.approx([m[0] for m in wanted])
+    # Of equal times either may come first.
+    assert sorted(size.tolist()) == sorted(m[1] for m in wanted)
+    torch.testing.assert_close(key.sum(0), torch.stack([m[2] for m in wanted]).sum(0), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(value.sum(0), torch.stack([m[3] for m in wanted]).sum(0), atol=1e-4, rtol=1e-4)
+    few = index.rest(0, found, 4, end)
+    assert few[0].shape[0] == 4 and few[2].tolist() == sorted(few[2].tolist())
+
+
+def test_cosine_knows_no_length() -> None:
+    tree = tree_of(visual=3)
+    feed(tree, plant(runs(70)), 8)
+    a, b = (index_of(tree, cosine=True).search(0, query(2) * s, 7, 70) for s in (1, 50))
+    assert torch.equal(a.entries, b.entries)
+
+
+def test_forgotten_entries_are_not_found(tree: Hierarchy) -> None:
+    end = tree.units * tree.summaries.parts
+    index = index_of(tree)
+    before = index.search(0, query(0), 8, end).entries
+    index.forget(before.tolist())
+    after = index.search(0, query(0), 8, end).entries
+    assert after.numel() == 8 and not set(after.tolist()) & set(before.tolist())
+    assert index.search(0, query(0), end, end).entries.numel() == end - 8
+
+
+def test_before_there_are_clusters_units_are_retrieved_one_by_one() -> None:
+    tree = tree_of()
+    feed(tree, plant(runs(10)), 4)
+    found = index_of(tree).search(0, query(0), 3, 9)
+    score = tree.summaries.key[:9, 0].float() @ query(0)
+    assert found.entries.tolist() == sorted(score.topk(3).indices.tolist())
+
+
+def test_the_index_follows_what_changes() -> None:
+    tree = tree_of()
+    data = plant(runs(70))
+    feed(tree, tuple(rows[:30] for rows in data), 5)
+    index = index_of(tree)
+    feed(tree, data, 5)
+    tree.touch(0, (tree.semantic.size[0] > 0).nonzero()[:, 0])
+    index.refresh()
+    fresh = index_of(tree)
+    for seed in range(5):
+        a, b = (one.search(0, query(seed), 9, 70) for one in (index, fresh))
+        assert torch.equal(a.entries, b.entries)
+
+
+def test_guessing_by_frames_takes_the_clusters_that_hold_them(tree: Hierarchy) -> None:
+    index, end = index_of(tree), tree.units * tree.summaries.parts
+    found = index.search(0, query(0), 6, end)
+    guessed = index.guess(1, found.entries, end, end)
+    owners = tree.semantic.owner[1]
+    assert set(guessed.tolist()) == set(torch.isin(owners, owners[found.entries]).nonzero()[:, 0].tolist())
+    assert index.guess(1, found.entries, 3, end).numel() == 3
+
+
+def test_a_medoid_is_one_of_its_cluster_s_entries() -> None:
+    tree = tree_of()
+    feed(tree, plant(runs(60)), 8)
+    for level in (tree.semantic, tree.visual):
+        level.dirty = level.size > 0
+    index = Index(tree, WIDTH, torch.float32, torch.device("cpu"), "medoid", False)
+    index.refresh()
+    found = index.search(1, query(1), 9, 60)
+    key, value, time, size = index.rest(1, found, 999, 60)
+    assert key.shape[0] > 5 and int(size.sum()) + 9 >= 60
+    for row, entry in enumerate(time.long().tolist()):
+        assert torch.equal(key[row], tree.summaries.key[entry, 1].float())
+        assert torch.equal(value[row], tree.summaries.value[entry, 1].float())
+        own = tree.semantic.owner[1, entry]
+        members = (tree.semantic.owner[1] == own).nonzero()[:, 0]
+        near = tree.summaries.key_points(torch.tensor([1]), members[None])[0] @ tree.semantic.centroid[1, own]
+        assert int(members[near.argmax()]) == entry

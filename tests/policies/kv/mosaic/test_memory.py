@@ -1,0 +1,323 @@
+"""The memory `mosaic`: exact where it can be, the same answer however it fetches, and all that it says it does happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmaccel.core.errors import ModelError, RecipeError, StoreError
+from mmaccel.policies.kv.mosaic import Mosaic
+from tests.policies.kv.mosaic.driven import GEOMETRY, LAYERS, TOKENS, Driven
+from tests.policies.kv.mosaic.scenes import audit, partition
+
+
+def watched(count: int = 60, step: int = 4, **fields: Any) -> Driven:
+    driven = Driven(**fields)
+    driven.watch(count, step)
+    return driven
+
+
+ALL = dict(frames=90, window=90, positions="original")
+
+
+@pytest.mark.parametrize("axes", [1, 3])
+@pytest.mark.parametrize(
+    "fields", [{}, {"granularity": "tile", "tile": 3}, {"granularity": "token"}, {"window": 5}]
+)
+def test_with_room_for_all_a_question_sees_all(axes: int, fields: dict[str, Any]) -> None:
+    everything = Driven(axes=axes, **{**ALL, "local": 90})
+    some = Driven(axes=axes, **{**ALL, **fields})
+    for one in (everything, some):
+        one.watch(30)
+    a, b = (one.ask(3) for one in (everything, some))
+    torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+    columns = 3 + 30 * TOKENS + 4
+    assert [view.key.shape[2] for view in some.seen] == [columns] * LAYERS
+
+
+def test_much_happens_in_a_long_stream() -> None:
+    driven = watched(80)
+    for name in range(6):
+        driven.ask(name)
+    found = driven.counters
+    named = (
+        "eager_splits",
+        "deferred_splits",
+        "visual_splits",
+        "deferred",
+        "singletons",
+        "flushed",
+        "resolved",
+    )
+    assert min(found[name] for name in named) > 0, {name: found[name] for name in named}
+    assert found["recalled"] == 6 * LAYERS * 8 and found["questions"] == 6
+    assert found["fetch_cached"] > 0 and found["fetch_covered"] > 0 and found["host_copies_in"] > 0
+    assert 0 < found["prefetch_coverage"] < 1
+    assert found["host_units"] == LAYERS * 75 and found["window"] == 5
+    audit(driven.state.tree, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prefetch": False},
+        {"predictor": "projected"},
+        {"predictor": "frames"},
+        {"slack": 2.0},
+        {"cache": 0},
+        {"cache": 40},
+        {"batch_layers": False, "clip": 1},
+        {"batch_match": False},
+    ],
+)
+def test_how_it_is_done_changes_no_answer(fields: dict[str, Any]) -> None:
+    plain, other = watched(), watched(**fields)
+    for name in (0, 1, 0, 5):
+        assert torch.equal(plain.ask(name), other.ask(name))
+        assert plain.evidence == other.evidence
+    assert (other.counters["fetch_guessed"] > 0) == (fields.get("prefetch") is not False)
+    assert partition(plain.state.tree) == partition(other.state.tree)
+
+
+def test_a_guess_by_the_next_layer_s_own_query_is_right_where_layers_agree() -> None:
+    driven = watched(predictor="projected", cache=0)
+    driven.ask(0)
+    assert driven.counters["fetch_ahead"] == driven.counters["fetch_early"] > 0
+
+
+@pytest.mark.parametrize("step", [1, 3, 11])
+def test_chunks_change_neither_clusters_nor_outputs(step: int) -> None:
+    whole, cut = Driven(), Driven()
+    a, b = torch.cat(whole.watch(80, 80), 2), torch.cat(cut.watch(80, step), 2)
+    torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+    torch.testing.assert_close(whole.ask(2), cut.ask(2), atol=1e-12, rtol=0)
+    assert partition(whole.state.tree) == partition(cut.state.tree)
+
+
+def test_single_precision_is_near_double_s() -> None:
+    whole = watched(40, 8, dtype=torch.float32, **ALL)
+    cut = watched(40, 3, dtype=torch.float32, **ALL)
+    torch.testing.assert_close(whole.ask(1), cut.ask(1), atol=1e-5, rtol=0)
+
+
+def test_questions_see_head_representatives_retrieved_and_local_units() -> None:
+    driven = watched(60)
+    driven.ask(4)
+    tree = driven.state.tree
+    bare = watched(60, reps=0)
+    bare.ask(4)
+    for layer, (view, less) in enumerate(zip(driven.seen, bare.seen, strict=True)):
+        units = [number for number, seen in bare.evidence.items()]
+        assert less.key.shape[2] == 3 + (8 + 2) * TOKENS + 4
+        extra = view.key.shape[2] - less.key.shape[2]
+        assert 0 < extra < int(tree.semantic.count()[layer])
+        assert len(units) >= 10
+        # All else is as without them.
+        torch.testing.assert_close(view.key[:, :, 3 + extra :], less.key[:, :, 3:])
+    few = watched(60, reps=2)
+    few.ask(4)
+    assert few.seen[1].key.shape[2] == bare.seen[1].key.shape[2] + 2
+
+
+def test_a_representative_may_weigh_as_much_as_what_it_stands_for() -> None:
+    biased = watched(40, rep_bias="log_size", frames=6)
+    plain = watched(40, frames=6)
+    biased.ask(4)
+    plain.ask(4)
+    with_log, without = biased.seen[0], plain.seen[0]
+    size = without.key.shape[3]
+    assert with_log.key.shape[3] == size + 1 and with_log.query is not None
+    torch.testing.assert_close(with_log.key[..., :size], without.key)
+    added = (with_log.key[0, 0, :, size] * with_log.query[0, 0, 0, size] * size**-0.5).exp()
+    extra = int((added != 1).sum())
+    assert torch.equal(added[3 : 3 + extra] != 1, torch.ones(extra, dtype=torch.bool))
+    # 40 units less the local ones less those retrieved (whose clusters may have members left over), in tokens.
+    told = float(added[3 : 3 + extra].sum()) / TOKENS
+    assert told == pytest.approx(round(told)) and 20 <= round(told) <= 40 - 2 - 6
+
+
+def test_evidence_names_what_was_retrieved() -> None:
+    driven = watched(60)
+    driven.ask(driven.scenes[10])
+    seen = driven.evidence
+    assert all(0 <= one.score <= 1 and 0 < one.share <= 1 for one in seen.values())
+    assert [seen[number].share for number in (58, 59)] == [1, 1] and seen[59].retrieved == 0
+    retrieved = [number for number, one in seen.items() if one.retrieved == 1]
+    right = sum(driven.scenes[number] == driven.scenes[10] for number in retrieved)
+    assert len(retrieved) >= 4 and right >= 0.75 * len(retrieved)
+
+
+def test_a_second_question_finds_the_cache() -> None:
+    driven = watched(60, cache=16)
+    driven.ask(3)
+    before = driven.counters["fetch_cached"]
+    driven.ask(3)
+    assert driven.counters["fetch_cached"] - before >= 0.8 * LAYERS * 5
+
+
+def test_a_question_leaves_the_stream_as_it_was() -> None:
+    asked, silent = Driven(), Driven()
+    asked.watch(40)
+    silent.watch(40)
+    asked.ask(2)
+    a, b = (torch.cat(one.watch(20), 2) for one in (asked, silent))
+    assert torch.equal(a, b) and asked.state.length() == silent.state.length()
+    assert partition(asked.state.tree)[1] == partition(silent.state.tree)[1]
+    audit(asked.state.tree)
+
+
+def test_a_broken_question_loses_nothing() -> None:
+    driven = watched(40)
+
+    def breaks(layer: int) -> list[torch.Tensor]:
+        if layer == 1:
+            raise KeyboardInterrupt
+        return driven.question(2)(layer)
+
+    with pytest.raises(KeyboardInterrupt), driven.state.turn():
+        driven.run(driven.piece(), breaks)
+    for _ in range(4):
+        driven.ask(2)
+    assert torch.equal(driven.ask(2), driven.ask(2))
+    audit(driven.state.tree)
+
+
+@pytest.mark.parametrize("units", [6, 30])
+def test_a_broken_clip_is_taken_back(units: int) -> None:
+    broken, alone = Driven(), Driven()
+    broken.watch(units)
+    mark = broken.state.checkpoint()
+    broken.watch(25)
+    broken.state.enter(broken.piece())
+    broken.state.restore(mark)
+    assert broken.state.units() == units
+    alone.watch(units)
+    for one in (broken, alone):
+        one.watch(40)
+    assert torch.equal(broken.ask(1), alone.ask(1))
+    assert partition(broken.state.tree) == partition(alone.state.tree)
+    broken.state.reset()
+    assert broken.state.units() == 0 and broken.state.length() == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"granularity": "tile", "tile": 2}])
+@pytest.mark.parametrize("units", [8, 45])
+def test_saved_and_loaded_it_answers_the_same(tmp_path: Path, units: int, fields: dict[str, Any]) -> None:
+    driven = watched(units, **fields)
+    driven.state.save(tmp_path)
+    again = Driven(**fields)
+    again.state.load(tmp_path)
+    assert torch.equal(driven.ask(3), again.ask(3))
+    a, b = (torch.cat(one.watch(15), 2) for one in (driven, again))
+    assert torch.equal(a, b)
+    assert torch.equal(driven.ask(5), again.ask(5))
+    assert partition(driven.state.tree) == partition(again.state.tree)
+
+
+def test_a_damaged_file_is_told(tmp_path: Path) -> None:
+    watched(30).state.save(tmp_path)
+    whole = (tmp_path / "clusters.safetensors").read_bytes()
+    (tmp_path / "clusters.safetensors").write_bytes(whole[:-50])
+    with pytest.raises(ModelError, match=r"clusters\.safetensors cannot be read"):
+        Driven().state.load(tmp_path)
+    (tmp_path / "clusters.safetensors").write_bytes(whole)
+    with pytest.raises(ModelError, match="damaged"):
+        other = Driven()
+        (tmp_path / "clusters.json").write_text("{}")
+        other.state.load(tmp_path)
+
+
+@pytest.mark.parametrize("tile", [1, 2, 6])
+def test_tiles_keep_the_budget_of_frames(tile: int) -> None:
+    driven = watched(40, granularity="tile", tile=tile, reps=0)
+    driven.ask(2)
+    assert [view.key.shape[2] for view in driven.seen] == [3 + (8 + 2) * TOKENS + 4] * LAYERS
+    assert driven.counters["recalled"] == 8 * LAYERS
+
+
+def test_passes_of_the_stream_may_retrieve_too() -> None:
+    driven = watched(70, encode_frames=3)
+    assert driven.state.counters()["deferred_splits"] > 0
+    audit(driven.state.tree)
+    driven.ask(1)
+    a, b = (torch.cat(one.watch(30), 2) for one in (Driven(encode_frames=3), Driven()))
+    rows = 5 * TOKENS
+    assert torch.equal(a[:, :, :rows], b[:, :, :rows]), "nothing has left the window"
+    assert not torch.allclose(a[:, :, -rows:], b[:, :, -rows:])
+
+
+def test_the_host_s_cap_is_told_and_nothing_is_lost() -> None:
+    unit = LAYERS * 2 * 2 * TOKENS * 8 * 8
+    driven = Driven(host_bytes=unit * 24, spill="refuse")
+    with pytest.raises(StoreError):
+        driven.watch(90)
+    driven.ask(1)
+
+
+def test_the_oldest_may_be_forgotten() -> None:
+    unit = LAYERS * 2 * 2 * TOKENS * 8 * 8
+    driven = Driven(host_bytes=unit * 24, spill="drop_oldest")
+    driven.watch(80)
+    driven.ask(driven.scenes[0])
+    assert driven.counters["host_dropped"] > 0
+    assert [view.key.shape[2] >= 3 + (8 + 2) * TOKENS + 4 for view in driven.seen] == [True] * LAYERS
+
+
+def test_an_endless_stream_may_pass_the_model_s_limit() -> None:
+    driven = watched(60, limit=150)
+    short = watched(60)
+    # Compact places do not depend on how far the stream has gone.
+    assert torch.equal(driven.ask(2), short.ask(2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"granularity": "patch"}, "granularity"),
+        ({"predictor": "luck"}, "predictor"),
+        ({"threshold": "loose"}, "threshold"),
+        ({"levels": "some"}, "levels"),
+        ({"rep_bias": "size"}, "rep_bias"),
+        ({"semantic": 0}, "semantic"),
+        ({"init": 1}, "init"),
+        ({"slack": 0.5}, "slack"),
+        ({"tau_small": 0.0}, "tau_small"),
+        ({"gain": 1.0}, "gain"),
+        ({"clip": 0}, "clip"),
+        ({"largest": 2, "smallest": 4}, "largest"),
+        ({"frames": 0}, "frames"),
+        ({"local": 99}, "local"),
+    ],
+)
+def test_a_field_out_of_range_is_told_at_birth(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(RecipeError, match=f"mosaic: {told} is "):
+        Mosaic(**fields)
+
+
+def test_a_tile_that_does_not_divide_a_unit_is_told() -> None:
+    with pytest.raises(RecipeError, match="tile is 4"):
+        Driven(granularity="tile", tile=4)
+    assert GEOMETRY.layers == LAYERS
+
+
+def test_a_guess_that_a_layer_does_not_need_is_given_up() -> None:
+    """Where all that a layer retrieves is still in the window, nothing is brought; more layers than buffers follow."""
+    driven = watched(40, cache=0)
+    state = driven.state
+    search, guessed = state.index.search, set()
+
+    def near(layer: int, query: torch.Tensor, budget: int, end: int) -> Any:
+        found = search(layer, query, budget, end)
+        if layer in guessed:
+            return found._replace(entries=torch.arange(end - 3, end))
+        guessed.add(layer)
+        return found
+
+    state.index.search = near  # type: ignore[method-assign]
+    for name in range(4):
+        guessed.clear()
+        driven.ask(name)
+    assert driven.counters["fetch_guessed"] > 0 and not state.fetcher._ahead

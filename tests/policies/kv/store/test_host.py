@@ -1,0 +1,385 @@
+"""The host store against a plain dictionary, and its counts, limits and faults."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmaccel.backends import ops
+from mmaccel.core.errors import RecipeError, StoreError
+from mmaccel.policies.kv.store.lanes import HostLanes
+
+from .lanes_sim import SimLanes
+from .units import GROUPS, LAYERS, SIZE, TOKENS, UNIT_BYTES, check, contents, fill, open_store, poisoned
+
+WAYS = ("copies", "gather", "pieces", "auto")
+
+
+KINDS = (
+    "put",
+    "put",
+    "put",
+    "fetch",
+    "fetch",
+    "fetch",
+    "index",
+    "drop",
+    "regroup",
+    "regroup",
+    "save",
+    "clear",
+)
+
+
+@given(seed=st.integers(0, 10**6), extent=st.integers(1, 6), files=st.booleans())
+def test_any_order_of_calls_gives_what_a_dictionary_gives(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, extent: int, files: bool
+) -> None:
+    """Late lanes, blocks of every size, memory that runs over into files: what comes back is what was put."""
+    with mock.patch.object(torch, "empty", poisoned):
+        replay(tmp_path_factory.mktemp("saved") / "at", seed, extent, files)
+
+
+def replay(folder: Path, seed: int, extent: int, files: bool) -> None:
+    lanes, draw = SimLanes(seed, eager=0.1), random.Random(seed)
+    limits = dict(cap=12 * UNIT_BYTES, spill="disk") if files else {}
+    store = open_store(12, extent=extent, lanes=lanes, **limits)
+    plain: dict[tuple[int, int], int] = {}
+    waiting: list[tuple[Tensor, Tensor]] = []
+    window = torch.full((2, GROUPS, 8 * TOKENS, SIZE), -1.0)
+
+    def expect(found: Tensor, layer: int, units: list[int], side: int) -> None:
+        """What the compute lane, as the model does, reads there when it comes to it."""
+        kept = torch.full_like(found, -9)
+        lanes.compute.run(lambda: kept.copy_(found))
+        made = [
+            contents(layer, [unit], plain[layer, unit])[side]
+            if (layer, unit) in plain
+            else torch.zeros(GROUPS, TOKENS, SIZE)
+            for unit in units
+        ]
+        waiting.append((kept, torch.cat(made, 1) if made else kept))
+
+    for number in range(24):
+        kind, layer = draw.choice(KINDS), draw.randrange(2)
+        units = draw.sample(range(9), draw.randint(0, 6))
+        held = [unit for unit in units if (layer, unit) in plain]
+        if kind == "put":
+            group, fresh = draw.choice([None, 0, 1]), [unit for unit in units if unit not in held]
+            assert store.put(layer, fresh, *contents(layer, fresh, number % 16), group) == []
+            plain.update({(layer, unit): number % 16 for unit in fresh})
+            assert all(store.group_of(layer, unit) == group for unit in fresh)
+        elif kind == "fetch":
+            out = window[:, :, : len(held) * TOKENS] if draw.random() < 0.5 else None
+            found = store.fetch(layer, held, out, way=draw.choice(WAYS))  # type: ignore[arg-type]
+            for side in (0, 1):
+                expect(found[side], layer, held, side)
+        elif kind == "index" and not files and plain:
+            index = torch.full((len(units),), -5)
+            lanes.compute.run(lambda index=index, units=units: index.copy_(torch.tensor(units)))
+            expect(store.fetch(layer, index, way="gather")[1], layer, units, 1)
+        elif kind == "drop":
+            store.drop(units, layer)
+            plain = {key: salt for key, salt in plain.items() if key not in [(layer, unit) for unit in units]}
+        elif kind == "regroup" and store.regroup(layer, held, 1):
+            assert all(store.group_of(layer, unit) == 1 for unit in held)
+        elif kind == "save" and draw.random() < 0.5:
+            store.save(folder)
+            store.load(folder)
+        elif kind == "clear" and draw.random() < 0.3:
+            store.clear()
+            plain.clear()
+    for layer in range(LAYERS):
+        held = sorted(unit for at, unit in plain if at == layer)
+        assert store.units(layer) == held
+        expect(store.fetch(layer, held)[0], layer, held, 0)
+    assert store.counters()["units"] == len(plain)
+    lanes.drain()
+    for found, expected in waiting:
+        assert torch.equal(found, expected)
+    store.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_units_come_back_in_the_order_asked_twice_if_asked_twice(way: str, dtype: torch.dtype) -> None:
+    store = open_store(4, dtype=dtype)
+    made = {layer: torch.randn(2, GROUPS, 9 * TOKENS, SIZE).to(dtype) for layer in range(LAYERS)}
+    for layer, (key, value) in made.items():
+        store.put(layer, range(9), key[None], value[None])
+    order = [8, 0, 1, 2, 8, 5, 4]
+    for layer, both in made.items():
+        expected = both.unflatten(2, (9, TOKENS))[:, :, order].flatten(2, 3)
+        found = store.fetch(layer, order, way=way)  # type: ignore[arg-type]
+        assert torch.equal(torch.stack(found), expected)
+        assert found[0].is_contiguous() and found[0].dtype == dtype
+        wide = torch.full((2, GROUPS, 50, SIZE), 7, dtype=dtype)
+        store.fetch(layer, order, wide[:, :, 3:38], way=way)  # type: ignore[arg-type]
+        assert torch.equal(wide[:, :, 3:38], expected)
+        assert (wide[:, :, :3] == 7).all() and (wide[:, :, 38:] == 7).all()
+
+
+def test_an_index_on_the_device_is_served_without_the_host() -> None:
+    """-1, and what is not held, gives zeros: the host cannot know, and shapes stay."""
+    store = open_store(4)
+    fill(store, [0, 1, 2, 5])
+    index = torch.tensor([5, -1, 0, 3, 77])
+    key, value = store.fetch(1, index, way="gather")
+    for found, expected in zip((key, value), contents(1, [5, 0]), strict=True):
+        units = found.unflatten(1, (5, TOKENS))
+        assert torch.equal(units[:, [0, 2]], expected.unflatten(1, (2, TOKENS)))
+        assert (units[:, [1, 3, 4]] == 0).all()
+    assert store.counters()["gathers"] == 1
+    store.drop([5])
+    assert (store.fetch(1, torch.tensor([5]), way="gather")[0] == 0).all(), "the index follows the store"
+    with pytest.raises(StoreError, match="does not hold unit 77"):
+        store.fetch(1, torch.tensor([77]), way="copies")
+
+
+def test_an_index_is_read_once_the_model_has_made_it() -> None:
+    lanes = SimLanes(0, eager=0)
+    store = open_store(lanes=lanes)
+    fill(store, [0, 1, 2, 3])
+    lanes.drain()
+    index = torch.full((2,), 3)
+    lanes.compute.run(lambda: index.copy_(torch.tensor([2, 0])))
+    with mock.patch.object(torch, "empty", poisoned):
+        key, _ = store.fetch(0, index, way="gather")
+    lanes.rush()
+    assert torch.equal(key, contents(0, [2, 0])[0])
+
+
+def test_the_device_is_told_where_every_slab_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that came after it was told before, and after all were replaced."""
+    told: list[tuple[list[int], list[int]]] = []
+    real = ops.gather_units
+
+    def note(out: Tensor, slab: list[Tensor], base: Tensor, slot: Tensor) -> None:
+        told.append((base.tolist(), [one.data_ptr() - slab[0].data_ptr() for one in slab]))
+        real(out, slab, base, slot)
+
+    monkeypatch.setattr(ops, "gather_units", note)
+    store = open_store(8)
+    for units in ([0, 1], [2, 3, 4, 5], [6, 7, 8, 9]):
+        fill(store, units)
+        check(store, 2, units, way="gather")
+    assert len({len(base) for base, _ in told}) == 3
+    assert all(base == apart for base, apart in told)
+
+
+def test_copies_bytes_and_launches_are_counted_exactly() -> None:
+    store = open_store(16, extent=4)
+    fill(store, [0, 1, 2, 3, 4, 5])
+    counted = store.counters()
+    # Each layer has two blocks of four, side by side.
+    assert counted["puts"] == 3 and counted["bytes_out"] == 18 * UNIT_BYTES
+    assert counted["copies_out"] == 3
+    for way, units, copies, gathers in (
+        ("copies", [0, 1, 2, 3, 4, 5], 1, 0),
+        ("copies", [5, 3, 4], 1, 0),
+        ("copies", [0, 2, 5], 3, 0),
+        ("gather", [0, 2, 5], 1, 1),
+        ("pieces", [0, 1, 2], 6, 0),
+        ("auto", [0, 1, 4, 5], 2, 0),
+    ):
+        before = store.counters()
+        store.fetch(0, units, way=way)  # type: ignore[arg-type]
+        after = store.counters()
+        assert after["copies_in"] - before["copies_in"] == copies, (way, units)
+        assert after["gathers"] - before["gathers"] == gathers
+        assert after["bytes_in"] - before["bytes_in"] == len(units) * UNIT_BYTES
+        assert after["fetches"] - before["fetches"] == 1
+    assert after["seconds_in"] > 0 and after["seconds_out"] > 0
+    assert after["host_bytes"] == 2 * 16 * UNIT_BYTES and after["disk_bytes"] == 0
+    assert all(isinstance(value, float) for value in after.values())
+
+
+def test_a_group_lies_together_and_comes_in_one_copy() -> None:
+    """Frames of two scenes that take turns: by groups each scene is one run, without them it is as many as frames."""
+    for grouped, copies in ((True, 1), (False, 4)):
+        store = open_store(64, extent=4)
+        for unit in range(8):
+            store.put(0, [unit], *contents(0, [unit]), group=unit % 2 if grouped else None)
+        before = store.counters()["copies_in"]
+        check(store, 0, [0, 2, 4, 6])
+        assert store.counters()["copies_in"] - before == copies
+    assert store.regroup(0, [0, 2, 4, 6], 7)
+    before = store.counters()["copies_in"]
+    check(store, 0, [0, 2, 4, 6])
+    assert store.counters()["copies_in"] - before == 1 and store.group_of(0, 2) == 7
+
+
+def test_a_store_at_its_cap_refuses_and_loses_nothing() -> None:
+    store = open_store(8, cap=16 * UNIT_BYTES)
+    fill(store, [0, 1, 2, 3])
+    with pytest.raises(StoreError, match=r"4 frames.*cap of 5120 bytes is reached; raise cap.*\.$"):
+        store.put(0, range(10, 15), *contents(0, list(range(10, 15))))
+    with pytest.raises(StoreError, match="cap"):
+        store.reserve(2)
+    assert store.host_bytes() <= 16 * UNIT_BYTES
+    for layer in range(LAYERS):
+        assert store.units(layer) == [0, 1, 2, 3]
+        check(store, layer, [3, 0, 2])
+    assert store.reserve(1) == []
+    fill(store, [4])
+    store.drop([0, 1])
+    assert store.reserve(2) == []
+    fill(store, [5, 6])
+    check(store, 2, [2, 3, 4, 5, 6])
+
+
+def test_a_reserved_chunk_always_fits() -> None:
+    """Even where the layers' blocks are half empty: then they are shared."""
+    store = open_store(8, cap=24 * UNIT_BYTES, extent=8)
+    fill(store, [0])
+    assert store.reserve(7) == []
+    fill(store, [1, 2, 3])
+    store.put(0, [4, 5, 6, 7], *contents(0, [4, 5, 6, 7]), group=9)
+    for layer in (1, 2):
+        store.put(layer, [4, 5, 6, 7], *contents(layer, [4, 5, 6, 7]), group=3)
+    for layer in range(LAYERS):
+        check(store, layer, list(range(8)))
+    with pytest.raises(StoreError):
+        store.reserve(1)
+
+
+def test_the_oldest_units_go_where_that_is_asked_for() -> None:
+    store = open_store(8, cap=24 * UNIT_BYTES, spill="drop_oldest")
+    fill(store, list(range(8)))
+    assert store.reserve(2) == [0, 1]
+    fill(store, [8, 9])
+    assert store.put(0, [10], *contents(0, [10])) == [2]
+    for layer in range(LAYERS):
+        assert store.units(layer) == [3, 4, 5, 6, 7, 8, 9] + ([10] if layer == 0 else [])
+        check(store, layer, store.units(layer))
+    assert store.counters()["dropped"] == 3
+    with pytest.raises(StoreError, match="cap"):
+        store.reserve(9)
+    assert store.units(1) == [3, 4, 5, 6, 7, 8, 9], "what cannot fit at all drops nothing"
+
+
+def test_files_take_what_memory_does_not_and_go_with_the_store(tmp_path: Path) -> None:
+    store = open_store(8, cap=8 * UNIT_BYTES, spill="disk", folder=tmp_path)
+    fill(store, list(range(20)))
+    files = list(tmp_path.iterdir())
+    counted = store.counters()
+    assert counted["host_bytes"] == 8 * UNIT_BYTES and counted["disk_bytes"] >= 52 * UNIT_BYTES
+    assert sum(file.stat().st_size for file in files) == counted["disk_bytes"]
+    for layer in range(LAYERS):
+        for way in WAYS:
+            check(store, layer, [19, 0, 7, 1, 2, 18], way=way)
+    check(store, 0, [0, 19, 1, 18], way="gather")
+    mixed = store.counters()
+    assert mixed["disk_in"] > 0 and mixed["gathers"] > 0
+    index = torch.tensor([19, 0])
+    assert torch.equal(store.fetch(0, index, way="gather")[0], contents(0, [19, 0])[0])
+    store.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_its_own_is_removed_even_by_a_store_that_was_not_closed() -> None:
+    store = open_store(8, cap=0, spill="disk")
+    fill(store, [0])
+    folder = store._slabs.folder
+    assert folder is not None and folder.is_dir()
+    check(store, 2, [0])
+    del store
+    assert not folder.exists()
+
+
+def test_slabs_use_the_cap_and_never_exceed_it() -> None:
+    for cap in (0, 1, 100, 2_560, 10_000, 123_456, 10**6):
+        store = open_store(4096, cap=cap)
+        try:
+            for unit in range(200):
+                store.put(0, [unit], *contents(0, [unit]))
+        except StoreError:
+            assert store.host_bytes() >= 7 / 8 * cap - 8 * UNIT_BYTES
+        assert store.host_bytes() <= cap
+        store.close()
+    files = open_store(4096, cap=0, spill="disk")
+    fill(files, list(range(20)))
+    assert files.counters()["disk_bytes"] == 64 * UNIT_BYTES, "files are few, however small the cap"
+    files.close()
+
+
+def test_wrong_calls_are_told_and_change_nothing() -> None:
+    store = open_store()
+    fill(store, [0, 1])
+    before = store.counters()["units"]
+    key, value = contents(0, [2, 3])
+    for units, pair, told in (
+        ([1, 2], (key, value), "holds unit 1 already; drop it first"),
+        ([2, 2], (key, value), "number each once"),
+        ([-1, 2], (key, value), "from 0 on"),
+        ([2], (key, value), r"\[2, 10, 4\] and should be torch.float32 \[2, 5, 4\]; all units of a stream"),
+        ([2, 3], (key.double(), value), "torch.float64"),
+        ([2, 3], (key, value[:, :6]), "value of 2 units"),
+    ):
+        with pytest.raises(StoreError, match=told):
+            store.put(0, units, *pair)
+    for call in (lambda: store.fetch(0, [0, 9]), lambda: store.entry(0, 9), lambda: store.regroup(0, [9], 1)):
+        with pytest.raises(StoreError, match="layer 0 does not hold unit 9"):
+            call()
+    with pytest.raises(StoreError, match="out is"):
+        store.fetch(0, [0], torch.empty(2, GROUPS, TOKENS + 1, SIZE))
+    with pytest.raises(RecipeError, match="way is 'pigeon'"):
+        store.fetch(0, [0], way="pigeon")  # type: ignore[arg-type]
+    for field, value in (("layers", 0), ("extent", 0), ("cap", -1), ("spill", "sink"), ("way", "x")):
+        with pytest.raises(RecipeError, match=field):
+            open_store(**{field: value})
+    assert store.counters()["units"] == before
+    check(store, 0, [1, 0])
+
+
+def test_a_closed_store_holds_and_serves_nothing() -> None:
+    store = open_store()
+    fill(store, [0])
+    store.close()
+    store.close()
+    counted = store.counters()
+    assert counted["units"] == counted["host_bytes"] == counted["index_bytes"] == 0 and counted["puts"] == 3
+    for call in (
+        lambda: store.fetch(0, [0]),
+        lambda: fill(store, [1]),
+        lambda: store.reserve(1),
+        store.settle,
+    ):
+        with pytest.raises(StoreError, match="it is closed; open another"):
+            call()
+
+
+def test_a_store_outlives_inference_mode() -> None:
+    store = open_store(4)
+    buffers, outside = store.slots(2, units=1), store.buffer(1)
+    with torch.inference_mode():
+        fill(store, [0, 1])
+        for way in WAYS:
+            check(store, 0, [0], way=way)
+            check(store, 0, [1], way=way, out=outside)
+        with buffers.fetch_async(0, [1]) as (key, _):
+            assert torch.equal(key, contents(0, [1])[0])
+    fill(store, list(range(2, 9)))
+    with torch.inference_mode():
+        fill(store, [9])
+    check(store, 2, list(range(10)))
+    with buffers.fetch_async(2, [1]) as (key, _):
+        assert torch.equal(key, contents(2, [1])[0])
+
+
+def test_work_is_done_at_once_without_streams() -> None:
+    lanes = HostLanes()
+    done: list[int] = []
+    mark = lanes.compute.mark()
+    lanes.wire.wait(mark)
+    lanes.wire.run(lambda: done.append(1))
+    later = lanes.wire.mark(timed=True)
+    lanes.wire.sync()
+    assert done == [1] and later.done() and mark.seconds(later) >= 0

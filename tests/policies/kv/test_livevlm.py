@@ -1,0 +1,290 @@
+"""LiveVLM: what stays after each clip and what a question sees, against the words of the paper spelled out in loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.kv import Piece
+from mmaccel.policies.kv import LiveVLM
+from mmaccel.policies.kv._tokens import TokenMemory, attended
+from mmaccel.policies.kv.livevlm import spread
+
+from .token_streams import (
+    GROUPS,
+    HEAD,
+    HEADS,
+    LAYERS,
+    SIZE,
+    TOKENS,
+    draw,
+    opened,
+    places,
+    raw,
+    run,
+    share,
+    turned,
+    watch,
+    watched,
+    words,
+)
+
+SMALL = LiveVLM(frames=4, recent=2, page=4)
+CLIP = 32
+
+
+def chosen_by_hand(score: list[float], where: list[int], budget: int, scatter: float, room: int) -> list[int]:
+    order = sorted(range(len(score)), key=lambda i: (-score[i], i))
+    kept = order[: int(scatter * budget)]
+    full = {place: [where[i] for i in kept].count(place) for place in set(where)}
+    rest = [i for i in order if i not in kept]
+    for i in rest:
+        if len(kept) < budget and full[where[i]] < room:
+            kept.append(i)
+            full[where[i]] += 1
+    kept += [i for i in rest if i not in kept][: budget - len(kept)]
+    return sorted(kept)
+
+
+@given(
+    score=st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.5, 0.7, 0.9]), min_size=1, max_size=40),
+    draws=st.randoms(use_true_random=False),
+    scatter=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+    room=st.integers(1, 4),
+)
+def test_tokens_are_spread_as_the_paper_says(score: list, draws: object, scatter: float, room: int) -> None:
+    where = sorted(draws.randint(0, 6) for _ in score)  # type: ignore[attr-defined]
+    budget = draws.randint(0, len(score))  # type: ignore[attr-defined]
+    found = spread(torch.tensor(score), torch.tensor(where), budget, scatter, room)
+    assert found.tolist() == chosen_by_hand(score, where, budget, scatter, room)
+
+
+@pytest.mark.parametrize(("heads", "groups", "rows"), [(4, 2, 1), (4, 2, 5), (4, 4, 3)])
+def test_attention_is_shared_out_as_the_model_does(heads: int, groups: int, rows: int) -> None:
+    query, key = draw((rows, groups), 1, HEADS, rows, SIZE), draw((rows,), 1, GROUPS, 11, SIZE)
+    found = attended(query, key)
+    assert found.tolist() == pytest.approx(share(query, key), abs=1e-6)
+    assert float(found.sum()) == pytest.approx(1, abs=1e-5)
+
+
+def history(frames: int, recent: int, units: int, policy: LiveVLM, layer: int) -> tuple[list[int], int]:
+    """Columns held after `units` units, and how many were cut, by the words of the paper."""
+    columns: list[int] = []
+    cut = 0
+    for clip in range(0, units, CLIP):
+        end = min(clip + CLIP, units)
+        columns += range(clip * TOKENS, end * TOKENS)
+        old = [c for c in columns if c < (end - recent) * TOKENS]
+        if end % CLIP or len(old) <= frames * TOKENS:
+            continue
+        made = places()
+        key = torch.cat([raw(layer, c // TOKENS)[1][:, :, c % TOKENS : c % TOKENS + 1] for c in columns], 2)
+        key = turned(key, HEAD + torch.tensor(columns))
+        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head())
+        query = turned(raw(layer, end - 1)[0], made.units(end - 1, 1))
+        score = share(query, torch.cat([head, key], 2))[HEAD:]
+        budget = frames * TOKENS
+        stretches = budget // policy.bucket
+        where = [c * stretches // ((end - recent) * TOKENS) for c in old]
+        kept = chosen_by_hand(score[: len(old)], where, budget, policy.scatter, policy.bucket)
+        cut += len(old) - budget
+        columns = [old[i] for i in kept] + columns[len(old) :]
+    return columns, cut
+
+
+@pytest.mark.parametrize(("bucket", "scatter"), [(1, 0.5), (3, 0.25), (2, 0.0)])
+def test_what_stays_after_clips(bucket: int, scatter: float) -> None:
+    policy = LiveVLM(frames=4, recent=2, page=4, bucket=bucket, scatter=scatter)
+    state = watched(opened(policy), 2 * CLIP + 5)
+    cuts = 0.0
+    for layer in range(LAYERS):
+        expected, cut = history(4, 2, 2 * CLIP + 5, policy, layer)
+        held = state._held[layer]
+        assert held is not None and held.column.tolist() == expected
+        cuts += cut / LAYERS
+        for i in (0, 7, len(expected) - 1):
+            unit, cell = divmod(expected[i], TOKENS)
+            assert torch.equal(held.key[0, :, i], raw(layer, unit)[1][0, :, cell])
+            assert torch.equal(held.value[0, :, i], raw(layer, unit)[2][0, :, cell])
+    assert state.counters()["pruned"] == cuts and cuts > 0
+    assert state.units() == 2 * CLIP + 5 and state.length() == HEAD + (2 * CLIP + 5) * TOKENS
+    assert state.held() == HEAD + (4 + 2 + 5) * TOKENS and state.counters()["resident"] == 4 + 2 + 5
+
+
+@pytest.mark.parametrize("axes", [1, 3])
+@pytest.mark.parametrize("step", [1, 3, 8, 100])
+def test_how_the_stream_is_cut_changes_nothing(step: int, axes: int) -> None:
+    state, whole = (opened(SMALL, axes=axes, limit=200) for _ in range(2))
+    watched(state, 17, step)
+    watched(watched(state, 20, step), CLIP, step)
+    watched(whole, 37 + CLIP, CLIP)
+    for ours, theirs in zip(state._held, whole._held, strict=True):
+        assert ours is not None and theirs is not None
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    ask = Piece(kind="question", rows=4, words=(1, 3), room=3)
+    for ours, theirs in zip(
+        *(run(s, ask, lambda layer: words(layer, 4, 0)) for s in (state, whole)), strict=True
+    ):
+        assert torch.equal(ours.key, theirs.key)
+
+
+def test_a_pass_sees_the_head_and_all_that_is_held_at_true_places() -> None:
+    state, made = opened(SMALL), places()
+    for number, views in enumerate(watch(state, 20)):
+        first, last = 8 * number, min(8 * number + 8, 20)
+        for layer, view in enumerate(views):
+            key = torch.cat([raw(layer, unit)[1] for unit in range(last)], 2)
+            query = torch.cat([raw(layer, unit)[0] for unit in range(first, last)], 2)
+            head = draw((1, layer, -1), 1, GROUPS, HEAD, SIZE)
+            expected = torch.cat([turned(head, made.head()), turned(key, made.units(0, last))], 2)
+            torch.testing.assert_close(view.key, expected)
+            assert view.query is not None and view.window is None and view.column is None
+            torch.testing.assert_close(view.query, turned(query, made.units(first, last - first)))
+
+
+def asked(state: TokenMemory, rows: int = 5) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and queries of a question at each layer."""
+    piece = Piece(kind="question", rows=rows, words=(1, 4), room=2)
+    views = run(state, piece, lambda layer: words(layer, rows, 7))
+    return [view.key for view in views], [view.query for view in views if view.query is not None]
+
+
+@pytest.mark.parametrize(("axes", "limit"), [(1, 10**6), (1, 250), (3, 10**6), (3, 100)])
+def test_a_question_sees_the_best_pages_and_the_recent_frames(axes: int, limit: int) -> None:
+    """At their own places; past the model's limit as if nothing lay between the tokens that are held."""
+    policy = LiveVLM(frames=6, recent=2, recall=0.5, page=5)
+    state, made = watched(opened(policy, axes=axes, limit=limit), CLIP + 20), places(axes, limit)
+    with state.turn():
+        keys, queries = asked(state)
+        counted = state.counters()
+        for layer in range(LAYERS):
+            held = state._held[layer]
+            assert held is not None
+            columns = held.column.tolist()
+            old = [i for i, c in enumerate(columns) if c < (CLIP + 18) * TOKENS]
+            query = words(layer, 5, 7)[0][0, :, 1:4].mean(1).float()
+            scores = []
+            for page in range(len(old) // 5):
+                mean = held.key[0, :, 5 * page : 5 * page + 5].float().mean(1)
+                scores.append(sum(float(query[h] @ mean[h * GROUPS // HEADS]) for h in range(HEADS)))
+            most = int(6 * TOKENS * 0.5) // 5
+            assert len(scores) > most
+            best = sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:most])
+            index = [5 * page + i for page in best for i in range(5)]
+            index += range(len(old) // 5 * 5, len(columns))
+            ranks = torch.tensor(index)
+            own = held.column[ranks]
+            long = made.span(CLIP + 20) >= limit
+            if axes == 1:
+                at = HEAD + (ranks if long else own)
+            else:
+                time = ranks // TOKENS if long else own // TOKENS
+                cell = own % TOKENS
+                at = torch.stack([HEAD + 2 * time, HEAD + cell // 3, HEAD + cell % 3])
+            head = draw((1, layer, -1), 1, GROUPS, HEAD, SIZE)
+            after = len(columns) // TOKENS if long else CLIP + 20
+            _, key, _ = words(layer, 5, 7)
+            tail = made.tail(after, 0, 5)
+            parts = [turned(head, made.head()), turned(held.key[:, :, ranks], at), turned(key, tail)]
+            torch.testing.assert_close(keys[layer], torch.cat(parts, 2))
+            torch.testing.assert_close(queries[layer], turned(words(layer, 5, 7)[0], tail))
+        assert long == (limit < 1000), "the case is what it says"
+        assert counted["pages"] == LAYERS * most and counted["questions"] == 1
+        seen = state.evidence()
+        assert all(seen[unit].share == 1 and seen[unit].retrieved == 0 for unit in (CLIP + 18, CLIP + 19))
+        told = {unit for unit, one in seen.items() if one.retrieved}
+        units = [{int(c) // TOKENS for c in held.column[state_index]} for held, state_index in picks(state)]
+        assert told == set.union(*units) - {CLIP + 18, CLIP + 19}
+        for unit in told:
+            assert seen[unit].retrieved == sum(unit in some for some in units) / LAYERS
+            assert 0 <= seen[unit].score <= 1
+
+
+def picks(state: TokenMemory) -> list:
+    """For each layer what it holds, and the indices that the question picked."""
+    found = []
+    for layer, held in enumerate(state._held):
+        query = words(layer, 5, 7)[0][0, :, 1:4].float().mean(1)
+        index, _, _ = state._pick(layer, query, held)  # type: ignore[arg-type]
+        found.append((held, index))
+    return found
+
+
+def test_a_budget_larger_than_the_stream_keeps_and_shows_all() -> None:
+    state = watched(opened(LiveVLM(frames=1000)), 70)
+    keys, _ = asked(state)
+    for layer in range(LAYERS):
+        key = torch.cat([raw(layer, unit)[1] for unit in range(70)], 2)
+        torch.testing.assert_close(keys[layer][:, :, HEAD:-5], turned(key, places().units(0, 70)))
+    assert state.counters()["pruned"] == 0
+
+
+def test_questions_and_broken_passes_leave_the_stream_as_it_was() -> None:
+    state, plain = watched(opened(SMALL), CLIP + 3), watched(opened(SMALL), CLIP + 3)
+    with pytest.raises(ZeroDivisionError), state.turn():
+        asked(state)
+        run(state, Piece(kind="answer", rows=1), lambda layer: words(layer, 1, 2))
+        assert state.length() == HEAD + (CLIP + 3) * TOKENS + 6
+        state.truncate(state.length() - 1)
+        raise ZeroDivisionError
+    mark = state.checkpoint()
+    watched(state, CLIP)
+    state.enter(Piece(kind="units", rows=TOKENS, first=state.units(), count=1))
+    state.append(0, *raw(0, state.units())[1:])
+    state.view(0, raw(0, state.units())[0])
+    state.restore(mark)
+    for memory in (state, plain):
+        watched(memory, CLIP)
+    for ours, theirs in zip(state._held, plain._held, strict=True):
+        assert ours is not None and theirs is not None
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    ours, theirs = state.counters(), plain.counters()
+    assert {**ours, "pages": 0.0, "questions": 0.0} == theirs
+    state.reset()
+    assert state.length() == state.held() == state.units() == 0 and state.counters()["pruned"] == 0
+
+
+def test_a_saved_memory_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    state = watched(opened(SMALL), CLIP + 3)
+    state.save(tmp_path)
+    other = opened(SMALL)
+    other.load(tmp_path)
+    for memory in (state, other):
+        watched(memory, CLIP)
+    assert all(torch.equal(a, b) for a, b in zip(asked(state)[0], asked(other)[0], strict=True))
+    assert other.units() == state.units() and other.counters()["pruned"] == state.counters()["pruned"]
+    file = tmp_path / "tokens.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ModelError, match=r"tokens.safetensors .*damaged\.$"):
+        opened(SMALL).load(tmp_path)
+
+
+def test_every_query_of_the_pass_is_asked_of_probes_at_most() -> None:
+    """The last tokens alone decide; as many as a unit has, whatever is asked for."""
+    states = [watched(opened(LiveVLM(frames=4, probes=n)), CLIP) for n in (1, TOKENS, 99, None)]
+    held = [state._held[0].column.tolist() for state in states]  # type: ignore[union-attr]
+    assert held[1] == held[2] == held[3] != held[0]
+
+
+def test_clips_and_budgets_are_counted_in_frames() -> None:
+    state = opened(LiveVLM(frames=5, recent=3), pace=2)
+    assert (state.clip, state.budget, state.recent) == (16, 3 * TOKENS, 2)  # type: ignore[attr-defined]
+    assert [state.fit(first, 99) for first in (0, 5, 16)] == [16, 11, 16] and state.fit(3, 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("frames", 0), ("recent", -1), ("recall", 0.0), ("recall", 1.5), ("scatter", -0.1), ("bucket", 0), ("page", 0),
+        ("probes", 0), ("positions", "x"),
+    ],
+)  # fmt: skip
+def test_wrong_fields_are_told(field: str, value: object) -> None:
+    with pytest.raises(RecipeError, match=rf"^livevlm: {field} is .*; give .*\.$"):
+        LiveVLM(**{field: value})  # type: ignore[arg-type]

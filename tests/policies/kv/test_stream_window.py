@@ -1,0 +1,166 @@
+"""Places of an endless stream: bounded, the same however it is cut, and true until they would pass the model's limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import mmaccel
+from mmaccel.core.places import Places
+from mmaccel.policies.kv._window import Bases
+from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
+
+HEAD = 5
+
+
+def line(unit: int, limit: int) -> Places:
+    """1-D places of units of so many tokens after a head of `HEAD`."""
+    first = torch.arange(HEAD, HEAD + unit)[None]
+    return Places(torch.arange(HEAD)[None], first, lambda n: torch.arange(n) * unit, HEAD + unit, unit, limit)
+
+
+def grid(limit: int, pace: float = 1.5) -> Places:
+    """M-RoPE places of units of 2 x 2 tokens, `pace` positions apart, rounded down."""
+    cells = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]]) + HEAD
+    head = torch.arange(HEAD).expand(3, -1)
+    return Places(head, cells, lambda n: (torch.arange(n) * pace).long(), HEAD + 2, 0, limit)
+
+
+def test_places_are_those_of_a_prompt() -> None:
+    places = line(4, 1000)
+    assert places.head().tolist() == list(range(HEAD)) and places.axes == 1
+    assert places.units(0, 3).tolist() == list(range(HEAD, HEAD + 12))
+    assert places.units(300, 2).tolist() == list(range(HEAD + 1200, HEAD + 1208))
+    assert torch.equal(places.chosen(torch.tensor([2, 200]), 200)[4:], places.units(200, 1))
+    assert places.tail(3, 2, 2).tolist() == [HEAD + 12 + 2, HEAD + 12 + 3]
+    assert places.span(3) == HEAD + 12
+    three = grid(1000)
+    assert three.units(0, 3)[0].tolist() == [5] * 4 + [6] * 4 + [8] * 4
+    assert three.units(2, 1)[1].tolist() == [5, 5, 6, 6] and three.units(2, 1)[2].tolist() == [5, 6, 5, 6]
+    assert three.tail(9, 1, 2).tolist() == [[8, 9]] * 3 and three.span(100) == 5 + 148
+
+
+@given(
+    unit=st.integers(1, 9),
+    limit=st.integers(30, 400),
+    window=st.integers(1, 12),
+    three=st.booleans(),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_bases_keep_places_under_the_limit_and_windows_whole(
+    unit: int, limit: int, window: int, three: bool, data: st.DataObject
+) -> None:
+    places = grid(limit) if three else line(unit, limit)
+    bases = Bases(places, window)
+    fits = max(n for n in range(1, 500) if n == 1 or places.span(n) < limit)
+    units = range(0, 1500, 31)
+    for one in units:
+        base = bases.of(one)
+        assert base <= max(0, one - window), "all of the window can be placed"
+        assert one - base < bases.window + bases.every
+        if one < fits:
+            assert base == 0 or fits <= 2 * window, "true places as long as they fit"
+        if fits > 2 * window:
+            assert places.span(one - base + 1) <= limit
+        count = data.draw(st.integers(1, 40))
+        same = bases.same(one, count)
+        assert 1 <= same <= count and {bases.of(one + i) for i in range(same)} == {base}
+        assert same == count or bases.of(one + same) != base
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize("kv", ["rekv", "recent", "window"])
+def test_past_the_limit_the_cut_of_the_stream_changes_nothing(
+    name: str, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = pair(name)
+    head = 40
+    limit = head + 16 * 8 if name == "random-ov" else head + 60
+    monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", limit)
+    frames, fields = film(25).repeat(3, 1, 1, 1)[:60], every_stream(frames=4, window=4)[kv]
+    if kv == "window":
+        fields = {**fields, "window": 32}
+    used: list[int] = []
+    found = []
+    for cuts in ([60], [7, 13, 1, 1, 30, 8]):
+        with open_session(name, fields) as session:
+            for number, part in enumerate(frames.split(cuts)):
+                session.watch(part[:1], fps=FPS)
+                state: Any = session._live.state  # type: ignore[union-attr]
+                if not number:
+                    _spy(state, used)
+                if len(part) > 1:
+                    session.watch(part[1:], fps=FPS)
+                _check_turned(state)
+            assert state.bases.of(state.units()) > 0
+            found.append(logits(session))
+    assert (found[0] - found[1]).abs().max() <= 1e-5
+    assert max(used) < limit
+
+
+def _check_turned(state: Any) -> None:
+    """All keys of the window stand where the base in force puts them."""
+    if not state.units():
+        return
+    base = state.bases.of(state.units() - 1)
+    places = state.stream.places.units(state._first - base, state.units() - state._first)
+    for ring in state._rings:
+        want = state.turner.turn(ring.key, state.turner._model.angles(places, torch.float32))
+        assert torch.allclose(ring.turned, want, atol=1e-5)
+
+
+def _spy(state: Any, used: list[int]) -> None:
+    places = state.stream.places
+    for method in ("units", "chosen"):
+        inner = getattr(places, method)
+
+        def spied(*args: Any, inner: Any = inner) -> Tensor:
+            out: Tensor = inner(*args)
+            used.append(int(out.max()))
+            return out
+
+        setattr(places, method, spied)
+
+
+def test_a_question_at_true_places_stays_exact_past_the_limit_of_encoding() -> None:
+    """What encoding subtracts is not seen by a question: `full` and original places are the plain model's."""
+    with open_session("random-ov", "full") as session:
+        session.watch(film(20), fps=FPS)
+        assert (logits(session, QUESTION) - plain("random-ov", 20)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_what_is_encoded_saw_the_head_and_the_window_and_nothing_else(name: str) -> None:
+    """The hidden states of a stream are those of one prompt whose every query sees sinks and a sliding window."""
+    model, processor = pair(name)
+    frames, window = film(14), 4
+    outs: list[Tensor] = []
+    with open_session(name, {"name": "rekv", "window": window, "frames": 2}) as session:
+        seam: Any = session._seam
+        run = seam.run
+
+        def kept(state: Any, embeds: Tensor, hidden: bool = False) -> Tensor:
+            outs.append(run(state, embeds, hidden))
+            return outs[-1]
+
+        seam.run = kept
+        for part in frames.split([4, 2, 8]):
+            session.watch(part, fps=FPS)
+        live = session._live
+        assert live is not None
+        head, unit = live.film.stream.head, live.film.unit
+        columns = unit * live.film.stream.units(window)
+    ours = torch.cat(outs)
+    content = [{"type": "video", "video": frames}, {"type": "text", "text": QUESTION}]
+    inputs = processor.chat(content, fps=FPS)
+    for limit, same in ((columns, True), (columns - 1, False), (columns + 1, False)):
+        memory = {"name": "window", "sinks": head, "window": limit, "margin": 4096}
+        with mmaccel.accelerate(model, kv=memory), torch.no_grad():
+            want = model.model(**inputs).last_hidden_state[0, : len(ours)]
+        assert bool((ours - want).abs().max() <= 1e-4) is same

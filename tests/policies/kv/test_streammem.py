@@ -1,0 +1,183 @@
+"""StreamMem: what the template's words keep, the prototypes of frames, and frames that are merged, spelled out in loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.kv import Piece
+from mmaccel.policies.kv import StreamMem
+from mmaccel.policies.kv._tokens import TokenMemory
+
+from .token_streams import (
+    GROUPS,
+    HEAD,
+    LAYERS,
+    SIZE,
+    TOKENS,
+    draw,
+    opened,
+    places,
+    raw,
+    run,
+    share,
+    turned,
+    watched,
+    words,
+)
+
+SMALL = StreamMem(frames=3)
+CLIP = 8
+
+Token = tuple[int, Tensor, Tensor]
+"""Column, raw key and value [G, D]."""
+
+
+def history(policy: StreamMem, units: int, layer: int) -> list[Token]:
+    """What a layer holds after `units` units that came a clip at a time, by the words of the paper."""
+    held: list[Token] = []
+    whole = 0
+    for clip in range(0, units, CLIP):
+        end = min(clip + CLIP, units)
+        for unit in range(clip, end):
+            _, key, value = raw(layer, unit)
+            held += [(unit * TOKENS + c, key[0, :, c], value[0, :, c]) for c in range(TOKENS)]
+        budget = policy.frames * TOKENS
+        if end % CLIP or len(held) <= budget:
+            continue
+        made = places()
+        query, key, _ = words(layer, 2, end)
+        tail = made.tail(end, 0, 2)
+        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head())
+        past = turned(
+            torch.stack([k for _, k, _ in held], 1)[None], HEAD + torch.tensor([c for c, _, _ in held])
+        )
+        score = share(turned(query, tail), torch.cat([head, past, turned(key, tail)], 2))[HEAD:-2]
+        units_new = range(end - min(end - whole, budget), end) if policy.prototypes else range(0)
+        prototypes: list[Token] = []
+        for unit in units_new:
+            mine = [i for i, one in enumerate(held) if one[0] // TOKENS == unit][-TOKENS:]
+            total = sum(score[i] for i in mine)
+            sides = [sum(score[i] / total * held[i][side] for i in mine) for side in (1, 2)]
+            prototypes.append((unit * TOKENS + TOKENS // 2, *sides))  # type: ignore[arg-type]
+        best = sorted(range(len(held)), key=lambda i: (-score[i], i))[: budget - len(prototypes)]
+        held = sorted([held[i] for i in sorted(best)] + prototypes, key=lambda one: one[0])
+        whole = end
+    return held
+
+
+@pytest.mark.parametrize("prototypes", [True, False])
+@pytest.mark.parametrize("frames", [3, 9, 40])
+def test_what_stays_after_clips(frames: int, prototypes: bool) -> None:
+    state = watched(opened(StreamMem(frames=frames, prototypes=prototypes)), 3 * CLIP + 3, CLIP, proxy=True)
+    for layer in range(LAYERS):
+        held, expected = (
+            state._held[layer],
+            history(StreamMem(frames=frames, prototypes=prototypes), 27, layer),
+        )
+        assert held is not None and held.column.tolist() == [column for column, _, _ in expected]
+        for side, found in ((1, held.key), (2, held.value)):
+            torch.testing.assert_close(
+                found[0], torch.stack([one[side] for one in expected], 1), atol=1e-5, rtol=1e-5
+            )
+    counted = state.counters()
+    if frames == 40:
+        assert counted["pruned"] == counted["prototypes"] == 0 and state.held() == state.length()
+    else:
+        assert counted["pruned"] > 0 and (counted["prototypes"] > 0) == prototypes
+        assert state.held() == HEAD + (frames + 3) * TOKENS
+    assert state.units() == 27 and state.length() == HEAD + 27 * TOKENS
+
+
+def test_where_passes_end_changes_nothing() -> None:
+    """As long as the template's words are run when a clip is over; what they say in between is not listened to."""
+    whole = watched(opened(SMALL), 3 * CLIP, CLIP, proxy=True)
+    for step in (1, 3, 5):
+        state = watched(watched(opened(SMALL), 11, step, proxy=True), 13, step, proxy=True)
+        for ours, theirs in zip(state._held, whole._held, strict=True):
+            assert ours is not None and theirs is not None
+            assert torch.equal(ours.column, theirs.column) and torch.equal(ours.key, theirs.key)
+
+
+def test_a_proxy_leaves_no_trace_of_its_own() -> None:
+    state = watched(opened(SMALL), 5)
+    before = state.length(), state.held(), [one.key.clone() for one in state._held if one is not None]
+    views = run(state, Piece(kind="proxy", rows=2), lambda layer: words(layer, 2, 0))
+    assert all(view.key.shape[2] == HEAD + 5 * TOKENS + 2 for view in views)
+    assert (state.length(), state.held()) == before[:2]
+    assert all(torch.equal(a, b.key) for a, b in zip(before[2], state._held, strict=True) if b is not None)
+
+
+@pytest.mark.parametrize(("axes", "limit"), [(1, 10**6), (1, 100), (3, 40)])
+def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
+    state, made = watched(opened(SMALL, axes=axes, limit=limit), 19, CLIP, proxy=True), places(axes, limit)
+    views = run(state, Piece(kind="question", rows=4), lambda layer: words(layer, 4, 1))
+    long = made.span(19) >= limit
+    assert long == (limit < 1000)
+    for layer, view in enumerate(views):
+        held = state._held[layer]
+        assert held is not None
+        count = held.column.shape[0]
+        time = (torch.arange(count) if long else held.column) // TOKENS
+        cell = held.column % TOKENS
+        if axes == 1:
+            at = HEAD + (torch.arange(count) if long else held.column)
+        else:
+            at = torch.stack([HEAD + 2 * time, HEAD + cell // 3, HEAD + cell % 3])
+        tail = made.tail(count // TOKENS if long else 19, 0, 4)
+        head = turned(draw((1, layer, -1), 1, GROUPS, HEAD, SIZE), made.head())
+        expected = [head, turned(held.key, at), turned(words(layer, 4, 1)[1], tail)]
+        torch.testing.assert_close(view.key, torch.cat(expected, 2))
+    evidence = state.evidence()
+    held_units = [set((one.column // TOKENS).tolist()) for one in state._held if one is not None]
+    assert set(evidence) == set.union(*held_units)
+    for unit, seen in evidence.items():
+        assert seen.share == seen.retrieved == sum(unit in some for some in held_units) / LAYERS
+
+
+def test_frames_like_the_one_before_are_merged() -> None:
+    state = opened(StreamMem(similar=0.9))
+    one, two = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+    frames = torch.stack([one, 3 * one, one + 0.01, two, one, -one, -one])
+    features, counts = state.merge(frames)
+    assert counts == [3, 1, 1, 2]
+    expected = [torch.stack([one, 3 * one, one + 0.01]).mean(0), two, one, -one]
+    torch.testing.assert_close(features, torch.stack(expected))
+    assert state.counters()["merged"] == 3
+    for other in (opened(StreamMem(similar=None)), opened(StreamMem(similar=1.0))):
+        assert other.merge(frames)[1][:1] == [1] and len(other.merge(frames[:1])[1]) == 1
+    assert opened(StreamMem(similar=None)).merge(frames)[0] is frames
+    half, _ = state.merge(frames.half())
+    assert half.dtype == torch.float16
+
+
+def bits(state: TokenMemory) -> list[Tensor]:
+    return [tensor for one in state._held if one is not None for tensor in one]
+
+
+def test_what_was_broken_off_is_taken_back_and_what_was_saved_goes_on(tmp_path: Path) -> None:
+    state, plain = (watched(opened(SMALL), 13, CLIP, proxy=True) for _ in range(2))
+    mark = state.checkpoint()
+    watched(state, 9, CLIP, proxy=True)
+    state.merge(torch.ones(4, TOKENS, 3))
+    state.restore(mark)
+    state.save(tmp_path)
+    other = opened(SMALL)
+    other.load(tmp_path)
+    for memory in (state, plain, other):
+        watched(memory, 14, CLIP, proxy=True)
+    for memory in (state, other):
+        assert all(torch.equal(a, b) for a, b in zip(bits(memory), bits(plain), strict=True))
+        assert memory.counters() == plain.counters()
+    state.reset()
+    assert state.length() == state.held() == state.units() == 0 and state.counters()["pruned"] == 0
+
+
+@pytest.mark.parametrize(("field", "value"), [("frames", 0), ("similar", 2.0), ("positions", "x")])
+def test_wrong_fields_are_told(field: str, value: object) -> None:
+    with pytest.raises(RecipeError, match=rf"^streammem: {field} is .*; give .*\.$"):
+        StreamMem(**{field: value})  # type: ignore[arg-type]

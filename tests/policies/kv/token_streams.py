@@ -1,0 +1,135 @@
+"""Streams of made-up keys, driven through a memory of tokens as a session drives it; and what it ought to hold, in loops."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import Geometry
+from mmaccel.core.kv import KVView, Piece, Stream, StreamPolicy
+from mmaccel.core.places import Places
+from mmaccel.policies.kv._tokens import TokenMemory
+
+LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD = 2, 4, 2, 8, 6, 3
+GEOMETRY = Geometry(layers=LAYERS, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=32, vocab=9)
+CPU = torch.device("cpu")
+
+
+class Wheel:
+    """A model that only turns: pairs (i, i + D/2) by the position on the first axis, the last pair by the last axis."""
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        axes = positions if positions.ndim == 2 else positions[None].expand(3, -1)
+        speed = 10.0 ** -torch.arange(SIZE // 2, dtype=torch.float64)
+        angle = axes[0].double()[:, None] * speed
+        angle[:, -1] = axes[-1].double() * 0.3
+        both = torch.cat([angle, angle], -1)[None, None]
+        return both.cos().to(dtype), both.sin().to(dtype)
+
+    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
+        return x * angles[0] + half * angles[1]
+
+
+WHEEL = Wheel()
+
+
+def places(axes: int = 1, limit: int = 10**6) -> Places:
+    """As LLaVA's (one axis: one column after the other), or as Qwen's (a unit stands at one time, its tokens at cells)."""
+    if axes == 1:
+        return Places(
+            torch.arange(HEAD)[None], HEAD + torch.arange(TOKENS)[None], lambda n: TOKENS * torch.arange(n),
+            HEAD + TOKENS, TOKENS, limit,
+        )  # fmt: skip
+    cell = torch.arange(TOKENS)
+    unit = torch.stack([torch.full((TOKENS,), HEAD), HEAD + cell // 3, HEAD + cell % 3])
+    return Places(torch.arange(HEAD).expand(3, -1), unit, lambda n: 2 * torch.arange(n), HEAD + 4, 2, limit)
+
+
+def draw(name: tuple[Any, ...], *shape: int) -> Tensor:
+    """Numbers that follow from a name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(name).encode()))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def raw(layer: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [1, H, P, D], key and value [1, G, P, D] of a unit, before rotation."""
+    return (
+        draw((1, layer, unit), 1, HEADS, TOKENS, SIZE),
+        draw((2, layer, unit), 1, GROUPS, TOKENS, SIZE),
+        draw((3, layer, unit), 1, GROUPS, TOKENS, SIZE),
+    )
+
+
+def opened(policy: StreamPolicy, axes: int = 1, limit: int = 10**6, pace: int = 1) -> TokenMemory:
+    stream = Stream(unit=TOKENS, head=HEAD, pace=pace, places=places(axes, limit), dtype=torch.float64)
+    state = policy.stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type]
+    assert isinstance(state, TokenMemory)
+
+    def rows(layer: int) -> list[Tensor]:
+        return [draw((i, layer, -1), 1, n, HEAD, SIZE) for i, n in enumerate((HEADS, GROUPS, GROUPS))]
+
+    run(state, Piece(kind="head", rows=HEAD), rows)
+    return state
+
+
+def run(state: TokenMemory, piece: Piece, rows: Any) -> list[KVView]:
+    """One pass: the views of all layers."""
+    state.enter(piece)
+    views = []
+    for layer in range(LAYERS):
+        query, key, value = rows(layer)
+        state.append(layer, key, value)
+        views.append(state.view(layer, query))
+    state.leave()
+    return views
+
+
+def watch(state: TokenMemory, count: int, step: int = 8, proxy: bool = False) -> Iterator[list[KVView]]:
+    """Units as a session passes them on, at most `step` at a time; views of every pass."""
+    end = state.units() + count
+    while state.units() < end:
+        first = state.units()
+        n = state.fit(first, min(step, end - first))
+
+        def rows(layer: int, first: int = first, n: int = n) -> list[Tensor]:
+            made = [raw(layer, unit) for unit in range(first, first + n)]
+            return [torch.cat(side, 2) for side in zip(*made, strict=True)]
+
+        yield run(state, Piece(kind="units", rows=n * TOKENS, first=first, count=n), rows)
+        if proxy:
+            run(state, Piece(kind="proxy", rows=2), lambda layer, first=first: words(layer, 2, state.units()))
+
+
+def watched(state: TokenMemory, count: int, step: int = 8, proxy: bool = False) -> TokenMemory:
+    for _ in watch(state, count, step, proxy):
+        pass
+    return state
+
+
+def words(layer: int, rows: int, name: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of words."""
+    made = [
+        draw((i, layer, name, "words"), 1, n, rows, SIZE) for i, n in ((4, HEADS), (5, GROUPS), (6, GROUPS))
+    ]
+    return made[0], made[1], made[2]
+
+
+def turned(x: Tensor, positions: Tensor) -> Tensor:
+    return WHEEL.turn(x, WHEEL.angles(positions, x.dtype))
+
+
+def share(query: Tensor, key: Tensor) -> list[float]:
+    """What each key [1, G, N, D] gets of the attention of the last rows' queries [1, H, n, D], row by row, head by head."""
+    rows, count = query.shape[2], key.shape[2]
+    total = torch.zeros(count, dtype=torch.float64)
+    for head in range(HEADS):
+        for row in range(rows):
+            upto = count - rows + row + 1
+            score = key[0, head * GROUPS // HEADS, :upto] @ query[0, head, row] / SIZE**0.5
+            total[:upto] += torch.softmax(score, 0)
+    return (total / (HEADS * rows)).tolist()

@@ -1,0 +1,108 @@
+"""Layouts of every kind, and signals made up for them."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+
+Piece = tuple
+
+
+def layout_of(pieces: list[Piece]) -> TokenLayout:
+    """("text", n), ("image", n) or ("video", [(rows, columns), ...], marks), in order; batch 1."""
+    fields: dict[str, list[int]] = {name: [] for name in ("modality", "segment", "frame", "row", "column")}
+
+    def put(**values: int) -> None:
+        for name, column in fields.items():
+            column.append(values.get(name, -1))
+
+    frame = 0
+    for segment, (kind, what, *rest) in enumerate(pieces):
+        if kind != "video":
+            modality = TEXT if kind == "text" else IMAGE
+            for _ in range(what):
+                put(modality=modality, segment=segment, frame=frame if kind == "image" else -1)
+            frame += kind == "image"
+            continue
+        for rows, columns in what:
+            for cell in range(rows * columns):
+                put(modality=VIDEO, segment=segment, frame=frame, row=cell // columns, column=cell % columns)
+            frame += 1
+        for _ in range(rest[0] if rest else 0):
+            put(modality=VIDEO, segment=segment)
+    tensors = {name: torch.tensor([column], dtype=torch.long) for name, column in fields.items()}
+    return TokenLayout.build(tensors.pop("modality"), **tensors)
+
+
+LAYOUTS = {
+    "one video": [("text", 4), ("video", [(2, 3)] * 7, 1), ("text", 6)],
+    "two videos": [("text", 2), ("video", [(2, 2)] * 5, 1), ("text", 3), ("video", [(3, 2)] * 6, 1), ("text", 5)],
+    "ragged frames": [("video", [(2, 2), (2, 3), (2, 3), (1, 4), (2, 3), (2, 3)]), ("text", 3)],
+    "with images": [("image", 5), ("text", 2), ("video", [(2, 2)] * 4), ("image", 4), ("text", 4)],
+    "video last": [("text", 5), ("video", [(2, 3)] * 4)],
+    "no text": [("video", [(2, 2)] * 5)],
+    "no video": [("text", 6), ("image", 4), ("text", 2)],
+    "one token": [("text", 1), ("video", [(1, 1)]), ("text", 1)],
+}  # fmt: skip
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> TokenLayout:
+    """One sequence of texts, images and videos of ragged frames."""
+    cell = st.tuples(st.integers(1, 3), st.integers(1, 4))
+    piece = st.one_of(
+        st.tuples(st.just("text"), st.integers(1, 6)),
+        st.tuples(st.just("image"), st.integers(1, 5)),
+        st.tuples(st.just("video"), st.lists(cell, min_size=1, max_size=7), st.integers(0, 1)),
+    )
+    return layout_of(draw(st.lists(piece, min_size=1, max_size=5)))
+
+
+def signals_for(layout: TokenLayout, stage, seed: int = 0, asked: int = 1) -> dict[str, Tensor]:
+    """Random signals of the shapes a stage declares; attention rows add up to one."""
+    g = torch.Generator().manual_seed(seed)
+    S = layout.length
+    return {
+        "hidden": torch.randn(max(len(stage.hidden), 1), S, 8, generator=g),
+        "attention": torch.rand(max(len(stage.attention), 1), asked, S, generator=g).softmax(-1),
+        "vision_attention": torch.rand(S, generator=g),
+        "vision_key": torch.randn(S, 5, generator=g),
+    }
+
+
+def videos(layout: TokenLayout) -> list[int]:
+    """The columns of video frames, one by one."""
+    return [
+        c
+        for c in range(layout.length)
+        if int(layout.modality[0, c]) == VIDEO and int(layout.frame[0, c]) >= 0
+    ]
+
+
+def asked(layout: TokenLayout) -> list[int]:
+    """The columns of the text after the last video token; all text, or the last column, where there is none."""
+    kinds = layout.modality[0].tolist()
+    last = max((c for c, kind in enumerate(kinds) if kind == VIDEO), default=-1)
+    text = [c for c, kind in enumerate(kinds) if kind == TEXT]
+    return [c for c in text if c > last] or text or [len(kinds) - 1]
+
+
+def frames_of(layout: TokenLayout) -> list[list[int]]:
+    """The columns of each video frame."""
+    found: dict[int, list[int]] = {}
+    for c in videos(layout):
+        found.setdefault(int(layout.frame[0, c]), []).append(c)
+    return list(found.values())
+
+
+def top(scores: dict[int, float], count: int) -> list[int]:
+    """The columns of the largest scores; of equal ones the first."""
+    return sorted(sorted(scores, key=lambda c: (-scores[c], c))[:count])
+
+
+def whole(layout: TokenLayout, chosen: list[int]) -> list[int]:
+    """The chosen columns and all that is not a video frame's."""
+    return sorted([*chosen, *(set(range(layout.length)) - set(videos(layout)))])

@@ -1,0 +1,187 @@
+"""What every registered pruner must do, and refuse."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmaccel import Recipe
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.prune import SIGNALS, TokenPruner, best, quota, spread, thin
+from mmaccel.core.recipe import policy
+from mmaccel.core.registry import registry
+from tests.policies.prune.layouts import asked, frames_of, layout_of, layouts, signals_for, videos
+
+DEPTH = 32
+NAMES = sorted(registry("prune"))
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "dycoke": {"drop": 0.0},
+    "sparsevlm": {"retention": (1.0, 1.0, 1.0)},
+}
+NOTHING: dict[str, dict[str, Any]] = {
+    "dycoke": {"drop": 1.0},
+    "sparsevlm": {"retention": (0.0, 0.0, 0.0), "recycle": 0.0},
+}
+
+
+def build(name: str, **fields: Any) -> TokenPruner:
+    pruner: TokenPruner = registry("prune").build(name, fields)
+    return pruner
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(layout=layouts(), seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_text_images_and_marks_stay(name: str, layout, seed: int) -> None:
+    pruner = build(name)
+    left, total = layout, len(videos(layout))
+    for stage in pruner.stages(DEPTH):
+        signals = signals_for(left, stage, seed, asked=len(asked(left)))
+        kept = pruner.cut(signals, left, stage, total)
+        columns = kept.columns
+        assert columns.dtype == torch.long and torch.equal(columns, pruner.keep(signals, left, stage, total))
+        assert columns.tolist() == sorted(set(columns.tolist()))
+        assert set(range(left.length)) - set(videos(left)) <= set(columns.tolist())
+        assert kept.states is None or kept.states.shape == (len(columns), 8)
+        left = thin(left, columns)
+        assert left.position[0].tolist() == list(range(left.length))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(layout=layouts())
+@settings(max_examples=10, deadline=None)
+def test_everything_and_nothing(name: str, layout) -> None:
+    for fields, want in ((EVERYTHING, layout.length), (NOTHING, layout.length - len(videos(layout)))):
+        pruner = build(name, **fields.get(name, {"retention": 1.0 if fields is EVERYTHING else 0.0}))
+        stage = pruner.stages(DEPTH)[-1]
+        signals = signals_for(layout, stage, asked=len(asked(layout)))
+        kept = pruner.cut(signals, layout, stage)
+        if name == "dycoke" and fields is NOTHING:
+            # The first of every four frames stays, and frames of unlike grids.
+            assert set(frames_of(layout)[0] if frames_of(layout) else []) <= set(kept.columns.tolist())
+            continue
+        assert len(kept.columns) == want
+        if fields is EVERYTHING and kept.states is not None:
+            torch.testing.assert_close(kept.states, signals["hidden"][-1])
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n not in ("sparsevlm", "dycoke", "visionzip", "pyramid_drop")]
+)
+@pytest.mark.parametrize("retention, count", [(0.1, 10), (0.29, 29), (0.295, 29), (0.005, 0), (0.999, 99)])
+def test_counts_are_exact(name: str, retention: float, count: int) -> None:
+    """Of 100 tokens; 0.29 of them is 28.999... in binary."""
+    layout = layout_of([("text", 3), ("video", [(2, 5)] * 10, 1), ("text", 4)])
+    pruner = build(name, retention=retention)
+    (stage,) = pruner.stages(DEPTH)
+    kept = pruner.keep(signals_for(layout, stage, asked=4), layout, stage)
+    assert len(kept) == count + 3 + 1 + 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_it_declares(name: str) -> None:
+    pruner = build(name)
+    assert pruner.needs <= set(SIGNALS) and pruner.seat in ("frames", "layer", "draft")
+    assert pruner.lossy == (pruner.seat != "draft")
+    stages = pruner.stages(DEPTH)
+    assert [s.layer for s in stages] == sorted({s.layer for s in stages})
+    for stage in stages:
+        assert bool(stage.hidden) == ("hidden" in pruner.needs)
+        assert bool(stage.attention) == ("attention" in pruner.needs)
+        read = [*stage.hidden, *(layer for group in stage.attention for layer in group)]
+        assert all(0 <= layer <= stage.layer for layer in read)
+        if pruner.seat == "layer":
+            assert all(layer >= stage.layer - 1 for group in stage.attention for layer in group)
+    if pruner.seat == "draft":
+        assert len(stages) == 1
+    if pruner.seat == "frames":
+        assert [s.layer for s in stages] == [0]
+    told = Recipe.load({"prune": name}).to_dict()["prune"] if pruner.lossy else None
+    if told is not None:
+        assert policy("prune", told) == pruner
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [-0.1, 1.1, "much", None, True])
+def test_a_share_out_of_range_is_refused(name: str, value: Any) -> None:
+    field = "drop" if name == "dycoke" else "retention"
+    given_value = (value, value, value) if name == "sparsevlm" else value
+    with pytest.raises(RecipeError, match=rf"{field}"):
+        build(name, **{field: given_value})
+
+
+@pytest.mark.parametrize(
+    "name, fields, word",
+    [
+        ("uv", {"layer": 0}, "layer"),
+        ("uv", {"layer": 3, "base": 3}, "base"),
+        ("attention", {"mass": 1.5}, "mass"),
+        ("fastv", {"layer": 0}, "layer"),
+        ("pyramid_drop", {"stages_at": (0.5, 0.25)}, "stages_at"),
+        ("pyramid_drop", {"stages_at": ()}, "stages_at"),
+        ("sparsevlm", {"retention": (0.2, 0.4, 0.1)}, "rise"),
+        ("sparsevlm", {"retention": (0.5, 0.4)}, "layers"),
+        ("sparsevlm", {"retention": (0.5,), "layers": (-1,)}, "layers"),
+        ("sparsevlm", {"recycle": 2.0}, "recycle"),
+        ("sparsevlm", {"neighbours": 0}, "neighbours"),
+        ("dycoke", {"forget": -1.0}, "forget"),
+        ("dycoke", {"layer": 0}, "layer"),
+        ("dycoke", {"refresh": 2.0}, "refresh"),
+        ("visionzip", {"contextual": 2.0}, "contextual"),
+    ],
+)
+def test_other_fields_are_checked_at_birth(name: str, fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(RecipeError, match=word):
+        build(name, **fields)
+
+
+@pytest.mark.parametrize(
+    "name, fields", [("uv", {"layer": 5}), ("fastv", {"layer": 4}), ("pyramid_drop", {"stages_at": (0.1, 0.9)}),
+                     ("sparsevlm", {"retention": (0.5,), "layers": (3,)}), ("dycoke", {"layer": 4})],
+)  # fmt: skip
+def test_a_model_too_shallow_is_refused(name: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match=name):
+        build(name, **fields).stages(4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipes_take_what_acts_on_the_target(name: str) -> None:
+    if not build(name).lossy:
+        with pytest.raises(RecipeError, match="give it to the draft"):
+            Recipe(prune=name)  # type: ignore[arg-type]
+        return
+    assert Recipe(prune=name).prune == build(name)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="kv"):
+        Recipe(prune=name, kv="window")  # type: ignore[arg-type]
+    if build(name).seat == "layer":
+        with pytest.raises(RecipeError, match="chunk"):
+            Recipe(prune=name, chunk=128)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="reads the target's memory"):
+        Recipe(prune=name, draft="sparse_to_dense")  # type: ignore[arg-type]
+    if build(name).glance is not None:
+        with pytest.raises(RecipeError, match="forget"):
+            Recipe.load({"prune": name, "draft": {"name": "sequential", "model": "tiny-ov"}})
+
+
+@given(count=st.integers(0, 40), more=st.integers(0, 200))
+def test_spread_is_distinct_and_even(count: int, more: int) -> None:
+    places = spread(count, count + more).tolist()
+    assert len(set(places)) == count and places == sorted(places)
+    assert all(0 <= p < count + more for p in places)
+    steps = {b - a for a, b in pairwise(places)}
+    assert not steps or max(steps) - min(steps) <= 1
+
+
+def test_ties_go_to_the_first() -> None:
+    assert best(torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0]), 2).tolist() == [1, 2]
+    assert best(torch.zeros(50), 3).tolist() == [0, 1, 2]
+
+
+@given(numerator=st.integers(0, 100), count=st.integers(0, 5000))
+def test_quota_rounds_down_decimals(numerator: int, count: int) -> None:
+    assert quota(numerator / 100, count) == numerator * count // 100

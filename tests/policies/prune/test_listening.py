@@ -1,0 +1,130 @@
+"""What is heard of a target's prefill: the same as eager attention and the layers' own states, in one pass or many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmaccel
+from mmaccel.core.prune import TokenPruner
+from mmaccel.models.signals import Listener, paid
+from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
+from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.policies.prune import by_hand
+from tests.policies.prune.layouts import asked
+
+PRUNERS: dict[str, TokenPruner] = {
+    "uv": UVPrune(retention=0.3, layer=2),
+    "uv of the last layer": UVPrune(retention=0.3, layer=4, base=1),
+    "uv of the default layer": UVPrune(retention=0.5),
+    "attention": AttentionPrune(retention=0.3),
+    "attention by variation": AttentionPrune(retention=0.4, mass=1.0, variation=True),
+    "uniform": UniformPrune(retention=0.3),
+    "random": RandomPrune(retention=0.3),
+}
+
+
+@pytest.fixture(scope="module", params=BUILD)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(family: str) -> Any:
+    return BUILD[family](layers=4, seed=7)
+
+
+@torch.no_grad()
+def known(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """States [5, S, E] after every number of layers, before the last norm, and attention [4, S, S]."""
+    plain = by_hand.eager(model)
+    states: list[Tensor] = []
+    handles = [
+        layer.register_forward_hook(lambda m, a, o: states.append(a[0][0]))
+        for layer in plain.model.language_model.layers
+    ]
+    handles.append(
+        plain.model.language_model.norm.register_forward_pre_hook(lambda m, a: states.append(a[0][0]))
+    )
+    out = plain(**inputs, output_attentions=True)
+    for handle in handles:
+        handle.remove()
+    return torch.stack(states), torch.stack([a[0].mean(0) for a in out.attentions])
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize("kind", ["video", "two videos"])
+@pytest.mark.parametrize("passes", ["one", "chunks", "video, then text"])
+def test_signals_are_the_model_s_own(family: str, model: Any, name: str, kind: str, passes: str) -> None:
+    inputs, pruner = prompt(family, PROMPTS[kind], seed=2), PRUNERS[name]
+    (stage,) = pruner.stages(4)
+    states, attention = known(model, inputs)
+    told: list[Tensor] = []
+    with torch.no_grad(), mmaccel.accelerate(model) as fast:
+        layout = fast.adapter.layout(model, inputs)
+        rows = asked(layout)
+        embeds = fast.adapter.embed(model, inputs)
+        places = fast.adapter.positions(model, inputs)
+        S = layout.length
+        cuts = {"one": [S], "chunks": [*range(5, S, 9), S], "video, then text": [rows[0], S]}[passes]
+        with Listener(fast, pruner, layout, told.append) as listener:
+            cache, begin = None, 0
+            for end in cuts:
+                piece = {"inputs_embeds": embeds[:, begin:end], "position_ids": places[..., begin:end]}
+                out = fast.adapter.text(model)(**piece, past_key_values=cache, use_cache=True)
+                cache, begin = out.past_key_values, end
+            assert listener.told
+        assert fast.road.probe is None
+    signals = {}
+    if stage.hidden:
+        signals["hidden"] = states[list(stage.hidden)]
+    if stage.attention:
+        signals["attention"] = torch.stack([attention[list(g)].mean(0)[rows] for g in stage.attention])
+        torch.testing.assert_close(listener.attention, signals["attention"], atol=1e-6, rtol=0)
+    assert [t.tolist() for t in told] == [pruner.keep(signals, layout, stage).tolist()]
+
+
+def test_it_is_told_while_later_layers_still_run(family: str, model: Any) -> None:
+    inputs = prompt(family, PROMPTS["video"])
+    when: list[str] = []
+    with torch.no_grad(), mmaccel.accelerate(model) as fast:
+        layout = fast.adapter.layout(model, inputs)
+        hooks = [
+            layer.register_forward_hook(lambda m, a, o, i=i: when.append(f"layer {i}"))
+            for i, layer in enumerate(fast.adapter.layers(model))
+        ]
+        with Listener(fast, UVPrune(layer=2), layout, lambda columns: when.append("told")):
+            fast(**inputs)
+        for hook in hooks:
+            hook.remove()
+    assert when == ["layer 0", "layer 1", "told", "layer 2", "layer 3"]
+
+
+def test_nothing_stays_behind(family: str, model: Any) -> None:
+    inputs = prompt(family, PROMPTS["video"])
+    mine: list[int] = []
+    with torch.no_grad(), mmaccel.accelerate(model) as fast:
+        fast.road.probe = lambda run, layer, *rest: mine.append(layer)  # type: ignore[assignment]
+        probe = fast.road.probe
+        layout = fast.adapter.layout(model, inputs)
+        before = [len(layer._forward_pre_hooks) for layer in fast.adapter.layers(model)]
+        with pytest.raises(KeyError, match="broken"), Listener(fast, AttentionPrune(), layout, print):
+            raise KeyError("broken")
+        with Listener(fast, AttentionPrune(), layout, lambda columns: None):
+            fast(**inputs)
+        assert fast.road.probe is probe and mine == [0, 1, 2, 3]
+        assert [len(layer._forward_pre_hooks) for layer in fast.adapter.layers(model)] == before
+
+
+def test_paid_is_causal_softmax_attention() -> None:
+    g = torch.Generator().manual_seed(0)
+    query, key = torch.randn(6, 3, 8, generator=g), torch.randn(2, 10, 8, generator=g)
+    at = torch.tensor([2, 5, 9])
+    got = paid(query, key, at, 0.3)
+    for n, column in enumerate(at.tolist()):
+        rows = [(query[h, n] @ key[h // 3, : column + 1].T * 0.3).softmax(-1) for h in range(6)]
+        torch.testing.assert_close(got[n, : column + 1], torch.stack(rows).mean(0))
+        assert not got[n, column + 1 :].any()

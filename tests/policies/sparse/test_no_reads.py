@@ -1,0 +1,82 @@
+"""Planning reads nothing back from the device, once the layouts of a prompt have been looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO
+from mmaccel.core.mix import joined
+from mmaccel.core.registry import registry
+
+from .scenes import Scene, sequence
+from .test_contract import CASES, NAMES, small
+
+READS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+    "equal",
+    "is_nonzero",
+    "item",
+}
+SCENE = Scene(
+    (
+        sequence(
+            [(TEXT, [5]), (VIDEO, [6, 6, 6, 5]), (TEXT, [1]), (VIDEO, [6] * 9), (IMAGE, [7]), (TEXT, [30])]
+        ),
+        sequence([(TEXT, [3]), (VIDEO, [6] * 10), (TEXT, [20])]),
+    )
+)
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses what would wait for a device: values of tensors, and results whose sizes depend on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        sized = (kwargs or {}).get("output_size") is not None
+        masks = name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
+            t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
+        )
+        if name in READS or masks or (name == "repeat_interleave" and not sized):
+            raise AssertionError(f"{func} reads from the device")
+        return func(*args, **(kwargs or {}))
+
+
+def no_lists(self: torch.Tensor) -> list[Any]:
+    raise AssertionError("tolist reads from the device")
+
+
+@pytest.mark.parametrize("read", [lambda t: int(t.sum()), lambda t: t[t > 0], lambda t: t.nonzero()])
+def test_the_guard_sees_reads(read: Any) -> None:
+    with NoReads(), pytest.raises(AssertionError, match="reads from the device"):
+        read(torch.arange(4))
+
+
+@pytest.mark.parametrize("start", [0, 37])
+@pytest.mark.parametrize("name", [*CASES, *(f"plain {name}" for name in NAMES)])
+def test_a_plan_reads_nothing(name: str, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer looks at the layouts; every further one, on tensors of its own, at nothing."""
+    pattern = registry("sparse")[name[6:]]() if name.startswith("plain ") else small(name)
+    scene = Scene(SCENE.sequences, start)
+    query, key, _ = scene.tensors()
+    layout = scene.layout()
+    queries = layout.take(slice(start, None))
+    first = pattern.plan(query, key, queries, layout)
+    other, _, _ = Scene(SCENE.sequences, start, seed=5).tensors()
+    monkeypatch.setattr(torch.Tensor, "tolist", no_lists)
+    with NoReads():
+        plan = pattern.plan(other, key, queries, layout)
+        if plan is not None:
+            plan.listed_pairs()
+            if not plan.overlap:
+                joined(plan.parts, plan.block_q)
+    assert (plan is None) == (first is None)

@@ -1,0 +1,48 @@
+"""The speed table's script runs from end to end at lengths that say nothing, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(out: Path, *only: str) -> list[dict[str, object]]:
+    few = (
+        "--device",
+        "cpu",
+        "--shrink",
+        "2048",
+        "--quick",
+        "--dtype",
+        "float32",
+        "--heads",
+        "4",
+        "2",
+        "--size",
+        "16",
+    )
+    command = [sys.executable, "bench/prefill.py", "--out", str(out), *few, "--only", *only]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    rows = run(out, "layer:grid_128k", "model:128k")
+    assert "torch" in rows[0]["environment"]
+    assert [row for row in rows if "failed" in row] == []
+    assert [row["done"] for row in rows if "done" in row] == ["layer:grid_128k", "model:128k"]
+    ways = {row["way"]: row for row in rows if row.get("case") == "model:128k"}
+    assert set(ways) == {"sparse", "dense"} and 0 < ways["sparse"]["kept"] < 1
+    assert ways["dense"]["median_s"] > 0 and ways["dense"]["layers_timed"] == 8
+    again = run(out, "layer:grid_128k", "sweep:a_shape:8k")
+    assert [row["done"] for row in again if "done" in row][2:] == ["sweep:a_shape:8k"]

@@ -1,0 +1,51 @@
+"""The benchmark of transfers runs from end to end on a CPU, at sizes that say nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_way_runs(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    sizes = {"frames": 64, "retrieve": 32, "layers": 2, "tokens": 4, "size": 8, "slab-mib": 1, "work": 16}
+    few = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    command = [
+        sys.executable,
+        "bench/transfer.py",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+        "--repeats",
+        "2",
+        *few,
+    ]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *rows = (json.loads(line) for line in out.read_text().splitlines())
+    assert "torch" in first["environment"]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == rows
+    asked = {(row["way"], row["run"]): row for row in rows if row["case"] == "question"}
+    for run in (1, 4, 16):
+        ways = {way: row for (way, at), row in asked.items() if at == run}
+        assert set(ways) == {"pieces", "copies", "gather", "index", "auto"}
+        assert ways["pieces"]["copies"] == 2 * 32 * 2
+        assert ways["gather"]["copies"] == ways["index"]["copies"] == 2
+        assert 0 < ways["copies"]["copies"] <= 2 * 32
+        assert all(row["gb_s"] > 0 and row["bytes"] == 2 * 32 * 2 * 4 * 4 * 8 * 2 for row in ways.values())
+    assert asked["copies", 16]["copies"] < asked["copies", 1]["copies"]
+    assert {row["way"] for row in rows if row["case"] == "overlap"} == {"buffered", "waiting", "computing"}

@@ -52,7 +52,7 @@ class Counting(StaticRunner):
     def step(self, ids: Tensor, branches: Any = None) -> Tensor:
         real = super().step(ids, branches)
         right = torch.rand(ids.shape[1], generator=self.dice) < self.keep
-        said = (ids[0].cpu() + torch.where(right, 1, 2)) % VOCAB
+        said = (ids[0] + torch.where(right, 1, 2).to(ids.device)) % VOCAB
         # The real logits are read, so that nothing of the step can be left out.
         return real[..., :1] * 0 + torch.nn.functional.one_hot(said, VOCAB).to(real)[None]
 
@@ -178,7 +178,7 @@ def pipeline(given: argparse.Namespace) -> list[dict[str, Any]]:
     try:
         worker.wait(READY, 1200.0)
         choice = Parallel(model="shape", window=given.window)
-        state = Pipeline(_remote.Remote(worker, VOCAB), choice, VOCAB)
+        state = Pipeline(_remote.Remote(worker, VOCAB), choice, [target.module.key.device])
         once = decode(target, state, context, given.tokens)
     finally:
         worker.close()

@@ -71,7 +71,9 @@ def test_searched_heads_meet_rivals_at_their_share(recall: Any, tmp_path: Path) 
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert "environment" in rows[0]
     found = {row["method"]: row for row in rows[1:] if row["case"] == "grid"}
-    assert set(found) == {"searched", *recall.RIVALS} - {"visionzip", "fastv"} and found["searched"]["pattern"]
+    assert (
+        set(found) == {"searched", *recall.RIVALS} - {"visionzip", "fastv"} and found["searched"]["pattern"]
+    )
     assert all(0 < row["recall"] <= 1 and row["kept"] > 0 for row in found.values())
     near = [row for row in found.values() if row["kept"] <= 1.05 * found["searched"]["kept"]]
     assert len(near) >= 3 and max(near, key=lambda row: row["recall"])["method"] == "searched"

@@ -157,6 +157,12 @@ class Words:
         self.text = whole
 
     def end(self) -> None:
+        import torch
+
+        # Half a character that nothing followed is shown as it is.
+        whole = self._decode(torch.tensor(self._ids, dtype=torch.long))
+        if whole.startswith(self.text):
+            self._tell(whole)
         if self._show is not None:
             self._show("\n")
 

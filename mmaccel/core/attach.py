@@ -72,13 +72,18 @@ class Accelerated:
             raise RecipeError(
                 f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."
             )
-        recipe.draft.check(self.view)
-        if recipe.prune is not None:
-            recipe.prune.stages(depth)
-        device = self.view.device
-        choice = choose_backend(recipe, self.view)
-        self.road = Road(recipe, choice.backend, select.get(choice.backend, device), choice=choice)
-        self._detach: Callable[[], None] | None = self.adapter.attach(model, self)
+        try:
+            recipe.draft.check(self.view)
+            if recipe.prune is not None:
+                recipe.prune.stages(depth)
+            device = self.view.device
+            choice = choose_backend(recipe, self.view)
+            self.road = Road(recipe, choice.backend, select.get(choice.backend, device), choice=choice)
+            self._detach: Callable[[], None] | None = self.adapter.attach(model, self)
+        except BaseException:
+            # What the draft holds, such as a process, is not left to whoever keeps the error.
+            self.view.release()
+            raise
         _attached[model] = ref(self)
 
     def __repr__(self) -> str:

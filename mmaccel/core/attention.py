@@ -78,7 +78,8 @@ class Watched:
             return cls(value, expected, None)
         host = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        # Layers of a model spread over devices are not on the current one.
+        event.record(torch.cuda.current_stream(value.device))
         return cls(host, expected, event)
 
     def ratio(self) -> float:

@@ -142,7 +142,7 @@ class Live:
             warnings.warn(
                 f"frames of {w}x{h} are resized to {width}x{height}, the size with which the stream began.",
                 MmaccelWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         if film.pending is not None and film.raw is not None:
             return seam.resized(frames, film.raw)
@@ -237,13 +237,12 @@ class Live:
         self._head(fresh)
         for at in range(0, len(picked), self._step):
             some = picked[at : at + self._step]
-            frames = [one if _size(one) == film.raw else self._one_size(one) for _, one in some]
-            features, _ = self.seam.features(torch.cat(frames), film.size)
-            self._units(fresh, features, [film.times[film.spans[number][0]] for number, _ in some])
+            # Each clip of the stream may have had a size of its own.
+            alike = itertools.groupby((one for _, one in some), _size)
+            runs = [self.seam.features(torch.cat(list(frames)), film.size)[0] for _, frames in alike]
+            times = [film.times[film.spans[number][0]] for number, _ in some]
+            self._units(fresh, torch.cat(runs), times)
         return fresh, lambda: {number: Seen(1.0, 1.0, 0.0) for number, _ in picked}
-
-    def _one_size(self, frames: Tensor) -> Tensor:
-        return frames if self.film.raw is None else self.seam.resized(frames, self.film.raw)
 
     def _shown(self, evidence: Mapping[int, Seen]) -> tuple[Evidence, ...]:
         found = []

@@ -31,6 +31,9 @@ def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
         raise ModelError(f"{path} is there and is no saved session; give another path, or remove it.")
     part, old = path.with_name(path.name + ".part"), path.with_name(path.name + ".old")
     try:
+        if not path.exists() and old.exists():
+            # A save that was killed between its two moves left the one whole copy there.
+            old.rename(path)
         for one in (part, old):
             shutil.rmtree(one, ignore_errors=True)
         (part / MEMORY).mkdir(parents=True)
@@ -100,15 +103,18 @@ def check(folder: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
         if there != size:
             state = "is missing" if there is None else f"has {there} bytes of {size}"
             raise ModelError(f"{folder}: {name} {state}; the session is damaged, save it anew.")
-    kinds = {"size": list, "unit": int, "frames": int, "units": int, "marks": int}
+    kinds = {"size": list, "unit": int, "frames": int, "units": int, "marks": int, "pending": int}
     told = saving.read_json(folder / FACTS, kinds)
-    if len(told["size"]) != 2 or not isinstance(told.get("fps"), float | None):
-        raise ModelError(f"{folder}: size or fps in {FACTS} is damaged; save the session anew.")
+    raw = told.get("raw")
+    if not _is_size(told["size"]) or not (raw is None or _is_size(raw)):
+        raise ModelError(f"{folder}: size or raw in {FACTS} is damaged; save the session anew.")
+    if not isinstance(told.get("fps"), float | None):
+        raise ModelError(f"{folder}: fps in {FACTS} is damaged; save the session anew.")
     hidden = seam.view.geometry.hidden
     marks = saving.read_tensors(folder / FILM, {"marks": ((told["marks"], hidden), seam.dtype)}, seam.device)[
         "marks"
     ]
-    height, width = (int(n) for n in told["size"])
+    height, width = told["size"]
     return Facts(folder, told, ((height, width), told["fps"], told["unit"], marks))
 
 
@@ -125,12 +131,17 @@ def load(facts: Facts, live: Live) -> None:
     film.spans = [(a, b) for a, b in found["spans"].tolist()]
     film.times = found["times"].tolist()
     film.pending = found.get("pending")
-    film.raw = None if told["raw"] is None else (told["raw"][0], told["raw"][1])
+    film.raw = None if told.get("raw") is None else (told["raw"][0], told["raw"][1])
     state.load(facts.folder / MEMORY)
     if state.units() != told["units"]:
         raise ModelError(
             f"{facts.folder}: the memory holds {state.units()} units of {told['units']}; it is damaged."
         )
+
+
+def _is_size(told: Any) -> bool:
+    """Whether it is a height and a width in pixels."""
+    return isinstance(told, list) and len(told) == 2 and all(type(n) is int and n > 0 for n in told)
 
 
 def _facts(seam: StreamSeam, recipe: Recipe) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ Wanted = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, views and device tensors too, into one safetensors file."""
+    """Write tensors, views and device tensors too, into one safetensors file; raises OSError where that cannot be."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -29,7 +33,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             held[name] = tensor = tensor.clone()
             where = tensor.untyped_storage().data_ptr()
         seen.add(where)
-    save_file(held, str(path))
+    try:
+        save_file(held, str(path))
+    except SafetensorError as error:
+        # The library tells what the system says in words alone.
+        told = re.search(r"os error (\d+)", str(error))
+        number = int(told.group(1)) if told else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def read_tensors(path: Path, wanted: Wanted, device: torch.device) -> dict[str, Tensor]:

@@ -48,7 +48,8 @@ def accept(
         best = logits.argmax(-1)
         kept = int((best[:n] == drafted).long().cumprod(0).sum()) if n else 0
         return best[: kept + 1], kept
-    before = torch.cat([ids.to(logits.device), drafted])
+    # A token the target does not have is refused below; processors, which look tokens up, must not trip over it.
+    before = torch.cat([ids.to(logits.device), drafted.clamp(0, logits.shape[-1] - 1)])
     p = _real(torch.stack([warp(before[: ids.numel() + i], logits[i]) for i in range(n + 1)]))
     if not n:
         return draw(p[0], generator), 0
@@ -154,11 +155,11 @@ def judge(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, 
     """How many proposed tokens are kept, [...] long, and the weights [..., V] to draw the next token from.
 
     ids [..., n], p [..., n + 1, V], q [..., n, V] or None for point masses, u [..., n] independent uniforms of [0, 1).
-    Shapes are static and nothing is read back. A token that p does not hold (id >= V) is refused.
+    Shapes are static and nothing is read back. A token that p does not hold (id < 0 or >= V) is refused.
     """
     n, vocab = ids.shape[-1], p.shape[-1]
-    inside = ids < vocab
-    at = ids.clamp(max=vocab - 1)[..., None]
+    inside = (ids >= 0) & (ids < vocab)
+    at = ids.clamp(0, vocab - 1)[..., None]
     p_x = p[..., :n, :].gather(-1, at)[..., 0]
     q_x = torch.ones_like(p_x) if q is None else q.gather(-1, at)[..., 0]
     # u < p / q without the division: right for q = 0, and p = 0 is refused even when u = 0.
@@ -201,7 +202,8 @@ def _faults(q: Tensor, ids: Tensor, vocab: int) -> Tensor:
     """[3] long: mass beyond the vocabulary, a row that does not sum to one (or holds NaN), a token q could not give."""
     outside = (q[:, vocab:] > 0).any()
     uneven = ~((q.sum(-1) - 1).abs() <= UNIT_SLACK).all() | (q < 0).any()
-    unlikely = ~(q.gather(-1, ids.clamp(max=q.shape[-1] - 1)[:, None]) > 0).all() | (ids >= q.shape[-1]).any()
+    beyond = (ids < 0) | (ids >= q.shape[-1])
+    unlikely = ~(q.gather(-1, ids.clamp(0, q.shape[-1] - 1)[:, None]) > 0).all() | beyond.any()
     return torch.stack([outside, uneven, unlikely]).long()
 
 

@@ -55,6 +55,10 @@ class Wire:
         self.busy = False
         self.pulse: threading.Thread | None = None
 
+    def limit(self, seconds: float) -> None:
+        """The longest a message that has begun may take to go through, either way, however little the other end takes."""
+        self._end.settimeout(seconds)
+
     def send(self, kind: int, *numbers: int, blob: bytes = b"") -> None:
         """Hand a message over; returns as soon as it is on its way."""
         head = _HEAD.pack(_MAGIC, kind, len(numbers), len(blob)) + struct.pack(f"<{len(numbers)}q", *numbers)
@@ -69,7 +73,7 @@ class Wire:
     def receive(self, limit_s: float | None) -> Message | None:
         """The next message, or None when none has begun to arrive within `limit_s` (None: however long it takes)."""
         try:
-            if limit_s is not None and not select.select([self._end], [], [], limit_s)[0]:
+            if limit_s is not None and not self._waits(limit_s):
                 return None
             magic, kind, count, size = _HEAD.unpack(self._read(_HEAD.size))
             if magic != _MAGIC or size > _MOST:
@@ -78,6 +82,12 @@ class Wire:
             return Message(kind, numbers, self._read(size))
         except (OSError, ValueError) as error:
             raise DraftError(f"the second process cannot be reached ({error}).") from error
+
+    def _waits(self, limit_s: float) -> bool:
+        """Whether something arrives within `limit_s`; `select` would refuse the files of a program that has many open."""
+        asked = select.poll()
+        asked.register(self._end, select.POLLIN)
+        return bool(asked.poll(1e3 * limit_s))
 
     def _read(self, size: int) -> bytes:
         held = bytearray(size)
@@ -97,7 +107,8 @@ class Worker:
     """A process that runs `service` ("module:function") with `options`, and is killed when this object goes.
 
     The function gets a `Wire` and the options, and serves until the wire breaks. What it raises is told and ends it.
-    `silence_s` is the longest a worker at work may say nothing: it beats twice a second while it is busy.
+    `silence_s` is the longest a worker at work may say nothing: it beats twice a second while it is busy. It is also the
+    longest it may leave a message unread.
     """
 
     def __init__(self, service: str, options: Mapping[str, Any], *, silence_s: float = 30.0) -> None:
@@ -130,7 +141,16 @@ class Worker:
         self.wire = Wire(ours)
         self.silence_s = silence_s
         self._heard = time.monotonic()
-        self._close = weakref.finalize(self, _end, self.process, ours, self._errors)
+        self._close = weakref.finalize(self, _end, os.getpid(), self.process, ours, self._errors)
+
+    @property
+    def silence_s(self) -> float:
+        return self._silence_s
+
+    @silence_s.setter
+    def silence_s(self, seconds: float) -> None:
+        self._silence_s = seconds
+        self.wire.limit(seconds)
 
     @property
     def alive(self) -> bool:
@@ -139,7 +159,13 @@ class Worker:
     def send(self, kind: int, *numbers: int, blob: bytes = b"") -> None:
         """See `Wire.send`; the worker is expected to say something from now on."""
         self._heard = time.monotonic()
-        self.wire.send(kind, *numbers, blob=blob)
+        try:
+            self.wire.send(kind, *numbers, blob=blob)
+        except DraftError as error:
+            # Half a message may be on its way: what follows would be nonsense.
+            reason = self._reason()
+            self.close()
+            raise DraftError(f"{error}{reason}") from error
 
     def receive(self, limit_s: float) -> Message | None:
         """The next message that is no beat, or None after `limit_s`. Raises `DraftError` when there is none to come."""
@@ -192,8 +218,10 @@ class Worker:
         self._close()
 
 
-def _end(process: subprocess.Popen[bytes], end: socket.socket, errors: Any) -> None:
+def _end(owner: int, process: subprocess.Popen[bytes], end: socket.socket, errors: Any) -> None:
     end.close()
+    if os.getpid() != owner:
+        return  # a fork of the parent has a copy of this; the process is not its own to end
     process.kill()
     if process.stdin is not None:
         process.stdin.close()

@@ -183,14 +183,16 @@ class StaticRunner(Runner):
     def _run(self, ids: Tensor, columns: Tensor) -> Tensor:
         if not self.captured:
             return self.call(ids, columns)
-        held = self.graphs.get(ids.shape[1])
-        if held is None:
-            held = self.graphs[ids.shape[1]] = self._capture(ids, columns)
-        graph, own_ids, own_columns, out = held
-        own_ids.copy_(ids)
-        own_columns.copy_(columns)
-        graph.replay()
-        return out.clone()
+        # A capture sees the streams of the current device alone, which need not be the model's.
+        with torch.cuda.device(ids.device):
+            held = self.graphs.get(ids.shape[1])
+            if held is None:
+                held = self.graphs[ids.shape[1]] = self._capture(ids, columns)
+            graph, own_ids, own_columns, out = held
+            own_ids.copy_(ids)
+            own_columns.copy_(columns)
+            graph.replay()
+            return out.clone()
 
     def _capture(self, ids: Tensor, columns: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
         """A CUDA graph of the step; what the runs before it write is written again by the first replay."""

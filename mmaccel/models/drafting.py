@@ -153,17 +153,21 @@ class _Careful:
     def close(self) -> None:
         self.state.close()
 
+    def fail(self, error: Exception) -> None:
+        """Drop the draft for `error`, and say so."""
+        reason = f"{type(error).__name__}: {error}"
+        self._meter.draft_failed(reason)
+        message = f"the draft failed and was dropped; decoding goes on without it ({reason})."
+        warnings.warn(message, MmaccelWarning, stacklevel=2)
+        with suppress(Exception):
+            self.state.close()
+        self.state = _Silent()
+
     def _try(self, do: Callable[[], None]) -> None:
         try:
             do()
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            self._meter.draft_failed(reason)
-            message = f"the draft failed and was dropped; decoding goes on without it ({reason})."
-            warnings.warn(message, MmaccelWarning, stacklevel=2)
-            with suppress(Exception):
-                self.state.close()
-            self.state = _Silent()
+            self.fail(error)
 
 
 def _listening(
@@ -174,7 +178,7 @@ def _listening(
     if pruner is None:
         return nullcontext()
     layout = attachment.family.layout(attachment.model, raw)
-    return Listener(attachment.owner, pruner, layout, draft.keep)
+    return Listener(attachment.owner, pruner, layout, draft.keep, draft.fail)
 
 
 def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:

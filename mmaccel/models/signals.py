@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +63,20 @@ class Listener:
     the last layer that is read has seen the last column, while later layers still run; only indices need to travel.
 
     layout  of the whole prompt, one sequence
+    fail    called with what went wrong, once, and the target goes on unheard; None: it is raised in the target's pass
     """
 
     def __init__(
-        self, owner: Accelerated, pruner: TokenPruner, layout: TokenLayout, tell: Callable[[Tensor], None]
+        self,
+        owner: Accelerated,
+        pruner: TokenPruner,
+        layout: TokenLayout,
+        tell: Callable[[Tensor], None],
+        fail: Callable[[Exception], None] | None = None,
     ) -> None:
         if layout.batch != 1:
             raise ModelError(f"prune {pruner.name!r} takes one sequence at a time; give prompts one by one.")
-        self.owner, self.pruner, self.layout, self.tell = owner, pruner, layout, tell
+        self.owner, self.pruner, self.layout, self.tell, self.fail = owner, pruner, layout, tell, fail
         self.layers = owner.adapter.layers(owner.model)
         (self.stage,) = pruner.stages(len(self.layers))
         self.total = candidates(layout).numel()
@@ -94,13 +101,24 @@ class Listener:
         if self.waiting:
             self.owner.road.probe = self._attending
         if not self.waiting and not self.hidden:
-            self._ready()
+            with self._failing():
+                self._ready()
         return self
 
     def __exit__(self, *exit: object) -> None:
         for handle in self.handles:
             handle.remove()
         self.owner.road.probe = self.probe
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self.fail is None:
+                raise
+            self.told, self.hidden = True, {}
+            self.fail(error)
 
     def _entering(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -116,8 +134,9 @@ class Listener:
 
     def _catch(self, index: int, hidden: Tensor) -> None:
         if not self.told:
-            self.hidden[index].append(hidden[0].detach())
-            self._ready()
+            with self._failing():
+                self.hidden[index].append(hidden[0].detach())
+                self._ready()
 
     def _attending(
         self, run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -126,11 +145,17 @@ class Listener:
             self.probe(run, layer, query, key, value, scale)
         if self.told or layer not in self.waiting:
             return
-        start, count = run.start, query.shape[2]
+        with self._failing():
+            self._hear(run.start, layer, query, key, scale)
+
+    def _hear(self, start: int, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
+        count = query.shape[2]
         here = [n for n, column in enumerate(self.rows) if start <= column < start + count]
         if here:
-            at = self.asked[here]
+            # Layers of a model spread over devices are not where the layout is.
+            at = self.asked[here].to(query.device)
             weights = paid(query[0, :, at - start], key[0, :, : start + count], at, scale)
+            weights = weights.to(self.attention.device)
             for k, group in enumerate(self.stage.attention):
                 if layer in group:
                     self.attention[k, here, : start + count] += weights / len(group)
@@ -146,7 +171,8 @@ class Listener:
         self.told = True
         signals = {}
         if self.hidden:
-            signals["hidden"] = torch.stack([torch.cat(self.hidden[index]) for index in self.stage.hidden])
+            found = (torch.cat(self.hidden[index]) for index in self.stage.hidden)
+            signals["hidden"] = torch.stack([states.to(self.layout.device) for states in found])
         if self.waiting:
             signals["attention"] = self.attention
         self.hidden = {}

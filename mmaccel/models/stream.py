@@ -8,6 +8,7 @@ reach the memory as they leave their projections. Nothing stays on the model bet
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import os
 import threading
@@ -250,9 +251,10 @@ class Seam(StreamSeam):
     def _own_attention(self) -> Iterator[None]:
         from mmaccel.models.hf import ATTENTION
 
-        own = copy.copy(self._shared)
-        own._attn_implementation = ATTENTION
         thread = threading.get_ident()
+        own = copy.copy(self._shared)
+        own.__class__ = _for_one_thread(type(self._shared))
+        own.mmaccel_attention = thread, ATTENTION
 
         def unturned(module: nn.Module, args: Any, out: Any) -> Any:
             if threading.get_ident() != thread:
@@ -273,14 +275,15 @@ class Seam(StreamSeam):
 
     @contextmanager
     def _told(self, state: StreamState, hidden: bool) -> Iterator[None]:
-        hooks = []
+        hooks, thread = [], threading.get_ident()
         if hidden:
             for number, layer in enumerate(self.family.layers(self.model)):
 
                 def tell(
                     module: nn.Module, args: Any, kwargs: Mapping[str, Any], number: int = number
                 ) -> None:
-                    state.ahead(number, args[0] if args else kwargs["hidden_states"])
+                    if threading.get_ident() == thread:
+                        state.ahead(number, args[0] if args else kwargs["hidden_states"])
 
                 hooks.append(layer.register_forward_pre_hook(tell, with_kwargs=True))
         try:
@@ -307,6 +310,17 @@ class Seam(StreamSeam):
             some = flat[:: max(1, flat.numel() // 16)][:16].double().cpu()
             digest.update(f"{name} {list(tensor.shape)} {some.tolist()}".encode())
         return digest.hexdigest()[:32]
+
+
+@functools.cache
+def _for_one_thread(kind: type) -> type:
+    """A kind of config that names another attention to one thread (`mmaccel_attention`), and its own to all others."""
+
+    def named(config: Any) -> Any:
+        thread, name = config.mmaccel_attention
+        return name if threading.get_ident() == thread else kind._attn_implementation.fget(config)  # type: ignore[attr-defined]
+
+    return type(kind.__name__, (kind,), {"_attn_implementation": property(named)})
 
 
 def _alike(one: list[int], other: list[int]) -> int:

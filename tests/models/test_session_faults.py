@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,8 +132,9 @@ def test_with_a_place_on_disk_the_cap_changes_nothing(kv: str, tmp_path: Path) -
         with begun(fields, 20) as session:
             found.append(logits(session))
             told = session.counters()
+            assert bool(list(tmp_path.rglob("slab-*"))) == ("spill" in fields)
     assert told["host_disk_bytes"] > 0 and torch.equal(*found)
-    assert not list(tmp_path.rglob("*.slab")), "closed, its files are gone"
+    assert not list(tmp_path.rglob("slab-*")), "closed, its files are gone"
 
 
 def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +264,18 @@ def test_damaged_sessions_are_refused(tmp_path: Path) -> None:
                 assert torch.equal(logits(session), before), f"{file} {damage}"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"raw": 7}, {"raw": [42]}, {"size": ["a", 70]}, {"size": [42, -1]}, {"pending": None}, {"fps": "2"}],
+    ids=str,
+)
+def test_facts_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    facts = saved(tmp_path / "whole") / "session.json"
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), **wrong}))
+    with begun() as session, unharmed(session, ModelError, "damaged"):
+        session.load(tmp_path / "whole")
+
+
 def test_sessions_of_other_models_and_memories_are_refused(tmp_path: Path) -> None:
     whole = saved(tmp_path / "whole")
     for name in ("random-qwen", "tiny-ov"):
@@ -313,3 +327,45 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
     with begun("recent", 3) as session:
         session.load(whole)
         assert len(session) == 10
+
+
+@pytest.mark.parametrize("kv", ["full", "rekv", "mosaic"])
+def test_a_disk_that_fills_up_in_the_middle_of_a_file_is_told(tmp_path: Path, kv: str) -> None:
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with begun(kv) as session, unharmed(session, MmaccelError, "file too large"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most[1]))
+        try:
+            session.save(tmp_path / "stream")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_of_the_store_alone_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors import SafetensorError
+    from safetensors import torch as library
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with begun() as session, monkeypatch.context() as patch:
+        patch.setattr(library, "save_file", full)
+        with pytest.raises(StoreError, match=r"cannot write to .*No space left.*\.$"):
+            session._live.state.store.save(tmp_path / "store")  # type: ignore[union-attr]
+
+
+def test_a_save_after_one_that_was_killed_keeps_the_whole_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between its two moves, a save leaves the old session beside its place."""
+    whole = saved(tmp_path / "whole")
+    whole.rename(tmp_path / "whole.old")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with begun() as session, monkeypatch.context() as patch:
+        patch.setattr(saving, "write_tensors", full)
+        with pytest.raises(ModelError, match="no space left"):
+            session.save(whole)
+        session.load(whole)

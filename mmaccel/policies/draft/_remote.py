@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +31,8 @@ class Remote:
 
     def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None:
         """Send the prompt; with `pruned` it is run when `keep` has told which columns."""
-        told = {name: x.cpu() for name, x in inputs.items() if isinstance(x, Tensor)}
+        # Lists too, which some processors give for seconds of frames; what is neither is no input of a model.
+        told = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in inputs.items() if _travels(x)}
         held = io.BytesIO()
         torch.save({"inputs": told, "warp": _packed(warp)}, held)
         self._worker.send(BEGIN, self._number, int(pruned), int(compact), blob=held.getvalue())
@@ -90,12 +90,13 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
             "family"
         )
     wire.send(READY, family.geometry(model).vocab)
-    serve_writer(wire, lambda: Writer(family.runner(model), options["device"], options["vocab"]))
+    place = options["device"]
+    serve_writer(wire, lambda: Writer(family.runner(model), place, options["vocab"]), place)
 
 
 @torch.no_grad()
-def serve_writer(wire: Wire, fresh: Any) -> None:
-    """Answer until the wire breaks; `fresh` opens a `Writer` for each sequence."""
+def serve_writer(wire: Wire, fresh: Any, device: str = "cpu") -> None:
+    """Answer until the wire breaks; `fresh` opens a `Writer` for each sequence, whose logits are on `device`."""
     number, held, writer = 0, {}, None
     compact = False
     while True:
@@ -108,14 +109,14 @@ def serve_writer(wire: Wire, fresh: Any) -> None:
             if not pruned:
                 with beating(wire):
                     writer = fresh()
-                    writer.read(held["inputs"], warp=_unpacked(held["warp"]))
+                    writer.read(held["inputs"], warp=_unpacked(held["warp"], device))
         elif message.kind == KEEP and message.numbers[0] == number:
             columns = torch.tensor(message.numbers[1:], dtype=torch.long)
             if message.blob:
                 columns = torch.frombuffer(bytearray(message.blob), dtype=torch.long)
             with beating(wire):
                 writer = fresh()
-                writer.read(held["inputs"], columns, compact, _unpacked(held["warp"]))
+                writer.read(held["inputs"], columns, compact, _unpacked(held["warp"], device))
         elif message.kind == WRITE and writer is not None and message.numbers[0] == number:
             _, length, count, *fix = message.numbers
             with beating(wire):
@@ -124,14 +125,26 @@ def serve_writer(wire: Wire, fresh: Any) -> None:
             wire.send(WROTE, number, *micros, *written.ids)
 
 
+def _travels(x: Any) -> bool:
+    if isinstance(x, list | tuple):
+        return all(isinstance(one, int | float) for one in x)
+    return isinstance(x, Tensor)
+
+
 def _packed(warp: Warp | None) -> Tensor:
     """The sampling in force, or nothing where it cannot travel: the draft then takes its raw maximum, which costs speed."""
+    held = io.BytesIO()
     try:
-        told = pickle.dumps(warp) if warp is not None else b""
+        if warp is not None:
+            torch.save(warp, held)
     except Exception:
-        told = b""
-    return torch.tensor(list(told), dtype=torch.uint8)
+        held = io.BytesIO()
+    return torch.tensor(list(held.getvalue()), dtype=torch.uint8)
 
 
-def _unpacked(packed: Tensor) -> Warp | None:
-    return pickle.loads(bytes(packed.tolist())) if packed.numel() else None
+def _unpacked(packed: Tensor, device: str) -> Warp | None:
+    """The sampling, with the tensors it holds on the draft's device."""
+    if not packed.numel():
+        return None
+    warp: Warp = torch.load(io.BytesIO(bytes(packed.tolist())), map_location=device, weights_only=False)
+    return warp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -112,7 +112,7 @@ class Parallel(DraftStrategy):
             assert self.model is not None
             peer = open_peer(self.name, target, self.model)
             engine = Local(peer, vocab, target.device)
-        return Pipeline(engine, self, vocab)
+        return Pipeline(engine, self, _devices(target.model))
 
     def _worker(self, target: ModelView) -> Worker:
         first = next(target.model.parameters())
@@ -120,7 +120,7 @@ class Parallel(DraftStrategy):
             "model": folder_of(self.name, target, str(self.model)),
             "family": target.adapter.name,
             "dtype": str(first.dtype).removeprefix("torch."),
-            "device": self.device or _beside(first.device),
+            "device": self.device or _beside(_devices(target.model)),
             "vocab": target.geometry.vocab,
             "threads": self.threads or torch.get_num_threads(),
         }
@@ -140,11 +140,19 @@ class Parallel(DraftStrategy):
         return held
 
 
-def _beside(device: torch.device) -> str:
-    """The device for a second process."""
-    if device.type != "cuda" or torch.cuda.device_count() < 2:
-        return str(device)
-    return f"cuda:{((device.index or 0) + 1) % torch.cuda.device_count()}"
+def _devices(model: nn.Module) -> list[torch.device]:
+    """Where the weights of a model lie, which may be spread over several devices."""
+    return list(dict.fromkeys(p.device for p in model.parameters()))
+
+
+def _beside(taken: Sequence[torch.device]) -> str:
+    """The device for a second process: the first CUDA device that the target leaves free, from its own first one on."""
+    first = taken[0]
+    if first.type != "cuda":
+        return str(first)
+    count, numbers = torch.cuda.device_count(), {device.index or 0 for device in taken}
+    after = [(n + (first.index or 0)) % count for n in range(count)]
+    return next((f"cuda:{n}" for n in after if n not in numbers), str(first))
 
 
 class Engine(Protocol):
@@ -168,14 +176,25 @@ class Local:
         self._writer = Writer(peer.runner(), peer.device, vocab)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._asked: tuple[int, list[int], int] | None = None
+        self._told: list[torch.cuda.Event] = []
 
     def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None:
-        self._prompt, self._warp, self._compact = inputs, warp, compact
+        self._prompt, self._compact = inputs, compact
+        self._warp = None if warp is None else _at(warp, inputs["input_ids"].device)
         self._columns: Tensor | None = None
         self._read = False
+        self._mark()
 
     def keep(self, columns: Tensor) -> None:
         self._columns = columns
+        self._mark()
+
+    def _mark(self) -> None:
+        """What is told may still be on its way there on the target's stream; what comes later on it is not waited for."""
+        if self._stream is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._stream.device))
+            self._told.append(event)
 
     def ask(self, length: int, fix: list[int], count: int) -> None:
         self._asked = length, fix, count
@@ -184,6 +203,8 @@ class Local:
         assert self._asked is not None
         with torch.cuda.stream(self._stream):
             if not self._read:
+                for event in self._told:
+                    event.wait(self._stream)
                 self._writer.read(self._prompt, self._columns, self._compact, self._warp)
                 self._read = True
             return self._writer.write(*self._asked)
@@ -192,15 +213,21 @@ class Local:
         pass
 
 
+def _at(warp: Warp, device: torch.device) -> Warp:
+    """`warp` on the device that its own tensors are on, for a draft on another."""
+    return lambda ids, logits: warp(ids.to(device), logits.to(device))
+
+
 class Pipeline(DraftState):
     """Algorithm 1, seen from the draft.
 
     `_said` are the committed tokens after the prompt, `_line` the draft's own: committed ones, and from there what it has
-    written ahead. While a window is out (`_busy`) the line is as it was when it was asked for.
+    written ahead. While a window is out (`_busy`) the line is as it was when it was asked for. `devices` are the target's.
     """
 
-    def __init__(self, engine: Engine, choice: Parallel, vocab: int) -> None:
+    def __init__(self, engine: Engine, choice: Parallel, devices: Sequence[torch.device]) -> None:
         self._engine, self._choice = engine, choice
+        self._waited = [device for device in devices if device.type == "cuda" and choice.process]
         self._said: list[int] = []
         self._line: list[int] = []
         self._ahead = 0
@@ -238,8 +265,8 @@ class Pipeline(DraftState):
         return Proposal(torch.tensor(ahead, dtype=torch.long))
 
     def tail(self) -> int | None:
-        if torch.cuda.is_available() and self._choice.process:
-            torch.cuda.current_stream().synchronize()
+        for device in self._waited:
+            torch.cuda.current_stream(device).synchronize()
         self._pace.step(time.perf_counter() - self._began)
         # The token that follows what is being verified; without a window at work it may have been written before.
         if self._busy:

@@ -77,7 +77,7 @@ class _Memory(KVState):
         self._base = []
         for layer, columns in enumerate(chosen):
             view = dense.view(layer, torch.empty(0))
-            at = columns[None, :, :, None].expand(1, -1, -1, view.key.shape[-1])
+            at = columns.to(view.key.device)[None, :, :, None].expand(1, -1, -1, view.key.shape[-1])
             self._base.append((view.key.gather(2, at), view.value.gather(2, at)))
         self._length = self._prompt = length
         self._new = [(key[:, :, :0], value[:, :, :0]) for key, value in self._base]
@@ -144,6 +144,7 @@ class _Sparse(DraftState):
         self._scores: dict[int, Tensor] = {}
         self._runner: Runner | None = None
         self._restore: Callable[[], None] | None = None
+        self._fault: Exception | None = None
         self._steps = 0
 
     def begin(self, prompt: Prompt) -> None:
@@ -163,8 +164,11 @@ class _Sparse(DraftState):
         def probe(run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
             if before is not None:
                 before(run, layer, query, key, value, scale)
-            if run.prefill:
-                self._score(run.start, layer, query, key, scale)
+            if run.prefill and self._fault is None:
+                try:
+                    self._score(run.start, layer, query, key, scale)
+                except Exception as error:  # the target's pass goes on; the draft is dropped after it
+                    self._fault = error
 
         def restore() -> None:
             road.probe = before
@@ -175,6 +179,7 @@ class _Sparse(DraftState):
         rows = self._asked[(self._asked >= start) & (self._asked < start + query.shape[2])]
         if not rows.numel():
             return
+        rows = rows.to(key.device)
         group = query[0, :, rows - start].view(key.shape[1], -1, rows.numel(), query.shape[3]).float()
         later = torch.arange(key.shape[2], device=key.device) > rows[:, None]
         weights = torch.einsum("ghnd,gmd->ghnm", group, key[0].float()) * scale
@@ -199,6 +204,8 @@ class _Sparse(DraftState):
 
     def _open(self, dense: KVState | None) -> None:
         layers = self._target.geometry.layers
+        if self._fault is not None:
+            raise DraftError(f"sparse_to_dense: the prompt's columns were not scored: {self._fault}")
         if dense is None or len(self._scores) < layers:
             raise DraftError("sparse_to_dense: the target's prompt was not seen; start from an empty cache.")
         video = self._layout.modality[0] == VIDEO
@@ -206,9 +213,8 @@ class _Sparse(DraftState):
         count = max(quota(self._choice.retention, at.numel()), min(FEWEST, at.numel()))
         chosen = []
         for layer in range(layers):
-            heads = [
-                torch.cat([rest, at[best(score[at], count)]]).sort().values for score in self._scores[layer]
-            ]
+            scores = self._scores[layer].to(at.device)
+            heads = [torch.cat([rest, at[best(score[at], count)]]).sort().values for score in scores]
             chosen.append(torch.stack(heads))
         self._scores = {}
         self._memory.take(dense, chosen, self._layout.length)

@@ -38,7 +38,7 @@ class WindowedPolicy(StreamPolicy):
     window     frames, the current one included, that a query sees while the stream is encoded
     local      of these, the last so many are seen by a question; the rest are recalled or not, like older ones
     positions  where a question sees units: "compact", one after the other as if nothing lay between them, or
-               "original", at their true places, which pass what a model was made for in a long stream
+               "original", at their true places, and compact from the moment when these pass what the model was made for
     """
 
     window: int = 76
@@ -76,6 +76,7 @@ class StreamMemory(StreamState):
     ) -> None:
         self.stream, self.geometry, self.device = stream, geometry, device
         self.window, self.local, self.compact = window, local, positions == "compact"
+        self._always = self.compact
         self.turner = Turner(model, stream.dtype)
         self.bases = Bases(stream.places, window)
         layers = geometry.layers
@@ -129,7 +130,9 @@ class StreamMemory(StreamState):
             if base != self._base:
                 self._base = base
                 self._turn_rings()
-        elif piece.kind == "question":
+        elif piece.kind != "answer":
+            self.compact = self._always or self._count >= self.bases.reach
+        if piece.kind == "question":
             self._looks = {}
             self._pending = piece.pending
 

@@ -66,7 +66,6 @@ class TokenMemory(StreamMemory):
         self._model = model
         self._held: list[Held | None] = [None] * geometry.layers
         self._seen: dict[int, tuple[Tensor, int, Tensor | None]] = {}
-        self._always = self.compact
         self._pruned = 0.0
         # Subclasses take it when they are whole.
         self._blank: Any = None

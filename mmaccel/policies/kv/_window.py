@@ -26,6 +26,7 @@ class Bases:
 
     Places are the true ones up to the last unit that fits under the limit. From there on a base is subtracted, a multiple
     of `every`, which is the same for all chunks; only the distance to the head changes with it, not those in the window.
+    `reach` is how many units stand at true places under the limit.
     """
 
     def __init__(self, places: Places, window: int) -> None:
@@ -35,7 +36,7 @@ class Bases:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if places.span(middle) < places.limit else (low, middle)
-        self.window, self.every = window, max(low - window, window, 1)
+        self.window, self.every, self.reach = window, max(low - window, window, 1), low
 
     def of(self, unit: int) -> int:
         """The base for the queries of a unit."""

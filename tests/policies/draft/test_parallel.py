@@ -168,7 +168,7 @@ def test_a_draft_that_is_late_changes_no_token(seed: int, window: int) -> None:
     target, stop = bigram(table), limit(40)
     engine = Sluggish(Writer(ToyRunner(bigram(other)), "cpu", 5), random.Random(seed))
     choice = Parallel(model=ToyModel(bigram(other), 5), window=window, process=False)
-    ids, _, meter = run(target, Pipeline(engine, choice, 5), stop, prompt([1], max_new_tokens=39))
+    ids, _, meter = run(target, Pipeline(engine, choice, []), stop, prompt([1], max_new_tokens=39))
     assert ids == alone(target, [1], stop) and not meter.failures
 
 

@@ -135,6 +135,21 @@ def test_a_question_at_true_places_stays_exact_past_the_limit_of_encoding() -> N
         assert (logits(session, QUESTION) - plain("random-ov", 20)).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_true_places_are_closed_up_when_they_pass_the_limit(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair("random-ov")
+    monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", 40 + 16 * 20)
+    said: dict[str, list[Tensor]] = {"original": [], "compact": []}
+    for positions, found in said.items():
+        fields = {**every_stream(frames=2, window=4)[kv], "local": 1, "positions": positions}
+        with open_session("random-ov", fields) as session:
+            for part in film(25)[:24].split([10, 14]):
+                session.watch(part, fps=FPS)
+                found.append(logits(session))
+    near, far = (said["original"][i] - said["compact"][i] for i in (0, 1))
+    assert near.abs().max() > 1e-3 and far.abs().max() == 0
+
+
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 def test_what_is_encoded_saw_the_head_and_the_window_and_nothing_else(name: str) -> None:
     """The hidden states of a stream are those of one prompt whose every query sees sinks and a sliding window."""

@@ -59,6 +59,7 @@ class Mosaic(StoredPolicy):
     clusters, for queries and looks have nothing in common; the memory itself writes every unit to the host, buffered ones
     too. Exact while all units fit into `frames` and `window`, with positions "original" or nothing left out.
 
+    positions     as for others, but "original" by default: closed up, the pseudo tokens of clusters lose their time
     levels        "both"; for comparison one level alone, or "none": units retrieved one by one (V-B, Table IV)
     granularity   what is clustered: a unit ("frame"), `tile` consecutive tokens of it, or a "token"
     init          frames before the first clustering; until then units are retrieved one by one
@@ -90,6 +91,7 @@ class Mosaic(StoredPolicy):
 
     needs: ClassVar[frozenset[str]] = frozenset({"look", "hidden"})
 
+    positions: Literal["compact", "original"] = "original"
     levels: Levels = "both"
     granularity: Granularity = "frame"
     tile: int = 49

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from mmaccel.core import saving
 from mmaccel.core.errors import StoreError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def save(store: HostStore, folder: Path) -> None:
             layer, units = piece
             name = f"store-{number:05d}.safetensors"
             kept = torch.cat([store.entry(layer, unit) for unit in units])
-            save_file({"units": kept}, folder / name)
+            saving.write_tensors(folder / name, {"units": kept})
             groups = [store.group_of(layer, unit) for unit in units]
             told = {"file": name, "layer": layer, "units": units, "groups": groups, "crc": _crc(kept)}
             pieces.append(told)

@@ -145,3 +145,15 @@ def test_a_visual_split_parts_buffered_clusters_from_their_homes() -> None:
         feed(tree, tuple(rows[:end] for rows in data), 6, window=1)
         audit(tree)
     assert tree.counters["visual_splits"] and tree.counters["singletons"]
+
+
+def test_a_stream_that_begins_with_one_scene_still_tells_scenes_apart() -> None:
+    scenes = [0] * 14 + [1 + scene for scene in runs(60, seed=3, kinds=5)]
+    truth = torch.tensor(scenes)
+    pure = {}
+    for lift in (0.0, 4.0):
+        tree = tree_of(visual=8, largest=32, lift=lift)
+        feed(tree, plant(scenes, noise=0.15, seed=3), 8)
+        found = partition(tree)[1]
+        pure[lift] = sum(int(torch.bincount(truth[list(members)]).max()) for members in found)
+    assert pure[4.0] == len(scenes) > pure[0.0] + 20

@@ -267,10 +267,11 @@ def test_the_oldest_may_be_forgotten() -> None:
 
 
 def test_an_endless_stream_may_pass_the_model_s_limit() -> None:
-    driven = watched(60, limit=150)
-    short = watched(60)
-    # Compact places do not depend on how far the stream has gone.
-    assert torch.equal(driven.ask(2), short.ask(2))
+    closed = watched(60, positions="compact")
+    # Compact places do not depend on how far the stream has gone, and true ones are closed up where they pass the limit.
+    for driven in (watched(60, limit=150, positions="compact"), watched(60, limit=150)):
+        assert torch.equal(driven.ask(2), closed.ask(2))
+    assert not torch.equal(watched(60).ask(2), closed.ask(2))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model, watch
 from mmaccel.cli.console import bars, many, number, out, print_json
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.registry import registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,10 +65,12 @@ def caption(
         plain = acceptance.Plain(ids, None, None)
         told = acceptance.summed(ids, report, plain)
     if compare:
-        plain = acceptance.alone(loaded, inputs, max_new_tokens)
+        # A draft changes nothing of what its recipe would say without it; a sparse pattern or a pruner may.
+        with accelerate(loaded, replace(chosen, draft=registry("draft").build("off"))) as bare:
+            plain = acceptance.alone(bare, inputs, max_new_tokens)
         told = acceptance.summed(ids, report, plain)
     certificate = None
-    if compare and not told.same:
+    if compare and not told.same and chosen.sparse.name == "dense" and chosen.prune is None:
         window = max(report.draft["windows"], default=1) + 1
         certificate = acceptance.certify(loaded, inputs, ids, plain.ids, window)
     rate = acceptance.read_rate(place)

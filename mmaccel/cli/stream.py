@@ -104,7 +104,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     from rich.text import Text
 
     table = Table()
-    for head in ("memory", "frames", "kind", "questions", "right", "recall", "off device", "first token"):
+    heads = ("memory", "budget", "kind", "questions", "right", "recall", "seen", "off device", "first token")
+    for head in heads:
         table.add_column(head)
     for row in rows:
         cells = (
@@ -114,6 +115,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             str(row["questions"]),
             f"{row['accuracy']:.0%} ({row['low']:.0%}-{row['high']:.0%})",
             f"{row['recall']:.0%}",
+            f"{row['seen']:.0f}",
             f"{row['off']:.0%}",
             f"{row['ttft_s']:.3f} s",
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from mmaccel.backends import ops
 from mmaccel.core.lists import BlockLists
 from mmaccel.core.mix import joined, runs
-from mmaccel.core.plan import AttentionPlan, DenseHeads, Part
+from mmaccel.core.plan import AttentionPlan, DenseHeads, Part, numbered
 
 BlockAttend = Callable[..., tuple[Tensor, Tensor]]
 """A backend's operator; its arguments are those of `mmaccel.backends.ops.block_attend`."""
@@ -83,7 +83,7 @@ def _attend_dense(
     valid = dense.keys.valid[:, seen] if dense.keys.padded else None
     for run in runs(dense.heads, query.shape[1] // key.shape[1]):
         k, v = key[:, run.groups, seen], value[:, run.groups, seen]
-        q, heads = run.of(query)[:, :, :n], list(run.heads)
+        q, heads = run.of(query)[:, :, :n], numbered(run.heads, query.device)
         out[:, heads, :n] = ops.dense_attend(q, k, v, scale, start=start, valid=valid)
         lse[:, heads, :n] = torch.nan
 

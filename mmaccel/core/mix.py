@@ -12,7 +12,7 @@ from torch import Tensor
 from mmaccel.backends.ops import ABSENT
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lists import BlockLists, BlockRuns
-from mmaccel.core.plan import FAR, AttentionPlan, DenseHeads, KeySpan, Part
+from mmaccel.core.plan import FAR, AttentionPlan, DenseHeads, KeySpan, Part, numbered
 
 Share = tuple[Sequence[int], AttentionPlan | None]
 """Some heads, in the order in which their plan has them, and the plan; None for heads that are to be dense.
@@ -31,7 +31,7 @@ class HeadRun(NamedTuple):
         first, last = self.heads[0], self.heads[-1]
         if last - first + 1 == len(self.heads):
             return query[:, first : last + 1]
-        return query[:, list(self.heads)]
+        return query[:, numbered(self.heads, query.device)]
 
 
 def runs(heads: Sequence[int], group: int) -> list[HeadRun]:
@@ -176,7 +176,8 @@ def _runs(
     for some, lists in members:
         told = lists.row.expand(-1, len(some), -1, -1) if lists.row.shape[1] == 1 else lists.row
         if lists.index is not None:
-            told = told + torch.tensor([begun, 0, 0, 0, 0], device=device)
+            # A number of the host goes into a kernel as it is; a tensor made of it would be a copy that is waited for.
+            told = torch.cat([told[..., :1] + begun, told[..., 1:]], -1)
             indices.append(lists.index)
             begun += lists.index.numel()
         # Heads are written as runs of five columns a block.
@@ -207,7 +208,7 @@ def _put(out: Tensor, some: tuple[int, ...], t: Tensor) -> None:
     if some == tuple(range(first, last + 1)):
         out[:, first : last + 1, :n] = t
     else:
-        out[:, list(some), :n] = t.to(out.dtype).expand(out.shape[0], len(some), n)
+        out[:, numbered(some, out.device), :n] = t.to(out.dtype).expand(out.shape[0], len(some), n)
 
 
 def _lists(members: list[tuple[tuple[int, ...], BlockLists]], heads: int, blocks: int) -> BlockLists:

@@ -13,6 +13,7 @@ Leading dimensions b and h are B and H, or 1 where all sequences or heads share 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,13 @@ from mmaccel.core.lists import BlockLists, BlockRuns, packed
 
 FAR = 2**31 - 1
 """The upper end of an open range."""
+
+
+@lru_cache(256)
+def numbered(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    """`heads` as an index on `device`, made once: indexing with a list sends it there each time, and waits for it."""
+    with torch.inference_mode(False):
+        return torch.tensor(heads, device=device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +142,7 @@ class AttentionPlan:
                 nk = _per_block(span.k_row >= 0, self.block_k)
                 total += span.lists.area(nq, nk).expand(B, H)
         if self.dense is not None:
-            total[:, list(self.dense.heads)] += self.dense.pairs()[:, None]
+            total[:, numbered(self.dense.heads, device)] += self.dense.pairs()[:, None]
         return total
 
     def to(self, device: torch.device | str) -> AttentionPlan:

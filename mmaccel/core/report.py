@@ -75,7 +75,7 @@ class Report:
         ]
         if self.backend_why.startswith("measured"):
             lines.insert(2, f"backend {self.backend}: {self.backend_why}")
-        elif self.draft.get("failed"):
+        if self.draft.get("failed") and not self.draft.get("rounds"):
             lines.append(f"draft: none; {self.draft['failed']}")
         if self.draft.get("rounds"):
             lines.append(

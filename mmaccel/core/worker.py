@@ -167,6 +167,12 @@ class Worker:
             self.close()
             raise DraftError(f"{error}{reason}") from error
 
+    def drain(self) -> None:
+        """Read away what an earlier task left on the wire: a worker that nobody reads stops reading in the end."""
+        self._heard = time.monotonic()
+        while self.receive(0.0) is not None:
+            pass
+
     def receive(self, limit_s: float) -> Message | None:
         """The next message that is no beat, or None after `limit_s`. Raises `DraftError` when there is none to come."""
         until = time.monotonic() + limit_s

@@ -79,8 +79,8 @@ def generate(
     return ids[0, inputs["input_ids"].shape[1] :], model.report()
 
 
-def alone(model: nn.Module, inputs: Mapping[str, Tensor], tokens: int, **options: Any) -> Plain:
-    """Plain greedy decoding, one token a step."""
+def alone(model: nn.Module | Accelerated, inputs: Mapping[str, Tensor], tokens: int, **options: Any) -> Plain:
+    """Greedy decoding one token a step, of a plain model or under what is attached."""
     ids, report = generate(model, inputs, tokens, **options)
     return Plain(ids, report.tokens_per_s, report.ttft_s)
 

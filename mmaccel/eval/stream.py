@@ -51,6 +51,8 @@ class Shot:
 
     recall  of the frames without which it cannot be answered, the share of layers that saw each, mean over the frames
     alone   of these frames, the share that at least half of the layers saw
+    seen    frames that a layer saw, mean over the layers: local ones are on top of most budgets. A frame of which a memory
+            of tokens keeps one counts whole
     off     of the stream's units, the share whose keys were not on the device before it was asked
     """
 
@@ -65,6 +67,7 @@ class Shot:
     right: bool
     recall: float
     alone: float
+    seen: float
     off: float
     ttft_s: float
 
@@ -186,6 +189,7 @@ def _shot(session: VideoSession, entry: Entry, world: World, question: Question)
         right=answer.text.strip().lower() == question.answer,
         recall=sum(seen) / len(seen) if seen else 0.0,
         alone=sum(one >= 0.5 for one in seen) / len(seen) if seen else 0.0,
+        seen=sum(share.values()),
         off=1 - told.get("resident", units) / units if units else 0.0,
         ttft_s=answer.ttft_s,
     )
@@ -226,13 +230,15 @@ def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
                 "high": high,
                 "recall": sum(one.recall for one in some) / n,
                 "alone": sum(one.alone for one in some) / n,
+                "seen": sum(one.seen for one in some) / n,
                 "off": min(one.off for one in some),
                 "ttft_s": sorted(one.ttft_s for one in some)[n // 2],
             }
             parts.append(row)
             told.append({**base, **row})
         mean = {
-            name: sum(row[name] for row in parts) / len(parts) for name in ("accuracy", "recall", "alone")
+            name: sum(row[name] for row in parts) / len(parts)
+            for name in ("accuracy", "recall", "alone", "seen")
         }
         spread = sum(row["accuracy"] * (1 - row["accuracy"]) / row["questions"] for row in parts)
         margin = 1.96 * math.sqrt(spread) / len(parts)
@@ -254,17 +260,19 @@ def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
 def paired(found: Sequence[Shot], one: str, other: str) -> list[dict[str, Any]]:
     """How much more often `one` is right than `other`, at each budget and kind, on the same questions; 95% interval.
 
-    A memory without a budget stands beside every budget of the other.
+    A memory without a budget, whichever of the two, stands beside every budget of the other.
     """
     by: dict[tuple[str, int | None], dict[tuple[int, int, str], Shot]] = defaultdict(dict)
     for shot in found:
         by[shot.memory, shot.budget][shot.seed, shot.frames, shot.question] = shot
     told = []
-    for memory, budget in list(by):
-        rival = by.get((other, budget)) or by.get((other, None))
-        if memory != one or rival is None:
-            continue
-        mine = by[memory, budget]
+    pairs = [
+        (mine, theirs) for mine in by if mine[0] == one for theirs in by
+        if theirs[0] == other and (mine[1] == theirs[1] or None in (mine[1], theirs[1]))
+    ]  # fmt: skip
+    for left, right in pairs:
+        mine, rival = by[left], by[right]
+        budget = right[1] if left[1] is None else left[1]
         gaps: dict[str, list[int]] = defaultdict(list)
         for key, shot in mine.items():
             if key in rival:

@@ -51,9 +51,11 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
             generation_config.output_scores
             or generation_config.output_logits
             or generation_config.output_attentions
+            or generation_config.output_hidden_states
         ):
             raise DraftError(
-                f"draft {name!r} returns tokens only; set output_scores, output_logits and output_attentions to False."
+                f"draft {name!r} returns tokens only; set output_scores, output_logits, output_attentions and "
+                "output_hidden_states to False."
             )
         cache = model_kwargs.pop("past_key_values")
         if cache.get_seq_length():
@@ -119,7 +121,23 @@ def _without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> tuple[dict[
     count = int((mask[0] == 0).sum())
     kwargs = unpadded(kwargs)
     attachment.promise(kwargs)
+    _shorten(attachment, kwargs, count)
     return kwargs, ids[:, :count]
+
+
+def _shorten(attachment: Attachment, kwargs: dict[str, Any], count: int) -> None:
+    """Lengths that count the prompt count its padding too: take `count` off those that were given."""
+    config: Any = kwargs.get("generation_config")
+    held = config if config is not None else attachment.model.generation_config
+    for name in ("max_length", "min_length"):
+        value = kwargs.get(name) or getattr(held, name, None)
+        if not value or (name not in kwargs and value == getattr(type(held)(), name)):
+            continue  # a default counts nothing of the prompt
+        if name in kwargs or config is None:
+            kwargs[name] = value - count
+        else:
+            kwargs["generation_config"] = config = held = copy.deepcopy(held)
+            setattr(config, name, value - count)
 
 
 class _Silent(DraftState):

@@ -81,10 +81,8 @@ class Seam(StreamSeam):
             yield Clip(as_frames(video, fps)[0], None, fps)
 
     def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
-        if tuple(frames.shape[-2:]) == size:
-            return True
-        some = frames[:1].expand(self.pace, -1, -1, -1)
-        return self.family.frame_size(self.model, self._pixels(some)) == self._seen(size)
+        height, width = frames.shape[-2:]
+        return (height, width) == size or self._seen((height, width)) == self._seen(size)
 
     def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         if not self.fits(frames, size):
@@ -253,7 +251,8 @@ class Seam(StreamSeam):
 
         thread = threading.get_ident()
         own = copy.copy(self._shared)
-        own.__class__ = _for_one_thread(type(self._shared))
+        kind: Any = type(self._shared)
+        own.__class__ = _for_one_thread(kind)
         own.mmaccel_attention = thread, ATTENTION
 
         def unturned(module: nn.Module, args: Any, out: Any) -> Any:
@@ -313,12 +312,12 @@ class Seam(StreamSeam):
 
 
 @functools.cache
-def _for_one_thread(kind: type) -> type:
+def _for_one_thread(kind: Any) -> type:
     """A kind of config that names another attention to one thread (`mmaccel_attention`), and its own to all others."""
 
     def named(config: Any) -> Any:
         thread, name = config.mmaccel_attention
-        return name if threading.get_ident() == thread else kind._attn_implementation.fget(config)  # type: ignore[attr-defined]
+        return name if threading.get_ident() == thread else kind._attn_implementation.fget(config)
 
     return type(kind.__name__, (kind,), {"_attn_implementation": property(named)})
 

@@ -6,8 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from mmaccel.cli.caption import Words
+from mmaccel.core.recipe import Recipe
+from mmaccel.eval import acceptance
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -36,6 +42,25 @@ def test_caption_gives_one_object(call: Call, clip: str, pair: str, recipe: str)
     assert told["speedup"] > 0 and told["floor_tokens_per_s"] > 0 and told["text"]
 
 
+def test_a_lossy_prefill_is_held_against_itself_without_the_draft(
+    call: Call, clip: str, pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[Recipe] = []
+    plain = acceptance.alone
+
+    def alone(model: Any, *rest: Any, **more: Any) -> acceptance.Plain:
+        met.append(model.recipe)
+        return plain(model, *rest, **more)
+
+    monkeypatch.setattr(acceptance, "alone", alone)
+    recipe = tmp_path / "short.yaml"
+    recipe.write_text("sparse: {name: a_shape, sink: 16, window: 16}\ndense_tail: 0\ndraft: prompt_lookup\n")
+    status, out, err = call("caption", clip, "--model", pair, "--recipe", recipe, "--json", *SHORT)
+    told = json.loads(out)
+    assert (status, err) == (0, "") and told["same"] and told["certificate"] is None
+    assert [(one.sparse.name, one.draft.name) for one in met] == [("a_shape", "off")]
+
+
 def test_people_read_the_text_and_the_figures(call: Call, clip: str, pair: str) -> None:
     status, out, err = call("caption", clip, "--model", pair, "--recipe", "vanilla-sd", *SHORT)
     _, plain, _ = call("caption", clip, "--model", pair, "--recipe", "vanilla-sd", "--json", *SHORT)
@@ -43,6 +68,18 @@ def test_people_read_the_text_and_the_figures(call: Call, clip: str, pair: str) 
     assert out.startswith(json.loads(plain)["text"][:10])
     for word in ("20 tokens said in", "x plain decoding", "kept", "in a row", "only read weights"):
         assert word in out
+
+
+def test_a_piece_of_text_is_shown_once_it_is_whole_and_the_last_in_any_case() -> None:
+    """Token n is byte n: a character of two bytes waits for its second, unless nothing follows."""
+    shown: list[str] = []
+    words = Words(lambda ids: bytes(ids.tolist()).decode(errors="replace"), shown.append)
+    words.put(torch.tensor([[65, 66]]))
+    for byte in "a\u00e9b".encode() + b"\xc3":
+        words.put(torch.tensor([byte]))
+    assert shown == ["a", "\u00e9", "b"]
+    words.end()
+    assert shown[3:] == ["\N{REPLACEMENT CHARACTER}", "\n"] and words.text == "".join(shown[:4])
 
 
 def test_the_pipeline_runs_in_its_own_process(call: Call, clip: str, pair: str) -> None:

@@ -10,8 +10,20 @@ from mmaccel.backends.cost import Costs, Line
 from mmaccel.core.attention import Road, Run
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.report import Meter
 
 RECIPE = Recipe.load(sparse={"name": "a_shape", "sink": 128, "window": 1024}, dense_tail=0)
+
+
+@pytest.mark.parametrize("why", ["measured: blocks by reference", "asked for by name"])
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_a_draft_that_failed_is_told_once_whatever_the_choice(why: str, rounds: int) -> None:
+    meter = Meter()
+    for _ in range(rounds):
+        meter.round(4, 2)
+    meter.draft_failed("out of cheese")
+    told = str(meter.report({}, "reference", {}, torch.device("cpu"), why))
+    assert told.count("out of cheese") == 1 and ("draft: none" in told) == (rounds == 0)
 
 
 def road(costs: Costs | None) -> Road:

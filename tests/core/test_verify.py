@@ -209,9 +209,22 @@ def test_equal_rows_and_rows_with_zeros_leave_no_empty_residual() -> None:
 
 def test_a_token_the_target_cannot_say_is_refused_even_by_the_smallest_random_number() -> None:
     p = torch.tensor([[[0.5, 0, 0, 0.5], [1.0, 0, 0, 0]]])
-    for token in (1, V, V + 7):
+    for token in (1, V, V + 7, -1):
         kept, rest = judge(torch.tensor([[token]]), p, None, torch.tensor([[0.0]]))
         assert int(kept) == 0 and rest[0].tolist() == [0.5, 0, 0, 0.5]
+
+
+@pytest.mark.parametrize("token", [-1, V, V + 7])
+def test_processors_see_no_token_the_target_does_not_have(token: int) -> None:
+    """A penalty looks up the tokens before; what is refused in any case must not make it fail."""
+
+    def penalty(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(logits.scatter(0, ids, logits.gather(0, ids) - 1), -1)
+
+    committed, kept = accept(Proposal(torch.tensor([token, 0])), torch.zeros(3, V), ONE, penalty)
+    assert kept == 0 and committed.numel() == 1
+    with pytest.raises(DraftError, match="probability zero"):
+        accept(Proposal(torch.tensor([token]), q=FAIR), torch.zeros(2, V), ONE, penalty)
 
 
 def test_a_certain_token_is_always_kept() -> None:

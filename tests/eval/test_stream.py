@@ -13,8 +13,8 @@ from tests.models.streams import pair
 def shot(memory: str, right: bool, number: int = 0, **changes: object) -> Shot:
     fields: dict[str, object] = {
         "memory": memory, "budget": 8, "seed": 1, "frames": 64, "kind": "needle", "question": f"q{number}",
-        "answer": "red", "said": "red" if right else "blue", "right": right, "recall": 0.5, "alone": 1.0, "off": 0.9,
-        "ttft_s": 0.1,
+        "answer": "red", "said": "red" if right else "blue", "right": right, "recall": 0.5, "alone": 1.0, "seen": 8.0,
+        "off": 0.9, "ttft_s": 0.1,
     }  # fmt: skip
     return Shot(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -41,6 +41,7 @@ def test_rows_weigh_kinds_alike_and_bound_what_they_say() -> None:
     told = {row["kind"]: row for row in rows(found)}
     assert told["needle"]["accuracy"] == 0.75 and told["order"]["accuracy"] == 0.5
     assert told["all"]["accuracy"] == 0.625 and told["all"]["questions"] == 10
+    assert told["needle"]["seen"] == told["all"]["seen"] == 8.0
     # Wilson's interval for 6 of 8, worked out by hand.
     assert told["needle"]["low"] == pytest.approx(0.4093, abs=1e-3)
     assert told["needle"]["high"] == pytest.approx(0.9285, abs=1e-3)
@@ -55,6 +56,9 @@ def test_pairs_are_of_the_same_questions() -> None:
     assert row["low"] == pytest.approx(0.5 - 1.96 * (1 / 3) ** 0.5 / 2, abs=1e-6)
     whole = [shot("b", True, n, budget=None) for n in range(4)]
     assert paired([*mine, *whole], "a", "b")[0]["gain"] == -0.25
+    few = [shot("a", n == 0, n, budget=4) for n in range(4)]
+    told = paired([*whole, *mine, *few], "b", "a")
+    assert [(row["budget"], row["gain"]) for row in told] == [(8, 0.25), (4, 0.75)]
     assert paired(mine, "a", "b") == []
 
 
@@ -73,6 +77,7 @@ def test_a_small_run_finds_the_truth_where_everything_is_seen() -> None:
     assert all(one.recall == 1.0 and one.off == 0.0 for one in full)
     assert sum(one.right for one in full) >= len(full) - 1, "the model was trained for this"
     assert all(one.off == pytest.approx(1 - 6 / 30) for one in last)
+    assert {one.seen for one in full} == {30.0} and {one.seen for one in last} == {2.0}
     truth = {question.text: question.frames for question in world.questions()}
     for one in last:
         seen = [frame >= 28 for frame in truth[one.question]]

@@ -170,6 +170,37 @@ def test_sampling_with_a_seed_runs_and_accepts_its_twin(family):
     assert ids.shape[1] == inputs["input_ids"].shape[1] + 24
 
 
+@pytest.mark.parametrize("where", ["call", "model", "config"])
+def test_lengths_of_a_padded_prompt_count_its_padding(family, where):
+    """As `generate` alone does: `max_length` is that of the padded sequence."""
+    name, model = family
+    inputs, pads = prompt(name, PIECES["video"]), 3
+    mask = torch.ones_like(inputs["input_ids"])
+    inputs = {**inputs, "attention_mask": mask}
+    for field in ("input_ids", "attention_mask", "mm_token_type_ids"):
+        if field in inputs:
+            inputs[field] = torch.nn.functional.pad(inputs[field], (pads, 0))
+    length = inputs["input_ids"].shape[1]
+    limits = {"max_length": length + 9, "min_length": length + 6}
+    config = copy.deepcopy(model.generation_config)
+    # A token that is said soon ends the sequence, once that is allowed.
+    free = model.generate(**inputs, max_new_tokens=9, do_sample=False)[0, length:].tolist()
+    config.eos_token_id = free[2]
+    options = {"do_sample": False, **limits}
+    if where != "call":
+        config.update(**options)
+        options = {"generation_config": config} if where == "config" else {}
+    before = model.generation_config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "generation_config", before if where == "config" else config)
+        plain = model.generate(**inputs, **options)
+        with mmaccel.accelerate(model, draft=Sequential(model=copy.deepcopy(model), window=4)) as fast:
+            ids = model.generate(**inputs, **options)
+            assert fast.report().draft["failed"] is None
+    assert length + 6 <= plain.shape[1] <= length + 9
+    assert torch.equal(ids, plain)
+
+
 def test_what_a_draft_cannot_do_is_told(family):
     name, model = family
     two = batch(name, [prompt(name, PIECES["text"], seed=s) for s in (0, 1)])
@@ -177,6 +208,10 @@ def test_what_a_draft_cannot_do_is_told(family):
     with mmaccel.accelerate(model, draft=draft):
         with pytest.raises(DraftError, match="batch"):
             model.generate(**two, max_new_tokens=4, do_sample=False)
+        single = prompt(name, PIECES["text"])
+        with pytest.raises(DraftError, match="output_hidden_states"):
+            model.generate(
+                **single, max_new_tokens=4, return_dict_in_generate=True, output_hidden_states=True
+            )
         with pytest.raises(DraftError, match="output_scores"):
-            single = prompt(name, PIECES["text"])
             model.generate(**single, max_new_tokens=4, return_dict_in_generate=True, output_scores=True)

@@ -175,7 +175,9 @@ def test_a_plain_run_in_another_thread_is_not_turned_wrong() -> None:
 def test_a_plain_run_in_the_middle_of_a_pass_gives_what_it_gives_alone(name: str) -> None:
     """Padding included, which only the mask of the model's own attention knows of; and the stream does not notice."""
     model, processor = pair(name)
-    tokens = processor.tokenizer(["a star", "what was the colour of the star ?"], padding=True, return_tensors="pt")
+    tokens = processor.tokenizer(
+        ["a star", "what was the colour of the star ?"], padding=True, return_tensors="pt"
+    )
     inputs = {key: tokens[key] for key in ("input_ids", "attention_mask")}
     assert not bool(inputs["attention_mask"].all())
     with torch.no_grad():

@@ -9,6 +9,7 @@ import mmaccel
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
+from mmaccel.policies.draft.sparse_to_dense import _Sparse
 from mmaccel.policies.prune import UniformPrune, UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
@@ -213,6 +214,41 @@ def test_a_sparse_draft_leaves_the_target_s_memory_as_it_was(family):
                 got.value, view.value, atol=1e-5
             )
         assert fast.road.probe is None
+
+
+def test_a_sparse_draft_whose_scores_fail_leaves_the_plain_tokens(family, monkeypatch):
+    """The scores are made within the target's own pass, which must not end with them."""
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+
+    def fail(self, *given):
+        raise RuntimeError("out of memory")
+
+    with mmaccel.accelerate(model, draft=SparseToDense(window=4)) as fast:
+        monkeypatch.setattr(_Sparse, "_score", fail)
+        with pytest.warns(mmaccel.core.errors.MmaccelWarning, match="out of memory"):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
+        assert fast.road.probe is None
+
+
+@pytest.mark.parametrize("broken", [{"backend": "triton"}, {"prune": {"name": "fastv", "layer": 9}}])
+def test_a_recipe_that_is_refused_keeps_nothing_of_its_draft(family, monkeypatch, broken):
+    """A draft's process is started when the draft is checked; what is refused after that must not leave it running."""
+    _, model = family
+    held = []
+
+    class Held:
+        def close(self):
+            held.remove(self)
+
+    def check(self, target):
+        target.hold("process", lambda: held.append(Held()) or held[-1])
+
+    monkeypatch.setattr(Sequential, "check", check)
+    with pytest.raises(mmaccel.core.errors.RecipeError):
+        mmaccel.accelerate(model, draft=Sequential(model=copy.deepcopy(model)), **broken)
+    assert not held and mmaccel.attached(model) is None
 
 
 def test_uv_is_told_while_later_layers_still_run(family):

@@ -35,6 +35,7 @@ class Remote:
         told = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in inputs.items() if _travels(x)}
         held = io.BytesIO()
         torch.save({"inputs": told, "warp": _packed(warp)}, held)
+        self._worker.drain()
         self._worker.send(BEGIN, self._number, int(pruned), int(compact), blob=held.getvalue())
 
     def keep(self, columns: Tensor) -> None:

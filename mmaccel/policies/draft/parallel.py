@@ -176,13 +176,13 @@ class Local:
         self._writer = Writer(peer.runner(), peer.device, vocab)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._asked: tuple[int, list[int], int] | None = None
-        self._told: list[torch.cuda.Event] = []
 
     def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None:
         self._prompt, self._compact = inputs, compact
         self._warp = None if warp is None else _at(warp, inputs["input_ids"].device)
         self._columns: Tensor | None = None
         self._read = False
+        self._told: list[torch.cuda.Event] = []
         self._mark()
 
     def keep(self, columns: Tensor) -> None:

@@ -83,7 +83,6 @@ class MeanKeys:
         self.cosine = similarity == "cosine"
         self._held: list[Tensor | None] = [None] * layers
         self.gone: set[int] = set()
-        self._absent: Tensor | None = None
 
     def add(self, layer: int, first: int, key: Tensor, tokens: int) -> None:
         """Units from `first` on, keys [1, G, n * tokens, D]."""
@@ -192,8 +191,7 @@ class StoredMemory(StreamMemory):
     def _rewind(self, units: int, first: int) -> None:
         # Units that were forgotten to make room do not come back.
         self.index.gone = {number for number in self.index.gone if number < first}
-        for layer in range(self.geometry.layers):
-            self.store.drop([number for number in self.store.units(layer) if number >= first], layer)
+        self.store.cut(first)
 
     def nbytes(self) -> int:
         return super().nbytes() + self.index.nbytes() + self.store.nbytes()

@@ -26,9 +26,9 @@ from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamPolicy, StreamSta
 from mmaccel.policies.kv._angles import Turner
 from mmaccel.policies.kv._evidence import Look, mean_query, weigh
 from mmaccel.policies.kv._room import with_room
-from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, _joined, joined, moved
+from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, joined, moved
 
-__all__ = ["Asked", "Pair", "Ring", "StreamMemory", "WindowedPolicy", "_joined", "mean_query", "weigh"]
+__all__ = ["Asked", "Pair", "Ring", "StreamMemory", "WindowedPolicy", "mean_query", "weigh"]
 
 
 @dataclass(frozen=True, kw_only=True)

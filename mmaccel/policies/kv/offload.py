@@ -105,9 +105,7 @@ class OffloadStream(WholeStream):
             self._heads = [None] * len(self._heads)
         if columns <= self._base():
             self._turns = [None] * len(self._turns)
-        units = max(0, columns - self.stream.head) // self.stream.unit
-        for layer in range(self.geometry.layers):
-            self.store.drop([number for number in self.store.units(layer) if number >= units], layer)
+        self.store.cut(max(0, columns - self.stream.head) // self.stream.unit)
 
     def _save(self, folder: Path) -> None:
         tensors: dict[str, Tensor] = {}

@@ -172,6 +172,21 @@ def test_a_draft_that_is_late_changes_no_token(seed: int, window: int) -> None:
     assert ids == alone(target, [1], stop) and not meter.failures
 
 
+def test_the_second_process_takes_a_device_that_the_target_leaves_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for taken, place in (
+        ("cpu", "cpu"),
+        ("cuda:0", "cuda:1"),
+        ("cuda:3", "cuda:0"),
+        ("cuda:0 cuda:1", "cuda:2"),
+        ("cuda:2 cuda:3 cuda:0", "cuda:1"),
+        ("cuda:1 cuda:2 cuda:3 cuda:0", "cuda:1"),
+    ):
+        assert parallel._beside([torch.device(name) for name in taken.split()]) == place
+
+
 V = 3
 
 

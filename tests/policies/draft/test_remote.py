@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,12 +17,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from mmaccel.core import worker as worker_module
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.generate import speculate
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import registry
-from mmaccel.core.worker import Worker
+from mmaccel.core.worker import OWN, READY, Wire, Worker
+from mmaccel.policies.draft import _remote
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit
 from tests.core.toy import Meter, ToyRunner, alone, bigram, prompt, view
@@ -144,6 +148,90 @@ def test_a_service_that_is_not_there_is_told() -> None:
     with pytest.raises(DraftError, match="nothing"):
         worker.wait(1, 60)
     assert worker.process.poll() is not None
+
+
+def test_a_process_that_takes_nothing_is_not_waited_for_for_ever() -> None:
+    """A stopped process leaves a video's pixels on the wire: the sender must come back, and the process must go."""
+    worker = Worker(SERVICE, {"model": "1"})
+    worker.wait(READY, 60)
+    worker.silence_s = 0.3
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(DraftError, match="cannot be reached"):
+        worker.send(OWN, 1, 0, 0, blob=bytes(1 << 23))
+    assert time.monotonic() - began < 10
+    assert not worker.alive and worker.process.poll() is not None
+
+
+def test_what_an_abandoned_sequence_left_unread_does_not_block_the_next(target: ModelView) -> None:
+    choice = Toy(model="1:floods:1", window=3, timeout_s=5.0)
+    state = choice.open(target)
+    state.begin(prompt([1, 0]))
+    time.sleep(0.5)
+    state.close()
+    state = choice.open(target)
+    began = time.monotonic()
+    state.begin(prompt([1, 0], inputs={"pixel_values": torch.zeros(1 << 21)}))
+    assert time.monotonic() - began < 4
+    state.close()
+
+
+def test_half_a_message_is_not_waited_for_for_ever() -> None:
+    ours, theirs = socket.socketpair()
+    wire = Wire(ours)
+    wire.limit(0.2)
+    theirs.sendall(b"half")
+    with pytest.raises(DraftError, match="cannot be reached"):
+        wire.receive(1.0)
+    wire.close()
+    theirs.close()
+
+
+def test_a_fork_of_the_parent_does_not_end_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(SERVICE, {"model": "1"})
+    try:
+        worker.wait(READY, 60)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_module.os, "getpid", lambda: -1)
+            worker.close()
+        assert worker.process.poll() is None
+    finally:
+        worker.process.kill()
+        worker.process.wait()
+        assert worker.process.stdin is not None
+        worker.process.stdin.close()
+
+
+def test_what_travels_with_the_prompt() -> None:
+    """Seconds of frames, which some processors give as a list, place the draft's frames as the target's are."""
+
+    class Listening:
+        def drain(self) -> None:
+            pass
+
+        def send(self, kind: int, *numbers: int, blob: bytes = b"") -> None:
+            self.held = torch.load(io.BytesIO(blob), weights_only=True)
+
+    worker: Any = Listening()
+    ids = torch.tensor([[1, 2]])
+    given = {"input_ids": ids, "second_per_grid_ts": [0.5, 1.0], "streamer": object(), "use_cache": None}
+    _remote.Remote(worker, VOCAB).begin(given, Halved(torch.tensor([2.0])), False, False)
+    assert worker.held["inputs"].keys() == {"input_ids", "second_per_grid_ts"}
+    assert worker.held["inputs"]["second_per_grid_ts"] == [0.5, 1.0]
+    warp = _remote._unpacked(worker.held["warp"], "meta")
+    assert isinstance(warp, Halved) and warp.by.is_meta, "its tensors are where the draft's logits are"
+    _remote.Remote(worker, VOCAB).begin(given, lambda ids, logits: logits, False, False)
+    assert _remote._unpacked(worker.held["warp"], "cpu") is None
+
+
+@dataclass
+class Halved:
+    """A warp that holds a tensor, as some processors do."""
+
+    by: torch.Tensor
+
+    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits / self.by
 
 
 def test_no_process_outlives_its_parent(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mmaccel.core.worker import READY, Wire
+from mmaccel.core.worker import BEAT, READY, Wire
 from mmaccel.policies.draft import _remote
 from mmaccel.policies.draft._writer import Writer, Written
 from tests.core.toy import ToyRunner, bigram
@@ -48,6 +48,10 @@ class Faulty(Writer):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "stalled":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if self.fault == "floods":
+            # More than the wire holds, less than it holds twice.
+            for _ in range(400):
+                self.wire.send(BEAT)
         if self.fault == "slow":
             time.sleep(0.2)
         if self.fault == "raises":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 import mmaccel
+from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.prune import TokenPruner
 from mmaccel.models.signals import Listener, paid
+from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
@@ -117,6 +120,26 @@ def test_nothing_stays_behind(family: str, model: Any) -> None:
             fast(**inputs)
         assert fast.road.probe is probe and mine == [0, 1, 2, 3]
         assert [len(layer._forward_pre_hooks) for layer in fast.adapter.layers(model)] == before
+
+
+@pytest.mark.parametrize("pruner", [UVPrune(layer=2), AttentionPrune(), UniformPrune()], ids=lambda p: p.name)
+def test_a_pruner_that_fails_ends_the_draft_and_not_the_target(
+    family: str, model: Any, pruner: TokenPruner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*given: Any) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    inputs = prompt(family, PROMPTS["video"])
+    plain = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    draft = Sequential(model=copy.deepcopy(model), prune=pruner)
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        monkeypatch.setattr(type(pruner), "keep", broken)
+        with pytest.warns(MmaccelWarning, match="out of memory"):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), plain)
+        assert "out of memory" in str(fast.report())
+        layout = fast.adapter.layout(model, inputs)
+        with pytest.raises(RuntimeError, match="out of memory"), Listener(fast, pruner, layout, print):
+            fast(**inputs)
 
 
 def test_paid_is_causal_softmax_attention() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
-from mmaccel.core.mix import joined
+from mmaccel.core.mix import joined, mix
 from mmaccel.core.registry import registry
 
 from .scenes import Scene, sequence
@@ -26,6 +26,7 @@ READS = {
     "equal",
     "is_nonzero",
     "item",
+    "lift_fresh",  # a tensor made of Python numbers, or an index given as a list: its way to a device is waited for
 }
 SCENE = Scene(
     (
@@ -38,7 +39,7 @@ SCENE = Scene(
 
 
 class NoReads(TorchDispatchMode):
-    """Refuses what would wait for a device: values of tensors, and results whose sizes depend on values."""
+    """Refuses what would wait for a device: values of tensors, results whose sizes depend on values, lists sent there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -55,7 +56,9 @@ def no_lists(self: torch.Tensor) -> list[Any]:
     raise AssertionError("tolist reads from the device")
 
 
-@pytest.mark.parametrize("read", [lambda t: int(t.sum()), lambda t: t[t > 0], lambda t: t.nonzero()])
+@pytest.mark.parametrize(
+    "read", [lambda t: int(t.sum()), lambda t: t[t > 0], lambda t: t.nonzero(), lambda t: t[[0, 2]]]
+)
 def test_the_guard_sees_reads(read: Any) -> None:
     with NoReads(), pytest.raises(AssertionError, match="reads from the device"):
         read(torch.arange(4))
@@ -80,3 +83,20 @@ def test_a_plan_reads_nothing(name: str, start: int, monkeypatch: pytest.MonkeyP
             if not plan.overlap:
                 joined(plan.parts, plan.block_q)
     assert (plan is None) == (first is None)
+
+
+def test_heads_that_lie_apart_are_put_together_without_reads() -> None:
+    """The first layer sends the numbers of the heads to the device; further ones find them there."""
+    query, key, _ = SCENE.tensors()
+    layout, heads = SCENE.layout(), query.shape[1]
+    one, two = (small(name).plan(query, key, layout, layout) for name in ("a_shape", "tri_shape"))
+    assert heads == 4 and one is not None and two is not None
+
+    def whole() -> None:
+        plan = mix([((0, 2), one), ((1,), two), ((3,), None)], heads, layout, layout)
+        assert plan is not None and plan.dense is not None
+        plan.listed_pairs()
+
+    whole()
+    with NoReads():
+        whole()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.policies.kv.mosaic.buffers import grown
+from mmaccel.policies.kv.store.wire import on_device
 
 
 class Cache:
@@ -45,8 +46,8 @@ class Cache:
     def get(self, layer: int, entries: Sequence[int]) -> Tensor:
         """[2, G, k, p, D] of entries that are here."""
         slots, pinned = self._slots[layer], self._pinned[layer]
-        at = torch.tensor([slots[entry] if entry in slots else pinned[entry] for entry in entries])
-        return self._slabs[layer].index_select(2, at.to(self._slabs[layer].device))
+        at = [slots[entry] if entry in slots else pinned[entry] for entry in entries]
+        return self._slabs[layer].index_select(2, on_device(at, self._slabs[layer].device))
 
     def put(self, layer: int, entries: Sequence[int], units: Tensor, room: int) -> None:
         """Keep `entries`, which are not here, of `units` [2, G, k, p, D]; of more than `room` the last ones."""
@@ -109,5 +110,5 @@ class Cache:
             slab = self._slabs[layer] = grown(slab, 2, have + lack, least=0)
             free += range(slab.shape[2] - 1, have - 1, -1)
         at = [free.pop() for _ in range(units.shape[2])]
-        slab[:, :, torch.tensor(at, device=slab.device)] = units
+        slab[:, :, on_device(at, slab.device)] = units
         return at

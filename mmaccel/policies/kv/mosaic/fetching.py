@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from mmaccel.policies.kv.mosaic.cache import Cache
 from mmaccel.policies.kv.store import HostStore, Ticket
-from mmaccel.policies.kv.store.wire import in_units
+from mmaccel.policies.kv.store.wire import in_units, on_device
 
 
 class Fetcher:
@@ -46,16 +45,24 @@ class Fetcher:
         at = {entry: row for row, entry in enumerate(early)}
         hit = [place for place in gone if entries[place] in at]
         miss = [place for place in gone if entries[place] not in at]
-        late = self._slots.fetch_async(layer, [entries[place] for place in miss]) if miss else None
-        then()
-        out = self._store.buffer(len(entries))
-        view = in_units(out, self._store.shape.tokens)
-        if here:
-            view.index_copy_(2, _at(here, out), self.cache.get(layer, [entries[place] for place in here]))
-        if ticket is not None:
-            _place(ticket, view, hit, [at[entries[place]] for place in hit])
-        if late is not None:
-            _place(late, view, miss, list(range(len(miss))))
+        late: Ticket | None = None
+        try:
+            if miss:
+                late = self._slots.fetch_async(layer, [entries[place] for place in miss])
+            then()
+            out = self._store.buffer(len(entries))
+            view = in_units(out, self._store.shape.tokens)
+            if here:
+                view.index_copy_(2, _at(here, out), self.cache.get(layer, [entries[place] for place in here]))
+            if ticket is not None:
+                _place(ticket, view, hit, [at[entries[place]] for place in hit])
+            if late is not None:
+                _place(late, view, miss, list(range(len(miss))))
+        finally:
+            # Whatever breaks off, the buffers are there for the next question.
+            for one in (ticket, late):
+                if one is not None:
+                    one.release()
         if gone and self._room:
             rows = view if len(gone) == len(entries) else view.index_select(2, _at(gone, out))
             self.cache.put(layer, [entries[place] for place in gone], rows, self._room)
@@ -91,16 +98,13 @@ class Fetcher:
 
 
 def _place(ticket: Ticket, view: Tensor, places: list[int], rows: list[int]) -> None:
-    """Rows of a transfer to their places in `view` [2, G, k, p, D]; the buffer is given back."""
-    try:
-        for side, came in enumerate(ticket.wait()):
-            units = in_units(came, view.shape[3])
-            if rows != list(range(units.shape[1])):
-                units = units.index_select(1, _at(rows, view))
-            view[side].index_copy_(1, _at(places, view), units)
-    finally:
-        ticket.release()
+    """Rows of a transfer to their places in `view` [2, G, k, p, D]."""
+    for side, came in enumerate(ticket.wait()):
+        units = in_units(came, view.shape[3])
+        if rows != list(range(units.shape[1])):
+            units = units.index_select(1, _at(rows, view))
+        view[side].index_copy_(1, _at(places, view), units)
 
 
 def _at(places: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(places, dtype=torch.long, device=like.device)
+    return on_device(places, like.device)

@@ -139,7 +139,9 @@ class Index:
         rank = torch.arange(order.numel(), device=order.device)
         chosen = (held.cumsum(0) - held < STAGE * budget) | (rank < FEWEST)
         inside = torch.zeros_like(chosen).scatter(0, order, chosen)
-        among = inside[self.parent[layer, : size.numel()].clamp_min(0)] & (size > 0)
+        # Of empty clusters the parent may be one of a stream that was taken back.
+        parent = self.parent[layer, : size.numel()].clamp(0, inside.numel() - 1)
+        among = inside[parent] & (size > 0)
         scores = self._score(self.key[layer, : size.numel()].float(), query).masked_fill(~among, -torch.inf)
         order = scores.argsort(descending=True, stable=True)[:budget]
         held = size[order]

@@ -13,7 +13,6 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import KVView, Piece, Seen, Stream
 from mmaccel.policies.kv._stream import Asked, Pair, StreamMemory, mean_query, weigh
-from mmaccel.policies.kv._stream import _joined as joined
 from mmaccel.policies.kv.mosaic import saved
 from mmaccel.policies.kv.mosaic.cache import Cache
 from mmaccel.policies.kv.mosaic.fetching import Fetcher
@@ -248,13 +247,6 @@ class MosaicMemory(StreamMemory):
         turned = self.turner.turn(key, self.turner.at(("parts", layer), lambda: where))
         return self._joined(layer, [extra, (turned, value)], room, units.numel())
 
-    def _joined(self, layer: int, parts: Sequence[Pair | None], room: int, seen: int) -> Asked:
-        """The head and `parts`, turned, with room for `room` columns."""
-        whole = [pair for pair in (self._head(layer), *parts) if pair is not None]
-        base = sum(pair[0].shape[2] for pair in whole)
-        key, value = (joined(list(side), base + room) for side in zip(*whole, strict=True))
-        return Asked(key, value, base, seen)
-
     def _places_of(self, entries: Tensor, numbers: Tensor) -> Tensor:
         """[k * p] or [3, k * p]: places of the tokens of entries whose units stand at `numbers` [k]."""
         p = self.stream.unit // self.parts
@@ -310,6 +302,8 @@ class MosaicMemory(StreamMemory):
 
     def restore(self, mark: Any) -> None:
         inner, tree, self.index.absent = mark
+        self._found, self._next = {}, None
+        self.fetcher.drop()
         self.writer.clear()
         self.tree.restore(tree)
         super().restore(inner)
@@ -326,8 +320,7 @@ class MosaicMemory(StreamMemory):
     def _rewind(self, units: int, first: int) -> None:
         end = first * self.parts
         self.fetcher.cache.cut(end)
-        for layer in range(self.geometry.layers):
-            self.store.drop([entry for entry in self.store.units(layer) if entry >= end], layer)
+        self.store.cut(end)
 
     def nbytes(self) -> int:
         kept = self.index.nbytes() + self.fetcher.nbytes() + self.store.nbytes()

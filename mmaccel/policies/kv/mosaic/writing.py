@@ -32,11 +32,12 @@ class Writer:
         ]
         # [L, G, entries, D] to [entries, L, G * D].
         key, value = (mean.permute(2, 0, 1, 3).flatten(2).to(pairs[0][0].dtype) for mean in means)
-        event = None
+        event, device = None, key.device
         if key.is_cuda:
             look, key, value = (t.to("cpu", non_blocking=True) for t in (look, key, value))
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            # The current device of the thread may be another.
+            event.record(torch.cuda.current_stream(device))
         self._inbox.append((look, key, value, event))
 
     @torch.inference_mode(False)

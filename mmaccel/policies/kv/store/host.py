@@ -29,8 +29,8 @@ class HostStore:
     A unit of a layer is P tokens of G kv heads of size D, keys and values side by side, so that it crosses the wire as one
     piece. Units that are asked for together can be given a `group`: a group lies together, in runs of `extent` units, and
     comes back in few copies. Units are numbered by the caller, from 0; unit numbers may have gaps and need not be the same
-    in every layer. All methods but `counters`, `settle`, `save`, `regroup` and whatever touches the disk return before the
-    transfers they began have ended; what is returned may be used on the stream that is current.
+    in every layer. All methods but `counters`, `settle`, `save`, `load`, `close` and whatever touches the disk return
+    before the transfers they began have ended; what is returned may be used on the stream that is current.
 
     layers, groups, tokens, size, dtype  the shape: L, G, P, D and the type of keys and values
     device      where units come from and go to; its host memory is pinned on CUDA, and plain elsewhere
@@ -108,9 +108,8 @@ class HostStore:
                 raise StoreError(f"host store: layer {layer} holds unit {unit} already; drop it first.")
         if not units:
             return []
-        slots, gone = self._take(layer, units, group)
-        self._table.set(layer, units, slots, group)
         with torch.no_grad():
+            # First what may fail on the device: nothing has been forgotten or noted yet.
             packed = torch.empty(len(units), *self.shape.unit, dtype=self.shape.dtype, device=self.device)
 
             def pack() -> None:
@@ -118,6 +117,8 @@ class HostStore:
                     packed[:, side] = in_units(tensor, self.shape.tokens).transpose(0, 1)
 
             self._lanes.compute.run(pack)
+            slots, gone = self._take(layer, units, group)
+            self._table.set(layer, units, slots, group)
             self._wire.write(slots, packed)
         return gone
 
@@ -195,19 +196,13 @@ class HostStore:
         for one in range(self.shape.layers) if layer is None else (layer,):
             self._allotment.give(self._table.unset(one, wanted))
 
-    def regroup(self, layer: int, units: Sequence[int], group: int) -> bool:
-        """Move `units` of a layer to where `group` lies, on the host; False, and all stays, when there is no room for it."""
+    def cut(self, end: int) -> None:
+        """Forget the units from number `end` on, in all layers."""
         self._open()
-        old = self._held(layer, units)
-        new = self._allotment.take((layer, group), len(units))
-        if new is None:
-            return False
-        self._wire.settle()
-        for a, b in zip(old, new, strict=True):
-            self._slabs.entry(b, b + 1).copy_(self._slabs.entry(a, a + 1))
-        self._allotment.give(old)
-        self._table.set(layer, units, new, group)
-        return True
+        for layer in range(self.shape.layers):
+            beyond = self._table.units(layer, end)
+            if beyond:
+                self.drop(beyond, layer)
 
     def units(self, layer: int) -> list[int]:
         """The units that a layer holds, ascending."""
@@ -250,17 +245,12 @@ class HostStore:
         return {
             **self._wire.counts,
             **self._wire.times(),
-            "units": float(sum(len(self._table.units(layer)) for layer in range(self.shape.layers))),
+            "units": float(self._table.count()),
             "dropped": float(self._dropped),
             "host_bytes": float(self._slabs.memory_bytes()),
             "disk_bytes": float(self._slabs.disk_bytes()),
             "index_bytes": float(self.nbytes()),
         }
-
-    def clear(self) -> None:
-        """Forget all units; the memory stays, for the next ones."""
-        for layer in range(self.shape.layers):
-            self.drop(self._table.units(layer), layer)
 
     def save(self, folder: str | Path) -> None:
         """Write all units to `folder`; see `mmaccel.policies.kv.store.saved`."""

@@ -116,7 +116,7 @@ class Slabs:
         """What stands in the way of another slab, and the mend."""
         mend = "spill to disk (spill='disk'), drop frames (spill='drop_oldest')"
         if self._cap is not None and self.memory_bytes() + self._bytes > self._cap:
-            return f"its cap of {self._cap} bytes is reached; raise cap, {mend}"
+            return f"its cap of {self._cap} bytes is reached; raise cap (a policy's host_bytes), {mend}"
         return f"the host has {room.available()} bytes left; {mend}, or free memory"
 
     def _room(self) -> bool:
@@ -146,7 +146,7 @@ class Slabs:
             path.unlink(missing_ok=True)
             raise StoreError(
                 f"host store: {self._bytes} more bytes do not fit on the disk under {self.folder} ({error.strerror}); "
-                "free room there, name another folder, or raise cap."
+                "free room there, name another folder, or raise cap (a policy's host_bytes)."
             ) from error
         with torch.inference_mode(False):
             raw = torch.from_file(str(path), shared=True, size=self._bytes, dtype=torch.uint8)

@@ -46,9 +46,13 @@ class Table:
         slots[known] = self.slot[layer, wanted[known]]
         return [int(slot) for slot in slots]
 
-    def units(self, layer: int) -> list[int]:
-        """The units that a layer holds, ascending."""
-        return [int(unit) for unit in np.flatnonzero(self.slot[layer] >= 0)]
+    def units(self, layer: int, first: int = 0) -> list[int]:
+        """The units from number `first` on that a layer holds, ascending."""
+        return [first + int(unit) for unit in np.flatnonzero(self.slot[layer, first:] >= 0)]
+
+    def count(self) -> int:
+        """Units held, summed over the layers."""
+        return int(np.count_nonzero(self.slot >= 0))
 
     def oldest(self, keep: Sequence[int]) -> int | None:
         """The least number of a unit that any layer holds and that is not among `keep`."""

@@ -200,7 +200,8 @@ def in_units(tensor: Tensor, tokens: int) -> Tensor:
 def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
     """Long numbers of the host on `device`, without waiting for what it computes."""
     here = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+    pinned = device.type == "cuda" and here.numel() > 0
+    return here.pin_memory().to(device, non_blocking=True) if pinned else here.to(device)
 
 
 def _store(entry: Tensor, packed: Tensor, order: list[int]) -> None:

@@ -31,10 +31,8 @@ KINDS = (
     "fetch",
     "index",
     "drop",
-    "regroup",
-    "regroup",
     "save",
-    "clear",
+    "cut",
 )
 
 
@@ -88,14 +86,13 @@ def replay(folder: Path, seed: int, extent: int, files: bool) -> None:
         elif kind == "drop":
             store.drop(units, layer)
             plain = {key: salt for key, salt in plain.items() if key not in [(layer, unit) for unit in units]}
-        elif kind == "regroup" and store.regroup(layer, held, 1):
-            assert all(store.group_of(layer, unit) == 1 for unit in held)
         elif kind == "save" and draw.random() < 0.5:
             store.save(folder)
             store.load(folder)
-        elif kind == "clear" and draw.random() < 0.3:
-            store.clear()
-            plain.clear()
+        elif kind == "cut":
+            end = draw.randint(0, 12)
+            store.cut(end)
+            plain = {key: salt for key, salt in plain.items() if key[1] < end}
     for layer in range(LAYERS):
         held = sorted(unit for at, unit in plain if at == layer)
         assert store.units(layer) == held
@@ -210,10 +207,7 @@ def test_a_group_lies_together_and_comes_in_one_copy() -> None:
         before = store.counters()["copies_in"]
         check(store, 0, [0, 2, 4, 6])
         assert store.counters()["copies_in"] - before == copies
-    assert store.regroup(0, [0, 2, 4, 6], 7)
-    before = store.counters()["copies_in"]
-    check(store, 0, [0, 2, 4, 6])
-    assert store.counters()["copies_in"] - before == 1 and store.group_of(0, 2) == 7
+        assert store.group_of(0, 1) == (1 if grouped else None)
 
 
 def test_a_store_at_its_cap_refuses_and_loses_nothing() -> None:
@@ -263,6 +257,21 @@ def test_the_oldest_units_go_where_that_is_asked_for() -> None:
     with pytest.raises(StoreError, match="cap"):
         store.reserve(9)
     assert store.units(1) == [3, 4, 5, 6, 7, 8, 9], "what cannot fit at all drops nothing"
+
+
+def test_a_device_without_memory_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(8, cap=24 * UNIT_BYTES, spill="drop_oldest")
+    fill(store, list(range(8)))
+
+    def none_left(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(torch, "empty", none_left)
+        store.put(0, [8], *contents(0, [8]))
+    for layer in range(LAYERS):
+        assert store.units(layer) == list(range(8))
+        check(store, layer, list(range(8)))
 
 
 def test_files_take_what_memory_does_not_and_go_with_the_store(tmp_path: Path) -> None:
@@ -325,7 +334,7 @@ def test_wrong_calls_are_told_and_change_nothing() -> None:
     ):
         with pytest.raises(StoreError, match=told):
             store.put(0, units, *pair)
-    for call in (lambda: store.fetch(0, [0, 9]), lambda: store.entry(0, 9), lambda: store.regroup(0, [9], 1)):
+    for call in (lambda: store.fetch(0, [0, 9]), lambda: store.entry(0, 9)):
         with pytest.raises(StoreError, match="layer 0 does not hold unit 9"):
             call()
     with pytest.raises(StoreError, match="out is"):

@@ -34,6 +34,10 @@ FRAME = 196
 
 def adapter_for(model: nn.Module) -> ModelAdapter:
     """The adapter of a model's family; raises `ModelError` with the list of families."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model: {model!r} is no model; load it first, by mmaccel.load_model or from_pretrained of transformers."
+        )
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     whole = hasattr(model, "generate") and callable(getattr(model, "get_output_embeddings", None))
     families: list[Any] = list(registry("model").values())
@@ -169,5 +173,5 @@ def choose_backend(recipe: Recipe, view: ModelView) -> select.Choice:
 
 def attached(model: nn.Module) -> Accelerated | None:
     """What is attached to `model`, or None."""
-    held = _attached.get(model)
+    held = _attached.get(model) if isinstance(model, nn.Module) else None
     return held() if held is not None else None

@@ -253,6 +253,8 @@ def _stream_policy(recipe: Recipe) -> StreamPolicy:
             f"sparse {recipe.sparse.name!r} has no part in a stream, whose memory decides what is seen; set sparse to "
             "'dense'."
         )
+    if recipe.prune is not None:
+        raise RecipeError(f"prune {recipe.prune.name!r} has no part in a stream; leave prune out.")
     if draft.active and (not draft.needs <= {"rollback"} or hasattr(draft, "model")):
         raise RecipeError(
             f"draft {draft.name!r} needs the prompt's video, and a stream has none; set draft to 'off'."

@@ -52,6 +52,10 @@ class Seam(StreamSeam):
             raise ModelError(
                 "processor: a session needs the processor that mmaccel.load_processor gives for the model's folder."
             )
+        if processor.model_type not in family.model_types:
+            raise ModelError(
+                f"processor: it is one of {processor.model_type!r} and the model is not; load the model's own."
+            )
         self.model, self.family, self.processor = model, family, processor
         self.view = ModelView(model, family, adapter_for)
         self.pace = family.pace(model)

@@ -201,6 +201,8 @@ def test_a_closed_session_serves_nothing(tmp_path: Path) -> None:
     ("choices", "match"),
     [
         ({"kv": "rekv", "sparse": "a_shape"}, "set sparse to"),
+        ({"kv": "full", "sparse": "a_shape"}, "no part in a stream"),
+        ({"kv": "full", "prune": "fastv"}, "leave prune out"),
         ({"kv": "rekv", "draft": {"name": "sequential", "model": "nowhere"}}, "set draft to 'off'"),
         ({"kv": {"name": "rekv", "frames": 0}}, "frames is 0; give at least 1"),
         ({"kv": {"name": "rekv", "window": 4, "local": 5}}, "local is 5"),
@@ -219,6 +221,10 @@ def test_models_and_processors_that_cannot_serve_are_refused() -> None:
     model, processor = pair(NAME)
     with pytest.raises(ModelError, match="load_processor"):
         mmaccel.VideoSession(model, processor.tokenizer, "rekv")
+    with pytest.raises(ModelError, match="load the model's own"):
+        mmaccel.VideoSession(model, pair("random-qwen" if "ov" in NAME else "random-ov")[1], "rekv")
+    with pytest.raises(ModelError, match="'tiny-ov' is no model; load it first"):
+        mmaccel.accelerate("tiny-ov", "grid")  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="not supported"):
         mmaccel.VideoSession(torch.nn.Linear(1, 1), processor, "rekv")
     with pytest.raises(RecipeError, match="use it in a VideoSession"):

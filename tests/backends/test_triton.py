@@ -46,7 +46,7 @@ def test_interpreted(chosen: str) -> None:
 def test_compiles_for_devices_that_are_not_here(capability: int) -> None:
     """The tiles of every type and way fit shared memory; products run on the matrix units; nothing spills to memory."""
     rows = run("tests.backends.triton_compile", str(capability), TRITON_INTERPRET="0").splitlines()
-    assert len(rows) == 7
+    assert len(rows) == {80: 6, 90: 7}[capability]
     for row in rows:
         name, shared, products, spilled, *_ = row.split(",")
         assert int(shared) <= {80: 166912, 90: 232448}[capability], row

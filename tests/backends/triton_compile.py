@@ -122,6 +122,8 @@ WAYS: dict[str, dict[str, Any]] = {
 def main(capability: int) -> None:
     driver.set_active(Elsewhere(capability))
     for name, way in WAYS.items():
+        if way.get("runs") and capability < 90:
+            continue  # two blocks go together only where shared memory is as large as on Hopper
         kernels = compiled(**way)
         ptx = kernels[0].asm["ptx"]
         products = len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx))

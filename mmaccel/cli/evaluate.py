@@ -58,11 +58,7 @@ def needle(
     asked: tuple[str, ...] = DOCUMENT_KINDS if documents and kind == "needle" else ()
     asked = asked or (known if kind == "all" else choices.kinds(kind, known))
     lengths = lengths_of(frames)
-    uneven = [length for length in lengths if documents and length % segments]
-    if uneven:
-        raise WorldError(
-            f"--frames: {uneven[0]} does not divide into {segments} segments; give a multiple of it."
-        )
+    check_segments(lengths, segments if documents else 1)
     chosen = choices.recipe(recipe, model, draft)
     place, kept_in = choices.where(device), choices.dtype(dtype)
     processor = choices.processor(model)
@@ -338,3 +334,12 @@ def lengths_of(text: str) -> list[int]:
             f"--frames: {wrong[0] if wrong else text!r} is no number of frames; give for example 8,32,128."
         )
     return [int(part) for part in parts]
+
+
+def check_segments(lengths: list[int], segments: int) -> None:
+    """Raise `WorldError` for a length that does not divide into the segments of a document."""
+    for length in lengths:
+        if length % segments:
+            raise WorldError(
+                f"--frames: {length} does not divide into {segments} segments; give a multiple of it."
+            )

@@ -12,7 +12,7 @@ import typer
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, number, out, print_json, steps
-from mmaccel.cli.evaluate import Seed, Videos, lengths_of
+from mmaccel.cli.evaluate import Seed, Videos, check_segments, lengths_of
 from mmaccel.core.errors import UnknownName, WorldError
 from mmaccel.core.recipe import Recipe
 
@@ -62,11 +62,7 @@ def haystack(
 
     checked_seed(seed)
     lengths = lengths_of(frames)
-    uneven = [n for n in lengths if documents and n % segments]
-    if uneven:
-        raise WorldError(
-            f"--frames: {uneven[0]} does not divide into {segments} segments; give a multiple of it."
-        )
+    check_segments(lengths, segments if documents else 1)
     for path, option in ((output, "--out"), (picture, "--picture")):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise WorldError(f"{option}: {path} is no place for a file; name a file in a folder that exists.")

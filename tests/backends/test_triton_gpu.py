@@ -79,6 +79,8 @@ def test_nothing_is_read_on_the_host() -> None:
     backend.op(*tensors, *arguments, 0.125)
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            tensors[0].sum().item()
         backend.op(*tensors, *arguments, 0.125)
         block_attend(*tensors, *arguments, 0.125, chunk=2)
     finally:

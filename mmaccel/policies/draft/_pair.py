@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import nn
 
 from mmaccel.core.adapter import ModelView
+from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import DraftError, ModelError, RecipeError
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import policy
@@ -87,3 +89,35 @@ def draft_pruner(name: str, prune: Any) -> TokenPruner | None:
             f"{name}: prune {chosen.name!r} acts on the target and changes its answers; give one for drafts, such as uv."
         )
     return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerStrategy(DraftStrategy):
+    """The base of drafts by a model of the target's family, whose prompt a pruner may thin.
+
+    model  folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
+    prune  a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
+
+    model: str | nn.Module | None = None
+    prune: TokenPruner | None = None
+
+    def __post_init__(self) -> None:
+        check_model(self.name, self.model)
+        object.__setattr__(self, "prune", draft_pruner(self.name, self.prune))
+
+    @property
+    def pruner(self) -> TokenPruner | None:
+        return self.prune
+
+    def check(self, target: ModelView) -> None:
+        self.peer(target)
+        if self.prune is not None:
+            self.prune.stages(target.geometry.layers)
+
+    def peer(self, target: ModelView) -> ModelView:
+        """The draft model's view, in this process; raises `DraftError`."""
+        assert self.model is not None
+        return open_peer(self.name, target, self.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.draft import Warp
-from mmaccel.core.errors import DraftError
+from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import registry
 from mmaccel.core.worker import OWN, READY, Message, Wire, Worker, beating
 from mmaccel.policies.draft._writer import Writer, Written
@@ -138,7 +139,14 @@ def _packed(warp: Warp | None) -> Tensor:
     try:
         if warp is not None:
             torch.save(warp, held)
-    except Exception:
+    except Exception as error:  # a caller's own logits processor may refuse with anything
+        told = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            "the draft's process cannot be told how tokens are chosen and guesses the likeliest: fewer are accepted; "
+            f"give logits processors that can be pickled ({told}).",
+            MmaccelWarning,
+            stacklevel=2,
+        )
         held = io.BytesIO()
     return torch.tensor(list(held.getvalue()), dtype=torch.uint8)
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal, Warp
+from mmaccel.core.draft import DraftState, Prompt, Proposal, Warp
 from mmaccel.core.errors import DraftError, RecipeError
-from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import register
 from mmaccel.core.worker import READY, Worker
 from mmaccel.policies.draft import _remote
 from mmaccel.policies.draft._gain import Pace, best_window
-from mmaccel.policies.draft._pair import check_model, check_vocabulary, draft_pruner, folder_of, open_peer
+from mmaccel.policies.draft._pair import PeerStrategy, check_vocabulary, folder_of
 from mmaccel.policies.draft._writer import Writer, Written
 
 FIRST_WINDOW = 4
@@ -31,7 +30,7 @@ PAUSE = 64
 
 @register("draft", "parallel")
 @dataclass(frozen=True, kw_only=True)
-class Parallel(DraftStrategy):
+class Parallel(PeerStrategy):
     """ParallelVLM's pipeline: a draft writes window i while the target verifies window i - 1.
 
     Pre-verify: the target runs the last committed token alone, which judges the first token of the window being written.
@@ -54,13 +53,10 @@ class Parallel(DraftStrategy):
     start_s, timeout_s  the longest wait for the process to be ready, and for a word of it while it works
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
     service: ClassVar[str] = _remote.SERVICE
 
-    model: str | nn.Module | None = None
     window: int | None = None
     most: int = 16
-    prune: TokenPruner | None = None
     process: bool = True
     device: str | None = None
     threads: int | None = None
@@ -68,7 +64,7 @@ class Parallel(DraftStrategy):
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        check_model(self.name, self.model)
+        super().__post_init__()
         if self.window is not None and self.window < 1:
             raise RecipeError(
                 f"parallel: window is {self.window}; give at least 1, or null to have it measured."
@@ -84,22 +80,16 @@ class Parallel(DraftStrategy):
                 "parallel: model is loaded already and a second process loads its own; give its folder, or set process to "
                 "false."
             )
-        object.__setattr__(self, "prune", draft_pruner(self.name, self.prune))
-
-    @property
-    def pruner(self) -> TokenPruner | None:
-        return self.prune
 
     @property
     def lookback(self) -> int:
         return (self.window or self.most) + 1
 
     def check(self, target: ModelView) -> None:
-        if self.process:
-            self._worker(target)
-        else:
-            assert self.model is not None
-            open_peer(self.name, target, self.model)
+        if not self.process:
+            super().check(target)
+            return
+        self._worker(target)
         if self.prune is not None:
             self.prune.stages(target.geometry.layers)
 
@@ -109,9 +99,7 @@ class Parallel(DraftStrategy):
         if self.process:
             engine = _remote.Remote(self._worker(target), vocab)
         else:
-            assert self.model is not None
-            peer = open_peer(self.name, target, self.model)
-            engine = Local(peer, vocab, target.device)
+            engine = Local(self.peer(target), vocab, target.device)
         return Pipeline(engine, self, _devices(target.model))
 
     def _worker(self, target: ModelView) -> Worker:

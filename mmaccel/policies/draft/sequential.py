@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmaccel.core.adapter import ModelView, Runner
-from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
+from mmaccel.core.draft import DraftState, Prompt, Proposal
 from mmaccel.core.errors import DraftError, RecipeError
-from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import register
 from mmaccel.core.verify import draw, resize
-from mmaccel.policies.draft._pair import check_model, draft_pruner, open_peer
+from mmaccel.policies.draft._pair import PeerStrategy
 from mmaccel.policies.draft._read import PrunedReader, Reader, moved
 
 
 @register("draft", "sequential")
 @dataclass(frozen=True, kw_only=True)
-class Sequential(DraftStrategy):
+class Sequential(PeerStrategy):
     """A smaller model of the target's family drafts `window` tokens, one after the other, between the target's steps.
 
     The draft is given the whole prompt, pixels included: it sees the video. When sampling it draws from its own distribution
@@ -34,35 +32,19 @@ class Sequential(DraftStrategy):
     prune   a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
-
-    model: str | nn.Module | None = None
     window: int = 5
-    prune: TokenPruner | None = None
 
     def __post_init__(self) -> None:
-        check_model(self.name, self.model)
+        super().__post_init__()
         if self.window < 1:
             raise RecipeError(f"{self.name}: window is {self.window}; give at least 1.")
-        object.__setattr__(self, "prune", draft_pruner(self.name, self.prune))
-
-    @property
-    def pruner(self) -> TokenPruner | None:
-        return self.prune
 
     @property
     def lookback(self) -> int:
         return self.window + 1
 
-    def check(self, target: ModelView) -> None:
-        assert self.model is not None
-        open_peer(self.name, target, self.model)
-        if self.prune is not None:
-            self.prune.stages(target.geometry.layers)
-
     def open(self, target: ModelView) -> DraftState:
-        assert self.model is not None
-        peer = open_peer(self.name, target, self.model)
+        peer = self.peer(target)
         reader = PrunedReader(self.prune) if self.prune is not None else Reader()
         return Drafter(peer.runner(), peer.device, self.window, target.geometry.vocab, reader)
 

@@ -8,7 +8,6 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftState
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import register
-from mmaccel.policies.draft._pair import open_peer
 from mmaccel.policies.draft._read import TextReader
 from mmaccel.policies.draft.sequential import Drafter, Sequential
 
@@ -28,6 +27,5 @@ class TextOnly(Sequential):
             raise RecipeError("text_only: prune: there is no video token left to prune; leave it out.")
 
     def open(self, target: ModelView) -> DraftState:
-        assert self.model is not None
-        peer = open_peer(self.name, target, self.model)
+        peer = self.peer(target)
         return Drafter(peer.runner(), peer.device, self.window, target.geometry.vocab, TextReader(target))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmaccel.core.adapter import ModelView, Runner
-from mmaccel.core.draft import Branches, DraftState, DraftStrategy, Prompt, Proposal
+from mmaccel.core.draft import Branches, DraftState, Prompt, Proposal
 from mmaccel.core.errors import DraftError, RecipeError
-from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import register
-from mmaccel.policies.draft._pair import check_model, draft_pruner, open_peer
+from mmaccel.policies.draft._pair import PeerStrategy
 from mmaccel.policies.draft._read import PrunedReader, Reader, moved
 
 STATIC = (
@@ -28,7 +26,7 @@ STATIC = (
 
 @register("draft", "tree")
 @dataclass(frozen=True, kw_only=True)
-class Tree(DraftStrategy):
+class Tree(PeerStrategy):
     """A smaller model drafts a tree of likely continuations; the target checks all branches under a tree mask.
 
     Children are the likeliest tokens, chosen without chance, which keeps sampling exact: the target draws its own token and
@@ -41,17 +39,13 @@ class Tree(DraftStrategy):
     prune  a pruner of the "draft" seat
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
-
-    model: str | nn.Module | None = None
     shape: str = "static"
     depth: int = 5
     width: int = 4
     nodes: int = 25
-    prune: TokenPruner | None = None
 
     def __post_init__(self) -> None:
-        check_model(self.name, self.model)
+        super().__post_init__()
         if self.shape not in ("static", "dynamic"):
             raise RecipeError(f"tree: shape is {self.shape!r}; give static or dynamic.")
         for field in ("depth", "width", "nodes"):
@@ -61,25 +55,13 @@ class Tree(DraftStrategy):
             raise RecipeError(
                 f"tree: nodes is {self.nodes} for a depth of {self.depth}; give at least a node a level."
             )
-        object.__setattr__(self, "prune", draft_pruner(self.name, self.prune))
-
-    @property
-    def pruner(self) -> TokenPruner | None:
-        return self.prune
 
     @property
     def lookback(self) -> int:
         return (self.nodes if self.shape == "dynamic" else sum(map(len, STATIC))) + 1
 
-    def check(self, target: ModelView) -> None:
-        assert self.model is not None
-        open_peer(self.name, target, self.model)
-        if self.prune is not None:
-            self.prune.stages(target.geometry.layers)
-
     def open(self, target: ModelView) -> DraftState:
-        assert self.model is not None
-        peer = open_peer(self.name, target, self.model)
+        peer = self.peer(target)
         return _Gardener(peer.runner(), peer.device, self, target.geometry.vocab)
 
 

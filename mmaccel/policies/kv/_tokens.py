@@ -10,16 +10,17 @@ Letters: G key/value heads, H query heads, D head size, P tokens a unit, N token
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVView, Piece, Seen, Stream
+from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamPolicy
 from mmaccel.policies.kv._stream import StreamMemory, mean_query, weigh
 from mmaccel.policies.kv._window import Asked, Pair
 
@@ -40,6 +41,24 @@ class Held(NamedTuple):
         """These, and then the tokens of `other`."""
         key, value = (torch.cat(both, 2) for both in zip(self[:2], other[:2], strict=True))
         return Held(key, value, torch.cat([self.column, other.column]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPolicy(StreamPolicy):
+    """The fields of a memory of tokens.
+
+    frames     kept, in tokens of each layer
+    positions  where kept tokens stand: "original" as long as the model's limit allows, then compact; or "compact" always
+    """
+
+    frames: int = 64
+    positions: Literal["original", "compact"] = "original"
+
+    def __post_init__(self) -> None:
+        if self.frames < 1:
+            raise RecipeError(f"{self.name}: frames is {self.frames}; give at least 1.")
+        if self.positions not in ("original", "compact"):
+            raise RecipeError(f"{self.name}: positions is {self.positions!r}; give 'original' or 'compact'.")
 
 
 class TokenMemory(StreamMemory):

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.kv import KVView, Piece, Stream, StreamPolicy, StreamState
+from mmaccel.core.kv import KVView, Piece, Stream, StreamState
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._tokens import Held, TokenMemory, attended
+from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
 
 
 @register("kv", "livevlm")
 @dataclass(frozen=True, kw_only=True)
-class LiveVLM(StreamPolicy):
+class LiveVLM(TokenPolicy):
     """Keep the tokens that recent frames attend to, at least some from every stretch of time; recall the pages that suit.
 
     After Ning et al., "LiveVLM" (2505.15269, second version). After each clip of 32 frames the tokens older than the last
@@ -43,17 +43,16 @@ class LiveVLM(StreamPolicy):
 
     clip: ClassVar[int | None] = 32
 
-    frames: int = 64
     recent: int = 2
     recall: float = 0.4
     scatter: float = 0.5
     bucket: int = 1
     page: int = 16
     probes: int | None = None
-    positions: Literal["original", "compact"] = "original"
 
     def __post_init__(self) -> None:
-        for field in ("frames", "bucket", "page"):
+        super().__post_init__()
+        for field in ("bucket", "page"):
             if getattr(self, field) < 1:
                 raise RecipeError(f"{self.name}: {field} is {getattr(self, field)}; give at least 1.")
         if self.recent < 0:
@@ -64,8 +63,6 @@ class LiveVLM(StreamPolicy):
             raise RecipeError(f"{self.name}: recall is {self.recall}; give more than 0 and at most 1.")
         if not 0 <= self.scatter <= 1:
             raise RecipeError(f"{self.name}: scatter is {self.scatter}; give 0 to 1.")
-        if self.positions not in ("original", "compact"):
-            raise RecipeError(f"{self.name}: positions is {self.positions!r}; give 'original' or 'compact'.")
 
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

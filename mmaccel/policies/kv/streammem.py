@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.kv import KVView, Piece, Stream, StreamPolicy, StreamState
+from mmaccel.core.kv import KVView, Piece, Stream, StreamState
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._tokens import Held, TokenMemory, attended
+from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
 
 
 @register("kv", "streammem")
 @dataclass(frozen=True, kw_only=True)
-class StreamMem(StreamPolicy):
+class StreamMem(TokenPolicy):
     """Keep the tokens that the words between a question and its answer attend to, and one prototype of each frame.
 
     After Yang et al., "StreamMem" (2508.15717). Frames that look like the one before are merged with it. After each clip of
@@ -40,18 +40,13 @@ class StreamMem(StreamPolicy):
     needs: ClassVar[frozenset[str]] = frozenset({"proxy"})
     clip: ClassVar[int | None] = 8
 
-    frames: int = 64
     similar: float | None = 0.95
     prototypes: bool = True
-    positions: Literal["original", "compact"] = "original"
 
     def __post_init__(self) -> None:
-        if self.frames < 1:
-            raise RecipeError(f"{self.name}: frames is {self.frames}; give at least 1.")
+        super().__post_init__()
         if self.similar is not None and not -1 <= self.similar <= 1:
             raise RecipeError(f"{self.name}: similar is {self.similar}; give -1 to 1, or null.")
-        if self.positions not in ("original", "compact"):
-            raise RecipeError(f"{self.name}: positions is {self.positions!r}; give 'original' or 'compact'.")
 
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

@@ -220,7 +220,8 @@ def test_what_travels_with_the_prompt() -> None:
     assert worker.held["inputs"]["second_per_grid_ts"] == [0.5, 1.0]
     warp = _remote._unpacked(worker.held["warp"], "meta")
     assert isinstance(warp, Halved) and warp.by.is_meta, "its tensors are where the draft's logits are"
-    _remote.Remote(worker, VOCAB).begin(given, lambda ids, logits: logits, False, False)
+    with pytest.warns(MmaccelWarning, match="give logits processors that can be pickled"):
+        _remote.Remote(worker, VOCAB).begin(given, lambda ids, logits: logits, False, False)
     assert _remote._unpacked(worker.held["warp"], "cpu") is None
 
 

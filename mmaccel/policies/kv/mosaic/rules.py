@@ -25,22 +25,22 @@ RAISED = 1.1
 class Rules:
     """The numbers of the clustering; the fields of the policy `mosaic` of the same names say what they mean."""
 
-    levels: Levels = "both"
-    visual: int = 16
-    semantic: int = 4
-    init: int = 64
-    smallest: int = 4
-    largest: int = 32
+    levels: Levels
+    visual: int
+    semantic: int
+    init: int
+    smallest: int
+    largest: int
     iterations: int = 10
-    tau_small: float = 1.25
-    tau_large: float = 2.0
-    alpha: float = 8.0
-    threshold: Mode = "relaxing"
-    gain: float = 0.05
-    unmix: float = 0.5
-    new_scene: float = 2.0
-    deferred: bool = True
-    buffer: int = 64
+    tau_small: float
+    tau_large: float
+    alpha: float
+    threshold: Mode
+    gain: float
+    unmix: float
+    new_scene: float
+    deferred: bool
+    buffer: int
 
     def calibrate(self, level: Level) -> Threshold:
         """Of the clusters that a level has now."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
-from mmaccel.policies.kv.mosaic.rules import Rules
+from mmaccel.policies.kv.mosaic.policy import Mosaic
 from mmaccel.policies.kv.mosaic.statistics import summary
 from mmaccel.policies.kv.mosaic.summaries import Summaries
 
 LOOK, WIDTH = 6, 8
 
-SMALL = dict(init=12, visual=4, semantic=2, smallest=3, largest=6, buffer=4, alpha=2.0)
+SMALL: dict[str, int] = dict(init=12, visual=4, semantic=2, smallest=3, largest=6, buffer=4, alpha=2)
 
 
 def plant(
@@ -44,7 +46,8 @@ def runs(units: int, seed: int = 0, kinds: int = 7, hold: int = 7) -> list[int]:
 
 def tree_of(layers: int = 2, parts: int = 1, lift: float = 0.5, **rules: object) -> Hierarchy:
     summaries = Summaries(layers, LOOK, WIDTH, parts, torch.float64, lift)
-    return Hierarchy(Rules(**{**SMALL, **rules}), summaries, layers, LOOK, WIDTH)  # type: ignore[arg-type]
+    chosen = replace(Mosaic().rules(SMALL["init"]), **{**SMALL, **rules})  # type: ignore[arg-type]
+    return Hierarchy(chosen, summaries, layers, LOOK, WIDTH)
 
 
 def feed(

@@ -101,3 +101,14 @@ def test_an_index_is_judged_on_every_segment(random_folder: Callable[[str], Path
     rows = [json.loads(line) for line in out.read_text().splitlines()][1:]
     assert len(rows) >= 2 * 8 and {row["of"] for row in rows} == {"text", "video"}
     assert len({row["case"] for row in rows}) == 2 and all(0 < row["recall"] <= 1 for row in rows)
+
+
+def test_the_shares_of_every_case_are_told(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    shares = bench("shares")
+    shares.main(["--tokens", "2048", "--out", str(out)])
+    rows = {row["case"]: row for row in map(json.loads, out.read_text().splitlines()[1:])}
+    assert set(rows) == set(shares.CASES)
+    assert all(0 < row["listed"] <= row["bound"] and row["bytes"] > 0 for row in rows.values())
+    # Exact patterns are expected to list what they list, blocks on the diagonal aside.
+    assert abs(rows["a_shape"]["expected"] / rows["a_shape"]["bound"] - 1) < 1e-6

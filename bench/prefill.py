@@ -15,11 +15,8 @@ group, and scaled; its row says so (`layers_timed`, `groups_timed`). `--shrink` 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attend import CASES, FRAME, NEAR, Case, GivenDiagonals, bench_case, layout_of, shortened
-from timing import Log, Times, compare, environment
+from steps import Step, run_steps
+from timing import Log, Times, compare
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
@@ -38,15 +36,6 @@ from mmaccel.models import shapes
 SHAPE = "qwen2.5-vl-7b"
 LAYERS = {"model:128k": 28, "model:512k": 2, "model:1m": 1}
 """Layers on which dense prefill is timed; the time of a layer is then counted for each."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step by name: the seconds it takes on an H200, about, and what runs it."""
-
-    name: str
-    seconds: float
-    run: Callable[[argparse.Namespace, Log], None]
 
 
 def layer_step(name: str, case: Case, seconds: float) -> Step:
@@ -226,13 +215,6 @@ def steps() -> list[Step]:
     return [*first, *models, *short, *sweep]
 
 
-def done_before(path: Path) -> set[str]:
-    rows = (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    )
-    return {row["done"] for row in rows if "done" in row}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -256,27 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.repeats, options.warmup = 3, 1
     if options.backends is None:
         options.backends = ["triton"] if torch.device(options.device).type == "cuda" else ["reference"]
-    began = time.monotonic()
-    log = Log(options.out, options.device)
-    print(environment(options.device), flush=True)
-    done = done_before(log.path)
-    for step in steps():
-        if step.name in done or (options.only and not any(step.name.startswith(o) for o in options.only)):
-            continue
-        if time.monotonic() - began + step.seconds / options.shrink > options.limit:
-            print(f"{step.name:24} left for another run", flush=True)
-            continue
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        start = time.monotonic()
-        try:
-            step.run(options, log)
-        except Exception as error:  # what one step meets must not take the others along
-            text = str(error).splitlines()[0] if str(error) else ""
-            log.row(case=step.name, failed=f"{type(error).__name__}: {text}")
-            print(f"{step.name:24} {type(error).__name__}: {text[:120]}", flush=True)
-            continue
-        log.row(done=step.name, seconds=time.monotonic() - start)
+    run_steps(steps(), options)
 
 
 if __name__ == "__main__":

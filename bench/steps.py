@@ -1,0 +1,55 @@
+"""Benchmarks in steps: each runs once, none is begun that would not end in time, what fails leaves the others alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from timing import Log, environment
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step by name: the seconds it takes on an H200, about, and what runs it."""
+
+    name: str
+    seconds: float
+    run: Callable[[argparse.Namespace, Log], None]
+
+
+def done_before(path: Path) -> set[str]:
+    """Names of the steps whose rows are in the file already."""
+    rows = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    )
+    return {row["done"] for row in rows if "done" in row}
+
+
+def run_steps(steps: Sequence[Step], options: argparse.Namespace) -> None:
+    """Run what `options` asks for: `out`, `device`, `only` (beginnings of names), `limit` in seconds, `shrink`."""
+    began = time.monotonic()
+    log = Log(options.out, options.device)
+    print(environment(options.device), flush=True)
+    done = done_before(log.path)
+    for step in steps:
+        if step.name in done or (options.only and not any(step.name.startswith(o) for o in options.only)):
+            continue
+        if time.monotonic() - began + step.seconds / options.shrink > options.limit:
+            print(f"{step.name:24} left for another run", flush=True)
+            continue
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        start = time.monotonic()
+        try:
+            step.run(options, log)
+        except Exception as error:  # what one step meets must not take the others along
+            text = str(error).splitlines()[0] if str(error) else ""
+            log.row(case=step.name, failed=f"{type(error).__name__}: {text}")
+            print(f"{step.name:24} {type(error).__name__}: {text[:120]}", flush=True)
+            continue
+        log.row(done=step.name, seconds=time.monotonic() - start)

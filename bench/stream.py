@@ -1,0 +1,267 @@
+"""The speed table of endless streams at LLaVA-OneVision-7B's shape, in one resumable run.
+
+    python bench/stream.py --device cuda --out bench/results/stream_h200_202601.jsonl
+    python bench/stream.py --device cuda --out ... --only question profile
+    python bench/stream.py --device cpu --out /tmp/rows.jsonl --shrink 30          # does it run at all?
+
+Random weights, bf16, 196 tokens a frame, 1 800 frames of planted scenes (`bench/scenes.py`), all but the window on the host,
+64 retrieved by each layer. Steps:
+
+question  seconds from `VideoSession.ask` to the first token on the host, cluster cache flushed: ReKV with the paper's
+          copies and with coalesced ones, mosaic, and mosaic with one part changed at a time, in turns; for each the copies,
+          the bytes, GB/s while the wire was busy, what was fetched ahead, and the share of recalled frames that show the
+          scenes asked for
+profile   of one question of each memory: launches, device time, and what the host spends its time on
+encode    frames a second through `VideoSession.watch`, vision tower included; with each batching switch off
+memory    device memory after 1 024 and 7 200 frames, its growth a frame, and where keeping everything on the device ends
+streams   frames a second of one process on each of 1, 2, ... devices, to that of one
+day       43 200 rendered frames through `watch` on tiny-ov: seconds a frame and memory, hour by hour
+
+A step whose row is in the file is not run again; none is begun that would not end within `--limit` seconds by its own
+estimate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scenes import QUESTION, SHAPE, Scenes
+from steps import Step, run_steps
+from timing import Log
+from watching import HELD, LOCAL, Sizes, day_step, encode_step, streams_step, wait
+
+import mmaccel
+
+WIRE = ("copies_in", "bytes_in", "seconds_in", "gathers")
+FETCH = ("needed", "covered", "missing", "guessed", "ahead", "early")
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rekv, a copy a frame": ("rekv", {"way": "pieces"}),
+    "rekv, coalesced": ("rekv", {}),
+    "rekv, 8 local frames": ("rekv", {"local": LOCAL}),
+    "rekv, 1 frame": ("rekv", {"budget": 1}),
+    "mosaic": ("mosaic", {}),
+    "mosaic, asked again": ("mosaic", {"warm": True}),
+    "mosaic, no prefetch": ("mosaic", {"prefetch": False}),
+    "mosaic, predictor projected": ("mosaic", {"predictor": "projected"}),
+    "mosaic, predictor frames": ("mosaic", {"predictor": "frames"}),
+    "mosaic, no pseudo tokens": ("mosaic", {"reps": 0}),
+    "mosaic, no local frames, no pseudo tokens": ("mosaic", {"reps": 0, "local": 0}),
+}
+
+
+@contextmanager
+def changed(state: Any, told: Mapping[str, Any]) -> Iterator[None]:
+    """A memory with one part changed, for a question."""
+    own = {k: v for k, v in told.items() if k in ("local", "budget")}
+    before = {name: getattr(state, name) for name in own}
+    policy, way = getattr(state, "policy", None), state.store._default
+    for name, value in own.items():
+        setattr(state, name, value)
+    state.store._default = told.get("way", way)
+    if policy is not None:
+        known = {k: v for k, v in told.items() if hasattr(policy, k) and k not in own}
+        state.policy = replace(policy, **known)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(state, name, value)
+        state.store._default = way
+        if policy is not None:
+            state.policy = policy
+
+
+def asked(sizes: Sizes, variant: str, kinds: tuple[int, ...]) -> dict[str, float]:
+    """One question under a variant: seconds and the difference that it made to the counters."""
+    name, told = VARIANTS[variant]
+    session, scenes = HELD.session(sizes, name)
+    live = session._live
+    assert live is not None
+    state: Any = live.state
+    if hasattr(state, "fetcher") and not told.get("warm"):
+        state.fetcher.cache.flush()
+    with changed(state, told), scenes.asking(*kinds):
+        before = state.counters()
+        wait(sizes.device)
+        began = time.perf_counter()
+        answer = session.ask(QUESTION, 1)
+        wait(sizes.device)
+        whole = time.perf_counter() - began
+    after = state.counters()
+    found = {"ttft_s": answer.ttft_s, "whole_s": whole, "recall": scenes.recall(answer, kinds)}
+    for names, prefix in ((WIRE, "host_"), (FETCH, "fetch_")):
+        for one in names:
+            if prefix + one in after:
+                found[one] = after[prefix + one] - before[prefix + one]
+    return found
+
+
+def question_step(options: argparse.Namespace, log: Log) -> None:
+    sizes, draw = Sizes(options), random.Random(0)
+    rows: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+    for number in range(sizes.questions + 2):
+        kinds = tuple(draw.sample(range(sizes.kinds), 2))
+        for variant in VARIANTS:
+            found = asked(sizes, variant, kinds)
+            if number >= 2:
+                rows[variant].append(found)
+    for variant, some in rows.items():
+        mean = {name: statistics.fmean(row[name] for row in some) for name in some[0]}
+        ttft = sorted(row["ttft_s"] for row in some)
+        row: dict[str, Any] = {
+            "case": "question",
+            "way": variant,
+            "p50_s": statistics.median(ttft),
+            "p95_s": ttft[min(len(ttft) - 1, round(0.95 * (len(ttft) - 1)))],
+            "questions": len(ttft),
+            "frames": sizes.frames,
+            "model": SHAPE,
+            **mean,
+        }
+        if mean.get("seconds_in"):
+            row["gb_s"] = mean["bytes_in"] / mean["seconds_in"] / 1e9
+        if "covered" in mean:
+            row["coverage"] = mean["covered"] / max(1.0, mean["covered"] + mean["missing"])
+        log.row(**row)
+        print(
+            f"question {variant:42} p50 {row['p50_s'] * 1e3:7.1f} ms, p95 {row['p95_s'] * 1e3:7.1f}, "
+            f"whole {mean['whole_s'] * 1e3:6.1f}, {mean['bytes_in'] / 1e6:5.0f} MB at {row.get('gb_s', 0):4.1f} GB/s, "
+            f"{mean['copies_in']:5.0f} copies, ahead {row.get('coverage', 0):.2f}, of the scenes {mean['recall']:.2f}",
+            flush=True,
+        )
+    growth(sizes, log)
+
+
+def growth(sizes: Sizes, log: Log) -> None:
+    """What a frame adds on the device: the index of each memory, over the frames of the stream."""
+    for name in ("rekv", "mosaic"):
+        state: Any = HELD.session(sizes, name)[0]._live.state  # type: ignore[union-attr]
+        kept = state.index.nbytes() + state.store.nbytes()
+        log.row(case="growth", way=name, frames=sizes.frames, index_bytes=kept, a_frame=kept / sizes.frames)
+        print(f"growth {name}: {kept / sizes.frames / 1024:.1f} KiB a frame", flush=True)
+
+
+def profile_step(options: argparse.Namespace, log: Log) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    sizes = Sizes(options)
+    cuda = sizes.device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    for variant in ("rekv, coalesced", "mosaic", "mosaic, predictor projected"):
+        asked(sizes, variant, (0, 1))
+        with profile(activities=kinds) as told:
+            asked(sizes, variant, (1, 2))
+        events = told.key_averages()
+        launches = sum(e.count for e in events if e.key.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
+        waits = sum(e.count for e in events if "Synchronize" in e.key)
+        device_s = sum(getattr(e, "self_device_time_total", 0) for e in events) / 1e6
+        ops = sum(e.count for e in events if e.key.startswith("aten::"))
+        top = sorted(events, key=lambda e: -e.self_cpu_time_total)[:24]
+        slow = {e.key[:60]: [e.count, round(e.self_cpu_time_total / 1e3, 2)] for e in top}
+        kernels = sorted(events, key=lambda e: -getattr(e, "self_device_time_total", 0))[:14]
+        busy = {
+            e.key[:60]: [e.count, round(getattr(e, "self_device_time_total", 0) / 1e3, 2)] for e in kernels
+        }
+        log.row(
+            case="profile",
+            way=variant,
+            launches=launches,
+            waits=waits,
+            ops=ops,
+            device_s=device_s,
+            host=slow,
+            device=busy,
+        )
+        print(
+            f"profile {variant}: {launches} launches, {waits} waits, {ops} ops, device {device_s * 1e3:.1f} ms"
+        )
+        print("  host, count and ms:", json.dumps(slow))
+        print("  device, count and ms:", json.dumps(busy), flush=True)
+
+
+def memory_step(options: argparse.Namespace, log: Log) -> None:
+    sizes = Sizes(options)
+    HELD.drop("rekv", "mosaic")
+    model, processor = HELD.model(sizes)
+    scenes = Scenes(model, sizes.late, sizes.kinds)
+    cuda = sizes.device.type == "cuda"
+    with mmaccel.VideoSession(model, processor, None, kv=sizes.kv("mosaic")) as session:
+        for until in (sizes.early, sizes.late):
+            if session.frames:
+                scenes.go_on(session, until)
+            else:
+                scenes.open(session, (sizes.side, sizes.side), until)
+            if cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            with scenes.asking(0, 1):
+                answer = session.ask(QUESTION, 8)
+            with scenes.asking(2, 1):
+                session.ask(QUESTION, 8)
+            state: Any = session._live.state  # type: ignore[union-attr]
+            index = state.index.nbytes() + state.store.nbytes()
+            peak = torch.cuda.max_memory_allocated() if cuda else 0
+            log.row(
+                case="memory", way="mosaic", frames=until, peak_bytes=peak, index_bytes=index, rest_bytes=peak - index,
+                ttft_s=answer.ttft_s, host_bytes=answer.counters["host_bytes"],
+            )  # fmt: skip
+            print(
+                f"memory at {until} frames: peak {peak / 2**30:.2f} GiB, of it index {index / 2**20:.1f} MiB, host "
+                f"{answer.counters['host_bytes'] / 2**30:.1f} GiB, first token {answer.ttft_s * 1e3:.0f} ms",
+                flush=True,
+            )
+    shape = scenes.geometry
+    frame = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2 * (state.stream.unit)
+    weights = sum(p.nbytes for p in model.parameters())
+    total = torch.cuda.get_device_properties(0).total_memory if cuda else 0
+    log.row(
+        case="memory", way="full", frame_bytes=frame, weight_bytes=weights, out_at=(total - weights) // frame
+    )
+    print(
+        f"memory of keeping everything: {frame / 2**20:.1f} MiB a frame, full at {(total - weights) // frame} frames"
+    )
+
+
+def steps() -> list[Step]:
+    found: list[tuple[str, float, Callable[[argparse.Namespace, Log], None]]] = [
+        ("question", 120.0, question_step),
+        ("profile", 60.0, profile_step),
+        ("encode", 60.0, encode_step),
+        ("day", 240.0, day_step),
+        ("memory", 150.0, memory_step),
+        ("streams", 150.0, streams_step),
+    ]
+    return [Step(*one) for one in found]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
+    parser.add_argument("--only", nargs="+", help="steps, or the beginnings of their names")
+    parser.add_argument("--limit", type=float, default=520.0, help="seconds in all")
+    parser.add_argument("--questions", type=int, default=20, help="questions of each variant")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="the tiny model, and all lengths divided: a smoke test"
+    )
+    run_steps(steps(), parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""What it takes to watch: the steps of `bench/stream.py` in which frames go through `VideoSession.watch`; what all share."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from typing import Any
+
+import torch
+from scenes import SIDE, Scenes, build
+from timing import Log, Times
+
+import mmaccel
+from mmaccel.world import World, render
+
+WINDOW, FRAMES, LOCAL, KINDS = 76, 64, 8, 48
+"""Of every memory, in frames; and the scenes of the stream."""
+DAY, HOUR = 43200, 1800
+
+
+class Sizes:
+    """What the steps run at: the table's sizes, or under `--shrink` ones that show that the steps run."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.small, self.device = options.shrink > 1, torch.device(options.device)
+        part = options.shrink
+        self.window, self.budget, self.local = (max(2, n // part) for n in (WINDOW, FRAMES, LOCAL))
+        self.frames, self.questions = max(24, 1800 // part), 3 if self.small else options.questions
+        self.kinds, self.side = max(3, KINDS // part), 112 if self.small else SIDE
+        self.early, self.late = (max(30, n // part) for n in (1024, 7200))
+        self.day, self.hour = max(96, DAY // (part * 8)), max(24, HOUR // (part * 8))
+        if not self.small:
+            self.day, self.hour = DAY, HOUR
+
+    def kv(self, name: str, **more: Any) -> dict[str, Any]:
+        """A memory under the common window and budget."""
+        fields: dict[str, Any] = {"name": name, "window": self.window, "frames": self.budget}
+        if name == "mosaic":
+            fields["local"] = self.local
+            if self.small:
+                fields |= {"init": 16}
+        return {**fields, **more}
+
+
+class Held:
+    """The model and the streams that steps share; made when first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def model(self, sizes: Sizes) -> tuple[Any, Any]:
+        if "model" not in self._made:
+            self._made["model"] = build(str(sizes.device), sizes.small)
+        return self._made["model"]  # type: ignore[no-any-return]
+
+    def session(self, sizes: Sizes, name: str) -> tuple[mmaccel.VideoSession, Scenes]:
+        """A session with the planted stream in the memory `name`."""
+        if name not in self._made:
+            model, processor = self.model(sizes)
+            scenes = Scenes(model, sizes.frames, sizes.kinds)
+            session = mmaccel.VideoSession(model, processor, None, kv=sizes.kv(name))
+            began = time.perf_counter()
+            scenes.open(session, (sizes.side, sizes.side))
+            wait(sizes.device)
+            print(
+                f"  {name}: {sizes.frames} frames planted in {time.perf_counter() - began:.1f} s", flush=True
+            )
+            self._made[name] = session, scenes
+        return self._made[name]  # type: ignore[no-any-return]
+
+    def drop(self, *names: str) -> None:
+        """Give up streams, or the model."""
+        for name in names:
+            made = self._made.pop(name, None)
+            if made is not None and isinstance(made[0], mmaccel.VideoSession):
+                made[0].close()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+HELD = Held()
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def rate(session: mmaccel.VideoSession, frames: torch.Tensor, repeats: int, device: torch.device) -> Times:
+    """Seconds a frame, watching `frames` again and again."""
+    taken = []
+    for _ in range(repeats):
+        wait(device)
+        began = time.perf_counter()
+        session.watch(frames, fps=0.5)
+        wait(device)
+        taken.append((time.perf_counter() - began) / len(frames))
+    return Times(tuple(taken))
+
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "all on": {},
+    "vision off": {"clip": 1},
+    "layers off": {"batch_layers": False},
+    "matching off": {"batch_match": False},
+}
+
+
+def encode_step(options: argparse.Namespace, log: Log) -> None:
+    sizes = Sizes(options)
+    model, processor = HELD.model(sizes)
+    count = 12 if sizes.small else 64
+    draw = torch.Generator(sizes.device).manual_seed(0)
+    frames = torch.randint(
+        256, (count, 3, sizes.side, sizes.side), generator=draw, device=sizes.device, dtype=torch.uint8
+    )
+    for memory, switches in (("mosaic", SWITCHES), ("rekv", {"all on": {}})):
+        for way, told in switches.items():
+            with mmaccel.VideoSession(model, processor, None, kv=sizes.kv(memory, **told)) as session:
+                slow = way in ("vision off", "layers off")
+                session.watch(frames[: count // 4] if slow else frames, fps=0.5)
+                if not slow:
+                    session.watch(frames, fps=0.5)
+                times = rate(session, frames[: count // 2] if slow else frames, 3, sizes.device)
+            log.row(case="encode", way=f"{memory}, {way}", frames_s=1 / times.median, **times.row())
+            print(f"encode {memory}, {way:14} {1 / times.median:7.1f} frames/s", flush=True)
+
+
+def work_apart(rank: int, count: int, small: bool, rounds: int, gate: Any, told: Any) -> None:
+    """One stream of one process on its own device."""
+    options = argparse.Namespace(
+        shrink=30 if small else 1, device=f"cuda:{rank}" if torch.cuda.is_available() else "cpu"
+    )
+    options.questions = 1
+    sizes = Sizes(options)
+    if sizes.device.type == "cuda":
+        torch.cuda.set_device(sizes.device)
+    torch.set_num_threads(1)
+    model, processor = build(str(sizes.device), small)
+    frames = torch.randint(256, (16 if small else 64, 3, sizes.side, sizes.side), dtype=torch.uint8).to(
+        sizes.device
+    )
+    with mmaccel.VideoSession(model, processor, None, kv=sizes.kv("mosaic")) as session:
+        for _ in range(2):
+            session.watch(frames, fps=0.5)
+        gate.wait()
+        told.put(rate(session, frames, rounds, sizes.device).median)
+
+
+def streams_step(options: argparse.Namespace, log: Log) -> None:
+    sizes, alone = Sizes(options), 0.0
+    HELD.drop("rekv", "mosaic", "model")
+    devices = torch.cuda.device_count() if sizes.device.type == "cuda" else 2
+    mp = torch.multiprocessing.get_context("spawn")
+    for count in [n for n in (1, 2, 4, 8) if n <= devices]:
+        gate, told = mp.Barrier(count), mp.Queue()
+        args = (count, sizes.small, 1 if sizes.small else 5, gate, told)
+        workers = [mp.Process(target=work_apart, args=(rank, *args)) for rank in range(count)]
+        for one in workers:
+            one.start()
+        found = [told.get(timeout=240) for _ in workers]
+        for one in workers:
+            one.join()
+        total = sum(1 / seconds for seconds in found)
+        alone = alone or total
+        log.row(case="streams", devices=count, frames_s=total, linear=total / (alone * count))
+        print(
+            f"streams on {count} devices: {total:.1f} frames/s, {total / (alone * count):.2f} of linear",
+            flush=True,
+        )
+
+
+def day_step(options: argparse.Namespace, log: Log) -> None:
+    sizes = Sizes(options)
+    dtype = torch.bfloat16 if sizes.device.type == "cuda" else torch.float32
+    model = mmaccel.load_model("tiny-ov", dtype=dtype).to(sizes.device)
+    processor = mmaccel.load_processor("tiny-ov")
+    kv = sizes.kv("mosaic", window=min(32, sizes.window), frames=min(32, sizes.budget))
+    with mmaccel.VideoSession(model, processor, None, kv=kv, chunk=64 * 64) as session:
+        for hour in range(sizes.day // sizes.hour):
+            table = World.generate(900 + hour, sizes.hour).table(0.3)
+            on = {name: column.to(sizes.device) for name, column in table.items()}
+            drawn = watched = 0.0
+            for first in range(0, sizes.hour, 256):
+                wait(sizes.device)
+                began = time.perf_counter()
+                frames = render({name: column[first : first + 256] for name, column in on.items()}, 112, 112)
+                wait(sizes.device)
+                middle = time.perf_counter()
+                session.watch(frames, fps=0.5)
+                wait(sizes.device)
+                drawn, watched = drawn + middle - began, watched + time.perf_counter() - middle
+            answer = session.ask("what colour was the star ?", 4)
+            told = answer.counters
+            held = torch.cuda.memory_allocated() if sizes.device.type == "cuda" else 0
+            log.row(
+                case="day", hour=hour + 1, frames=session.frames, frame_s=watched / sizes.hour,
+                drawn_s=drawn / sizes.hour, device_bytes=held, index_bytes=told["index_bytes"],
+                host_bytes=told["host_bytes"], summary_bytes=told["summary_bytes"], clusters=told["clusters"],
+                visual_clusters=told["visual_clusters"], ttft_s=answer.ttft_s,
+            )  # fmt: skip
+            print(
+                f"day, hour {hour + 1:2}: {watched / sizes.hour * 1e3:6.2f} ms a frame, drawing "
+                f"{drawn / sizes.hour * 1e3:.2f}; device {held / 2**20:7.1f} MiB, index {told['index_bytes'] / 2**20:6.1f}, "
+                f"host {told['host_bytes'] / 2**20:8.1f}; {told['clusters']:.0f} clusters; first token "
+                f"{answer.ttft_s * 1e3:.1f} ms",
+                flush=True,
+            )

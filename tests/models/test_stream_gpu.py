@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel.media.preprocess import resize
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -39,18 +40,26 @@ def _fields(kv: str) -> Any:
     return mmaccel.core.registry.registry("kv")[kv].__dataclass_fields__
 
 
+def of_own_size(frames: torch.Tensor) -> torch.Tensor:
+    """Frames that the processor need not resize: devices round the bytes of resized ones differently."""
+    return resize(frames, (112, 112))
+
+
 @pytest.mark.parametrize("kv", TIGHT)
 def test_what_comes_back_from_pinned_memory_is_what_the_cpu_recalls(kv: str) -> None:
-    """In float32; and in bfloat16 it runs."""
+    """In float64, for in float32 a choice between tokens of nearly equal scores turns on rounding (pixels, TF32 in the
+    vision tower's convolution), and logits move by a percent; and in bfloat16 it runs."""
     found = []
     for device in ("cpu", "cuda"):
         model, processor = pair("random-ov")
-        moved = copy.deepcopy(model).to(device, torch.float32)
+        moved = copy.deepcopy(model).to(device, torch.float64)
         with mmaccel.VideoSession(moved, processor, None, kv=TIGHT[kv]) as session:
-            for part in film(25).split(7):
+            for part in of_own_size(film(25)).split(7):
                 session.watch(part, fps=FPS)
             found.append(logits(session).cpu())
-    assert (found[0] - found[1]).abs().max() <= 1e-2
+    assert found[0].dtype == torch.float64
+    # Some means are taken in float32.
+    assert (found[0] - found[1]).abs().max() <= 1e-5
     _, session = on_gpu("random-ov", torch.bfloat16, TIGHT[kv])
     with session:
         session.watch(film(25), fps=FPS)

@@ -46,7 +46,7 @@ from watching import HELD, LOCAL, Sizes, day_step, encode_step, streams_step, wa
 import mmaccel
 
 WIRE = ("copies_in", "bytes_in", "seconds_in", "gathers")
-FETCH = ("needed", "covered", "missing", "guessed", "ahead", "early")
+FETCH = ("needed", "covered", "missing", "guessed", "in_time", "slack_s", "waited_s", "waited_missing_s")
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rekv, a copy a frame": ("rekv", {"way": "pieces"}),
@@ -135,12 +135,15 @@ def question_step(options: argparse.Namespace, log: Log) -> None:
         if mean.get("seconds_in"):
             row["gb_s"] = mean["bytes_in"] / mean["seconds_in"] / 1e9
         if "covered" in mean:
-            row["coverage"] = mean["covered"] / max(1.0, mean["covered"] + mean["missing"])
+            crossed = max(1.0, mean["covered"] + mean["missing"])
+            row |= {"coverage": mean["covered"] / crossed, "in_time_share": mean["in_time"] / crossed}
         log.row(**row)
         print(
             f"question {variant:42} p50 {row['p50_s'] * 1e3:7.1f} ms, p95 {row['p95_s'] * 1e3:7.1f}, "
             f"whole {mean['whole_s'] * 1e3:6.1f}, {mean['bytes_in'] / 1e6:5.0f} MB at {row.get('gb_s', 0):4.1f} GB/s, "
-            f"{mean['copies_in']:5.0f} copies, ahead {row.get('coverage', 0):.2f}, of the scenes {mean['recall']:.2f}",
+            f"{mean['copies_in']:5.0f} copies, ahead {row.get('coverage', 0):.2f}, "
+            f"in time {row.get('in_time_share', 0):.2f}, waited {1e3 * mean.get('waited_s', 0):4.1f} and "
+            f"{1e3 * mean.get('waited_missing_s', 0):4.1f} ms, of the scenes {mean['recall']:.2f}",
             flush=True,
         )
     growth(sizes, log)

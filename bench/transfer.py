@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from timing import Log, compare, measure
 
-from mmaccel.policies.kv.store import HostStore
+from mmaccel.policies.kv.store import HostStore, Ticket
 
 RUNS = (1, 4, 16)
 WAYS = ("pieces", "copies", "gather", "index", "auto")
@@ -117,7 +117,7 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
 
     one = measure(product, warmup=3, repeats=9, device=options.device).median
     products = max(1, round(alone / options.layers / one))
-    slots, early = store.slots(2, len(asked[0])), list[bool]()
+    slots, tickets = store.slots(2, len(asked[0])), list[Ticket]()
 
     def buffered() -> None:
         ticket = slots.fetch_async(0, asked[0])
@@ -128,7 +128,7 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
             with mine:
                 for _ in range(products):
                     product()
-            early.append(bool(mine.early))
+            tickets.append(mine)
 
     def waiting() -> None:
         for layer, units in enumerate(asked):
@@ -142,6 +142,7 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
 
     works = {"buffered": buffered, "waiting": waiting, "computing": computing}
     times = compare(works, warmup=options.warmup, repeats=options.repeats, device=options.device)
+    early = [(ticket.slack() or 0.0) >= 0 for ticket in tickets]
     return [
         dict(
             case="overlap",

@@ -11,6 +11,11 @@ from mmaccel.policies.kv.mosaic.cache import Cache
 from mmaccel.policies.kv.store import HostStore, Ticket
 from mmaccel.policies.kv.store.wire import in_units, on_device
 
+COUNTED = ("needed", "cached", "covered", "missing", "guessed", "ahead", "in_time")
+
+PENDING = 256
+"""Timed transfers that may await being read."""
+
 
 class Fetcher:
     """Brings entries of a layer from the store, for one question after the other.
@@ -18,17 +23,19 @@ class Fetcher:
     What `prefetch` guessed wrongly is never seen, and what it left out is fetched before `bring` returns: the result does
     not depend on the guess. Three buffers: of the layer at hand what came ahead and what is missing, and the next layer's.
 
-    counts  entries needed; of these cached, covered (fetched ahead, at all layers but the first), missing; entries guessed;
-            transfers ahead that had ended when they were waited for ("early"), of all of them ("ahead")
+    counts  entries needed; of these cached, covered (fetched ahead), missing; entries guessed; entries covered by
+            transfers ahead that had ended before the device came to wait for them ("in_time"); transfers ahead ("ahead");
+            by how many seconds those that were in time came before ("slack_s"), and for how many seconds the device waited
+            for what was fetched ahead ("waited_s") and for what was missing ("waited_missing_s")
     """
 
     def __init__(self, store: HostStore, cache: Cache, room: int) -> None:
         self._store, self.cache, self._room = store, cache, room
         self._slots = store.slots(3)
         self._ahead: dict[int, tuple[list[int], Ticket]] = {}
-        self.counts = Counter(
-            dict.fromkeys(("needed", "cached", "covered", "missing", "guessed", "ahead", "early"), 0)
-        )
+        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self._seconds = dict.fromkeys(("slack_s", "waited_s", "waited_missing_s"), 0.0)
+        self._timed: list[tuple[Ticket, int, bool]] = []
         self._wanted_later = 0
 
     def prefetch(self, layer: int, entries: Sequence[int]) -> None:
@@ -36,7 +43,7 @@ class Fetcher:
         wanted = [entries[place] for place in self.cache.split(layer, entries, use=False)[1]]
         if wanted:
             self._ahead[layer] = wanted, self._slots.fetch_async(layer, wanted)
-            self.counts["guessed"] += len(wanted)
+            self._counts["guessed"] += len(wanted)
 
     def bring(self, layer: int, entries: Sequence[int], then: Callable[[], None]) -> tuple[Tensor, Tensor]:
         """Keys and values [1, G, k * p, D] of `entries`; `then` is called when all that is missing is under way."""
@@ -66,7 +73,7 @@ class Fetcher:
         if gone and self._room:
             rows = view if len(gone) == len(entries) else view.index_select(2, _at(gone, out))
             self.cache.put(layer, [entries[place] for place in gone], rows, self._room)
-        self._count(layer, entries, here, hit, miss, ticket)
+        self._count(layer, entries, here, hit, miss, ticket, late)
         return out[0][None], out[1][None]
 
     def drop(self, layer: int | None = None) -> None:
@@ -75,9 +82,14 @@ class Fetcher:
             if one in self._ahead:
                 self._ahead.pop(one)[1].release()
 
+    def counts(self) -> dict[str, float]:
+        """See above; waits for transfers under way."""
+        self._settle_times(0)
+        return {**{name: float(count) for name, count in self._counts.items()}, **self._seconds}
+
     def coverage(self) -> float:
         """Of the entries that had to cross the wire for layers after the first, the share that was fetched ahead."""
-        return self.counts["covered"] / max(1, self._wanted_later)
+        return self._counts["covered"] / max(1, self._wanted_later)
 
     def nbytes(self) -> int:
         return self._slots.nbytes() + self.cache.nbytes()
@@ -90,11 +102,30 @@ class Fetcher:
         hit: list[int],
         miss: list[int],
         ticket: Ticket | None,
+        late: Ticket | None,
     ) -> None:
-        self.counts.update(needed=len(entries), cached=len(here), covered=len(hit), missing=len(miss))
+        self._counts.update(needed=len(entries), cached=len(here), covered=len(hit), missing=len(miss))
         self._wanted_later += (len(hit) + len(miss)) * (layer > 0)
         if ticket is not None:
-            self.counts.update(ahead=1, early=int(bool(ticket.early)))
+            self._counts.update(ahead=1)
+            self._timed.append((ticket, len(hit), True))
+        if late is not None:
+            self._timed.append((late, len(miss), False))
+        self._settle_times(PENDING)
+
+    def _settle_times(self, keep: int) -> None:
+        """Read all but the last `keep` timed transfers."""
+        cut = max(0, len(self._timed) - keep)
+        for ticket, entries, ahead in self._timed[:cut]:
+            slack = ticket.slack()
+            if slack is None:
+                continue
+            if ahead and slack >= 0:
+                self._counts["in_time"] += entries
+                self._seconds["slack_s"] += slack
+            elif slack < 0:
+                self._seconds["waited_s" if ahead else "waited_missing_s"] -= slack
+        del self._timed[:cut]
 
 
 def _place(ticket: Ticket, view: Tensor, places: list[int], rows: list[int]) -> None:

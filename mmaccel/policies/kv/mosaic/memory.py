@@ -336,7 +336,7 @@ class MosaicMemory(StreamMemory):
             "clusters": float(clusters),
             "buffered": sum(int(tree.semantic.size[at, ids].sum()) for at, ids in enumerate(tree.buffer)),
             **{name: tree.counters[name] for name in COUNTED},
-            **{f"fetch_{name}": count for name, count in self.fetcher.counts.items()},
+            **{f"fetch_{name}": count for name, count in self.fetcher.counts().items()},
             "prefetch_coverage": self.fetcher.coverage(),
             "index_bytes": self.index.nbytes(),
             "summary_bytes": tree.summaries.nbytes(),

@@ -32,15 +32,13 @@ class _Slot:
 
 
 class Ticket:
-    """Units under way to a buffer. `wait` gives them; `release`, after the last reader was issued, gives the buffer back.
-
-    early   set by `wait`: whether all had arrived before anyone waited
-    """
+    """Units under way to a buffer. `wait` gives them; `release`, after the last reader was issued, gives the buffer back."""
 
     def __init__(self, slot: _Slot, units: int, tokens: int, lanes: Lanes) -> None:
         self._slot, self._rows, self._lanes = slot, units * tokens, lanes
+        self._ready = slot.ready
+        self._asked: Mark | None = None
         self._open = True
-        self.early: bool | None = None
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Keys and values, each [G, n * P, D], that may be read by what is issued on the compute lane from now on."""
@@ -48,10 +46,19 @@ class Ticket:
             raise StoreError("host store: a ticket that was released cannot be waited for; fetch again.")
         buffer, ready = self._slot.buffer, self._slot.ready
         assert buffer is not None and ready is not None
-        if self.early is None:
-            self.early = ready.done()
+        if self._asked is None:
+            self._asked = self._lanes.compute.mark(timed=True)
         self._lanes.compute.wait(ready)
         return buffer[0, :, : self._rows], buffer[1, :, : self._rows]
+
+    def slack(self) -> float | None:
+        """Seconds between the arrival of the units and the moment when the compute lane came to wait for them, by the
+        device's clock: negative when it had to wait, None when it never came. Blocks until both have passed."""
+        if self._asked is None or self._ready is None:
+            return None
+        self._asked.sync()
+        self._ready.sync()
+        return self._ready.seconds(self._asked)
 
     def release(self) -> None:
         """The buffer may be overwritten once what was issued on the compute lane so far has run; again: nothing happens."""

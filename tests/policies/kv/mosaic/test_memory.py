@@ -82,10 +82,14 @@ def test_how_it_is_done_changes_no_answer(fields: dict[str, Any]) -> None:
     assert partition(plain.state.tree) == partition(other.state.tree)
 
 
-def test_a_guess_by_the_next_layer_s_own_query_is_right_where_layers_agree() -> None:
-    driven = watched(predictor="projected", cache=0)
+def test_a_guess_by_this_layer_s_query_is_right_where_layers_agree() -> None:
+    driven = Driven(cache=0)
+    driven.kinds[:, 1:] = driven.kinds[:, :1]
+    driven.watch(80)
     driven.ask(0)
-    assert driven.counters["fetch_ahead"] == driven.counters["fetch_early"] > 0
+    told = driven.counters
+    assert told["fetch_covered"] == told["fetch_in_time"] > told["fetch_missing"] / 2
+    assert 0.5 < told["prefetch_coverage"] <= 1 and told["fetch_slack_s"] > 0
 
 
 @pytest.mark.parametrize("step", [1, 3, 11])

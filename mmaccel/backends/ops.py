@@ -25,6 +25,12 @@ DENSE_ATTEND = (
     "(Tensor query, Tensor key, Tensor value, float scale, SymInt start=0, Tensor? valid=None, SymInt sinks=0, "
     "SymInt? window=None, Tensor? column=None) -> Tensor"
 )
+REACH = (
+    "(Tensor q_row, Tensor k_row, Tensor q_place, Tensor k_place, int lo, int hi, int block_q, int block_k) "
+    "-> (Tensor row, Tensor kind)"
+)
+LISTED_AREA = "(Tensor row, Tensor index, Tensor nq, Tensor nk) -> Tensor"
+GATHER_UNITS = "(Tensor(a!) out, Tensor[] slab, Tensor base, Tensor slot) -> ()"
 GATHER_UNITS = "(Tensor(a!) out, Tensor[] slab, Tensor base, Tensor slot) -> ()"
 
 
@@ -38,8 +44,9 @@ def ragged(offset: Tensor, index: Tensor, kind: Tensor) -> tuple[Tensor, Tensor,
 
     A tensor `offset` of four dimensions [b, h, M, 5] holds, for each list, where it begins in `index`, its length, the
     first and the last but one entry between which nothing is tested, and what is added to its entries; `kind` [b, h, N]
-    is then that of key blocks, and an empty `index` that of all key blocks in their order, in which a block that is not
-    listed holds no pair within the range. Otherwise the lists lie one after another already, and are given back.
+    is then that of key blocks, and an empty `index` that of all key blocks in their order: a block that is not listed, but
+    lies between such as the query blocks 2m and 2m + 1 list, holds no pair within the range. Otherwise the lists lie one
+    after another already, and are given back.
     """
     if offset.dim() == 3:
         return offset, index, kind
@@ -134,6 +141,43 @@ def _dense_attend(
     )
 
 
+def _reach(q_row: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    from mmaccel.backends import triton
+
+    if triton.usable(q_row.device) is None:
+        from mmaccel.backends.triton.lists import reach as launch
+
+        return launch(q_row, *rest)
+    from mmaccel.backends.reference.lists import reach as plain
+
+    return plain(q_row, *rest)
+
+
+def _listed_area(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
+    from mmaccel.backends import triton
+
+    if triton.usable(row.device) is None:
+        from mmaccel.backends.triton.lists import listed_area as launch
+
+        return launch(row, index, nq, nk)
+    from mmaccel.backends.reference.lists import listed_area as plain
+
+    return plain(row, index, nq, nk)
+
+
+def _gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor) -> None:
+    from mmaccel.backends import triton
+
+    if triton.usable(out.device) is None:
+        from mmaccel.backends.triton.gather import gather_units as launch
+
+        launch(out, slab, base, slot)
+    else:
+        from mmaccel.backends.reference.gather import gather_units as plain
+
+        plain(out, slab, base, slot)
+
+
 def _gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor) -> None:
     from mmaccel.backends import triton
 
@@ -183,3 +227,42 @@ long, on the device: slot s is entry ``s % slots`` of slab ``s // slots``, and -
 @gather_units.register_fake
 def _gather_units_shape(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor) -> None:
     return None
+
+
+reach = torch.library.custom_op("mmaccel::reach", _reach, mutates_args=(), schema=REACH)
+"""The run of key blocks that a range of places reaches from each block of queries; few launches where Triton runs.
+
+q_row [b, h, P], k_row [b, h, N], q_place [b, h, P], k_place [b, h, N], b and h each 1 or all there are; the places of keys
+that are there (k_row >= 0) ascend. Gives row [b, h, P / block_q, 5] and kind [b, h, N / block_k] as `ragged` takes them,
+without an index: from the first block in which a pair may pass ``lo <= q_place - k_place < hi`` to the last.
+"""
+
+
+@reach.register_fake
+def _reach_shape(
+    q_row: Tensor,
+    k_row: Tensor,
+    q_place: Tensor,
+    k_place: Tensor,
+    lo: int,
+    hi: int,
+    block_q: int,
+    block_k: int,
+) -> tuple[Tensor, Tensor]:
+    key_b, key_h = (max(x, y) for x, y in zip(k_row.shape[:2], k_place.shape[:2], strict=True))
+    b, h = (max(*of) for of in zip(q_row.shape[:2], q_place.shape[:2], (key_b, key_h), strict=True))
+    row = q_row.new_empty(b, h, q_row.shape[-1] // block_q, 5, dtype=torch.int64)
+    return row, k_row.new_empty(key_b, key_h, k_row.shape[-1] // block_k, dtype=torch.int8)
+
+
+listed_area = torch.library.custom_op(
+    "mmaccel::listed_area", _listed_area, mutates_args=(), schema=LISTED_AREA
+)
+"""[b, h] float64: over lists as `ragged` takes them, row [b, h, M, 5] and index, the sum of nq [b, h, M] of each block of
+queries times nk [b, h, N] of the key blocks that it lists."""
+
+
+@listed_area.register_fake
+def _listed_area_shape(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
+    b, h = (max(*of) for of in zip(row.shape[:2], nq.shape[:2], nk.shape[:2], strict=True))
+    return row.new_empty(b, h, dtype=torch.float64)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmaccel.backends import ops
 from mmaccel.backends.ops import ragged
 
 
@@ -69,9 +70,6 @@ class BlockLists:
 BEGIN, COUNT, HEAD, TAIL, SHIFT = range(5)
 """What `BlockRuns.row` tells of a list."""
 
-ENTRIES = 1 << 24
-"""Most entries of lists looked at at a time, where they are counted."""
-
 
 @dataclass(frozen=True, eq=False)
 class BlockRuns:
@@ -101,25 +99,8 @@ class BlockRuns:
 
     def area(self, nq: Tensor, nk: Tensor) -> Tensor:
         """As `BlockLists.area`."""
-        b, h, m = (max(x, y) for x, y in zip((*self.row.shape[:2], 1), (*nk.shape[:2], 1), strict=True))
-        m = self.row.shape[2]
-        row = self.row.expand(b, h, m, 5)
-        nk = nk.expand(b, h, nk.shape[-1]).double()
-        if self.index is None:
-            upto = torch.nn.functional.pad(nk.cumsum(-1), (1, 0))
-            begin, end = row[..., BEGIN], row[..., BEGIN] + row[..., COUNT]
-            keys = upto.gather(-1, end) - upto.gather(-1, begin)
-            return (nq.expand(b, h, m) * keys).sum(-1)
-        keys = torch.zeros(b, h, m, dtype=torch.float64, device=nk.device)
-        step = max(1, ENTRIES // (b * h * m))
-        last = max(self.index.numel() - 1, 0)
-        for first in range(0, self.most, step):
-            e = torch.arange(first, min(first + step, self.most), device=nk.device)
-            there = e < row[..., COUNT, None]
-            block = self.index[(row[..., BEGIN, None] + e).clamp(max=last)] + row[..., SHIFT, None]
-            block = torch.where(there, block, 0).flatten(2)
-            keys += (nk.gather(-1, block).view(there.shape) * there).sum(-1)
-        return (nq.expand(b, h, m) * keys).sum(-1)
+        area: Tensor = ops.listed_area(self.row, self.entries, nq, nk)
+        return area
 
     def to(self, device: torch.device | str) -> BlockRuns:
         """The same with its tensors on `device`."""

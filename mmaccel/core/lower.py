@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from mmaccel.backends import ops
 from mmaccel.core.lists import BlockLists
-from mmaccel.core.mix import joined, runs
+from mmaccel.core.mix import Member, joined, runs
 from mmaccel.core.plan import AttentionPlan, DenseHeads, Part, numbered
+
+MERGED = 1 << 26
+"""Elements merged at a time: in full precision those of all heads would fill the device at a million tokens."""
 
 BlockAttend = Callable[..., tuple[Tensor, Tensor]]
 """A backend's operator; its arguments are those of `mmaccel.backends.ops.block_attend`."""
@@ -26,12 +29,15 @@ def attend_part(
     backend: BlockAttend,
     rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, H, P, D] and lse [B, H, P] of one part, in the part's order, or in that of a query of `rows` rows."""
-    spans = part.spans
+    """out [B, h, P, D] and lse [B, h, P] of the heads that one part covers, in the part's order, or in that of a query of
+    `rows` rows."""
+    spans, heads = part.spans, part.of(query.shape[1])
+    group = query.shape[1] // key.shape[1]
+    groups = slice(heads.start // group, (heads.stop - 1) // group + 1)
     return backend(
-        query,
-        key,
-        value,
+        query[:, heads],
+        key[:, groups],
+        value[:, groups],
         part.q_row,
         [s.k_row for s in spans],
         [s.q_place for s in spans],
@@ -53,25 +59,59 @@ def attend_plan(
 ) -> tuple[Tensor, Tensor]:
     """Attention of one layer: out [B, H, n_query, D] in the type of the query, and its lse [B, H, n_query].
 
-    Rows that no part serves, or that see no key, are zero with lse = -inf. Parts that share rows (`plan.overlap`) are
-    merged exactly by their log-sum-exps. Heads that the plan leaves dense go through the dense operator, which knows no
-    log-sum-exp: theirs is NaN.
+    Rows that no part serves, or that see no key, are zero with lse = -inf. Parts that share rows are merged exactly by
+    their log-sum-exps. Heads that the plan leaves dense go through the dense operator, which knows no log-sum-exp: theirs
+    is NaN.
     """
-    B, H, n, _ = query.shape
-    if not plan.parts:
-        kind = ops.lse_dtype(query.dtype)
-        return value.new_zeros(B, H, n, value.shape[-1]), query.new_full((B, H, n), -torch.inf, dtype=kind)
-    parts = plan.parts if plan.overlap else (joined(plan.parts, plan.block_q),)
-    out, lse = attend_part(parts[0], plan, query, key, value, scale, backend, n)
-    for part in parts[1:]:
+    n, all_heads = query.shape[2], tuple(range(query.shape[1]))
+    out, lse = None, None
+    written: set[int] = set()
+    for part in launches(plan):
         other, other_lse = attend_part(part, plan, query, key, value, scale, backend, n)
-        # Head by head: at a million tokens the sums of all of them, in full precision, would fill the device.
-        for h in range(H):
-            both, total = merge(out[:, h], lse[:, h], other[:, h], other_lse[:, h])
-            out[:, h], lse[:, h] = both.to(out.dtype), total
+        heads = all_heads if part.cover is None else part.cover.heads
+        if out is None and len(other[0]) == len(all_heads):
+            out, lse = other, other_lse
+        else:
+            if out is None:
+                out, lse = ops.room_for(query, value, n, n)
+            assert lse is not None
+            for begin, end in _adjacent([head for head in heads if head not in written]):
+                here = slice(begin - part.of(0).start, end - part.of(0).start)
+                out[:, begin:end], lse[:, begin:end] = other[:, here], other_lse[:, here]
+            again = [head for head in heads if head in written]
+            for begin, end in _adjacent(again, max(1, MERGED // other[:, 0].numel())):
+                here = slice(begin - part.of(0).start, end - part.of(0).start)
+                both, total = merge(out[:, begin:end], lse[:, begin:end], other[:, here], other_lse[:, here])
+                out[:, begin:end], lse[:, begin:end] = both.to(out.dtype), total
+        written.update(heads)
+    if out is None or lse is None:
+        out, lse = ops.room_for(query, value, n, n)
     if plan.dense is not None:
         _attend_dense(plan.dense, query, key, value, scale, out, lse)
     return out, lse
+
+
+def launches(plan: AttentionPlan) -> list[Part]:
+    """The parts of a plan, those that are for all heads and share no row as one."""
+    held: dict[int, list[Part]] = {}
+    for part in plan.parts:
+        if part.cover is None:
+            held.setdefault(part.turn, []).append(part)
+    every, blocks = tuple(range(plan.heads)), (plan.block_q, plan.block_k)
+    whole = [
+        held[turn][0] if len(held[turn]) == 1 else joined([Member(every, held[turn])], None, blocks, turn)
+        for turn in sorted(held)
+    ]
+    return whole + [part for part in plan.parts if part.cover is not None]
+
+
+def _adjacent(heads: Sequence[int], most: int = 1 << 30) -> Iterator[tuple[int, int]]:
+    """Runs begin .. end of adjacent heads, of `most` at most."""
+    begin = 0
+    for at in range(1, len(heads) + 1):
+        if at == len(heads) or heads[at] != heads[at - 1] + 1 or at - begin == most:
+            yield heads[begin], heads[at - 1] + 1
+            begin = at
 
 
 def _attend_dense(

@@ -1,18 +1,19 @@
-"""One plan out of several, each for some of the heads: heads of different patterns go through one operator call a part."""
+"""One plan out of several, each for some of the heads: heads of different patterns go through few operator calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import ABSENT
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.lists import BlockLists, BlockRuns
-from mmaccel.core.plan import FAR, AttentionPlan, DenseHeads, KeySpan, Part, numbered
+from mmaccel.core.lists import BEGIN, SHIFT, BlockLists, BlockRuns
+from mmaccel.core.plan import FAR, AttentionPlan, Cover, DenseHeads, KeySpan, Part, numbered
 
 Share = tuple[Sequence[int], AttentionPlan | None]
 """Some heads, in the order in which their plan has them, and the plan; None for heads that are to be dense.
@@ -50,11 +51,16 @@ def runs(heads: Sequence[int], group: int) -> list[HeadRun]:
     return found
 
 
-def mix(shares: Sequence[Share], heads: int, queries: TokenLayout, keys: TokenLayout) -> AttentionPlan | None:
+def mix(
+    shares: Sequence[Share], heads: int, group: int, queries: TokenLayout, keys: TokenLayout
+) -> AttentionPlan | None:
     """The plan of `heads` heads, each in one of `shares`; None when all are dense.
 
-    Part for part and span for span the plans stand side by side: a head that lacks one has no rows (-1) and empty lists
-    there. Spans share a slot when their ranges do, moved to begin at 0; nothing is rounded, and no list grows.
+    The rows of each head's parts follow one another, and the spans of all stand side by side: a head that lacks one has
+    empty lists there, and beyond its rows is padding (-1). Spans share a slot when their ranges do, moved to begin at 0;
+    nothing is rounded, and no list grows. Heads whose lists are runs of blocks in their order are a part of their own, for
+    an operator may read the lists of neighbours together there; so is each turn of those whose parts share rows. `group` is
+    how many query heads share a key/value head.
 
     Dense heads are not listed: at a million tokens the full lists of one head take 0.7 GB, and block lists run below the
     rate of a dense kernel. They stand in the plan's `dense`, and one dense call serves them.
@@ -73,64 +79,124 @@ def mix(shares: Sequence[Share], heads: int, queries: TokenLayout, keys: TokenLa
     sizes = {(p.block_q, p.block_k, p.batch, p.n_query, p.n_key) for _, p in sparse}
     if len(sizes) > 1:
         raise ValueError(f"plans of different blocks or tensors do not mix: {sorted(sizes)}")
-    # The longest parts of each side by side: rows that a head lacks are rows of padding.
-    columns = [
-        [(some, part) for part in sorted(plan.parts, key=lambda p: -p.q_row.shape[-1])]
-        for some, plan in sparse
-    ]
-    depth = max(map(len, columns))
-    parts = tuple(
-        _part([column[i] for column in columns if i < len(column)], heads, first) for i in range(depth)
+    families: dict[tuple[int, bool], list[Member]] = {}
+    for some, plan in sparse:
+        for turn in sorted({part.turn for part in plan.parts}):
+            parts = [part for part in plan.parts if part.turn == turn]
+            ordered = all(_in_order(span.lists) for part in parts for span in part.spans)
+            families.setdefault((turn, ordered), []).append(Member(some, parts))
+    blocks = first.block_q, first.block_k
+    whole = tuple(
+        joined(members, Cover.of([head for member in members for head in member.heads], group), blocks, turn)
+        for (turn, _), members in sorted(families.items(), key=lambda family: family[0][0])
     )
-    overlap = any(plan.overlap for _, plan in sparse)
     wide = DenseHeads(tuple(sorted(dense)), queries, keys, first.n_query) if dense else None
-    return replace(first, parts=parts, heads=heads, overlap=overlap, dense=wide)
+    return replace(first, parts=whole, heads=heads, dense=wide)
 
 
-def joined(parts: Sequence[Part], block: int) -> Part:
-    """Disjoint parts as one, block of queries after block of queries, so that one launch computes them all.
+class Member(NamedTuple):
+    """Some heads, and disjoint parts of each of them."""
 
-    A span has empty lists in the query blocks of parts that are not its own.
+    heads: tuple[int, ...]
+    parts: Sequence[Part]
+
+
+def joined(members: Sequence[Member], cover: Cover | None, blocks: tuple[int, int], turn: int = 0) -> Part:
+    """One part of all that `members` compute, so that one launch computes it.
+
+    `blocks` are the tokens of a block of queries and of keys. Without `cover` there is one member, of all heads.
     """
-    if len(parts) == 1:
-        return parts[0]
-    b, h = (max(part.q_row.shape[i] for part in parts) for i in (0, 1))
-    q_row = torch.cat([part.q_row.expand(b, h, -1) for part in parts], -1)
-    spans: list[KeySpan] = []
-    begin = 0
-    for part in parts:
-        P = part.q_row.shape[-1]
-        beside = (begin, q_row.shape[-1] - begin - P)
-        for span in part.spans:
-            q_place = torch.nn.functional.pad(span.q_place, beside, value=-1)
-            lists = _among(span.lists, beside[0] // block, beside[1] // block)
-            spans.append(replace(span, q_place=q_place, lists=lists))
-        begin += P
-    return Part(q_row, tuple(spans))
+    lead = _lead(members, cover)
+    # Neighbours whose lists may be read together are of one part.
+    ends = [
+        list(accumulate((_whole(part.q_row.shape[-1], 2 * blocks[0]) for part in m.parts), initial=0))
+        for m in members
+    ]
+    slots: dict[tuple[int, str, int], list[Piece]] = {}
+    for member, begins in zip(members, ends, strict=True):
+        for part, begin in zip(member.parts, begins, strict=False):
+            seen: dict[tuple[int, str], int] = {}
+            for span in sorted(map(_from_zero, part.spans), key=lambda s: -s.k_row.shape[-1]):
+                kind = span.hi, _form(span.lists)
+                number = seen[kind] = seen.get(kind, -1) + 1
+                slots.setdefault((*kind, number), []).append(Piece(member.heads, begin, span))
+    rows = max(begins[-1] for begins in ends)
+    q_row = lead.filled(rows, -1, torch.int32)
+    for member, begins in zip(members, ends, strict=True):
+        for part, begin in zip(member.parts, begins, strict=False):
+            lead.put(q_row, member.heads, part.q_row, begin)
+    spans = tuple(_span(pieces, lead, rows, blocks) for pieces in slots.values())
+    return Part(q_row, spans, cover, turn)
 
 
-def _among(lists: BlockLists | BlockRuns, before: int, after: int) -> BlockLists | BlockRuns:
-    """`lists` with empty ones for so many query blocks before and after theirs."""
-    if isinstance(lists, BlockRuns):
-        return replace(lists, row=torch.nn.functional.pad(lists.row, (0, 0, before, after)))
-    o = lists.offset
-    lead = o.shape[:2]
-    offset = torch.cat([o[..., :1].expand(*lead, before), o, o[..., -1:].expand(*lead, after)], -1)
-    return replace(lists, offset=offset)
+class Piece(NamedTuple):
+    """A span of some heads, whose first row is `begin` of theirs."""
+
+    heads: tuple[int, ...]
+    begin: int
+    span: KeySpan
 
 
-def _part(members: list[tuple[tuple[int, ...], Part]], heads: int, like: AttentionPlan) -> Part:
-    rows = max(part.q_row.shape[-1] for _, part in members)
-    q_row = _spread([(some, part.q_row) for some, part in members], heads, rows, -1)
-    slots: dict[tuple[int, type, int], list[tuple[tuple[int, ...], KeySpan]]] = {}
-    for some, part in members:
-        seen: dict[tuple[int, type], int] = {}
-        for span in sorted(map(_from_zero, part.spans), key=lambda s: -s.k_row.shape[-1]):
-            kind = span.hi, type(span.lists)
-            number = seen[kind] = seen.get(kind, -1) + 1
-            slots.setdefault((*kind, number), []).append((some, span))
-    spans = tuple(_span(slot, heads, rows, like) for slot in slots.values())
-    return Part(q_row, spans)
+@dataclass(frozen=True)
+class Lead:
+    """The leading dimensions of a joined part, and where its heads are in them."""
+
+    batch: int
+    heads: int
+    first: int
+    device: torch.device
+
+    def filled(self, size: int, value: int, dtype: torch.dtype, *more: int) -> Tensor:
+        """[b, h, size, ...] of `value`."""
+        return torch.full((self.batch, self.heads, size, *more), value, dtype=dtype, device=self.device)
+
+    def put(self, out: Tensor, heads: tuple[int, ...], t: Tensor, begin: int) -> None:
+        """Write `t` [b or 1, its heads or 1, n, ...] into the columns from `begin` of `heads` in `out`."""
+        columns = slice(begin, begin + t.shape[2])
+        slots = tuple(head - self.first for head in heads) if self.heads > 1 else (0,)
+        # One copy for each run of adjacent heads: an index would be written by a slower kernel.
+        at = 0
+        while at < len(slots):
+            end = at + 1
+            while end < len(slots) and slots[end] == slots[end - 1] + 1:
+                end += 1
+            source = t if t.shape[1] == 1 else t[:, at:end]
+            out[:, slots[at] : slots[at] + end - at, columns] = source
+            at = end
+
+
+def _lead(members: Sequence[Member], cover: Cover | None) -> Lead:
+    tensors = [
+        t
+        for member in members
+        for part in member.parts
+        for t in (
+            part.q_row,
+            *(t for s in part.spans for t in (s.k_row, s.q_place, s.k_place, _told(s.lists))),
+        )
+    ]
+    batch, most = (max(t.shape[i] for t in tensors) for i in (0, 1))
+    if cover is None:
+        return Lead(batch, most, members[0].heads[0], tensors[0].device)
+    return Lead(batch, len(cover), cover.first, tensors[0].device)
+
+
+def _told(lists: BlockLists | BlockRuns) -> Tensor:
+    return lists.row if isinstance(lists, BlockRuns) else lists.offset
+
+
+def _in_order(lists: BlockLists | BlockRuns) -> bool:
+    """Whether lists are runs of blocks in their order."""
+    return isinstance(lists, BlockRuns) and lists.index is None
+
+
+def _form(lists: BlockLists | BlockRuns) -> str:
+    """What shares a slot must be told alike."""
+    return "lists" if isinstance(lists, BlockLists) else "order" if lists.index is None else "index"
+
+
+def _whole(n: int, block: int) -> int:
+    return n + -n % block
 
 
 def _from_zero(span: KeySpan) -> KeySpan:
@@ -141,96 +207,105 @@ def _from_zero(span: KeySpan) -> KeySpan:
     return replace(span, q_place=span.q_place - span.lo, lo=0, hi=hi)
 
 
-def _span(slot: list[tuple[tuple[int, ...], KeySpan]], heads: int, rows: int, like: AttentionPlan) -> KeySpan:
-    keys = max(span.k_row.shape[-1] for _, span in slot)
-    alone = len(slot) == 1
-    k_row, q_place, k_place = (
-        # What one share alone says may stand for all heads: the others list nothing here.
-        _lengthened(tensors[0][1], size, fill)
-        if alone and tensors[0][1].shape[1] == 1
-        else _spread(tensors, heads, size, fill)
-        for tensors, size, fill in (
-            ([(some, s.k_row) for some, s in slot], keys, -1),
-            ([(some, s.q_place) for some, s in slot], rows, -1),
-            ([(some, s.k_place) for some, s in slot], keys, 0),
-        )
+def _span(pieces: list[Piece], lead: Lead, rows: int, blocks: tuple[int, int]) -> KeySpan:
+    """One span of all `pieces`: of each head the keys of its pieces follow one another, those of one order once."""
+    shared = len({(p.heads, _named(p.span)) for p in pieces}) == 1 and pieces[0].span.k_row.shape[1] == 1
+    # Keys that are those of all who list any need not be repeated for each head.
+    keys = replace(lead, heads=1, first=0) if shared else lead
+    held: dict[tuple[int, ...], dict[Any, int]] = {}
+    ends: dict[tuple[int, ...], int] = {}
+    begins: list[int] = []
+    for p in pieces:
+        mine, name = held.setdefault(p.heads, {}), _named(p.span)
+        if name not in mine:
+            mine[name] = ends.get(p.heads, 0)
+            ends[p.heads] = mine[name] + p.span.k_row.shape[-1]
+        begins.append(mine[name])
+    width, wide = (
+        max(ends.values()),
+        any(t.dtype == torch.int64 for p in pieces for t in (p.span.q_place, p.span.k_place)),
     )
-    blocks = rows // like.block_q
-    told = [(some, s.lists) for some, s in slot if isinstance(s.lists, BlockLists)]
-    shared = [(some, s.lists) for some, s in slot if isinstance(s.lists, BlockRuns)]
-    lists = _lists(told, heads, blocks) if told else _runs(shared, heads, blocks, keys // like.block_k)
-    return KeySpan(k_row, q_place, k_place, 0, slot[0][1].hi, lists)
+    dtype = torch.int64 if wide else torch.int32
+    k_row, k_place = keys.filled(width, -1, torch.int32), keys.filled(width, 0, dtype)
+    q_place = lead.filled(rows, -1, dtype)
+    written = set()
+    for p, begin in zip(pieces, begins, strict=True):
+        lead.put(q_place, p.heads, p.span.q_place, p.begin)
+        if (p.heads, begin) not in written:
+            written.add((p.heads, begin))
+            some = (0,) if shared else p.heads
+            keys.put(k_row, some, p.span.k_row, begin)
+            keys.put(k_place, some, p.span.k_place, begin)
+    firsts = [begin // blocks[1] for begin in begins]
+    told = [(p.heads, p.begin // blocks[0], p.span.lists) for p in pieces]
+    lists: BlockLists | BlockRuns
+    if isinstance(pieces[0].span.lists, BlockLists):
+        lists = _lists(told, firsts, lead, rows // blocks[0])
+    else:
+        lists = _runs(told, firsts, lead, keys, rows // blocks[0], width // blocks[1])
+    return KeySpan(k_row, q_place, k_place, 0, pieces[0].span.hi, lists)
+
+
+def _named(span: KeySpan) -> Any:
+    """What tells the keys of a span from others."""
+    return tuple((t.data_ptr(), t.shape, t.stride()) for t in (span.k_row, span.k_place))
+
+
+Told = tuple[tuple[int, ...], int, Any]
+"""Heads, the first of their blocks of queries that lists are for, and the lists."""
 
 
 def _runs(
-    members: list[tuple[tuple[int, ...], BlockRuns]], heads: int, blocks: int, n_blocks: int
+    told: list[Told], firsts: list[int], lead: Lead, keys: Lead, blocks: int, n_blocks: int
 ) -> BlockRuns:
-    """The runs of all members over their indices laid end to end; one in block order is enough for all who have it."""
-    plain = all(lists.index is None for _, lists in members)
-    batch = max(lists.row.shape[0] for _, lists in members)
-    device = members[0][1].row.device
-    row = torch.zeros(batch, heads, blocks, 5, dtype=torch.int64, device=device)
-    order = torch.arange(n_blocks, dtype=torch.int32, device=device)
-    indices: list[Tensor] = [] if plain else [order]
-    begun = 0 if plain else n_blocks
-    for some, lists in members:
-        told = lists.row.expand(-1, len(some), -1, -1) if lists.row.shape[1] == 1 else lists.row
+    """The runs of all over their indices laid end to end, their keys' first blocks `firsts`."""
+    row = lead.filled(blocks, 0, torch.int64, 5)
+    kind = keys.filled(n_blocks, ABSENT, torch.int8)
+    indices: list[Tensor] = []
+    begun = 0
+    written = set()
+    for (heads, begin, lists), first in zip(told, firsts, strict=True):
+        runs_of = lists.row
+        moved = (SHIFT, first) if lists.index is not None else (BEGIN, first)
+        # A number of the host goes into a kernel as it is; a tensor made of it would be a copy that is waited for.
+        for column, by in (moved, (BEGIN, begun)):
+            if by:
+                runs_of = runs_of.clone() if runs_of is lists.row else runs_of
+                runs_of[..., column] += by
+        lead.put(row, heads, runs_of, begin)
         if lists.index is not None:
-            # A number of the host goes into a kernel as it is; a tensor made of it would be a copy that is waited for.
-            told = torch.cat([told[..., :1] + begun, told[..., 1:]], -1)
             indices.append(lists.index)
             begun += lists.index.numel()
-        # Heads are written as runs of five columns a block.
-        _put(row.flatten(2), some, told.flatten(2))
-    kind = _spread([(some, lists.kind) for some, lists in members], heads, n_blocks, ABSENT)
-    most = max(lists.most for _, lists in members)
-    return BlockRuns(row, None if plain else torch.cat(indices), kind, most)
+        if (heads, first) not in written:
+            written.add((heads, first))
+            keys.put(kind, heads if keys.heads > 1 else (0,), lists.kind, first)
+    most = max(lists.most for _, _, lists in told)
+    return BlockRuns(row, torch.cat(indices) if indices else None, kind, most)
 
 
-def _lengthened(x: Tensor, size: int, fill: int) -> Tensor:
-    short = size - x.shape[-1]
-    return torch.nn.functional.pad(x, (0, short), value=fill) if short else x
-
-
-def _spread(tensors: list[tuple[tuple[int, ...], Tensor]], heads: int, size: int, fill: int) -> Tensor:
-    """[b, heads, size]: each [b or 1, its heads or 1, n] in the rows of its heads, `fill` elsewhere."""
-    batch = max(t.shape[0] for _, t in tensors)
-    dtype = torch.int64 if any(t.dtype == torch.int64 for _, t in tensors) else tensors[0][1].dtype
-    out = torch.full((batch, heads, size), fill, dtype=dtype, device=tensors[0][1].device)
-    for some, t in tensors:
-        _put(out, some, t)
-    return out
-
-
-def _put(out: Tensor, some: tuple[int, ...], t: Tensor) -> None:
-    """Write `t` [b or 1, len(some) or 1, n] into the first n columns of the heads `some` of `out`."""
-    first, last, n = some[0], some[-1], t.shape[-1]
-    if some == tuple(range(first, last + 1)):
-        out[:, first : last + 1, :n] = t
-    else:
-        out[:, numbered(some, out.device), :n] = t.to(out.dtype).expand(out.shape[0], len(some), n)
-
-
-def _lists(members: list[tuple[tuple[int, ...], BlockLists]], heads: int, blocks: int) -> BlockLists:
+def _lists(told: list[Told], firsts: list[int], lead: Lead, blocks: int) -> BlockLists:
     """Lists of all heads out of those of some, in the order (sequence, head, query block); no host read."""
-    batch = max(o.offset.shape[0] for _, o in members)
-    device = members[0][1].offset.device
-    length = torch.zeros(batch, heads, blocks, dtype=torch.int64, device=device)
+    length = lead.filled(blocks, 0, torch.int64)
     begin = torch.zeros_like(length)
     room = shift = 0
-    for some, lists in members:
+    for heads, first, lists in told:
         offset = lists.offset
-        _put(length, some, offset[..., 1:] - offset[..., :-1])
-        _put(begin, some, offset[..., :-1] + shift)
+        lead.put(length, heads, offset[..., 1:] - offset[..., :-1], first)
+        lead.put(begin, heads, offset[..., :-1] + shift, first)
         shift += lists.index.numel()
-        room += lists.index.numel() * (batch // offset.shape[0]) * (len(some) // offset.shape[1])
-    ends = torch.cat([length.new_zeros(1), length.reshape(-1).cumsum(0)])
-    flat = torch.arange(batch * heads, device=device)[:, None] * blocks
-    offset = ends[flat + torch.arange(blocks + 1, device=device)].view(batch, heads, blocks + 1)
+        some = len(heads) if lead.heads > 1 else 1
+        room += lists.index.numel() * (lead.batch // offset.shape[0]) * (some // offset.shape[1])
+    ends = torch.nn.functional.pad(length.reshape(-1).cumsum(0), (1, 0))
+    flat = torch.arange(lead.batch * lead.heads, device=lead.device)[:, None] * blocks
+    offset = ends[flat + torch.arange(blocks + 1, device=lead.device)].view(
+        lead.batch, lead.heads, blocks + 1
+    )
     # Entry e of the new lists is entry `source` of the old ones laid end to end; what is past the last is slack.
-    entry = torch.arange(room, device=device)
+    entry = torch.arange(room, device=lead.device)
     owner = torch.searchsorted(ends[1:], entry, right=True).clamp_(max=ends.numel() - 2)
     source = (begin.reshape(-1)[owner] + entry - ends[owner]).clamp_(min=0, max=max(shift - 1, 0))
-    index = torch.cat([lists.index for _, lists in members])[source]
-    kind = torch.cat([lists.kind for _, lists in members])[source]
+    index = torch.cat([lists.index + first for (_, _, lists), first in zip(told, firsts, strict=True)])[
+        source
+    ]
+    kind = torch.cat([lists.kind for _, _, lists in told])[source]
     return BlockLists(offset, index, kind)

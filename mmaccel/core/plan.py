@@ -12,12 +12,15 @@ Leading dimensions b and h are B and H, or 1 where all sequences or heads share 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mmaccel.backends import ops
 from mmaccel.backends.ops import ABSENT, FULL, TEST
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lists import BlockLists, BlockRuns, packed
@@ -49,15 +52,47 @@ class KeySpan:
     lists: BlockLists | BlockRuns
 
 
+class Cover(NamedTuple):
+    """Adjacent heads `first` .. `past`, with as many of each key/value group, among them the heads that are meant."""
+
+    heads: tuple[int, ...]
+    first: int
+    past: int
+
+    @classmethod
+    def of(cls, heads: Sequence[int], group: int) -> Cover:
+        """The fewest that cover `heads`; `group` is how many query heads share a key/value head."""
+        first, last = min(heads), max(heads)
+        if first // group != last // group:
+            first, last = first // group * group, last // group * group + group - 1
+        return cls(tuple(sorted(heads)), first, last + 1)
+
+    def __len__(self) -> int:
+        return self.past - self.first
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Where the heads that are meant are among the adjacent ones."""
+        return tuple(head - self.first for head in self.heads)
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """Query rows in one order, and the spans they attend to under one softmax.
 
-    q_row [b, h, P]: rows of the query tensor, -1 pads to whole blocks.
+    q_row [b, h, P]: rows of the query tensor, -1 pads to whole blocks. cover: the part is for these heads alone, and h is
+    1 or their number; None for all. turn: what parts of different turns say of one row, over disjoint keys, is merged;
+    parts of one turn have no row of a head in common.
     """
 
     q_row: Tensor
     spans: tuple[KeySpan, ...]
+    cover: Cover | None = None
+    turn: int = 0
+
+    def of(self, heads: int) -> slice:
+        """Of so many heads those that the part covers."""
+        return slice(0, heads) if self.cover is None else slice(self.cover.first, self.cover.past)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +125,7 @@ class DenseHeads:
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """What one attention layer computes: disjoint parts, or parts that share rows over disjoint keys (`overlap`).
+    """What one attention layer computes: disjoint parts, or in several turns parts that share rows over disjoint keys.
 
     `batch`, `heads`, `n_query`, `n_key` are the sizes of the tensors it is for. `dense`: heads that no part serves. Lives
     for one layer.
@@ -103,8 +138,12 @@ class AttentionPlan:
     heads: int
     n_query: int
     n_key: int
-    overlap: bool = False
     dense: DenseHeads | None = None
+
+    @property
+    def overlap(self) -> bool:
+        """Whether parts may share rows."""
+        return any(part.turn for part in self.parts)
 
     def count_mask(self) -> Tensor:
         """[B, H, n_query, n_key] uint8: in how many spans a pair is computed. Anything above 1 is a fault of the planner."""
@@ -112,16 +151,18 @@ class AttentionPlan:
         device = self.parts[0].q_row.device
         total = torch.zeros(B, H, self.n_query + 1, self.n_key + 1, dtype=torch.uint8, device=device)
         for part in self.parts:
-            q_row = part.q_row.expand(B, H, -1).long()
+            some = total[:, part.of(H)]
+            h = some.shape[1]
+            q_row = part.q_row.expand(B, h, -1).long()
             for span in part.spans:
-                seen = element_mask(part, span, self.block_q, self.block_k).expand(B, H, -1, -1)
-                k_row = span.k_row.expand(B, H, -1).long()
-                wide = torch.zeros(B, H, seen.shape[2], self.n_key + 1, dtype=torch.uint8, device=device)
+                seen = element_mask(part, span, self.block_q, self.block_k).expand(B, h, -1, -1)
+                k_row = span.k_row.expand(B, h, -1).long()
+                wide = torch.zeros(B, h, seen.shape[2], self.n_key + 1, dtype=torch.uint8, device=device)
                 wide.scatter_add_(
                     3, _or_last(k_row, self.n_key)[:, :, None].expand_as(seen), seen.to(torch.uint8)
                 )
                 rows = _or_last(q_row, self.n_query)[..., None].expand_as(wide)
-                total.scatter_add_(2, rows, wide)
+                some.scatter_add_(2, rows, wide)
         total = total[:, :, :-1, :-1]
         if self.dense is not None:
             total[:, list(self.dense.heads)] += self.dense.mask()[:, None].to(torch.uint8)
@@ -140,7 +181,7 @@ class AttentionPlan:
             nq = _per_block(part.q_row >= 0, self.block_q)
             for span in part.spans:
                 nk = _per_block(span.k_row >= 0, self.block_k)
-                total += span.lists.area(nq, nk).expand(B, H)
+                total[:, part.of(H)] += span.lists.area(nq, nk)
         if self.dense is not None:
             total[:, numbered(self.dense.heads, device)] += self.dense.pairs()[:, None]
         return total
@@ -152,7 +193,9 @@ class AttentionPlan:
             k_row, q_place, k_place = (t.to(device) for t in (span.k_row, span.q_place, span.k_place))
             return KeySpan(k_row, q_place, k_place, span.lo, span.hi, span.lists.to(device))
 
-        parts = tuple(Part(p.q_row.to(device), tuple(map(moved, p.spans))) for p in self.parts)
+        parts = tuple(
+            replace(p, q_row=p.q_row.to(device), spans=tuple(map(moved, p.spans))) for p in self.parts
+        )
         dense = self.dense.to(device) if self.dense is not None else None
         return replace(self, parts=parts, dense=dense)
 
@@ -189,10 +232,8 @@ def span_by_range(
     The places of the keys ascend. A list is one run: from the first block that any row of the query block reaches to the
     last, so that it also holds what lies between when places jump within a query block.
     """
-    first, count, head, tail = _reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
-    n = k_row.shape[-1] // block_k
-    row = torch.stack([first.clamp(max=n - 1), count, head, tail, torch.zeros_like(first)], -1)
-    return KeySpan(k_row, q_place, k_place, lo, hi, BlockRuns(row, None, block_kinds(k_row, block_k), n))
+    row, kind = ops.reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
+    return KeySpan(k_row, q_place, k_place, lo, hi, BlockRuns(row, None, kind, kind.shape[-1]))
 
 
 def span_by_table(
@@ -208,44 +249,15 @@ def span_by_table(
 ) -> KeySpan:
     """As `span_by_range`, of the True entries of `table` [b, h, M, key blocks] alone; room for all of them, no host read."""
     b, h, m, n = table.shape
-    first, count, head, tail = (
-        t.expand(b, h, m)[..., None] for t in _reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
-    )
+    row, kind = ops.reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
+    first, count, head, tail, _ = row.expand(b, h, m, 5).split(1, -1)
     number = torch.arange(n, device=table.device)
     listed = table & (number >= first) & (number < first + count)
     index, upto = packed(listed, number)
     head, tail, count = (upto.gather(-1, (first + t).clamp(max=n)) for t in (head, tail, count))
     begin = (torch.arange(b * h * m, device=table.device) * n).view(b, h, m, 1)
     row = torch.cat([begin, count, head, tail, torch.zeros_like(begin)], -1)
-    return KeySpan(k_row, q_place, k_place, lo, hi, BlockRuns(row, index, block_kinds(k_row, block_k), n))
-
-
-def _reach(
-    q_row: Tensor,
-    k_row: Tensor,
-    q_place: Tensor,
-    k_place: Tensor,
-    lo: int,
-    hi: int,
-    block_q: int,
-    block_k: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[b, h, M], four times: the first block that a query block reaches, how many there are to the last, and, counted from
-    the first, the run of those in which every pair passes."""
-    q_min, q_max = _edges(q_row, q_place, block_q)
-    k_min, k_max = _edges(k_row, k_place, block_k)
-    # A block without a key lies where its neighbours do.
-    k_max, k_min = k_max.cummax(-1).values, k_min.flip(-1).cummin(-1).values.flip(-1)
-    b, h = (max(x, y) for x, y in zip(q_min.shape[:2], k_min.shape[:2], strict=True))
-    n = k_min.shape[-1]
-    k_min, k_max = (t.expand(b, h, n).contiguous() for t in (k_min, k_max))
-    q_min, q_max = (t.expand(b, h, -1).contiguous() for t in (q_min, q_max))
-    first = torch.searchsorted(k_max, q_min - hi, right=True)
-    count = (torch.searchsorted(k_min, q_max - lo, right=True) - first).clamp(min=0)
-    head = torch.searchsorted(k_min, q_max - hi, right=True) - first
-    tail = torch.searchsorted(k_max, q_min - lo, right=True) - first
-    head, tail = (torch.minimum(t.clamp(min=0), count) for t in (head, tail))
-    return first, count, head, tail
+    return KeySpan(k_row, q_place, k_place, lo, hi, BlockRuns(row, index, kind, n))
 
 
 def block_kinds(k_row: Tensor, block: int) -> Tensor:
@@ -310,24 +322,13 @@ def span_from_entries(
     return KeySpan(k_row, q_place, k_place, lo, hi, lists)
 
 
-def _edges(row: Tensor, place: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """[b, h, blocks] int64, twice: the least and the greatest place of what is there in each block; of nothing, the least
-    is beyond all places and the greatest before them."""
-    place = place.long()
-    has = (row >= 0) & torch.ones_like(place, dtype=torch.bool)
-    # Wide places exceed 32 bits, so nothing lies beyond these.
-    big = 1 << 60
-    least = _blocks(torch.where(has, place, big), block).amin(-1)
-    return least, _blocks(torch.where(has, place, -big), block).amax(-1)
-
-
 def _edge(place: Tensor, has: Tensor, block: int, fill: int, how: str) -> Tensor:
     filled = _blocks(torch.where(has, place.long(), fill), block)
     return filled.amin(-1) if how == "amin" else filled.amax(-1)
 
 
 def _per_block(has: Tensor, block: int) -> Tensor:
-    return _blocks(has, block).sum(-1)
+    return _blocks(has, block).sum(-1, dtype=torch.int32)
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

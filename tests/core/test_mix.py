@@ -54,8 +54,8 @@ def random_plan(scene: Scene, heads: int, seed: int) -> AttentionPlan:
             spans.append(
                 span_from_table(q_row, k_row, q_place.int(), k_place.int(), lo, hi, table, BLOCK, BLOCK)
             )
-        parts.append(Part(q_row, tuple(spans)))
-    return AttentionPlan(tuple(parts), BLOCK, BLOCK, B, heads, n_query, n_key, overlap)
+        parts.append(Part(q_row, tuple(spans), turn=p if overlap else 0))
+    return AttentionPlan(tuple(parts), BLOCK, BLOCK, B, heads, n_query, n_key)
 
 
 def ordered(member: Tensor, valid: Tensor, heads: int, rng: torch.Generator) -> Tensor:
@@ -107,7 +107,7 @@ def test_each_head_keeps_its_own_pairs(scene: Scene, seed: int, lone: bool) -> N
     shares = list(zip(dealt, plans, strict=True))
     if seed % 3 == 0:
         shares[-1] = (dealt[-1], None)
-    mixed = mix(shares, heads, queries, layout)
+    mixed = mix(shares, heads, heads // scene.groups, queries, layout)
     expected = own_masks(shares, heads, scene)
     if all(plan is None for _, plan in shares):
         assert mixed is None
@@ -139,20 +139,21 @@ def test_lists_follow_one_another_and_are_no_longer_than_they_were(scene: Scene,
     dealt = shares_of(scene.heads, seed)
     plans = [random_plan(scene, len(some), seed + n) for n, some in enumerate(dealt)]
     layout = scene.layout()
-    mixed = mix(
-        list(zip(dealt, plans, strict=True)), scene.heads, layout.take(slice(scene.start, None)), layout
-    )
+    shares, queries = list(zip(dealt, plans, strict=True)), layout.take(slice(scene.start, None))
+    mixed = mix(shares, scene.heads, scene.heads // scene.groups, queries, layout)
     assert mixed is not None
     count = 0
     for part in mixed.parts:
         for span in part.spans:
             offset = span.lists.offset
             b, h, m1 = offset.shape
-            assert m1 == part.q_row.shape[-1] // BLOCK + 1 and h in (1, scene.heads)
+            assert m1 == part.q_row.shape[-1] // BLOCK + 1
+            heads = len(range(scene.heads)[part.of(scene.heads)])
+            assert h in (1, heads)
             flat = offset.reshape(b * h, m1)
             assert (flat[1:, 0] == flat[:-1, -1]).all() and flat[0, 0] == 0
             assert (span.lists.index >= 0).all() and (span.lists.index < span.k_row.shape[-1] // BLOCK).all()
-            count += int(flat[:, -1].max()) * (scene.batch // b)
+            count += int(flat[:, -1].max()) * (scene.batch // b) * (heads // h)
     alone = 0
     for some, plan in zip(dealt, plans, strict=True):
         for part in plan.parts:
@@ -178,7 +179,7 @@ def test_ranges_share_a_slot_where_they_begin_at_nought() -> None:
     far = 2**31 - 1
     one = AttentionPlan((Part(places, (span(0, 5), span(5, far))),), BLOCK, BLOCK, 1, 1, 64, 64)
     two = AttentionPlan((Part(places, (span(0, far),)),), BLOCK, BLOCK, 1, 1, 64, 64)
-    mixed = mix([((0,), one), ((1,), two)], 2, layout, layout)
+    mixed = mix([((0,), one), ((1,), two)], 2, 2, layout, layout)
     assert mixed is not None
     assert [(s.lo, s.hi) for s in mixed.parts[0].spans] == [(0, 5), (0, far)]
 
@@ -191,17 +192,17 @@ def test_one_share_of_all_heads_is_its_own_plan() -> None:
     )
     part = Part(places, (KeySpan(places, places, places, 0, 9, lists),))
     plan = AttentionPlan((part,), BLOCK, BLOCK, 1, 4, 64, 64)
-    assert mix([((0, 1, 2, 3), plan)], 4, layout, layout) is plan
+    assert mix([((0, 1, 2, 3), plan)], 4, 2, layout, layout) is plan
     lone = replace(plan, heads=1)
-    mixed = mix([((0, 1, 2, 3), lone)], 4, layout, layout)
+    mixed = mix([((0, 1, 2, 3), lone)], 4, 2, layout, layout)
     assert mixed is not None and mixed.parts is plan.parts and mixed.heads == 4
 
 
 def test_heads_are_each_named_once() -> None:
     layout = TokenLayout.text(1, 64)
     with pytest.raises(ValueError, match="each of 0 to 2 once"):
-        mix([((0, 1), None), ((1,), None)], 3, layout, layout)
-    assert mix([((0, 2), None), ((1,), None)], 3, layout, layout) is None
+        mix([((0, 1), None), ((1,), None)], 3, 1, layout, layout)
+    assert mix([((0, 2), None), ((1,), None)], 3, 1, layout, layout) is None
 
 
 def test_runs_are_views_of_whole_groups() -> None:
@@ -234,7 +235,7 @@ def test_runs_of_unlike_patterns_stand_side_by_side() -> None:
     for pattern, some in zip(patterns, dealt, strict=True):
         plan = pattern.plan(query[:, list(some)], key, layout, layout)
         shares.append((some, plan))
-    mixed = mix(shares, 8, layout, layout)
+    mixed = mix(shares, 8, 4, layout, layout)
     assert mixed is not None
     mask = own_masks(shares, 8, scene)
     assert torch.equal(mixed.to_mask(), mask) and mixed.count_mask().max() == 1

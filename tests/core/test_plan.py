@@ -185,8 +185,8 @@ def two_parts() -> AttentionPlan:
     near = (everything, first, everything, rows(0, 0, 0, 0), -FAR, FAR)
     near = span_from_table(*near, listed[..., :1], BLOCK, BLOCK)
     far = span_from_table(second, later, second, later, -3, 1, listed[..., :1, :], BLOCK, BLOCK)
-    parts = (Part(everything, (near,)), Part(second, (far,)))
-    return AttentionPlan(parts, BLOCK, BLOCK, batch=1, heads=2, n_query=8, n_key=12, overlap=True)
+    parts = (Part(everything, (near,)), Part(second, (far,), turn=1))
+    return AttentionPlan(parts, BLOCK, BLOCK, batch=1, heads=2, n_query=8, n_key=12)
 
 
 def test_mask_and_counts_by_hand() -> None:
@@ -233,7 +233,7 @@ def test_merging_with_nothing_changes_nothing() -> None:
 def test_a_part_comes_in_its_own_order_and_a_plan_in_that_of_the_query() -> None:
     plan = two_parts()
     part = plan.parts[1]
-    lone = replace(plan, parts=(part,), overlap=False)
+    lone = replace(plan, parts=(replace(part, turn=0),))
     rng = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(1, h, n, 8, generator=rng) for h, n in ((2, 8), (1, 12), (1, 12)))
     ordered, _ = attend_part(part, lone, query, key, value, 0.5, ops.block_attend)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -33,7 +32,7 @@ def inner(value: Any, where: str, block: int) -> IntraPattern | None:
         raise RecipeError(
             f"{where} is {told!r}; give one of {', '.join(known)}, by name, as a mapping with a name, or null."
         )
-    return dataclasses.replace(pattern, block=block)
+    return replace(pattern, block=block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +61,13 @@ class Boundary(SparsePattern):
     ) -> AttentionPlan | None:
         layer = Layer(query, key, q_layout, k_layout, self.block)
         parts: list[Part] = []
-        overlap = False
         of_queries, of_keys = self.groups()
         for q in of_queries:
             if q is not None and not q_layout.census[q]:
                 continue
             # Parts in the order of the queries are one part: their spans share its softmax.
             spans: list[KeySpan] = []
-            orders = 0
+            turn = 0
             for k in of_keys:
                 pattern = self.within(q, k)
                 if pattern is None or (k is not None and not k_layout.census[k]):
@@ -77,13 +75,12 @@ class Boundary(SparsePattern):
                 sight = layer.sight(q, k)
                 found = pattern.found(sight)
                 apart = [p for p in found if p.q_row is not sight.q_row]
-                orders += bool(apart) + pattern.shares_rows
-                parts += apart
+                parts += [replace(p, turn=turn + p.turn) for p in apart]
+                turn += max((p.turn + 1 for p in apart), default=0)
                 spans += [s for p in found if p.q_row is sight.q_row for s in p.spans]
             if spans:
-                parts.append(Part(layer.queries(q)[1], tuple(spans)))
-            overlap |= orders + bool(spans) > 1
-        return layer.plan(parts, overlap)
+                parts.append(Part(layer.queries(q)[1], tuple(spans), turn=turn))
+        return layer.plan(parts)
 
     def bound(self, n_query: int, n_key: int) -> int:
         of_queries, of_keys = self.groups()

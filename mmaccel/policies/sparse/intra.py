@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,7 +165,7 @@ class Layer:
             self._totals[name] = sample.totals()
         return self._totals[name]
 
-    def plan(self, parts: Sequence[Part], overlap: bool = False) -> AttentionPlan:
+    def plan(self, parts: Sequence[Part]) -> AttentionPlan:
         """The plan of this layer made of `parts`, or one in which nothing is seen if there are none."""
         if not parts:
             sight = self.sight()
@@ -184,7 +184,6 @@ class Layer:
             heads=self.query.shape[1],
             n_query=self.query.shape[2],
             n_key=self.key.shape[2],
-            overlap=overlap,
         )
 
 
@@ -193,15 +192,11 @@ class IntraPattern(SparsePattern):
     """A pattern that can be planned for any queries over any keys, and so within modality boundaries (section 3.2).
 
     Over the whole sequence it is the paper's no-boundary head: the modalities of tokens do not count.
-
-    shares_rows  the parts of one sight may have queries in common, over disjoint keys
     """
-
-    shares_rows: ClassVar[bool] = False
 
     @abstractmethod
     def parts(self, sight: Sight) -> tuple[Part, ...]:
-        """Parts over the queries of `sight`, all its keys not after them at most; disjoint, unless `shares_rows`."""
+        """Parts over the queries of `sight`, all its keys not after them at most."""
 
     def found(self, sight: Sight) -> tuple[Part, ...]:
         """The parts of a sight; of a pattern that looks at the layout alone, made once for all layers."""
@@ -238,7 +233,7 @@ class IntraPattern(SparsePattern):
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
         layer = Layer(query, key, q_layout, k_layout, self.block)
-        return layer.plan(self.found(layer.sight()), self.shares_rows)
+        return layer.plan(self.found(layer.sight()))
 
     def bound(self, n_query: int, n_key: int) -> int:
         each, more = self.toll(n_query, n_key, gaps=False, ties=False)

@@ -37,8 +37,8 @@ class PerHead(SparsePattern):
     default  the pattern of layers and heads that the table does not name; None: dense
 
     A file is bound to the model it was searched on: type, layers, heads, key/value heads, head size, rotary settings.
-    Heads of one pattern and like fields are planned together, and the sparse heads of a layer run in one operator call a
-    part; dense heads go through the dense kernel. Every pattern has the block size of this one.
+    Heads of one pattern and like fields are planned together, and the sparse heads of a layer run in few operator calls;
+    dense heads go through the dense kernel. Every pattern has the block size of this one.
     """
 
     adaptive: ClassVar[bool] = True
@@ -199,17 +199,17 @@ class LayerHeads(SparsePattern):
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        heads = query.shape[1]
+        heads, group = query.shape[1], query.shape[1] // key.shape[1]
         shares: list[Share] = []
         for pattern, some in self.kinds(heads):
             if not pattern.adaptive:
                 # What looks at the layout alone is planned for one head, and all follow it.
                 shares.append((some, pattern.plan(query[:, :1], key[:, :1], q_layout, k_layout)))
                 continue
-            for run in runs(some, heads // key.shape[1]):
+            for run in runs(some, group):
                 plan = pattern.plan(run.of(query), key[:, run.groups], q_layout, k_layout)
                 shares.append((run.heads, plan))
-        return mix(shares, heads, q_layout, k_layout)
+        return mix(shares, heads, group, q_layout, k_layout)
 
     def bound(self, n_query: int, n_key: int) -> int:
         whole = self.heads is not None and len(self.named) >= self.heads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -28,8 +27,6 @@ class SFStrided(IntraPattern):
     disjoint keys, merged by their log-sum-exps. Exact: no block is rounded up. After Child et al. 2019 (arXiv 1904.10509)
     with the sizes of MMInference (Table 2: both the tokens of a frame).
     """
-
-    shares_rows: ClassVar[bool] = True
 
     stride: Stride = "frame"
     min_stride: int = 8
@@ -95,4 +92,4 @@ class SFStrided(IntraPattern):
         q_place = fitting(own * (2 * room) + end - start - 1, most).masked_fill(q_row < 0, -1)
         k_place = fitting(offset * (2 * room) + k_place, most).masked_fill(k_row < 0, 0)
         places = (q_row[:, None], k_row[:, None], q_place[:, None], k_place[:, None])
-        return Part(q_row[:, None], (span_by_range(*places, 0, room, block, block),))
+        return Part(q_row[:, None], (span_by_range(*places, 0, room, block, block),), turn=1)

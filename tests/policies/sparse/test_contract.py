@@ -15,7 +15,7 @@ from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.lists import BlockRuns
 from mmaccel.core.lower import attend_plan
-from mmaccel.core.plan import ABSENT, FULL, TEST, AttentionPlan
+from mmaccel.core.plan import ABSENT, FULL, TEST, AttentionPlan, Part
 from mmaccel.core.registry import registry
 from mmaccel.core.sparse import SparsePattern
 
@@ -114,16 +114,18 @@ def test_shapes_lists_and_kinds(name: str, scene: Scene) -> None:
     for part in plan.parts:
         P = part.q_row.shape[-1]
         assert P % plan.block_q == 0 and P > 0 and len(part.spans) > 0
-        q_row = part.q_row.expand(B, H, P).long()
+        own = served[:, part.of(H)]
+        h = own.shape[1]
+        q_row = part.q_row.expand(B, h, P).long()
         assert q_row.max() < plan.n_query and q_row.min() >= -1
-        served.scatter_add_(2, torch.where(q_row >= 0, q_row, plan.n_query), torch.ones_like(q_row))
+        own.scatter_add_(2, torch.where(q_row >= 0, q_row, plan.n_query), torch.ones_like(q_row))
         for span in part.spans:
             N = span.k_row.shape[-1]
             assert N % plan.block_k == 0 and N > 0
             assert span.k_row.max() < plan.n_key and span.k_row.min() >= -1
             for tensor, n in ((span.k_row, N), (span.k_place, N), (span.q_place, P)):
-                assert tensor.shape[0] in (1, B) and tensor.shape[1] in (1, H) and tensor.shape[2] == n
-            check_lists(plan, part.q_row, span, P // plan.block_q, N // plan.block_k)
+                assert tensor.shape[0] in (1, B) and tensor.shape[1] in (1, h) and tensor.shape[2] == n
+            check_lists(plan, part, span, P // plan.block_q, N // plan.block_k)
     # Rows stand in one part, unless parts are declared to overlap; padding stands in none.
     valid = scene.layout().valid[:, None, scene.start :]
     assert (served[..., :-1] * ~valid == 0).all()
@@ -131,13 +133,14 @@ def test_shapes_lists_and_kinds(name: str, scene: Scene) -> None:
         assert served[..., :-1].max() <= 1
 
 
-def check_lists(plan: AttentionPlan, q_row: Tensor, span, M: int, n_blocks: int) -> None:
+def check_lists(plan: AttentionPlan, part: Part, span, M: int, n_blocks: int) -> None:
     lists = span.lists.lists() if isinstance(span.lists, BlockRuns) else span.lists
     b, h, m1 = lists.offset.shape
-    assert m1 == M + 1 and b in (1, plan.batch) and h in (1, plan.heads)
+    heads = len(range(plan.heads)[part.of(plan.heads)])
+    assert m1 == M + 1 and b in (1, plan.batch) and h in (1, heads)
     assert (lists.offset[..., 1:] >= lists.offset[..., :-1]).all()
     q_row, q_place, k_row, k_place = (
-        t.expand(plan.batch, plan.heads, -1) for t in (q_row, span.q_place, span.k_row, span.k_place)
+        t.expand(plan.batch, heads, -1) for t in (part.q_row, span.q_place, span.k_row, span.k_place)
     )
     bq, bk = plan.block_q, plan.block_k
     for i in range(b):
@@ -181,17 +184,15 @@ def test_pairs_are_causal_and_counted(name: str, scene: Scene) -> None:
 def listed_by_hand(plan: AttentionPlan) -> Tensor:
     total = torch.zeros(plan.batch, plan.heads, dtype=torch.float64)
     for part in plan.parts:
+        own = total[:, part.of(plan.heads)]
         for span in part.spans:
-            table = span.lists.table(span.k_row.shape[-1] // plan.block_k)
-            table = table.expand(plan.batch, plan.heads, -1, -1)
-            rows = (
-                (part.q_row >= 0).expand(plan.batch, plan.heads, -1).unflatten(-1, (-1, plan.block_q)).sum(-1)
-            )
-            keys = (
-                (span.k_row >= 0).expand(plan.batch, plan.heads, -1).unflatten(-1, (-1, plan.block_k)).sum(-1)
+            table = span.lists.table(span.k_row.shape[-1] // plan.block_k).expand(*own.shape, -1, -1)
+            rows, keys = (
+                (row >= 0).expand(*own.shape, -1).unflatten(-1, (-1, block)).sum(-1)
+                for row, block in ((part.q_row, plan.block_q), (span.k_row, plan.block_k))
             )
             for b, h, m, n in (table >= 0).nonzero().tolist():
-                total[b, h] += int(rows[b, h, m]) * int(keys[b, h, n])
+                own[b, h] += int(rows[b, h, m]) * int(keys[b, h, n])
     return total
 
 
@@ -205,7 +206,7 @@ def test_bound(name: str, scene: Scene) -> None:
     listed = torch.zeros(plan.batch, plan.heads, dtype=torch.long)
     for part in plan.parts:
         for span in part.spans:
-            listed += span.lists.count.sum(-1).expand_as(listed)
+            listed[:, part.of(plan.heads)] += span.lists.count.sum(-1)
     assert int(listed.max()) <= pattern.bound(plan.n_query, plan.n_key)
 
 

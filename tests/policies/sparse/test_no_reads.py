@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
-from mmaccel.core.mix import joined, mix
+from mmaccel.core.lower import launches
+from mmaccel.core.mix import mix
 from mmaccel.core.registry import registry
 
 from .scenes import Scene, sequence
@@ -80,8 +81,7 @@ def test_a_plan_reads_nothing(name: str, start: int, monkeypatch: pytest.MonkeyP
         plan = pattern.plan(other, key, queries, layout)
         if plan is not None:
             plan.listed_pairs()
-            if not plan.overlap:
-                joined(plan.parts, plan.block_q)
+            launches(plan)
     assert (plan is None) == (first is None)
 
 
@@ -93,7 +93,7 @@ def test_heads_that_lie_apart_are_put_together_without_reads() -> None:
     assert heads == 4 and one is not None and two is not None
 
     def whole() -> None:
-        plan = mix([((0, 2), one), ((1,), two), ((3,), None)], heads, layout, layout)
+        plan = mix([((0, 2), one), ((1,), two), ((3,), None)], heads, 2, layout, layout)
         assert plan is not None and plan.dense is not None
         plan.listed_pairs()
 

@@ -1,0 +1,86 @@
+"""Lists made by the Triton kernels against the plain ones, interpreted or compiled; `test_lists.py` runs them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmaccel.backends.reference import lists as plain
+from mmaccel.backends.triton import lists
+
+from .triton_cases import DEVICE
+
+FAR = 2**31 - 1
+
+
+def order(
+    n: int, lead: tuple[int, int], wide: bool, rng: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows, some runs of them and some single ones absent, and ascending places with ties and gaps."""
+    row = torch.arange(n, dtype=torch.int32).repeat(*lead, 1)
+    row[torch.rand(*lead, n, generator=rng) < 0.1] = -1
+    begin, end = sorted(torch.randint(0, n, (2,), generator=rng).tolist())
+    row[:, :, begin:end] = -1
+    place = torch.randint(0, 3, (*lead, n), generator=rng).cumsum(-1)
+    return row, place + (1 << 33) if wide else place.to(torch.int32)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_reach(seed: int) -> None:
+    """Leading dimensions shared or not, ranges open or not, keys absent, places of either width, blocks of two sizes."""
+    rng = torch.Generator().manual_seed(seed)
+    wide, (block_q, block_k) = seed % 4 == 3, [(16, 16), (16, 32), (64, 64)][seed % 3]
+    B, H = 1 + seed % 2, 3
+    leads = [(1, 1), (B, 1), (1, H), (B, H)]
+    q_lead, k_lead = leads[seed % 4], leads[(seed // 4 + seed) % 4]
+    q_row, q_place = order(block_q * 7, q_lead, wide, rng)
+    k_row, k_place = order(block_k * 37, k_lead, wide, rng)
+    q_place[torch.rand(q_place.shape, generator=rng) < 0.05] = -1
+    if seed % 2:
+        q_row, k_row = q_row[:1, :1], k_row[:1, :1]
+    q_place = q_place[..., torch.randperm(q_place.shape[-1], generator=rng)]
+    for lo, hi in ((0, FAR), (0, 70), (-9, 40), (100, FAR)):
+        arguments = (q_row, k_row, q_place, k_place)
+        wanted = plain.reach(*arguments, lo, hi, block_q, block_k)
+        found = lists.reach(*(t.to(DEVICE) for t in arguments), lo, hi, block_q, block_k)
+        for got, want in zip(found, wanted, strict=True):
+            assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
+
+
+def test_reach_over_more_blocks_than_are_looked_at_together() -> None:
+    """Runs of empty blocks longer than a step, at the beginning, in the middle and at the end."""
+    n = 16 * 2600
+    k_row = torch.arange(n, dtype=torch.int32).view(1, 1, n).clone()
+    k_row[..., : 16 * 30] = -1
+    k_row[..., 16 * 500 : 16 * 2000] = -1
+    k_row[..., -16 * 40 :] = -1
+    place = torch.arange(n, dtype=torch.int32).view(1, 1, n)
+    q_row, q_place = (t[..., 16 * 480 : 16 * 2100 : 16 * 9].repeat_interleave(16, -1) for t in (place, place))
+    wanted = plain.reach(q_row, k_row, q_place, place, 0, 16 * 100, 16, 16)
+    found = lists.reach(*(t.to(DEVICE) for t in (q_row, k_row, q_place, place)), 0, 16 * 100, 16, 16)
+    assert all(torch.equal(got.cpu(), want) for got, want in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_area(indexed: bool, shared: bool) -> None:
+    rng = torch.Generator().manual_seed(3)
+    B, H, M, N = 2, 3, 9, 700
+    row = torch.zeros(B, H, M, 5, dtype=torch.int64)
+    row[..., 0] = torch.randint(0, 20, (B, H, M), generator=rng)
+    row[..., 1] = torch.randint(0, 600, (B, H, M), generator=rng)
+    row[..., 4] = torch.randint(-5 if indexed else 0, 20, (B, H, M), generator=rng)
+    index = torch.arange(5, 660, dtype=torch.int32) if indexed else torch.empty(0, dtype=torch.int32)
+    nq = torch.randint(0, 64, (1, 1, M) if shared else (B, H, M), generator=rng)
+    nk = torch.randint(0, 64, (B, 1, N) if shared else (B, H, N), generator=rng)
+    wanted = torch.zeros(B, H, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            for m in range(M):
+                begin, count, _, _, shift = row[b, h, m].tolist()
+                entries = range(begin, begin + count)
+                blocks = [(int(index[e]) if indexed else e) + shift for e in entries]
+                wanted[b, h] += int(nq.expand(B, H, M)[b, h, m]) * int(nk.expand(B, H, N)[b, h, blocks].sum())
+    assert torch.equal(plain.listed_area(row, index, nq, nk), wanted)
+    found = lists.listed_area(*(t.to(DEVICE) for t in (row, index, nq, nk)))
+    assert torch.equal(found.cpu(), wanted)

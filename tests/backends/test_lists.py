@@ -1,0 +1,34 @@
+"""The operators that make and count lists of key blocks: their contracts, and their kernels without a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmaccel.backends import ops
+
+from .test_triton import run
+
+
+def test_the_operators_keep_their_contracts() -> None:
+    row = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
+    heads = row.expand(1, 3, 64).contiguous()
+    torch.library.opcheck(ops.reach, (row, heads, row, row, 0, 20, 16, 16))
+    lists, kind = ops.reach(row, heads, row, row, 0, 20, 16, 16)
+    torch.library.opcheck(
+        ops.listed_area, (lists, torch.empty(0, dtype=torch.int32), torch.full((1, 1, 4), 16), 0 * kind + 16)
+    )
+
+
+def test_interpreted() -> None:
+    pytest.importorskip("triton")
+    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
+    out = run("pytest", "tests/backends/lists_cases.py", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
+    assert " passed" in out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_compiled() -> None:
+    out = run("pytest", "tests/backends/lists_cases.py", "-q", "-p", "no:cacheprovider", PYTEST_ADDOPTS="")
+    assert " passed" in out

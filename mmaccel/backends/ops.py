@@ -31,7 +31,20 @@ REACH = (
 )
 LISTED_AREA = "(Tensor row, Tensor index, Tensor nq, Tensor nk) -> Tensor"
 GATHER_UNITS = "(Tensor(a!) out, Tensor[] slab, Tensor base, Tensor slot) -> ()"
-GATHER_UNITS = "(Tensor(a!) out, Tensor[] slab, Tensor base, Tensor slot) -> ()"
+DECODE_ATTEND = (
+    "(Tensor query, Tensor key, Tensor value, Tensor columns, float scale, Tensor? sees=None) -> Tensor"
+)
+PROJECT_ROWS = (
+    "(Tensor x, Tensor[] weight, Tensor[] bias, Tensor? gain=None, float eps=0., Tensor? residual=None, "
+    "bool gated=False) -> Tensor"
+)
+TURN_ROWS = (
+    "(Tensor rows, Tensor cos, Tensor sin, Tensor places, Tensor columns, Tensor(a!) key, Tensor(b!) value) -> "
+    "Tensor"
+)
+
+WINDOW = 64
+"""Columns at the end of a sequence of which a row of a tree may see some and not others: the bits of a word."""
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -178,17 +191,41 @@ def _gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tenso
         plain(out, slab, base, slot)
 
 
-def _gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor) -> None:
+def _decode_attend(query: Tensor, *rest: Any) -> Tensor:
     from mmaccel.backends import triton
 
-    if triton.usable(out.device) is None:
-        from mmaccel.backends.triton.gather import gather_units as launch
+    if triton.usable(query.device) is None:
+        from mmaccel.backends.triton.decode import decode_attend as launch
 
-        launch(out, slab, base, slot)
-    else:
-        from mmaccel.backends.reference.gather import gather_units as plain
+        return launch(query, *rest)
+    from mmaccel.backends.reference.decode import decode_attend as plain
 
-        plain(out, slab, base, slot)
+    return plain(query, *rest)
+
+
+def _project_rows(x: Tensor, *rest: Any) -> Tensor:
+    from mmaccel.backends import triton
+
+    if x.dtype == torch.bfloat16 and triton.usable(x.device) is None:
+        from mmaccel.backends.triton import rows
+
+        if x.shape[0] <= rows.MOST:
+            return rows.project_rows(x, *rest)
+    from mmaccel.backends.reference.decode import project_rows as plain
+
+    return plain(x, *rest)
+
+
+def _turn_rows(rows: Tensor, *rest: Any) -> Tensor:
+    from mmaccel.backends import triton
+
+    if triton.usable(rows.device) is None:
+        from mmaccel.backends.triton.rows import turn_rows as launch
+
+        return launch(rows, *rest)
+    from mmaccel.backends.reference.decode import turn_rows as plain
+
+    return plain(rows, *rest)
 
 
 block_attend = define("block_attend", _block_attend)
@@ -227,6 +264,67 @@ long, on the device: slot s is entry ``s % slots`` of slab ``s // slots``, and -
 @gather_units.register_fake
 def _gather_units_shape(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor) -> None:
     return None
+
+
+decode_attend = torch.library.custom_op(
+    "mmaccel::decode_attend", _decode_attend, mutates_args=(), schema=DECODE_ATTEND
+)
+"""Exact attention of a few new rows over a cache of fixed size, whose new columns are written already.
+
+query [B, H, n, D], key and value [B, G, capacity, D], H a multiple of G. columns [B, n] long, on the device: the column of
+each new row, ascending; row i sees the columns 0 .. columns[b, i]. With sees [n] long (a tree) row i sees, of the last
+`WINDOW` columns up to columns[b, n - 1], those whose bits are set, the oldest first, and all before them. Gives
+[B, H, n, D]; in memory a row of all heads lies together.
+"""
+
+project_rows = torch.library.custom_op(
+    "mmaccel::project_rows", _project_rows, mutates_args=(), schema=PROJECT_ROWS
+)
+"""Rows through the linear layers of a transformer, with what stands before and after them.
+
+x [R, K]; weight: one to three of [O, K], their outputs one after another; bias: none, or [O] for each. With `gain` [K] the
+rows are normed first (RMS, `eps`). `gated`: of two weights, silu of the first's outputs times the second's. `residual`
+[R, O'] is added. Gives [R, O'] in the type of `x`; products of bfloat16 rows round once, at the end.
+"""
+
+turn_rows = torch.library.custom_op(
+    "mmaccel::turn_rows", _turn_rows, mutates_args=("key", "value"), schema=TURN_ROWS
+)
+"""Turn new queries and keys, and write keys and values to their columns of the cache; gives queries [B, H, n, D].
+
+rows [B, n, (H + 2 G) * D]: the heads of the queries, of the keys, of the values. cos and sin [B, S, D]: the angles of each
+place. places, columns [B, n] long: where each row stands, and where it is written. key and value [B, G, capacity, D], the
+last dimension dense.
+"""
+
+
+@decode_attend.register_fake
+def _decode_attend_shape(query: Tensor, *rest: Any) -> Tensor:
+    B, H, n, D = query.shape
+    return query.new_empty(B, n, H, D).transpose(1, 2)
+
+
+@project_rows.register_fake
+def _project_rows_shape(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    width = weight[0].shape[0] if gated else sum(w.shape[0] for w in weight)
+    return x.new_empty(x.shape[0], width)
+
+
+@turn_rows.register_fake
+def _turn_rows_shape(
+    rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    B, n, width = rows.shape
+    G, D = key.shape[1], key.shape[-1]
+    return rows.new_empty(B, n, width // D - 2 * G, D).transpose(1, 2)
 
 
 reach = torch.library.custom_op("mmaccel::reach", _reach, mutates_args=(), schema=REACH)

@@ -1,0 +1,252 @@
+"""Attention of a decode step in Triton (`ops.decode_attend`): the cache is read once, by the whole device.
+
+As flash-decoding does (Dao et al. 2023): the columns of each sequence and key/value head are split into as many pieces as
+keep the device busy, each program folds one piece into a partial answer, a second kernel merges them. How long the pieces
+are is settled on the device, from the columns the new rows take: the launch is the same at every length.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmaccel.backends import ops
+
+LEAST = 2
+"""Tiles of keys that a piece has at least: shorter ones cost more to merge than they save."""
+
+RESIDENT = 2
+"""Programs of a multiprocessor at work together; with their loads under way memory is read at its rate."""
+
+
+@triton.jit
+def _pieces(columns, b, n, SPLITS, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):
+    """What sequence `b` holds: its columns, the tiles they fill, the pieces these are dealt to."""
+    length = tl.load(columns + b * n + n - 1).to(tl.int32) + 1
+    tiles = tl.cdiv(length, BLOCK_N)
+    return length, tiles, tl.minimum(SPLITS, tl.cdiv(tiles, LEAST))
+
+
+@triton.jit
+def piece_kernel(
+    query,
+    key,
+    value,
+    columns,
+    sees,
+    part,
+    lse,
+    scale,
+    n,
+    query_b,
+    query_h,
+    query_s,
+    key_b,
+    key_g,
+    key_s,
+    value_b,
+    value_g,
+    value_s,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LEAST: tl.constexpr,
+    TREE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Rows of all heads of a key/value head, over one piece of the columns; row r is head r % GROUP of new row r // GROUP.
+
+    part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) in float32; a row that sees nothing of a piece is 0, -inf.
+    """
+    split = tl.program_id(0)
+    g, b = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
+    length, tiles, used = _pieces(columns, b, n, SPLITS, BLOCK_N, LEAST)
+    if split >= used:
+        return
+    first, last = split * tiles // used, (split + 1) * tiles // used
+    r = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i, head = r // GROUP, g * GROUP + r % GROUP
+    mine = i < n
+    d, k = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    wide = d < D
+    query += b.to(tl.int64) * query_b
+    q = tl.load(
+        query + (head * query_h + i * query_s)[:, None] + d[None, :],
+        mask=mine[:, None] & wide[None, :],
+        other=0.0,
+    )
+    own = tl.load(columns + b * n + i, mask=mine, other=-1).to(tl.int32)
+    key += b.to(tl.int64) * key_b + g.to(tl.int64) * key_g
+    value += b.to(tl.int64) * value_b + g.to(tl.int64) * value_g
+    bits = tl.load(sees + i, mask=mine & TREE, other=0)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        at = tile * BLOCK_N + k
+        held = at < length
+        keys = tl.load(
+            key + (at * key_s)[None, :] + d[:, None], mask=held[None, :] & wide[:, None], other=0.0
+        )
+        score = tl.dot(q, keys, input_precision=PRECISION) * (scale * 1.4426950408889634)
+        if TREE:
+            if (tile + 1) * BLOCK_N > length - WINDOW:
+                late = at - (length - WINDOW)
+                told = bits[:, None] >> tl.maximum(tl.minimum(late, WINDOW - 1), 0)[None, :]
+                seen = (late < 0)[None, :] | ((told & 1) != 0)
+                score = tl.where(seen & held[None, :], score, float("-inf"))
+        else:
+            score = tl.where(at[None, :] <= own[:, None], score, float("-inf"))
+        top = tl.maximum(peak, tl.max(score, 1))
+        level = tl.where(top == float("-inf"), 0.0, top)
+        weight = tl.exp2(score - level[:, None])
+        shrink = tl.exp2(peak - level)
+        total = total * shrink + tl.sum(weight, 1)
+        acc = acc * shrink[:, None]
+        values = tl.load(
+            value + (at * value_s)[:, None] + d[None, :], mask=held[:, None] & wide[None, :], other=0.0
+        )
+        acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+        peak = top
+    seen = total > 0
+    whole = tl.where(seen, total, 1.0)
+    place = ((b * GROUPS * GROUP + head) * n + i).to(tl.int64) * SPLITS + split
+    tl.store(lse + place, tl.where(seen, peak + tl.log2(whole), float("-inf")), mask=mine)
+    tl.store(part + place[:, None] * D + d[None, :], acc / whole[:, None], mask=mine[:, None] & wide[None, :])
+
+
+@triton.jit
+def merge_kernel(
+    part,
+    lse,
+    columns,
+    out,
+    n,
+    out_b,
+    out_h,
+    out_s,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """One row of one head: its partial answers, each by its share of the sum."""
+    i, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, _, used = _pieces(columns, b, n, SPLITS, BLOCK_N, LEAST)
+    place = ((b * HEADS + head) * n + i).to(tl.int64) * SPLITS
+    d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    peak = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    for begin in range(0, used, BLOCK_S):
+        peak = tl.maximum(peak, tl.load(lse + place + begin + s, mask=begin + s < used, other=float("-inf")))
+    top = tl.max(peak, 0)
+    total = tl.zeros([BLOCK_S], tl.float32)
+    acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    for begin in range(0, used, BLOCK_S):
+        inside = begin + s < used
+        share = tl.exp2(tl.load(lse + place + begin + s, mask=inside, other=float("-inf")) - top)
+        some = tl.load(
+            part + (place + begin + s)[:, None] * D + d[None, :],
+            mask=inside[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        total += share
+        acc += share[:, None] * some
+    answer = tl.sum(acc, 0) / tl.sum(total, 0)
+    tl.store(
+        out + b.to(tl.int64) * out_b + head * out_h + i * out_s + d,
+        answer.to(out.dtype.element_ty),
+        mask=d < D,
+    )
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def decode_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    columns: Tensor,
+    scale: float,
+    sees: Tensor | None = None,
+    *,
+    splits: int | None = None,
+    block_n: int | None = None,
+    warps: int = 4,
+    stages: int = 3,
+) -> Tensor:
+    """See `mmaccel.backends.ops.decode_attend`; at most `splits` pieces a sequence and head, of tiles of `block_n` keys."""
+    B, H, n, D = query.shape
+    G = key.shape[1]
+    group = H // G
+    block_m = min(max(triton.next_power_of_2(n * group), 16), 64)
+    block_d = max(triton.next_power_of_2(D), 16)
+    tiles = triton.cdiv(n * group, block_m)
+    block_n = block_n or (64 if query.element_size() == 2 else 16)
+    splits = splits or max(1, RESIDENT * _multiprocessors(query.device) // (B * G * tiles))
+    out = torch.empty(B, n, H, D, dtype=query.dtype, device=query.device).transpose(1, 2)
+    part = torch.empty(B, H, n, splits, D, dtype=torch.float32, device=query.device)
+    lse = torch.empty(B, H, n, splits, dtype=torch.float32, device=query.device)
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    columns = columns.contiguous()
+    piece_kernel[(splits, B * G, tiles)](
+        query,
+        key,
+        value,
+        columns,
+        columns if sees is None else sees.contiguous(),
+        part,
+        lse,
+        scale,
+        n,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        GROUPS=G,
+        GROUP=group,
+        D=D,
+        SPLITS=splits,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        LEAST=LEAST,
+        TREE=sees is not None,
+        WINDOW=ops.WINDOW,
+        PRECISION="ieee",
+        STAGES=stages,
+        num_warps=warps,
+    )
+    merge_kernel[(n, H, B)](
+        part,
+        lse,
+        columns,
+        out,
+        n,
+        *out.stride()[:3],
+        HEADS=H,
+        D=D,
+        SPLITS=splits,
+        BLOCK_S=16,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        LEAST=LEAST,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,144 @@
+"""The kernels of a decode step against their plain forms, interpreted or compiled; `test_decode.py` runs them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel.backends.ops import WINDOW
+from mmaccel.backends.reference import decode as plain
+from mmaccel.backends.triton import decode, rows
+
+from .oracle import budget
+from .triton_cases import DEVICE, DTYPES
+
+
+def drawn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def words(sees: Tensor) -> Tensor:
+    """[n] long: the rows of `sees` [n, m], of the last m columns, as bits; they see all before those."""
+    whole = torch.ones(sees.shape[0], WINDOW, dtype=torch.bool)
+    whole[:, WINDOW - sees.shape[1] :] = sees
+    return (whole.long() << torch.arange(WINDOW)).sum(1)
+
+
+def mask_of(columns: Tensor, capacity: int, sees: Tensor | None) -> Tensor:
+    """[B, 1, n, capacity]: what each row sees, pair by pair."""
+    mask = torch.zeros(*columns.shape, capacity, dtype=torch.bool)
+    for b, row in enumerate(columns.tolist()):
+        for i, column in enumerate(row):
+            for at in range(row[-1] + 1):
+                late = at - (row[-1] + 1 - (0 if sees is None else sees.shape[1]))
+                mask[b, i, at] = at <= column if sees is None else late < 0 or bool(sees[i, late])
+    return mask[:, None].to(DEVICE)
+
+
+def check(
+    columns: Tensor,
+    capacity: int,
+    heads: tuple[int, int] = (4, 2),
+    size: int = 64,
+    dtype: torch.dtype = torch.float32,
+    sees: Tensor | None = None,
+    **choices: int,
+) -> None:
+    B, n = columns.shape
+    query = drawn(B, n, heads[0], size, dtype=dtype).transpose(1, 2)
+    key, value = (drawn(B, heads[1], capacity, size, dtype=dtype, seed=i) for i in (1, 2))
+    for b, last in enumerate(columns[:, -1].tolist()):  # what lies behind may be anything
+        key[b, :, last + 1 :], value[b, :, last + 1 :] = torch.nan, torch.nan
+    told = None if sees is None else words(sees).to(DEVICE)
+    mask = mask_of(columns, capacity, sees)
+    clean = key.nan_to_num(), value.nan_to_num()
+    exact, allowed = budget(query, *clean, mask, size**-0.5)
+    own = columns.to(DEVICE)
+    out = decode.decode_attend(query, key, value, own, size**-0.5, told, **choices)
+    assert out.dtype == dtype and out.transpose(1, 2).is_contiguous()
+    assert float((out.double() - exact).abs().max()) <= allowed
+    said = plain.decode_attend(query, key, value, own, size**-0.5, told)
+    assert said.stride() == out.stride() and float((said.double() - exact).abs().max()) <= allowed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 80, 96, 128])
+def test_head_sizes(size: int, dtype: torch.dtype) -> None:
+    check(torch.tensor([[150, 151, 152]]), 200, size=size, dtype=dtype, splits=3, block_n=32)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("last", [0, 1, 31, 32, 63, 64, 65, 129, 199])
+def test_pieces_of_every_length(last: int, splits: int) -> None:
+    """One column, whole tiles, a tile and a bit, fewer tiles than pieces, the whole cache."""
+    check(torch.tensor([[last]]), 200, splits=splits, block_n=16)
+
+
+@pytest.mark.parametrize(("n", "heads"), [(1, (7, 1)), (2, (14, 2)), (5, (6, 6)), (10, (7, 1)), (64, (4, 2))])
+def test_rows_and_groups(n: int, heads: tuple[int, int]) -> None:
+    """Rows that fill no tile, and more than one; heads in groups of odd size, and without groups."""
+    check(torch.arange(70, 70 + n)[None], 140, heads, 16, splits=3, block_n=16)
+
+
+def test_sequences_of_their_own_lengths() -> None:
+    columns = torch.tensor([[2, 3], [120, 121], [0, 1], [64, 65]])
+    check(columns, 130, splits=4, block_n=16)
+
+
+@pytest.mark.parametrize("m", [4, 6, 40, 64])
+def test_trees(m: int) -> None:
+    """Rows beside each other do not see each other; m beyond n are rows of the tree that were run before."""
+    sees = torch.rand(4, m, generator=torch.Generator().manual_seed(m)) < 0.5
+    sees[torch.arange(4), torch.arange(m - 4, m)] = True
+    columns = torch.tensor([[77, 78, 79, 80], [44, 45, 46, 47]])
+    check(columns, 100, sees=sees, splits=3, block_n=16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 17])
+@pytest.mark.parametrize("kind", ["three with a bias", "gated", "residual", "one"])
+def test_project(kind: str, count: int, dtype: torch.dtype) -> None:
+    """Widths that fill no block; inputs that fill no step."""
+    x, gain = drawn(count, 96, dtype=dtype), drawn(96, dtype=dtype, seed=1)
+    widths = {"three with a bias": (40, 8, 24), "gated": (40, 40), "residual": (40,), "one": (33,)}[kind]
+    weight = [drawn(w, 96, dtype=dtype, seed=i) / 10 for i, w in enumerate(widths)]
+    bias = [drawn(w, dtype=dtype, seed=i + 9) for i, w in enumerate(widths)] if "bias" in kind else []
+    residual = drawn(count, 40, dtype=dtype, seed=5) if kind == "residual" else None
+    norm = None if residual is not None else gain
+    told = (bias, norm, 1e-6, residual, kind == "gated")
+    out = rows.project_rows(x, weight, *told, block_k=64)
+    said = plain.project_rows(x, weight, *told)
+    wide = [t if t is None else t.double() for t in (norm, residual)]
+    squares = x.double().pow(2).mean(-1, keepdim=True) + 1e-6
+    entered = x.double() if norm is None else x.double() * squares.rsqrt() * wide[0]
+    exact = plain.project_rows(
+        entered, [w.double() for w in weight], [b.double() for b in bias], None, 0.0, wide[1], kind == "gated"
+    )
+    off = float((said.double() - exact).abs().max())
+    assert out.shape == exact.shape and out.dtype == dtype
+    assert float((out.double() - exact).abs().max()) <= 2 * off + torch.finfo(dtype).eps * float(
+        exact.abs().max()
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 80])
+def test_turn(size: int, dtype: torch.dtype) -> None:
+    B, n, H, G, capacity = 2, 3, 4, 2, 20
+    new = drawn(B, n, (H + 2 * G) * size, dtype=dtype)
+    cos, sin = (drawn(B, capacity, size, dtype=dtype, seed=i) for i in (1, 2))
+    columns = torch.tensor([[3, 4, 5], [17, 18, 19]], device=DEVICE)
+    # The cache of one layer of several, as a view.
+    whole = [drawn(B, G, 2, capacity, size, dtype=dtype, seed=i) for i in (3, 4)]
+    mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
+    places = torch.tensor([[3, 4, 4], [0, 18, 19]], device=DEVICE)
+    got = rows.turn_rows(new, cos, sin, places, columns, *mine)
+    want = plain.turn_rows(new, cos, sin, places, columns, *theirs)
+    close = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(got, want, **close)
+    assert got.stride() == want.stride()
+    for one, other, before in zip(mine, theirs, whole, strict=True):
+        torch.testing.assert_close(one, other, **close)
+        assert int((one != before[:, :, 1]).any(-1).sum()) == B * G * n
+    assert torch.equal(mine[1], theirs[1])

@@ -1,0 +1,54 @@
+"""The operators of a decode step: their contract, and their kernels without a device and on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmaccel.backends import ops
+
+from .test_triton import run
+
+
+def test_the_operators_keep_their_contract() -> None:
+    query = torch.randn(2, 3, 4, 8).transpose(1, 2)
+    key, value = torch.randn(2, 2, 2, 20, 8).unbind(0)
+    columns = torch.tensor([[3, 4, 5], [17, 18, 19]])
+    sees = (
+        torch.tensor([-1, -1, -1])
+        & ~torch.tensor([1 << 62, 0, 0])
+        & ~torch.tensor([-(1 << 63), -(1 << 63), 0])
+    )
+    torch.library.opcheck(ops.decode_attend, (query, key, value, columns, 0.3))
+    torch.library.opcheck(ops.decode_attend, (query, key, value, columns, 0.3, sees))
+    chain = ops.decode_attend(query, key, value, columns, 0.3)
+    torch.testing.assert_close(ops.decode_attend(query, key, value, columns, 0.3, sees), chain)
+    weight = list(torch.randn(2, 12, 16))
+    x, gain = torch.randn(5, 16), torch.randn(16)
+    torch.library.opcheck(ops.project_rows, (x, weight, [], gain, 1e-6, None, True))
+    torch.library.opcheck(ops.project_rows, (x, weight, list(torch.randn(2, 12))))
+    angles = torch.randn(2, 20, 8)
+    new = torch.randn(2, 3, 8 * 8)
+    torch.library.opcheck(ops.turn_rows, (new, angles, angles, columns - 2, columns, key, value.clone()))
+
+
+def test_compiles_for_devices_that_are_not_here() -> None:
+    """Products run on the matrix units, the cache and the weights come in copies of 16 bytes, two programs share a
+    multiprocessor, and nothing spills to memory."""
+    pytest.importorskip("triton")
+    lines = run("tests.backends.decode_compile", "90", TRITON_INTERPRET="0").splitlines()
+    assert len(lines) == 18
+    for line in lines:
+        name, shared, products, copies, spilled, *_ = line.split(",")
+        assert int(spilled) == 0, line
+        if name != "turn":
+            assert int(copies) > 0 and (int(products) > 0) == (name != "attend fp32"), line
+        if name.startswith("attend"):
+            assert 2 * int(shared) <= 231424, line
+
+
+def test_interpreted() -> None:
+    pytest.importorskip("triton")
+    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
+    out = run("pytest", "tests/backends/decode_cases.py", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
+    assert " passed" in out and "failed" not in out and "skipped" not in out

@@ -3,8 +3,8 @@
     python bench/decode_gpu.py steps --shapes qwen2.5-vl-7b qwen2.5-vl-32b --out bench/results/steps_h200_202601.jsonl
     python bench/decode_gpu.py pipeline --draft qwen2.5-vl-7b --target qwen2.5-vl-32b --keep 0.81
 
-`steps`: the median time of a compiled, captured step of one and of several rows after so many columns, beside the time in
-which the device reads the weights and the cache once at the rate measured here.
+`steps`: the median time of a captured step of one and of several rows after so many columns, beside the time in which the
+device reads the weights and the cache once at the rate measured here.
 
 `pipeline`: replayed acceptance. Every step of both models is real; only the verdict is drawn: the draft says the number
 after the last, and the target says the same with probability `keep`. The draft runs in a second process, on the second
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).parent))
 from timing import Log, environment, measure
@@ -39,7 +41,6 @@ from mmaccel.policies.draft.parallel import Pipeline
 from mmaccel.policies.draft.sequential import Drafter
 
 VOCAB = 150_000
-TAIL = 1024
 
 
 class Counting(StaticRunner):
@@ -64,13 +65,19 @@ def build(
     model = shapes.build(
         shape, layers=given.layers, vision_layers=1, dtype=torch.bfloat16, device=device
     ).eval()
-    runner = Counting(
-        model, adapter_for(model), context + TAIL, rows, compiled=not given.eager, keep=keep, seed=given.seed
-    )
-    runner.module.key.normal_(0, 0.02)
-    runner.module.value.normal_(0, 0.02)
-    runner.assume(context)
+    family, cache = adapter_for(model), DynamicCache()
+    for layer, size in enumerate(sizes(family, model, context)):
+        cache.update(
+            *(torch.empty(size, dtype=model.dtype, device=device).normal_(0, 0.02) for _ in range(2)), layer
+        )
+    runner = Counting(model, family, cache, rows, keep=keep, seed=given.seed)
     return runner
+
+
+def sizes(family: Any, model: Any, context: int) -> list[tuple[int, ...]]:
+    """The keys of each layer, as many as its values."""
+    shape = family.geometry(model)
+    return [(1, shape.kv_heads, context, shape.head_dim)] * shape.layers
 
 
 def steps(given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -88,7 +95,8 @@ def steps(given: argparse.Namespace) -> list[dict[str, Any]]:
                     runner.truncate(context)
 
                 times = measure(run, warmup=3, repeats=given.repeats, device=given.device)
-                cache = 2 * runner.module.key[..., :context, :].numel() * runner.module.key.element_size()
+                keys = sizes(runner.family, runner.model, context)
+                cache = 2 * sum(math.prod(size) for size in keys) * runner.model.dtype.itemsize
                 floor = acceptance.floor_s(runner.model, cache, rate)
                 row = {"case": "step", "shape": shape, "context": context, "rows": rows, "floor_s": floor}
                 found.append({**row, "read_rate": rate, **times.row(), "of_floor": times.median / floor})
@@ -116,10 +124,10 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
 
 
 def warm(runner: Counting, rows: tuple[int, ...]) -> None:
-    """Compile and capture every step."""
+    """Compile and capture every step: the first of a width is run as it is written, the second captured."""
     length = runner.length()
-    for count in rows:
-        runner.step(torch.ones(1, count, dtype=torch.long, device=runner.module.key.device))
+    for count in [count for count in rows for _ in range(2)]:
+        runner.step(torch.ones(1, count, dtype=torch.long, device=runner.model.device))
         runner.truncate(length)
 
 
@@ -139,7 +147,7 @@ class Rounds:
 
 def decode(target: Counting, draft: DraftState, context: int, tokens: int) -> dict[str, Any]:
     """One generation after the assumed prompt, in seconds after its first token."""
-    device = target.module.key.device
+    device = target.model.device
     target.truncate(context)
     target.dice.manual_seed(1)
     ids = torch.full((1, 4), 7, device=device)
@@ -178,7 +186,7 @@ def pipeline(given: argparse.Namespace) -> list[dict[str, Any]]:
     try:
         worker.wait(READY, 1200.0)
         choice = Parallel(model="shape", window=given.window)
-        state = Pipeline(_remote.Remote(worker, VOCAB), choice, [target.module.key.device])
+        state = Pipeline(_remote.Remote(worker, VOCAB), choice, [target.model.device])
         once = decode(target, state, context, given.tokens)
     finally:
         worker.close()
@@ -228,7 +236,7 @@ class Given:
                 self._ids, self._left = prompt.ids[0], prompt.max_new_tokens
                 self._pending = self._ids[:0]
 
-        return Ready(runner, runner.module.key.device, window, VOCAB)
+        return Ready(runner, runner.model.device, window, VOCAB)
 
 
 def options(given: argparse.Namespace) -> dict[str, Any]:
@@ -259,7 +267,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--eager", action="store_true", help="no compiler, no graph: for a look on a CPU")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--read-log2", type=int, default=31)
     parser.add_argument("--seed", type=int, default=0)

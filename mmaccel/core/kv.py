@@ -40,7 +40,12 @@ class KVView:
 
 
 class KVState(ABC):
-    """The memory of one batch of sequences, all layers."""
+    """The memory of one batch of sequences, all layers.
+
+    in_place  it is buffers of columns of which a query sees the first ones, all of them; see `buffers`
+    """
+
+    in_place: ClassVar[bool] = False
 
     @abstractmethod
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -89,6 +94,17 @@ class KVState(ABC):
     @abstractmethod
     def truncate(self, length: int) -> None:
         """Roll back to `length` columns; raises `ModelError` when the policy cannot reach back so far."""
+
+    def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [B, G, capacity, D] of each layer, with room for `room` more columns after those held.
+
+        For a memory that is `in_place`: columns are then written there past `append`, and told by `wrote`.
+        """
+        raise ModelError(f"{type(self).__name__} is not written in place.")
+
+    def wrote(self, count: int) -> None:
+        """The `count` columns after those held were written to the `buffers` of all layers."""
+        raise ModelError(f"{type(self).__name__} is not written in place.")
 
     def save(self, path: str | Path) -> None:
         """Write the state (safetensors and JSON); raises `ModelError` for policies that keep nothing worth saving."""

@@ -1,61 +1,60 @@
-"""Decoding at the speed of memory: one sequence, static shapes, a cache laid out beforehand, one compiled step.
+"""Decoding at the speed of memory: static shapes, a cache with room, a step that reads the weights and it once.
 
-A decode step reads every weight and the whole cache once, and should take no longer than that. So nothing in it depends on
-the length but what a tensor says: keys go to the column that `columns` names, and a row sees the columns up to its own. The
-step is one graph for all lengths; on CUDA it is captured once for each number of rows and replayed.
+Nothing in a step depends on the length but what a tensor says: keys go to the column that `columns` names, and a row sees
+the columns up to its own. So on CUDA a step is captured once for each number of rows and replayed at every length, and
+nothing is launched from Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Runner
+from mmaccel.backends import ops
+from mmaccel.core.attach import attached
 from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import TEXT, TokenLayout
+from mmaccel.core.room import with_room
 from mmaccel.models.runner import HFRunner
 
 if TYPE_CHECKING:
     from mmaccel.models.family import Family
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
 
+LAYERS = {"Qwen2DecoderLayer", "Qwen2_5_VLDecoderLayer"}
+"""Classes of decoder layers that `Step` computes."""
 
-def masked(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, scale: float) -> Tensor:
-    """[1, H, n, D]: row i sees the columns up to ``columns[i]``; for any device, with a mask over the whole cache."""
-    mask = torch.arange(key.shape[2], device=key.device) <= columns[:, None]
-    grouped = query.shape[1] != key.shape[1]
-    return nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped
-    )
-
-
-def flexible(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, scale: float) -> Tensor:
-    """The same by FlexAttention, whose decoding kernel splits the cache over the device; for inside a compiled step."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    def seen(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return torch.where(column <= columns[row], score, -float("inf"))
-
-    out = flex_attention(query, key, value, score_mod=seen, scale=scale, enable_gqa=True)
-    assert isinstance(out, Tensor)
-    return out
+DEVICES = ("cuda",)
+"""Where steps are captured."""
 
 
 class Step(nn.Module):
     """The language model of a Qwen2-like family over new rows, as one function of tensors of fixed shapes.
 
-    Its buffers: keys and values [layers, 1, G, capacity, D] and the angles [capacity, D] of each column's rotary position.
+    buffers  keys and values [B, G, capacity, D] of each layer, which the step writes to
+    angles   cosines and sines [B, capacity, D] of each place of the text
+
+    The weights are the model's own.
     """
 
-    def __init__(self, model: nn.Module, family: Family, capacity: int, attend: Attend) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        family: Family,
+        buffers: Sequence[tuple[Tensor, Tensor]],
+        angles: tuple[Tensor, Tensor],
+    ) -> None:
         super().__init__()
-        shape = family.geometry(model)
-        first = next(model.parameters())
-        self.shape, self.attend, self.scale = shape, attend, shape.head_dim**-0.5
+        self.scale = family.geometry(model).head_dim ** -0.5
+        self.cos, self.sin = angles
+        self.buffers_of = list(buffers)
         # Held in a tuple: these are the model's own modules, not parts of this one.
         self.parts: tuple[Any, ...] = (
             model.get_input_embeddings(),  # type: ignore[operator]
@@ -63,155 +62,254 @@ class Step(nn.Module):
             family.text(model).norm,
             model.get_output_embeddings(),  # type: ignore[operator]
         )
-        size = (shape.layers, 1, shape.kv_heads, capacity, shape.head_dim)
-        self.key = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.value = torch.zeros_like(self.key)
-        self.cos = torch.zeros(capacity, shape.head_dim, dtype=first.dtype, device=first.device)
-        self.sin = torch.zeros_like(self.cos)
 
-    def forward(self, ids: Tensor, columns: Tensor) -> Tensor:
-        """Logits [1, n, V] of `ids` [1, n], which take the columns `columns` [n]."""
+    def forward(self, ids: Tensor, columns: Tensor, places: Tensor, sees: Tensor | None = None) -> Tensor:
+        """Logits [B, n, V] of `ids` [B, n], which take the columns `columns` [B, n] and stand at `places` [B, n]; `sees` [n]
+        is that of `ops.decode_attend`."""
         embedding, layers, norm, head = self.parts
-        n, shape = ids.shape[1], self.shape
-        cos, sin = self.cos[columns], self.sin[columns]
-        x = embedding(ids)
+        B, n = ids.shape
+        x = embedding(ids).flatten(0, 1)
+        for layer, (key, value) in zip(layers, self.buffers_of, strict=True):
+            own, mlp = layer.self_attn, layer.mlp
+            rows = _project(x, [own.q_proj, own.k_proj, own.v_proj], layer.input_layernorm)
+            query = ops.turn_rows(rows.view(B, n, -1), self.cos, self.sin, places, columns, key, value)
+            out = ops.decode_attend(query, key, value, columns, self.scale, sees)
+            x = _project(out.transpose(1, 2).reshape(B * n, -1), [own.o_proj], residual=x)
+            wide = _project(x, [mlp.gate_proj, mlp.up_proj], layer.post_attention_layernorm, gated=True)
+            x = _project(wide, [mlp.down_proj], residual=x)
+        return _project(x, [head], norm).view(B, n, -1)
+
+
+def _project(
+    x: Tensor,
+    linear: Sequence[nn.Linear],
+    norm: Any = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """See `ops.project_rows`."""
+    weight = [one.weight for one in linear]
+    bias = [one.bias for one in linear if one.bias is not None]
+    gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+    return ops.project_rows(x, weight, bias, gain, eps, residual, gated)  # type: ignore[no-any-return]
+
+
+class Memory(Protocol):
+    """What a static step needs of a memory: `KVState` says what the two do, where it is `in_place`."""
+
+    def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]: ...
+
+    def wrote(self, count: int) -> None: ...
+
+
+class Moved:
+    """The sequence of a plain model: its transformers cache, whose tensors become the first columns of buffers with room."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+
+    def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
+        """See `KVState.buffers`. One layer after the other, so that the old tensors of one are all there is twice."""
+        layers = self.cache.layers
+        if not self._held():
+            self._buffers = []
         for index, layer in enumerate(layers):
-            h, own = layer.input_layernorm(x), layer.self_attn
-            query = own.q_proj(h).view(1, n, shape.heads, shape.head_dim).transpose(1, 2)
-            key = own.k_proj(h).view(1, n, shape.kv_heads, shape.head_dim).transpose(1, 2)
-            value = own.v_proj(h).view(1, n, shape.kv_heads, shape.head_dim).transpose(1, 2)
-            keys, values = self.key[index], self.value[index]
-            keys.index_copy_(2, columns, _turned(key, cos, sin))
-            values.index_copy_(2, columns, value)
-            out = self.attend(_turned(query, cos, sin), keys, values, columns, self.scale)
-            x = x + own.o_proj(out.transpose(1, 2).reshape(1, n, -1))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return head(norm(x))  # type: ignore[no-any-return]
+            count = layer.keys.shape[2]
+            if index == len(self._buffers):
+                pair = [with_room(None, x, 0, count + room) for x in (layer.keys, layer.values)]
+                for new, old in zip(pair, (layer.keys, layer.values), strict=True):
+                    new[:, :, :count] = old
+                self._buffers.append((pair[0], pair[1]))
+            else:
+                key, value = self._buffers[index]
+                self._buffers[index] = (
+                    with_room(key, key, count, count + room),
+                    with_room(value, value, count, count + room),
+                )
+            self._show(index, count)
+        return self._buffers
+
+    def wrote(self, count: int) -> None:
+        """See `KVState.wrote`."""
+        for index, layer in enumerate(self.cache.layers):
+            self._show(index, layer.keys.shape[2] + count)
+
+    def accept(self, start: int, path: Tensor) -> None:
+        """Of the columns from `start` on keep those at `path`, counted from there."""
+        for index, buffers in enumerate(self._buffers):
+            for buffer in buffers:
+                buffer[:, :, start : start + path.numel()] = buffer.index_select(2, path + start)
+            self._show(index, start + path.numel())
+
+    def _held(self) -> bool:
+        """Whether the cache still shows the buffers, and the model itself has not taken a step since."""
+        shown = [layer.keys.data_ptr() for layer in self.cache.layers]
+        return shown == [key.data_ptr() for key, _ in self._buffers]
+
+    def _show(self, index: int, count: int) -> None:
+        key, value = self._buffers[index]
+        layer = self.cache.layers[index]
+        layer.keys, layer.values = key[:, :, :count], value[:, :, :count]
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+def admits(model: nn.Module, family: Family, cache: Any) -> bool:
+    """Whether the steps of `model` after `cache` can be captured: on one CUDA device, of layers that `Step` computes, with
+    no module that others put or hooked in, and with a memory that is written in place."""
+    from transformers import DynamicCache
+
+    first = next(model.parameters())
+    if first.device.type not in DEVICES or any(p.device != first.device for p in model.parameters()):
+        return False
+    owner, state = attached(model), getattr(cache, "state", None)
+    if state is None and type(cache) is not DynamicCache:
+        return False
+    if state is not None and (not state.in_place or owner is None or owner.recipe.prune is not None):
+        return False
+    layers: list[Any] = list(family.layers(model))
+    inner = [module for layer in layers for module in layer.modules()]
+    return (
+        family.text(model).config.hidden_act == "silu"  # type: ignore[union-attr]
+        and all(type(layer).__name__ in LAYERS for layer in layers)
+        and all(layer.self_attn.sliding_window is None for layer in layers)
+        and all(type(linear) is nn.Linear for layer in layers for linear in _linear(layer))
+        and not any(module._forward_hooks or module._forward_pre_hooks for module in inner)
+    )
 
 
-class StaticRunner(Runner):
-    """A runner whose steps are compiled once. The prompt goes through the model itself; then its cache is moved over.
+def _linear(layer: Any) -> list[nn.Module]:
+    own, mlp = layer.self_attn, layer.mlp
+    return [own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
-    capacity  columns of the cache: the prompt and all that may follow, what is verified and refused included
-    rows      how many rows a step may have: a shorter one is padded to the next of these, and each is compiled by itself
-    compiled  False leaves the step as it is written (for tests, and where there is no compiler)
+
+def open_runner(model: nn.Module, family: Family, cache: Any) -> HFRunner:
+    """The runner of `model` after `cache`: with captured steps where `admits` says so, else through the model."""
+    return (StaticRunner if admits(model, family, cache) else HFRunner)(model, family, cache)
+
+
+class StaticRunner(HFRunner):
+    """A runner whose prompt goes through the model, and whose steps through `Step`, captured where there is a device.
+
+    rows  how many rows a step may have: a shorter one is padded to the next of these. Steps of more rows, and of trees that
+          do not fit a word of `ops.decode_attend`, go through the model.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        family: Family,
-        capacity: int,
-        rows: Sequence[int] = (1,),
-        *,
-        compiled: bool = True,
-        backend: str = "inductor",
-    ) -> None:
-        if not rows or min(rows) < 1 or capacity < max(rows) + 1:
-            raise ModelError(
-                f"capacity {capacity} and rows {list(rows)}: give room for at least one step of each."
-            )
-        self.model, self.family, self.capacity = model, family, capacity
+    def __init__(self, model: nn.Module, family: Family, cache: Any, rows: Sequence[int] = ROWS) -> None:
+        super().__init__(model, family, cache)
+        if not rows or min(rows) < 1 or max(rows) > ops.WINDOW:
+            raise ModelError(f"rows {list(rows)}: give numbers from 1 to {ops.WINDOW}.")
         self.rows = sorted(set(rows))
-        device = next(model.parameters()).device
-        cuda = device.type == "cuda"
-        self.module = Step(model, family, capacity, flexible if cuda and compiled else masked)
-        self.call: Callable[[Tensor, Tensor], Tensor] = self.module
-        if compiled:
-            self.call = torch.compile(self.module, fullgraph=True, dynamic=False, backend=backend)
-        self.graphs: dict[int, tuple[Any, Tensor, Tensor, Tensor]] = {}
-        self.captured = cuda and compiled
-        self.held = 0
+        state = getattr(cache, "state", None)
+        self.memory: Memory = Moved(cache) if state is None else state
+        self.module: Step | None = None
+        self.graphs: dict[tuple[int, bool], _Graph] = {}
 
-    @torch.no_grad()
-    def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        from transformers import DynamicCache
-
-        cache = DynamicCache()
-        first = HFRunner(self.model, self.family, cache)
-        logits = first.prefill(inputs, keep, compact)
-        self.held = first.length()
-        if self.held + max(self.rows) > self.capacity:
-            raise ModelError(
-                f"capacity: the prompt has {self.held} tokens and the cache room for {self.capacity}; raise capacity."
-            )
-        layers: list[Any] = list(cache.layers)
-        for index, layer in enumerate(layers):
-            self.module.key[index, :, :, : self.held] = layer.keys
-            self.module.value[index, :, :, : self.held] = layer.values
-            layer.keys = layer.values = None
-        self._place(first.delta)
-        return logits
-
-    def assume(self, length: int) -> None:
-        """As if a prompt of `length` text columns had been run, whose keys and values are what the buffers hold."""
-        self.held = length
-        self._place(0)
-
-    @torch.no_grad()
-    def _place(self, delta: int) -> None:
-        device = self.module.key.device
-        # Text after the prompt stands at the same place on every axis.
-        places = torch.arange(self.capacity, device=device) + delta
-        axes = places.expand(3, -1) if self.family.mrope else places
-        cos, sin = self.family.angles(self.model, axes, self.module.key.dtype)
-        self.module.cos.copy_(cos[0, 0])
-        self.module.sin.copy_(sin[0, 0])
+    def prefill(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.module = None
+        return super().prefill(*args, **kwargs)
 
     @torch.no_grad()
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
-        if branches is not None:
-            raise ModelError("a static step runs chains; verify trees through the model itself.")
-        count = ids.shape[1]
+        held, count = self.length(), ids.shape[1]
         width = next((rows for rows in self.rows if rows >= count), None)
-        if width is None:
-            raise ModelError(f"rows: a step of {count} rows; give rows up to that many.")
-        if self.held + width > self.capacity:
-            raise ModelError(f"capacity: {self.capacity} columns are full; raise capacity.")
-        # Rows of padding write behind the last column, where the next step writes again, and no other row sees them.
-        padded = nn.functional.pad(ids, (0, width - count))
-        columns = torch.arange(self.held, self.held + width, device=ids.device)
-        logits = self._run(padded, columns)
-        self.held += count
-        return logits[:, :count]
+        if width is None or (branches and width - count + branches.sees.shape[1] > ops.WINDOW):
+            self.settle()
+            return super().step(ids, branches)
+        step = self.lay(width)
+        self._last = count
+        key = (width, branches is not None)
+        graph = self.graphs.get(key)
+        if graph is None:
+            graph = self.graphs[key] = _Graph(step, *key)
+        logits = graph(ids, held, branches)
+        self.memory.wrote(count)
+        return logits
 
-    def _run(self, ids: Tensor, columns: Tensor) -> Tensor:
-        if not self.captured:
-            return self.call(ids, columns)
-        # A capture sees the streams of the current device alone, which need not be the model's.
-        with torch.cuda.device(ids.device):
-            held = self.graphs.get(ids.shape[1])
-            if held is None:
-                held = self.graphs[ids.shape[1]] = self._capture(ids, columns)
-            graph, own_ids, own_columns, out = held
-            own_ids.copy_(ids)
-            own_columns.copy_(columns)
-            graph.replay()
-            return out.clone()
+    def lay(self, room: int) -> Step:
+        """The step over buffers with room for `room` more columns; captures do not outlive the buffers they were made of."""
+        buffers = self.memory.buffers(room)
+        held = self.module
+        if held is not None and all(a[0] is b[0] for a, b in zip(buffers, held.buffers_of, strict=True)):
+            return held
+        self.graphs.clear()
+        first = buffers[0][0]
+        # Text after the prompt stands at the same place on every axis.
+        places = torch.arange(first.shape[2], device=first.device) + self.delta
+        axes = places.expand(3, -1) if self.family.mrope else places
+        cos, sin = self.family.angles(self.model, axes, first.dtype)
+        self.module = Step(self.model, self.family, buffers, (cos[0].contiguous(), sin[0].contiguous()))
+        return self.module
 
-    def _capture(self, ids: Tensor, columns: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
-        """A CUDA graph of the step; what the runs before it write is written again by the first replay."""
-        ids, columns = ids.clone(), columns.clone()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self.call(ids, columns)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = self.call(ids, columns)
-        return graph, ids, columns, out
+    def accept(self, path: Tensor) -> None:
+        if isinstance(self.memory, Moved) and self.module is not None:
+            self.memory.accept(self.length() - self._last, path.to(self.module.cos.device))
+        else:
+            super().accept(path)
 
-    def truncate(self, length: int) -> None:
-        if not 0 <= length <= self.held:
-            raise ModelError(f"the cache has {self.held} columns; it cannot be cut to {length}.")
-        self.held = length
+    def settle(self) -> None:
+        """Tell the cache of the columns that went past the model."""
+        known = getattr(self.cache, "sequence", None)
+        if known is not None and known.layout.length < self.length():
+            kinds = torch.full((1, self.length() - known.layout.length), TEXT, device=known.layout.device)
+            self.cache.sequence = replace(known, layout=known.layout.append(TokenLayout.build(kinds)))
 
-    def length(self) -> int:
-        return self.held
+
+class _Graph:
+    """A step of `width` rows, of a chain or a tree. The first is run as it is written; on CUDA the second is captured.
+
+    Rows of padding write behind the last column, where the next step writes again, and no other row sees them.
+    """
+
+    def __init__(self, step: Step, width: int, tree: bool) -> None:
+        device = step.cos.device
+        self.step, self.width, self.tree = step, width, tree
+        self.ids = torch.zeros(1, width, dtype=torch.long, device=device)
+        self.start = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self.rows = torch.arange(width, device=device)[None]
+        self.depth = self.rows.clone()
+        self.sees = torch.zeros(width, dtype=torch.long, device=device)
+        self.graph: Any = None
+        self.out: Any = None
+
+    def __call__(self, ids: Tensor, held: int, branches: Branches | None) -> Tensor:
+        """Logits [1, n, V] of `ids` [1, n] after `held` columns."""
+        count = ids.shape[1]
+        self.ids[:, :count] = ids
+        self.start.fill_(held)
+        if branches is not None:
+            before = branches.sees.shape[1] - count
+            self.depth[0, :count] = branches.depth.to(self.depth.device) - before
+            self.sees.copy_(self._words(branches))
+        if self.graph is None and self.out is not None and self.ids.is_cuda:
+            self._capture()
+        if self.graph is None:
+            self.out = self._run()
+        else:
+            self.graph.replay()
+        return self.out[:, :count].clone()  # type: ignore[no-any-return]
+
+    def _run(self) -> Tensor:
+        columns = self.start + self.rows
+        if not self.tree:
+            return self.step(self.ids, columns, columns)  # type: ignore[no-any-return]
+        return self.step(self.ids, columns, self.start + self.depth, self.sees)  # type: ignore[no-any-return]
+
+    def _words(self, branches: Branches) -> Tensor:
+        """[width] long, on the host: what each row sees of the last columns; rows of padding see all."""
+        n, m = branches.sees.shape
+        bits = torch.ones(self.width, ops.WINDOW, dtype=torch.bool)
+        end = ops.WINDOW - (self.width - n)
+        bits[:n, end:] = False
+        bits[:n, end - m : end] = branches.sees.cpu()
+        return (bits.long() << torch.arange(ops.WINDOW)).sum(1)
+
+    def _capture(self) -> None:
+        # Not by `torch.cuda.graph`, which collects garbage and gives the pool back: a sequence captures several.
+        with torch.cuda.device(self.ids.device):
+            self.graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.graph.capture_begin(capture_error_mode="thread_local")
+                self.out = self._run()
+                self.graph.capture_end()
+            torch.cuda.current_stream().wait_stream(side)

@@ -17,7 +17,8 @@ from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.generate import speculate
 from mmaccel.core.report import Meter
-from mmaccel.models.runner import HFRunner, unpadded
+from mmaccel.models.decode import open_runner
+from mmaccel.models.runner import unpadded
 from mmaccel.models.signals import Listener
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         cache = model_kwargs.pop("past_key_values")
         if cache.get_seq_length():
             raise DraftError(f"draft {name!r} starts from an empty cache; leave past_key_values out.")
-        runner = HFRunner(model, attachment.family, cache)
+        runner = open_runner(model, attachment.family, cache)
         sample = generation_config.do_sample
         prompt = Prompt(
             inputs=raw,
@@ -95,6 +96,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
                 meter=meter,
             )
         finally:
+            runner.settle()
             meter.draft_counters = guarded.state.counters()
         if listener is not None:
             listener.end()

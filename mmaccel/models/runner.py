@@ -26,22 +26,24 @@ class HFRunner(Runner):
         self.model, self.family, self.cache = model, family, cache
         self.delta = self._last = 0
 
-    @classmethod
-    def open(cls, model: nn.Module, family: Family, kv: KVPolicy | None) -> HFRunner:
+    @staticmethod
+    def open(model: nn.Module, family: Family, kv: KVPolicy | None) -> HFRunner:
         """A fresh sequence; `kv` replaces the recipe's memory and needs an accelerated model."""
         from transformers import DynamicCache
+
+        from mmaccel.models.decode import open_runner
 
         owner = attached(model)
         if owner is None:
             if kv is not None:
                 raise ModelError("kv: a plain model keeps everything; accelerate it to choose its memory.")
-            return cls(model, family, DynamicCache())
+            return open_runner(model, family, DynamicCache())
         from mmaccel.models.cache import KVCache
 
         state = (
             owner.open_state() if kv is None else kv.open(owner.view.geometry, owner.view, owner.view.device)
         )
-        return cls(model, family, KVCache(state, owner.view.geometry.layers))
+        return open_runner(model, family, KVCache(state, owner.view.geometry.layers))
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
         if inputs["input_ids"].shape[0] != 1:
@@ -124,6 +126,9 @@ class HFRunner(Runner):
         mask = torch.zeros(sees.shape[0], total, dtype=dtype, device=device)
         mask[:, total - sees.shape[1] :] = torch.where(sees, 0.0, torch.finfo(dtype).min).to(dtype)
         return mask[None, None]
+
+    def settle(self) -> None:
+        """Leave the cache as others may take it up: here it is so after every step."""
 
     def accept(self, path: Tensor) -> None:
         state = getattr(self.cache, "state", None)

@@ -2,12 +2,18 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
+import mmaccel
 from mmaccel.core.attach import adapter_for
+from mmaccel.core.draft import Branches, Proposal
 from mmaccel.core.errors import ModelError
 from mmaccel.core.generate import speculate
-from mmaccel.models.decode import StaticRunner, flexible, masked
-from mmaccel.policies.draft import Off, Sequential
+from mmaccel.models import decode
+from mmaccel.models.decode import StaticRunner
+from mmaccel.models.runner import HFRunner
+from mmaccel.policies.draft import Off, Sequential, Tree
+from mmaccel.policies.kv import Window
 from tests.core.toy import Meter
 from tests.core.toy import prompt as told
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -20,18 +26,30 @@ def family(request):
     return request.param, model
 
 
-def runner(model, capacity=512, rows=(1,), **choices):
-    choices.setdefault("compiled", False)
-    return StaticRunner(model, adapter_for(model), capacity, rows, **choices)
+def runner(model, rows=(1,)):
+    return StaticRunner(model, adapter_for(model), DynamicCache(), rows)
+
+
+def counted(static, monkeypatch):
+    """The shapes of the steps that went through `Step`."""
+    seen, forward = [], decode.Step.forward
+
+    def noted(self, ids, *rest):
+        seen.append(tuple(ids.shape))
+        return forward(self, ids, *rest)
+
+    monkeypatch.setattr(decode.Step, "forward", noted)
+    return seen
 
 
 @pytest.mark.parametrize("kind", ["text", "interleaved", "long"])
 @torch.no_grad()
-def test_steps_are_the_model_s_own(family, kind):
+def test_steps_are_the_model_s_own(family, kind, monkeypatch):
     name, model = family
     inputs = prompt(name, PROMPTS[kind])
     plain, static = adapter_for(model).runner(model), runner(model, rows=(1, 4))
-    assert torch.allclose(plain.prefill(inputs), static.prefill(inputs), atol=1e-5)
+    seen = counted(static, monkeypatch)
+    assert torch.equal(plain.prefill(inputs), static.prefill(inputs))
     for ids in ([[7]], [[9, 3, 4]], [[5, 5, 5, 5]], [[11]]):
         ids = torch.tensor(ids)
         assert torch.allclose(plain.step(ids), static.step(ids), atol=1e-4)
@@ -39,6 +57,52 @@ def test_steps_are_the_model_s_own(family, kind):
     plain.truncate(plain.length() - 5)
     static.truncate(static.length() - 5)
     assert torch.allclose(plain.step(torch.tensor([[8, 2]])), static.step(torch.tensor([[8, 2]])), atol=1e-4)
+    assert seen == [(1, 1), (1, 4), (1, 4), (1, 1), (1, 4)]
+    # More rows than were asked for go through the model, and what follows goes on from there.
+    for ids in ([[1, 2, 3, 4, 5, 6]], [[7]]):
+        assert torch.allclose(plain.step(torch.tensor(ids)), static.step(torch.tensor(ids)), atol=1e-4)
+    assert seen[5:] == [(1, 1)]
+
+
+@torch.no_grad()
+def test_trees_are_the_model_s_own(family):
+    """Twice what a tree's rows see and where they stand; then a path of them is kept, and a chain goes on."""
+    name, model = family
+    inputs = prompt(name, PROMPTS["interleaved"])
+    plain, static = adapter_for(model).runner(model), runner(model, rows=(2, 8))
+    plain.prefill(inputs)
+    static.prefill(inputs)
+    tree = Proposal(torch.tensor([5, 6, 7, 8, 9]), parents=torch.tensor([-1, -1, 0, 1, 3])).branches()
+    later = Branches(torch.tensor([[True, False, True, False, False, False, True]]), torch.tensor([2]))
+    for both in (plain, static):
+        both.logits = [
+            both.step(torch.tensor([[4, 5, 6, 7, 8, 9]]), tree),
+            both.step(torch.tensor([[3]]), later),
+        ]
+        both.truncate(both.length() - 1)
+        both._last = 6
+        both.accept(torch.tensor([0, 2, 4, 5]))
+        both.logits.append(both.step(torch.tensor([[7, 8]])))
+    assert plain.length() == static.length()
+    for one, other in zip(plain.logits, static.logits, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+@torch.no_grad()
+def test_room_grows(family, monkeypatch):
+    """Steps past the end of the buffers: they are laid out anew, with what they held."""
+    name, model = family
+    monkeypatch.setattr("mmaccel.core.room.ROOM_MIN", 3)
+    inputs = prompt(name, PROMPTS["text"])
+    plain, static = adapter_for(model).runner(model), runner(model, rows=(1, 2))
+    plain.prefill(inputs)
+    static.prefill(inputs)
+    laid = []
+    for token in range(12):
+        ids = torch.tensor([[token + 3]])
+        assert torch.allclose(plain.step(ids), static.step(ids), atol=1e-4)
+        laid.append(static.module.cos.shape[1])
+    assert len(set(laid)) > 1 and laid == sorted(laid)
 
 
 @pytest.mark.parametrize("drafted", [False, True])
@@ -46,7 +110,7 @@ def test_the_loop_over_it_gives_the_plain_tokens(family, drafted):
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
     want = model.generate(**inputs, max_new_tokens=20, do_sample=False)
-    view = __import__("mmaccel").accelerate(model)
+    view = mmaccel.accelerate(model)
     draft = (Sequential(model=BUILD[name](seed=1), window=3) if drafted else Off()).open(view.view)
     view.detach()
     target, length = runner(model, rows=(1, 4)), want.shape[1]
@@ -58,15 +122,48 @@ def test_the_loop_over_it_gives_the_plain_tokens(family, drafted):
     assert torch.equal(ids, want)
 
 
+@pytest.mark.parametrize("strategy", ["sequential", "tree"])
+def test_a_recipe_decodes_through_it(family, strategy, monkeypatch):
+    """Target and draft of an accelerated model, its own memory; the cache it leaves can be taken up by plain steps."""
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    choice = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    want = model.generate(**inputs, **choice)
+    more = {**choice, "max_new_tokens": 4}
+    longer = torch.ones(1, want.sequences.shape[1], dtype=torch.long)
+    after = model.generate(
+        want.sequences, attention_mask=longer, past_key_values=want.past_key_values, **more
+    )
+    monkeypatch.setattr(decode, "admits", lambda *_: True)
+    seen = counted(None, monkeypatch)
+    peer = BUILD[name](seed=1)
+    draft = Sequential(model=peer, window=3) if strategy == "sequential" else Tree(model=peer)
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        got = fast.generate(**inputs, **choice)
+        assert torch.equal(got.sequences, want.sequences)
+        assert got.past_key_values.sequence.layout.length == got.past_key_values.get_seq_length()
+        assert len({shape[1] for shape in seen}) > 1
+        monkeypatch.undo()
+        plain = HFRunner(model, adapter_for(model), got.past_key_values)
+        plain.delta = int(got.past_key_values.sequence.delta)
+        again = got.sequences[:, -1:]
+        with torch.no_grad():
+            for _ in range(4):
+                again = torch.cat([again, plain.step(again[:, -1:])[:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(again[:, 1:], after.sequences[:, -4:])
+
+
 @torch.no_grad()
 def test_one_graph_serves_all_lengths(family):
+    """The step compiles as one graph, which no length breaks."""
     name, model = family
     torch._dynamo.reset()
-    static = runner(model, rows=(1, 3), compiled=True, backend="aot_eager")
+    static = runner(model, rows=(1, 4))
     plain = adapter_for(model).runner(model)
     inputs = prompt(name, PROMPTS["video"])
     static.prefill(inputs)
     plain.prefill(inputs)
+    static.lay(4).compile(fullgraph=True, dynamic=False, backend="aot_eager")
     for ids in ([[7]], [[9, 3]]):
         static.step(torch.tensor(ids))
         plain.step(torch.tensor(ids))
@@ -77,44 +174,64 @@ def test_one_graph_serves_all_lengths(family):
     torch._dynamo.reset()
 
 
-def test_both_ways_to_attend_agree():
-    g = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 4, 3, 16, generator=g)
-    key, value = (torch.randn(1, 2, 64, 16, generator=g) for _ in range(2))
-    columns = torch.tensor([40, 41, 42])
-    one, two = (way(query, key, value, columns, 0.25) for way in (masked, flexible))
-    assert torch.allclose(one, two, atol=1e-5)
-    key[:, :, 43:] = 9.0
-    assert torch.equal(masked(query, key, value, columns, 0.25), one), "what lies behind is not seen"
+def test_it_is_chosen_for_models_it_computes(family, monkeypatch):
+    """On a CPU never; elsewhere for a plain cache or a memory written in place, not for layers that others changed."""
+    _, model = family
+    adapter = adapter_for(model)
+    assert type(adapter.runner(model)) is HFRunner
+    monkeypatch.setattr(decode, "DEVICES", ("cpu",))
+    assert type(adapter.runner(model)) is StaticRunner
+    with mmaccel.accelerate(model) as fast:
+        assert type(fast.view.runner()) is StaticRunner
+        assert type(fast.view.runner(Window(window=64))) is HFRunner
+    layer = adapter.layers(model)[1]
+    handle = layer.mlp.register_forward_hook(lambda *_: None)
+    assert type(adapter.runner(model)) is HFRunner
+    handle.remove()
+    own = layer.mlp.up_proj
+    layer.mlp.up_proj = torch.nn.Sequential(own)
+    assert type(adapter.runner(model)) is HFRunner
+    layer.mlp.up_proj = own
+    assert type(adapter.runner(model)) is StaticRunner
 
 
 def test_what_does_not_fit_is_told(family):
-    name, model = family
-    inputs = prompt(name, PROMPTS["video"])
-    with pytest.raises(ModelError, match="room"):
-        runner(model, capacity=3, rows=(4,))
-    with pytest.raises(ModelError, match="raise capacity"):
-        runner(model, capacity=16).prefill(inputs)
-    static = runner(model, capacity=inputs["input_ids"].shape[1] + 2)
-    static.prefill(inputs)
-    static.step(torch.tensor([[5]]))
-    static.step(torch.tensor([[5]]))
-    with pytest.raises(ModelError, match="full"):
-        static.step(torch.tensor([[5]]))
+    _, model = family
     with pytest.raises(ModelError, match="rows"):
-        static.step(torch.tensor([[5, 6]]))
+        runner(model, rows=())
+    with pytest.raises(ModelError, match="rows"):
+        runner(model, rows=(1, 65))
 
 
 @pytest.mark.gpu
-@torch.no_grad()
-def test_a_captured_step_is_the_written_one(family):
+@pytest.mark.parametrize("strategy", ["off", "sequential", "tree"])
+def test_captured_steps_give_the_plain_tokens(family, strategy):
+    """fp32: the same tokens; and the runner says that it replayed graphs."""
     name, model = family
     model = model.cuda()
     inputs = {k: v.cuda() for k, v in prompt(name, PROMPTS["video"]).items()}
-    plain, static = runner(model), runner(model, rows=(1, 4), compiled=True)
-    assert torch.allclose(plain.prefill(inputs), static.prefill(inputs), atol=1e-4)
-    for ids in ([[7]], [[9]], [[4]]):
-        ids = torch.tensor(ids, device="cuda")
-        assert torch.allclose(plain.step(ids), static.step(ids), atol=1e-3)
-    assert torch.isfinite(static.step(torch.tensor([[1, 2, 3]], device="cuda"))).all()
+    want = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    peer = BUILD[name](seed=1).cuda()
+    draft = {"off": Off(), "sequential": Sequential(model=peer, window=3), "tree": Tree(model=peer)}[strategy]
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        assert torch.equal(fast.generate(**inputs, max_new_tokens=40, do_sample=False), want)
     model.cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_captured_step_is_the_written_one(family, dtype):
+    name, model = family
+    model = model.to("cuda", dtype)
+    inputs = {k: v.cuda() for k, v in prompt(name, PROMPTS["video"]).items()}
+    if dtype == torch.bfloat16:
+        inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    plain, static = HFRunner(model, adapter_for(model), DynamicCache()), runner(model, rows=(1, 4))
+    assert torch.equal(plain.prefill(inputs), static.prefill(inputs))
+    wide = 1e-3 if dtype == torch.float32 else 0.1
+    for ids in ([[7]], [[9]], [[4]], [[1, 2, 3]], [[4, 2, 3]], [[1, 9]], [[5]]):
+        ids = torch.tensor(ids, device="cuda")
+        assert torch.allclose(plain.step(ids), static.step(ids), atol=wide)
+    assert all(graph.graph is not None for graph in static.graphs.values()) and len(static.graphs) == 2
+    model.to("cpu", torch.float32)

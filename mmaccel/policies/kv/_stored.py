@@ -14,7 +14,7 @@ from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.kv import Piece, Stream
-from mmaccel.policies.kv._room import with_room
+from mmaccel.core.room import with_room
 from mmaccel.policies.kv._stream import Pair, StreamMemory, WindowedPolicy
 from mmaccel.policies.kv.store import HostStore, Spill, Way
 

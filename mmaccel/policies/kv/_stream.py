@@ -23,9 +23,9 @@ from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamPolicy, StreamState
+from mmaccel.core.room import with_room
 from mmaccel.policies.kv._angles import Turner
 from mmaccel.policies.kv._evidence import Look, mean_query, weigh
-from mmaccel.policies.kv._room import with_room
 from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, joined, moved
 
 __all__ = ["Asked", "Pair", "Ring", "StreamMemory", "WindowedPolicy", "mean_query", "weigh"]

@@ -13,8 +13,8 @@ from mmaccel.core import saving
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState, KVView, Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
+from mmaccel.core.room import with_room
 from mmaccel.policies.kv._layered import LayeredState
-from mmaccel.policies.kv._room import with_room
 from mmaccel.policies.kv._whole import WholeStream
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Full(StreamPolicy):
 class FullState(LayeredState):
     """Buffers [B, G, capacity, D] for each layer, of which the counted columns are in use."""
 
+    in_place: ClassVar[bool] = True
+
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
         self._buffers: list[tuple[Tensor, Tensor] | None] = [None] * layers
@@ -59,6 +61,21 @@ class FullState(LayeredState):
             raise ModelError(f"kv: layer {layer} is asked for before anything was appended to it.")
         key, value = (buffer[:, :, : self._counts[layer]] for buffer in buffers)
         return KVView(key, value)
+
+    def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
+        found = []
+        for layer, held in enumerate(self._buffers):
+            if held is None or self._counts[layer] != self._counts[0]:
+                raise ModelError("kv: a prompt must have gone through all layers before a step is laid out.")
+            count = self._counts[layer]
+            key, value = (with_room(buffer, buffer, count, count + room) for buffer in held)
+            self._buffers[layer] = key, value
+            found.append((key, value))
+        return found
+
+    def wrote(self, count: int) -> None:
+        self._counts = [held + count for held in self._counts]
+        self._last = count
 
     def held(self) -> int:
         return max(self._counts)

@@ -14,7 +14,7 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.kv import Piece, Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._room import with_room
+from mmaccel.core.room import with_room
 from mmaccel.policies.kv._stored import store_for
 from mmaccel.policies.kv._whole import WholeStream
 from mmaccel.policies.kv.store import Spill

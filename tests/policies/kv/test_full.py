@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from mmaccel.core.room import ROOM_MAX
 from mmaccel.policies.kv import Full
-from mmaccel.policies.kv._room import ROOM_MAX
 from tests.policies.kv.memory import open_state
 
 

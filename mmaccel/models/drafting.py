@@ -1,4 +1,4 @@
-"""`generate` with a draft: transformers prepares the call, our loop runs it."""
+"""`generate` in our loop, with a draft or with captured steps: transformers prepares the call, the loop runs it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,46 @@ from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.generate import speculate
 from mmaccel.core.report import Meter
-from mmaccel.models.decode import open_runner
+from mmaccel.models.decode import admits, open_runner
 from mmaccel.models.runner import unpadded
 from mmaccel.models.signals import Listener
 
 if TYPE_CHECKING:
     from mmaccel.models.hf import Attachment
+
+
+ELSEWHERE = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "use_cache": True,
+    "guidance_scale": 1.0,
+    "assistant_model": None,
+    "custom_generate": None,
+    "inputs_embeds": None,
+    "prompt_lookup_num_tokens": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+}
+"""Arguments of `generate`, and the one value (beside None) with which decoding may be ours: what else asks for a loop, or an
+output, of transformers' own."""
+
+
+def captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call without a draft is decoded in our loop: where steps are captured, which one row after the other gains
+    most from, and nothing is asked for that the loop has not."""
+    ids, cache = kwargs.get("input_ids"), kwargs["past_key_values"]
+    if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache.get_seq_length():
+        return False
+    config = kwargs.get("generation_config") or attachment.model.generation_config
+    asked = ((kwargs.get(name, getattr(config, name, None)), own) for name, own in ELSEWHERE.items())
+    ours = all(value is None or value == own for value, own in asked)
+    return ours and admits(attachment.model, attachment.family, cache)
 
 
 def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:

@@ -31,7 +31,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.models import drafting
 from mmaccel.models.cache import Columns, KVCache
 from mmaccel.models.family import Family
-from mmaccel.models.pointwise import in_chunks
+from mmaccel.models.pointwise import in_chunks, turning
 from mmaccel.models.pruning import Pruning
 
 ATTENTION = "mmaccel"
@@ -112,6 +112,7 @@ class Attachment:
         self.hook = self.multimodal.register_forward_pre_hook(self._notice, with_kwargs=True)
         self.pruning = Pruning(self) if owner.recipe.prune is not None else None
         self.in_one = in_chunks(family.pointwise(model))
+        self.unturn = turning([layer.self_attn for layer in family.layers(model)])  # type: ignore[misc]
         self._wrap(self.text, "forward", self.forward, self._forward)
         self._wrap(model, "generate", self.generate, self._generate)
 
@@ -124,6 +125,7 @@ class Attachment:
         """Leave no trace."""
         self.hook.remove()
         self.in_one()
+        self.unturn()
         if self.pruning is not None:
             self.pruning.remove()
         for module, config in self.configs:
@@ -338,7 +340,7 @@ class Attachment:
         if isinstance(ids, Tensor) and not kwargs["past_key_values"].get_seq_length():
             self.promise(kwargs)
         try:
-            if self.owner.recipe.draft.active:
+            if self.owner.recipe.draft.active or drafting.captures(self, kwargs):
                 return drafting.generate(self, kwargs)
             beams = kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
             if beams == 1:

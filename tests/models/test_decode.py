@@ -122,7 +122,7 @@ def test_the_loop_over_it_gives_the_plain_tokens(family, drafted):
     assert torch.equal(ids, want)
 
 
-@pytest.mark.parametrize("strategy", ["sequential", "tree"])
+@pytest.mark.parametrize("strategy", ["off", "sequential", "tree"])
 def test_a_recipe_decodes_through_it(family, strategy, monkeypatch):
     """Target and draft of an accelerated model, its own memory; the cache it leaves can be taken up by plain steps."""
     name, model = family
@@ -134,15 +134,15 @@ def test_a_recipe_decodes_through_it(family, strategy, monkeypatch):
     after = model.generate(
         want.sequences, attention_mask=longer, past_key_values=want.past_key_values, **more
     )
-    monkeypatch.setattr(decode, "admits", lambda *_: True)
+    monkeypatch.setattr(decode, "DEVICES", ("cpu",))
     seen = counted(None, monkeypatch)
     peer = BUILD[name](seed=1)
-    draft = Sequential(model=peer, window=3) if strategy == "sequential" else Tree(model=peer)
+    draft = {"off": Off(), "sequential": Sequential(model=peer, window=3), "tree": Tree(model=peer)}[strategy]
     with mmaccel.accelerate(model, draft=draft) as fast:
         got = fast.generate(**inputs, **choice)
         assert torch.equal(got.sequences, want.sequences)
         assert got.past_key_values.sequence.layout.length == got.past_key_values.get_seq_length()
-        assert len({shape[1] for shape in seen}) > 1
+        assert len(seen) == 11 if strategy == "off" else len({shape[1] for shape in seen}) > 1
         monkeypatch.undo()
         plain = HFRunner(model, adapter_for(model), got.past_key_values)
         plain.delta = int(got.past_key_values.sequence.delta)
@@ -151,6 +151,39 @@ def test_a_recipe_decodes_through_it(family, strategy, monkeypatch):
             for _ in range(4):
                 again = torch.cat([again, plain.step(again[:, -1:])[:, -1].argmax(-1, keepdim=True)], 1)
     assert torch.equal(again[:, 1:], after.sequences[:, -4:])
+
+
+def test_without_a_draft_all_is_as_it_was(family, monkeypatch):
+    """Sampling draws the same numbers, a streamer hears the same tokens; what asks for more goes the old way."""
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+
+    class Streamer:
+        def __init__(self):
+            self.heard, self.ended = [], False
+
+        def put(self, value):
+            self.heard += value.reshape(-1).tolist()
+
+        def end(self):
+            self.ended = True
+
+    def sampled(one, streamer):
+        torch.manual_seed(5)
+        choice = {"do_sample": True, "temperature": 1.3, "top_k": 30, "repetition_penalty": 1.2}
+        return one.generate(**inputs, max_new_tokens=12, streamer=streamer, **choice)
+
+    want = sampled(model, first := Streamer())
+    beams = model.generate(**inputs, max_new_tokens=5, num_beams=2, do_sample=False)
+    monkeypatch.setattr(decode, "DEVICES", ("cpu",))
+    seen = counted(None, monkeypatch)
+    with mmaccel.accelerate(model) as fast:
+        assert torch.equal(sampled(fast, second := Streamer()), want)
+        assert first.heard == second.heard and second.ended
+        assert len(seen) == 11 and fast.report().new_tokens == 12
+        assert torch.equal(fast.generate(**inputs, max_new_tokens=5, num_beams=2, do_sample=False), beams)
+        told = fast.generate(**inputs, max_new_tokens=5, output_scores=True, return_dict_in_generate=True)
+        assert len(told.scores) == 5 and len(seen) == 11
 
 
 @torch.no_grad()

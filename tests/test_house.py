@@ -26,7 +26,7 @@ WALLS = {
     "backends": {"backends", "core.errors"},
     "core": {"core", "backends.ops", "backends.select"},
     "policies": {"policies", "core", "backends.ops"},
-    "models": {"models", "core", "media", "backends.ops"},
+    "models": {"models", "core", "media", "backends.ops", "backends.pointwise"},
     "media": {"media", "core.errors"},
     "world": {"world", "core.errors"},
     "train": {"train", "models", "world", "core"},

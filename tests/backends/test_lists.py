@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -30,5 +32,7 @@ def test_interpreted() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_compiled() -> None:
-    out = run("pytest", "tests/backends/lists_cases.py", "-q", "-p", "no:cacheprovider", PYTEST_ADDOPTS="")
+    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    here = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    out = run("pytest", "tests/backends/lists_cases.py", *quiet, PYTEST_ADDOPTS="", CUDA_VISIBLE_DEVICES=here)
     assert " passed" in out

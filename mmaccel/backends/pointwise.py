@@ -1,0 +1,82 @@
+"""What a transformer layer does to each row alone, beside its products: one read and one write of memory each.
+
+In PyTorch a norm reads and writes its rows some seven times over, in full precision. Each operator rounds where the
+modules of transformers round, so that its results are theirs.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmaccel.backends import triton
+
+
+def fusible(x: Tensor) -> bool:
+    """Whether the operators are one kernel each on `x`; elsewhere they are what the modules do themselves."""
+    return _compiled(x)
+
+
+def _compiled(x: Tensor) -> bool:
+    return x.dtype in (torch.float16, torch.bfloat16) and triton.usable(x.device) is None
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if _compiled(x):
+        from mmaccel.backends.triton.pointwise import rms_norm as launch
+
+        return launch(x, weight, eps)
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _silu_times_(gate: Tensor, up: Tensor) -> None:
+    if _compiled(gate):
+        from mmaccel.backends.triton.pointwise import silu_times_ as launch
+
+        launch(gate, up)
+    else:
+        gate.copy_(F.silu(gate) * up)
+
+
+def _rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if _compiled(x):
+        from mmaccel.backends.triton.pointwise import rotate_ as launch
+
+        launch(x, cos, sin)
+    else:
+        half = x.shape[-1] // 2
+        turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+        x.copy_(x * cos[:, None] + turned * sin[:, None])
+
+
+rms_norm = torch.library.custom_op(
+    "mmaccel::rms_norm", _rms_norm, mutates_args=(), schema="(Tensor x, Tensor weight, float eps) -> Tensor"
+)
+"""[..., E]: the rows of x over their root mean square in float32, rounded, times weight [E]."""
+
+silu_times_ = torch.library.custom_op(
+    "mmaccel::silu_times_", _silu_times_, mutates_args=("gate",), schema="(Tensor(a!) gate, Tensor up) -> ()"
+)
+"""gate [..., I], in place: its SiLU, rounded, times up [..., I]; both contiguous."""
+
+rotate_ = torch.library.custom_op(
+    "mmaccel::rotate_", _rotate_, mutates_args=("x",), schema="(Tensor(a!) x, Tensor cos, Tensor sin) -> ()"
+)
+"""x [B, H, n, D], in place: turned by cos and sin [B or 1, n, D], the halves of a head paired (RoPE, arXiv 2104.09864)."""
+
+
+@rms_norm.register_fake
+def _rms_norm_shape(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@silu_times_.register_fake
+def _silu_times_shape(gate: Tensor, up: Tensor) -> None:
+    return None
+
+
+@rotate_.register_fake
+def _rotate_shape(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    return None

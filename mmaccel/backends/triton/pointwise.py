@@ -1,0 +1,124 @@
+"""The kernels of `mmaccel.backends.pointwise`: each row is read once and written once."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WORDS = 4096
+"""Elements that a program of `silu_times_kernel` looks at."""
+
+
+@triton.jit(do_not_specialize=["eps"])
+def rms_norm_kernel(X, WEIGHT, OUT, eps, E: tl.constexpr, BLOCK: tl.constexpr):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64) * E
+    e = tl.arange(0, BLOCK)
+    inside = e < E
+    x = tl.load(X + row + e, mask=inside, other=0.0).to(tl.float32)
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / E + eps)).to(OUT.dtype.element_ty)
+    weight = tl.load(WEIGHT + e, mask=inside, other=0.0)
+    out = weight.to(tl.float32) * normed.to(tl.float32)
+    tl.store(OUT + row + e, out.to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_times_kernel(GATE, UP, count, BLOCK: tl.constexpr):
+    """BLOCK elements."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    gate = tl.load(GATE + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(UP + at, mask=inside, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(GATE.dtype.element_ty)
+    tl.store(GATE + at, (active.to(tl.float32) * up).to(GATE.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "x_b", "angle_b"])
+def rotate_kernel(
+    X,
+    COS,
+    SIN,
+    n,
+    x_b,
+    x_h,
+    x_s,
+    angle_b,
+    angle_s,
+    H: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token of one sequence: its H heads, of which each has two halves."""
+    b, s = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    d, h = tl.arange(0, BLOCK), tl.arange(0, HEADS)
+    kind = X.dtype.element_ty
+    angle = b * angle_b + s * angle_s + d
+    inside = d < HALF
+    cos_1 = tl.load(COS + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(COS + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin_1 = tl.load(SIN + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin_2 = tl.load(SIN + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
+    at = X + b * x_b + s * x_s + (h * x_h)[:, None] + d[None, :]
+    there = (h < H)[:, None] & inside[None, :]
+    x_1 = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    x_2 = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+    # Each product is rounded, as PyTorch does.
+    first = (x_1 * cos_1).to(kind).to(tl.float32) + (-x_2 * sin_1).to(kind).to(tl.float32)
+    second = (x_2 * cos_2).to(kind).to(tl.float32) + (x_1 * sin_2).to(kind).to(tl.float32)
+    tl.store(at, first.to(kind), mask=there)
+    tl.store(at + HALF, second.to(kind), mask=there)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `mmaccel.backends.pointwise.rms_norm`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    E = x.shape[-1]
+    if x.numel():
+        with torch.cuda.device_of(x):
+            rms_norm_kernel[(x.numel() // E,)](
+                x, weight, out, eps, E=E, BLOCK=triton.next_power_of_2(E), num_warps=8 if E > 2048 else 4
+            )
+    return out
+
+
+def silu_times_(gate: Tensor, up: Tensor) -> None:
+    """See `mmaccel.backends.pointwise.silu_times_`."""
+    if not (gate.is_contiguous() and up.is_contiguous()):
+        raise ValueError("silu_times_: gate and up are to be contiguous")
+    if gate.numel():
+        with torch.cuda.device_of(gate):
+            silu_times_kernel[(triton.cdiv(gate.numel(), WORDS),)](
+                gate, up, gate.numel(), BLOCK=WORDS, num_warps=8
+            )
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """See `mmaccel.backends.pointwise.rotate_`."""
+    B, H, n, D = x.shape
+    if x.stride(-1) != 1:
+        raise ValueError("rotate_: the numbers of a head are to lie side by side")
+    cos, sin = cos.contiguous(), sin.contiguous()
+    if x.numel():
+        with torch.cuda.device_of(x):
+            rotate_kernel[(n, B)](
+                x,
+                cos,
+                sin,
+                n,
+                x.stride(0),
+                x.stride(1),
+                x.stride(2),
+                cos.stride(0) if cos.shape[0] > 1 else 0,
+                cos.stride(1),
+                H=H,
+                HALF=D // 2,
+                HEADS=triton.next_power_of_2(H),
+                BLOCK=triton.next_power_of_2(D // 2),
+                num_warps=4 if H * D > 2048 else 1,
+            )

@@ -1,0 +1,62 @@
+"""The kernels of a layer's rows against what transformers computes; `test_pointwise.py` has them interpreted or compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmaccel.backends.triton import pointwise
+
+from .triton_cases import DEVICE
+
+TYPES = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
+
+
+def close(got: torch.Tensor, want: torch.Tensor, units: int = 1) -> None:
+    """As what PyTorch computes, up to `units` in the last place."""
+    assert got.dtype == want.dtype
+    room = units * torch.finfo(want.dtype).eps
+    torch.testing.assert_close(got.cpu(), want.cpu(), rtol=room, atol=room * 1e-2)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 100, 3584])
+def test_norm(dtype: torch.dtype, width: int) -> None:
+    """A row of noughts stays one; rows need not lie together; the mean is over the row, not over the padded tile."""
+    rng = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(2, 5, 2 * width, generator=rng)).to(dtype)[..., :width]
+    x[0, 1] = 0
+    weight = torch.randn(width, generator=rng).to(dtype)
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    found = pointwise.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6)
+    # The sum may end on the other side of a rounding, and the product then is one more apart.
+    close(found, weight * normed.to(dtype), units=2)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_gate(dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(1)
+    gate, up = ((4 * torch.randn(3, 1500, generator=rng)).to(dtype) for _ in range(2))
+    gate[0, :4] = torch.tensor([0.0, -60.0, 60.0, -8.0])
+    found = gate.clone().to(DEVICE)
+    pointwise.silu_times_(found, up.to(DEVICE))
+    close(found, torch.nn.functional.silu(gate) * up, units=2)
+    with pytest.raises(ValueError, match="contiguous"):
+        pointwise.silu_times_(found[:, :7], up[:, :7].to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("heads", "size", "batch"), [(7, 128, 1), (2, 80, 2), (1, 16, 2)])
+def test_rotation(dtype: torch.dtype, heads: int, size: int, batch: int) -> None:
+    """Heads of other sizes than powers of two, angles shared or not, and nothing else in memory is touched."""
+    rng = torch.Generator().manual_seed(2)
+    whole = torch.randn(2, 9, heads + 1, size, generator=rng).to(dtype)
+    cos, sin = (torch.randn(batch, 9, size, generator=rng).to(dtype) for _ in range(2))
+    x = whole[:, :, :heads].transpose(1, 2)
+    turned = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
+    wanted = x * cos[:, None] + turned * sin[:, None]
+    found = whole.clone().to(DEVICE)
+    pointwise.rotate_(found[:, :, :heads].transpose(1, 2), cos.to(DEVICE), sin.to(DEVICE))
+    assert torch.equal(found[:, :, :heads].transpose(1, 2).cpu(), wanted)
+    assert torch.equal(found[:, :, heads].cpu(), whole[:, :, heads])

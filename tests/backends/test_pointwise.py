@@ -1,0 +1,53 @@
+"""The operators of a layer's rows: their contracts, their plain forms, and their kernels without a device."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from mmaccel.backends import pointwise
+
+from .test_triton import run
+
+
+def test_the_operators_keep_their_contracts() -> None:
+    x, weight = torch.randn(2, 3, 8), torch.randn(8)
+    torch.library.opcheck(pointwise.rms_norm, (x, weight, 1e-5))
+    torch.library.opcheck(pointwise.silu_times_, (x.clone(), x))
+    torch.library.opcheck(pointwise.rotate_, (torch.randn(2, 4, 3, 8), x, x))
+
+
+def test_the_plain_forms() -> None:
+    x, weight = torch.randn(2, 3, 8), torch.randn(8)
+    torch.testing.assert_close(
+        pointwise.rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x, (8,), weight, 1e-5)
+    )
+    gate = x.clone()
+    pointwise.silu_times_(gate, 2 * x)
+    torch.testing.assert_close(gate, 2 * x * x * x.sigmoid())
+    q = torch.randn(2, 4, 3, 8)
+    angle = torch.cat([x[..., :4]] * 2, -1)
+    numbers = torch.view_as_complex(torch.stack([q[..., :4], q[..., 4:]], -1))
+    wanted = torch.view_as_real(numbers * torch.polar(torch.ones(2, 1, 3, 4), x[:, None, :, :4]))
+    pointwise.rotate_(q, angle.cos(), angle.sin())
+    torch.testing.assert_close(q, torch.cat([wanted[..., 0], wanted[..., 1]], -1))
+
+
+def test_interpreted() -> None:
+    pytest.importorskip("triton")
+    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
+    out = run("pytest", "tests/backends/pointwise_cases.py", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
+    assert " passed" in out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_compiled() -> None:
+    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    here = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    out = run(
+        "pytest", "tests/backends/pointwise_cases.py", *quiet, PYTEST_ADDOPTS="", CUDA_VISIBLE_DEVICES=here
+    )
+    assert " passed" in out

@@ -103,54 +103,58 @@ class Memory(Protocol):
 
 
 class Moved:
-    """The sequence of a plain model: its transformers cache, whose tensors become the first columns of buffers with room."""
+    """The sequence of a plain model: what its transformers cache holds becomes the first columns of buffers with room.
+
+    `count` columns are held; None as long as the cache itself holds them, before the first step and after `settle`.
+    """
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
+        self.count: int | None = None
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
     def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
-        """See `KVState.buffers`. One layer after the other, so that the old tensors of one are all there is twice."""
-        layers = self.cache.layers
-        if not self._held():
-            self._buffers = []
-        for index, layer in enumerate(layers):
-            count = layer.keys.shape[2]
-            if index == len(self._buffers):
-                pair = [with_room(None, x, 0, count + room) for x in (layer.keys, layer.values)]
-                for new, old in zip(pair, (layer.keys, layer.values), strict=True):
-                    new[:, :, :count] = old
-                self._buffers.append((pair[0], pair[1]))
-            else:
-                key, value = self._buffers[index]
-                self._buffers[index] = (
-                    with_room(key, key, count, count + room),
-                    with_room(value, value, count, count + room),
-                )
-            self._show(index, count)
+        """See `KVState.buffers`. One layer after the other, so that no more than one is there twice."""
+        if self.count is None:
+            self._move(room)
+        count = self.count
+        assert count is not None
+        if count + room > self._buffers[0][0].shape[2]:
+            for index, pair in enumerate(self._buffers):
+                key, value = (with_room(buffer, buffer, count, count + room) for buffer in pair)
+                self._buffers[index] = key, value
         return self._buffers
+
+    def _move(self, room: int) -> None:
+        layers = self.cache.layers
+        self.count = count = int(self.cache.get_seq_length())
+        if [layer.keys.data_ptr() for layer in layers] == [key.data_ptr() for key, _ in self._buffers]:
+            return
+        self._buffers = []
+        for layer in layers:
+            key, value = (with_room(None, x, 0, count + room) for x in (layer.keys, layer.values))
+            key[:, :, :count], value[:, :, :count] = layer.keys, layer.values
+            layer.keys, layer.values = key[:, :, :count], value[:, :, :count]
+            self._buffers.append((key, value))
 
     def wrote(self, count: int) -> None:
         """See `KVState.wrote`."""
-        for index, layer in enumerate(self.cache.layers):
-            self._show(index, layer.keys.shape[2] + count)
+        assert self.count is not None
+        self.count += count
 
     def accept(self, start: int, path: Tensor) -> None:
         """Of the columns from `start` on keep those at `path`, counted from there."""
-        for index, buffers in enumerate(self._buffers):
-            for buffer in buffers:
-                buffer[:, :, start : start + path.numel()] = buffer.index_select(2, path + start)
-            self._show(index, start + path.numel())
+        for buffer in (buffer for pair in self._buffers for buffer in pair):
+            chosen = buffer.index_select(2, path.to(buffer.device) + start)
+            buffer[:, :, start : start + path.numel()] = chosen
+        self.count = start + path.numel()
 
-    def _held(self) -> bool:
-        """Whether the cache still shows the buffers, and the model itself has not taken a step since."""
-        shown = [layer.keys.data_ptr() for layer in self.cache.layers]
-        return shown == [key.data_ptr() for key, _ in self._buffers]
-
-    def _show(self, index: int, count: int) -> None:
-        key, value = self._buffers[index]
-        layer = self.cache.layers[index]
-        layer.keys, layer.values = key[:, :, :count], value[:, :, :count]
+    def settle(self) -> None:
+        """Give the columns back to the cache, which shows them where they are."""
+        if self.count is not None:
+            for layer, pair in zip(self.cache.layers, self._buffers, strict=True):
+                layer.keys, layer.values = (buffer[:, :, : self.count] for buffer in pair)
+        self.count = None
 
 
 def admits(model: nn.Module, family: Family, cache: Any) -> bool:
@@ -203,6 +207,7 @@ class StaticRunner(HFRunner):
         self.memory: Memory = Moved(cache) if state is None else state
         self.module: Step | None = None
         self.graphs: dict[tuple[int, bool], _Graph] = {}
+        self.pool: Any = None
 
     def prefill(self, *args: Any, **kwargs: Any) -> Tensor:
         self.module = None
@@ -220,7 +225,7 @@ class StaticRunner(HFRunner):
         key = (width, branches is not None)
         graph = self.graphs.get(key)
         if graph is None:
-            graph = self.graphs[key] = _Graph(step, *key)
+            graph = self.graphs[key] = _Graph(step, *key, self.pool)
         logits = graph(ids, held, branches)
         self.memory.wrote(count)
         return logits
@@ -232,6 +237,8 @@ class StaticRunner(HFRunner):
         if held is not None and all(a[0] is b[0] for a, b in zip(buffers, held.buffers_of, strict=True)):
             return held
         self.graphs.clear()
+        # One for all captures: none is at work beside another, and what each gives is copied at once.
+        self.pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
         first = buffers[0][0]
         # Text after the prompt stands at the same place on every axis.
         places = torch.arange(first.shape[2], device=first.device) + self.delta
@@ -241,13 +248,31 @@ class StaticRunner(HFRunner):
         return self.module
 
     def accept(self, path: Tensor) -> None:
-        if isinstance(self.memory, Moved) and self.module is not None:
-            self.memory.accept(self.length() - self._last, path.to(self.module.cos.device))
-        else:
+        if self._moved is None:
             super().accept(path)
+        else:
+            self._moved.accept(self.length() - self._last, path)
+
+    def truncate(self, length: int) -> None:
+        if self._moved is None:
+            super().truncate(length)
+        else:
+            self._moved.count = min(length, self.length())
+
+    def length(self) -> int:
+        moved = self._moved
+        return super().length() if moved is None or moved.count is None else moved.count
+
+    @property
+    def _moved(self) -> Moved | None:
+        """The memory of a plain model whose columns are in buffers."""
+        memory = self.memory
+        return memory if isinstance(memory, Moved) and memory.count is not None else None
 
     def settle(self) -> None:
-        """Tell the cache of the columns that went past the model."""
+        """Leave the cache as if all columns had gone through the model."""
+        if isinstance(self.memory, Moved):
+            self.memory.settle()
         known = getattr(self.cache, "sequence", None)
         if known is not None and known.layout.length < self.length():
             kinds = torch.full((1, self.length() - known.layout.length), TEXT, device=known.layout.device)
@@ -260,9 +285,9 @@ class _Graph:
     Rows of padding write behind the last column, where the next step writes again, and no other row sees them.
     """
 
-    def __init__(self, step: Step, width: int, tree: bool) -> None:
+    def __init__(self, step: Step, width: int, tree: bool, pool: Any) -> None:
         device = step.cos.device
-        self.step, self.width, self.tree = step, width, tree
+        self.step, self.width, self.tree, self.pool = step, width, tree, pool
         self.ids = torch.zeros(1, width, dtype=torch.long, device=device)
         self.start = torch.zeros(1, 1, dtype=torch.long, device=device)
         self.rows = torch.arange(width, device=device)[None]
@@ -309,7 +334,7 @@ class _Graph:
             self.graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self.graph.capture_begin(capture_error_mode="thread_local")
+                self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 self.out = self._run()
                 self.graph.capture_end()
             torch.cuda.current_stream().wait_stream(side)

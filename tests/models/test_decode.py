@@ -74,6 +74,7 @@ def test_trees_are_the_model_s_own(family):
     static.prefill(inputs)
     tree = Proposal(torch.tensor([5, 6, 7, 8, 9]), parents=torch.tensor([-1, -1, 0, 1, 3])).branches()
     later = Branches(torch.tensor([[True, False, True, False, False, False, True]]), torch.tensor([2]))
+    wide = Proposal(torch.arange(69), parents=torch.tensor([-1] * 40 + [0] * 29)).branches()
     for both in (plain, static):
         both.logits = [
             both.step(torch.tensor([[4, 5, 6, 7, 8, 9]]), tree),
@@ -83,6 +84,11 @@ def test_trees_are_the_model_s_own(family):
         both._last = 6
         both.accept(torch.tensor([0, 2, 4, 5]))
         both.logits.append(both.step(torch.tensor([[7, 8]])))
+        # A tree of more rows than a word has bits goes through the model; the path that is kept of it, too.
+        both.logits.append(both.step(torch.arange(3, 73)[None], wide))
+        both.accept(torch.tensor([0, 1, 69]))
+        both.logits.append(both.step(torch.tensor([[9]])))
+        assert both.length() == inputs["input_ids"].shape[1] + 4 + 2 + 3 + 1
     assert plain.length() == static.length()
     for one, other in zip(plain.logits, static.logits, strict=True):
         assert torch.allclose(one, other, atol=1e-4)

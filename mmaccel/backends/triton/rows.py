@@ -121,33 +121,34 @@ def project_rows(
     x = x.contiguous()
     missing = [x] * (3 - len(weight))
     grid = triton.cdiv(widths[0], block_o) if gated else sum(triton.cdiv(w, block_o) for w in widths)
-    project_kernel[(grid,)](
-        x,
-        *weight,
-        *missing,
-        *(bias or weight),
-        *missing,
-        x if gain is None else gain,
-        x if residual is None else residual,
-        out,
-        rows,
-        eps,
-        K=K,
-        WIDTH_0=widths[0],
-        WIDTH_1=widths[1] if len(weight) > 1 else 0,
-        WIDTH_2=widths[2] if len(weight) > 2 else 0,
-        WIDTH=width,
-        NORM=gain is not None,
-        BIAS=bool(bias),
-        GATED=gated,
-        RESIDUAL=residual is not None,
-        BLOCK_O=block_o,
-        BLOCK_K=block_k or min(256, max(triton.next_power_of_2(K), 16)),
-        BLOCK_R=max(triton.next_power_of_2(rows), 16),
-        PRECISION="ieee",
-        STAGES=stages,
-        num_warps=warps,
-    )
+    with torch.cuda.device_of(x):
+        project_kernel[(grid,)](
+            x,
+            *weight,
+            *missing,
+            *(bias or weight),
+            *missing,
+            x if gain is None else gain,
+            x if residual is None else residual,
+            out,
+            rows,
+            eps,
+            K=K,
+            WIDTH_0=widths[0],
+            WIDTH_1=widths[1] if len(weight) > 1 else 0,
+            WIDTH_2=widths[2] if len(weight) > 2 else 0,
+            WIDTH=width,
+            NORM=gain is not None,
+            BIAS=bool(bias),
+            GATED=gated,
+            RESIDUAL=residual is not None,
+            BLOCK_O=block_o,
+            BLOCK_K=block_k or min(256, max(triton.next_power_of_2(K), 16)),
+            BLOCK_R=max(triton.next_power_of_2(rows), 16),
+            PRECISION="ieee",
+            STAGES=stages,
+            num_warps=warps,
+        )
     return out
 
 
@@ -207,23 +208,24 @@ def turn_rows(
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G
     query = torch.empty(B, n, heads, D, dtype=rows.dtype, device=rows.device)
-    turn_kernel[(heads + 2 * G, n, B)](
-        rows.contiguous(),
-        cos,
-        sin,
-        places.contiguous(),
-        columns.contiguous(),
-        query,
-        key,
-        value,
-        n,
-        cos.shape[1],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        HEADS=heads,
-        GROUPS=G,
-        D=D,
-        BLOCK_D=triton.next_power_of_2(D),
-        num_warps=1,
-    )
+    with torch.cuda.device_of(rows):
+        turn_kernel[(heads + 2 * G, n, B)](
+            rows.contiguous(),
+            cos,
+            sin,
+            places.contiguous(),
+            columns.contiguous(),
+            query,
+            key,
+            value,
+            n,
+            cos.shape[1],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            HEADS=heads,
+            GROUPS=G,
+            D=D,
+            BLOCK_D=triton.next_power_of_2(D),
+            num_warps=1,
+        )
     return query.transpose(1, 2)

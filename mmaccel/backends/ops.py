@@ -13,6 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.backends.index import class_phases as class_phases
+from mmaccel.backends.index import keys_without as keys_without
+from mmaccel.backends.index import line_sums as line_sums
+from mmaccel.backends.index import reduces as reduces
+from mmaccel.backends.index import row_totals as row_totals
+from mmaccel.backends.index import slash_runs as slash_runs
+from mmaccel.backends.index import strongest as strongest
+from mmaccel.backends.index import turned_classes as turned_classes
+
 FULL, ABSENT, TEST = 0, 1, 2
 """Kinds of listed block: no test needed; some keys absent (a vector mask); range test for each pair."""
 

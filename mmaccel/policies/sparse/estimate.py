@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mmaccel.backends import ops
 from mmaccel.policies.sparse.orders import Order
 
 Score = Literal["contrast", "mean", "sum"]
@@ -18,60 +19,121 @@ BUDGET = 1 << 28
 """Most attention weights held at a time; beyond it key/value groups go one by one."""
 
 
-@dataclass(frozen=True, eq=False)
-class LastQueries:
-    """The attention of the last `count` queries of an order to the keys of another.
+ROUNDS = 8
+"""Runs of places of the last queries beyond which the sums of diagonals are made of stored weights."""
 
-    query [B, H, L, D], the queries; key [B, G, N, D], the tensor of which the keys are the rows `row` [B, n], or its first
-    n rows when that is None; at [B, L] place of each query among them, -1 where there is none.
-    seen [B, n] whether there is a key, no later than the last query. total [B, H, L] the log-sum-exp of all that a query
-    sees, when the keys are not all of it. pooled: the query heads of one key head share the mean of their weights.
-    final: the queries are known to be the last of the keys, one after the other.
+
+@dataclass(frozen=True, eq=False)
+class Asking:
+    """Which the last `count` queries of an order are, and what they see of the keys of another: from the layouts alone.
+
+    query_row [B, L] long, their rows; at [B, L] long, place of each among the keys, -1 where there is none.
+    row [B, n] long, the rows of the keys in the key tensor, or None when they are its first n.
+    seen [B, n] whether there is a key, no later than the last query.
+    final: the queries are known to be the last rows and the last of the keys, one after the other; runs: they lie in at most
+    so many runs of places that follow each other. held: what else was derived of it.
     """
 
-    query: Tensor
-    key: Tensor
-    row: Tensor | None
+    query_row: Tensor
     at: Tensor
+    row: Tensor | None
     seen: Tensor
-    total: Tensor | None
-    pooled: bool
-    final: bool = False
+    final: bool
+    runs: int
+    held: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        query: Tensor,
-        key: Tensor,
         queries: Order,
         keys: Order,
         place: Tensor,
         count: int,
+        width: int,
         gathered: bool,
-        total: Tensor | None,
-        pooled: bool,
-        final: bool = False,
-    ) -> LastQueries:
+        final: bool,
+        runs: int,
+    ) -> Asking:
         """The last `count` of `queries`, whose places among `keys` are `place` [B, P]; no host read.
 
-        `gathered` says whether the rows of `keys` are anything but 0, 1, 2, ...; `final` that no sequence has padding and
-        the queries are the last of the keys.
+        `width` is the most keys there can be. `gathered` says whether the rows of `keys` are anything but 0, 1, 2, ...;
+        `final` that no sequence has padding and the queries are the last of the keys.
         """
-        L = min(count, query.shape[2])
-        last = (queries.row >= 0).sum(1, keepdim=True) - L + torch.arange(L, device=query.device)
+        L = min(count, place.shape[1])
+        last = (queries.row >= 0).sum(1, keepdim=True) - L + torch.arange(L, device=place.device)
         # A sequence may be all padding here.
         row = queries.row.gather(1, last.clamp(min=0)).long().clamp(min=0)
         at = torch.where(last >= 0, place.gather(1, last.clamp(min=0)).long(), -1)
-        n = min(key.shape[2], len(keys))
-        picked = query.gather(2, row[:, None, :, None].expand(*query.shape[:2], L, query.shape[3]))
-        seen = (keys.row[:, :n] >= 0) & (torch.arange(n, device=key.device) <= at[:, -1:])
-        rows = keys.row[:, :n].clamp(min=0).long() if gathered else None
-        return cls(picked, key, rows, at, seen, total, pooled, final)
+        seen = (keys.row[:, :width] >= 0) & (torch.arange(width, device=place.device) <= at[:, -1:])
+        rows = keys.row[:, :width].clamp(min=0).long() if gathered else None
+        return cls(row, at, rows, seen, final, runs)
 
     @property
     def width(self) -> int:
         """n, the most keys there can be."""
         return self.seen.shape[1]
+
+    def before(self) -> Tensor:
+        """[B, L, n] bool: the keys before each query."""
+        return torch.arange(self.width, device=self.at.device) < self.at[..., None]
+
+    def askers(self) -> Tensor:
+        """[B, 1, n] float32: the queries that see column j, which are as many as have a key on diagonal j; at least 1."""
+        if "askers" not in self.held:
+            place = torch.arange(self.width, device=self.at.device)
+            seen = (place <= self.at[..., None]).sum(1, keepdim=True)
+            self.held["askers"] = seen.clamp(min=1).float()
+        askers: Tensor = self.held["askers"]
+        return askers
+
+
+@dataclass(frozen=True, eq=False)
+class LastQueries:
+    """The attention of the last queries of an order to the keys of another.
+
+    query [B, H, L, D], the queries; key [B, G, N, D], the tensor in which the keys lie. total [B, H, L] the log-sum-exp of
+    all that a query sees, when the keys are not all of it. pooled: the query heads of one key head share the mean of their
+    weights.
+    """
+
+    query: Tensor
+    key: Tensor
+    asking: Asking
+    total: Tensor | None
+    pooled: bool
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, asking: Asking, total: Tensor | None, pooled: bool
+    ) -> LastQueries:
+        """Those that `asking` tells, of the queries [B, H, n_query, D] and keys of a layer."""
+        L = asking.at.shape[1]
+        if asking.final:
+            picked = query[:, :, query.shape[2] - L :]
+        else:
+            rows = asking.query_row[:, None, :, None].expand(*query.shape[:2], L, query.shape[3])
+            picked = query.gather(2, rows)
+        return cls(picked, key, asking, total, pooled)
+
+    @property
+    def at(self) -> Tensor:
+        """As that of `asking`."""
+        return self.asking.at
+
+    @property
+    def seen(self) -> Tensor:
+        """As that of `asking`."""
+        return self.asking.seen
+
+    @property
+    def width(self) -> int:
+        """As that of `asking`."""
+        return self.asking.width
+
+    @property
+    def fused(self) -> bool:
+        """Whether the device reduces the weights as it makes them."""
+        return self.query.is_cuda and ops.reduces(self.query.device, self.query.dtype, *self.query.shape[2:])
 
     def weights(self) -> Iterator[Tensor]:
         """Softmax weights [B, h, L, n] float32 of consecutive runs of heads, all heads at once where memory allows."""
@@ -91,6 +153,9 @@ class LastQueries:
 
     def totals(self) -> Tensor:
         """[B, H, L] float32: the log-sum-exp of the scores of each query."""
+        if self.fused:
+            found: Tensor = ops.row_totals(self.query, self.key, self.asking.row, self.at, self.width)
+            return found
         return torch.cat([scores.logsumexp(-1) for scores in self._scores()], 1)
 
     def lines(self) -> tuple[Tensor, Tensor]:
@@ -98,10 +163,15 @@ class LastQueries:
 
         Sums over the queries; divided by `askers`, means over the queries that have a key there.
         """
+        if self.fused and self.asking.runs <= ROUNDS:
+            found = ops.line_sums(
+                self.query, self.key, self.asking.row, self.at, self.total, self.width, self.pooled
+            )
+            return self.spread(found[0]), self.spread(found[1])
         columns, diagonals = [], []
         for weight in self.weights():
             columns.append(weight.sum(2))
-            diagonals.append(_skewed(weight) if self.final else self._across(weight))
+            diagonals.append(_skewed(weight) if self.asking.final else self._across(weight))
         return torch.cat(columns, 1), torch.cat(diagonals, 1)
 
     def _across(self, weight: Tensor) -> Tensor:
@@ -111,10 +181,10 @@ class LastQueries:
         index = source.clamp(min=0)[:, None]
         return weight.gather(3, index.expand_as(weight)).masked_fill_(outside, 0.0).sum(2)
 
-    def askers(self) -> Tensor:
-        """[B, 1, n] float32: the queries that see column j, which are as many as have a key on diagonal j; at least 1."""
-        place = torch.arange(self.width, device=self.key.device)
-        return (place <= self.at[..., None]).sum(1, keepdim=True).clamp(min=1).float()
+    def spread(self, found: Tensor) -> Tensor:
+        """[B, H, ...]: what was found [B, h, ...] for each head, or, pooled, once for the heads of a key head."""
+        times = self.query.shape[1] // found.shape[1]
+        return found if times == 1 else found.repeat_interleave(times, 1)
 
     def _scores(self) -> Iterator[Tensor]:
         """Scaled scores [B, h, L, n] float32, -inf where a key is after the query."""
@@ -123,17 +193,17 @@ class LastQueries:
         group = H // G
         column = torch.arange(n, device=self.key.device)
         # Queries that are the last keys see all but the last.
-        first = max(0, n - L) if self.final else 0
+        first = max(0, n - L) if self.asking.final else 0
         hidden = (column[first:] > self.at[..., None])[:, None]
         step = max(1, min(G, BUDGET // max(1, B * group * L * n)))
         for g in range(0, G, step):
             run = min(step, G - g)
             q = self.query[:, g * group : (g + run) * group].reshape(B, run, group * L, D)
             k = self.key[:, g : g + run]
-            if self.row is None:
+            if self.asking.row is None:
                 k = k[:, :, :n]
             else:
-                k = k.gather(2, self.row[:, None, :, None].expand(B, run, n, D))
+                k = k.gather(2, self.asking.row[:, None, :, None].expand(B, run, n, D))
             scores = _scores(q, k, D**-0.5).view(B, -1, L, n)
             scores[..., first:].masked_fill_(hidden, -torch.inf)
             yield scores

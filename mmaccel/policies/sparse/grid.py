@@ -13,7 +13,7 @@ from mmaccel.core.registry import register
 from mmaccel.policies.sparse.estimate import Score
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
 from mmaccel.policies.sparse.orders import touched, whole_blocks
-from mmaccel.policies.sparse.residue import Residue, dense_rows
+from mmaccel.policies.sparse.residue import ClassOrder, Residue, dense_rows
 from mmaccel.policies.sparse.stride import (
     Classes,
     Frames,
@@ -95,6 +95,9 @@ class Grid(IntraPattern):
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         classes = self._classes(sight)
+        if self.slash and classes.frames is not None:
+            order = ClassOrder.of(sight, classes.frames)
+            return order.parts(sight, classes, vertical=self.vertical, horizontal=self.horizontal)
         residue = Residue.of(sight, classes, slash=self.slash)
         parts: list[Part] = []
         if self.slash or self.vertical:

@@ -13,9 +13,9 @@ from torch import Tensor
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import AttentionPlan, Part, span_by_range
 from mmaccel.core.sparse import SparsePattern
-from mmaccel.policies.sparse.estimate import LastQueries
+from mmaccel.policies.sparse.estimate import Asking, LastQueries
 from mmaccel.policies.sparse.orders import Order, at_or_before, natural, places, whole_blocks
-from mmaccel.policies.sparse.slashes import Breaks
+from mmaccel.policies.sparse.slashes import Breaks, Shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,21 +59,27 @@ class Sight:
         most, least = runs[query]
         return Breaks(shapes, most, 2 + (self.layer.block - 2) // max(least, 1))
 
+    def shapes(self, heads: int) -> Shapes:
+        """The shapes of the blocks of queries, made once for a prompt; for lists of `heads` heads."""
+        held, block = self.layer.orders.held, self.layer.block
+        name = "shapes", self.kinds, heads
+        if name not in held:
+            blocks = len(self.keys) // block
+            held[name] = Shapes.of(self.q_row, self.at[:, None], blocks, heads, block, self.breaks)
+        found: Shapes = held[name]
+        return found
+
     def last(self, count: int, pooled: bool = False) -> LastQueries:
         """What the last `count` of the queries give to the keys: their shares of all that those queries see.
 
         `pooled`: the mean over the query heads that share a key head, for each of them.
         """
         layer = self.layer
-        whole = layer.keys()
         total = None
-        if self.keys is not whole:
-            total = layer.totals(self.queries, count)
-        gathered = self.keys is not whole or layer.k_layout.padded
-        final = not gathered and self.kinds[0] is None
-        return LastQueries.of(
-            layer.query, layer.key, self.queries, self.keys, self.at, count, gathered, total, pooled, final
-        )
+        if self.keys is not layer.keys():
+            total = layer.totals(self.kinds[0], count)
+        asking = layer.orders.asking(*self.kinds, count)
+        return LastQueries.of(layer.query, layer.key, asking, total, pooled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +96,7 @@ class Orders:
     _queries: dict[int | None, tuple[Order, Tensor]] = field(default_factory=dict)
     _keys: dict[int | None, Order] = field(default_factory=dict)
     _at: dict[tuple[int | None, int | None], Tensor] = field(default_factory=dict)
+    _asking: dict[tuple[int | None, int | None, int], Asking] = field(default_factory=dict)
 
     @classmethod
     def of(cls, q_layout: TokenLayout, k_layout: TokenLayout, block: int) -> Orders:
@@ -122,6 +129,28 @@ class Orders:
             self._at[name] = at_or_before(self.keys(key), self.queries(query)[0])
         return self._at[name]
 
+    def asking(self, query: int | None, key: int | None, count: int) -> Asking:
+        """The last `count` queries of one modality and what they see of the keys of another."""
+        kinds = _told_apart(self.q_layout, query), _told_apart(self.k_layout, key)
+        name = (*kinds, count)
+        if name not in self._asking:
+            gathered = kinds[1] is not None or self.k_layout.padded
+            # Only where a modality is left and met again do places jump.
+            runs = 1
+            if kinds[0] is not None and kinds[0] != kinds[1]:
+                runs = 2 + count // max(self.q_layout.runs[kinds[0]][1], 1)
+            self._asking[name] = Asking.of(
+                self.queries(query)[0],
+                self.keys(key),
+                self.at(query, key),
+                min(count, self.q_layout.length),
+                min(len(self.keys(key)), self.k_layout.length),
+                gathered,
+                not gathered and kinds[0] is None,
+                runs,
+            )
+        return self._asking[name]
+
 
 @dataclass(frozen=True, eq=False)
 class Layer:
@@ -132,7 +161,7 @@ class Layer:
     q_layout: TokenLayout
     k_layout: TokenLayout
     block: int
-    _totals: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _totals: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     @property
     def orders(self) -> Orders:
@@ -153,16 +182,12 @@ class Layer:
         kinds = _told_apart(self.q_layout, query), _told_apart(self.k_layout, key)
         return Sight(self, queries, keys, self.orders.at(query, key), q_row, kinds)
 
-    def totals(self, queries: Order, count: int) -> Tensor:
-        """[B, H, L]: the log-sum-exp over all keys of the last `count` of `queries`."""
-        name = (id(queries), count)
+    def totals(self, query: int | None, count: int) -> Tensor:
+        """[B, H, L]: the log-sum-exp over all keys of the last `count` queries of a modality."""
+        name = (query, count)
         if name not in self._totals:
-            whole = self.keys()
-            at = at_or_before(whole, queries)
-            sample = LastQueries.of(
-                self.query, self.key, queries, whole, at, count, self.k_layout.padded, None, False
-            )
-            self._totals[name] = sample.totals()
+            asking = self.orders.asking(query, None, count)
+            self._totals[name] = LastQueries.of(self.query, self.key, asking, None, False).totals()
         return self._totals[name]
 
     def plan(self, parts: Sequence[Part]) -> AttentionPlan:

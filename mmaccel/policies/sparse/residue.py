@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmaccel.backends import ops
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.policies.sparse.intra import Sight
 from mmaccel.policies.sparse.orders import places
-from mmaccel.policies.sparse.stride import Classes
+from mmaccel.policies.sparse.stride import Classes, Frames
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,71 @@ class Residue:
         return span_by_range(q_row, k_row, q_place, k_place, 0, hi, self.block, self.block)
 
 
+@dataclass(frozen=True, eq=False)
+class ClassOrder:
+    """Queries and keys by (class, place) where all heads share the classes: from the layouts alone.
+
+    queries [3, B, P] and keys [3, B, N] int32: row, place and class; q_begin, k_begin [B, C + 1] int32 where classes begin.
+    Queries without a place see nothing, and are left out.
+    """
+
+    queries: Tensor
+    q_begin: Tensor
+    keys: Tensor
+    k_begin: Tensor
+
+    @classmethod
+    def of(cls, sight: Sight, frames: Frames) -> ClassOrder:
+        """That of the queries and keys of `sight`, made once for a prompt."""
+        name = "order", sight.kinds
+        if name not in frames.held:
+            frames.held[name] = cls._made(sight, frames)
+        found: ClassOrder = frames.held[name]
+        return found
+
+    @classmethod
+    def _made(cls, sight: Sight, frames: Frames) -> ClassOrder:
+        number, at = frames.number[:, 0], sight.at.long()
+        edge = torch.arange(frames.widest + 1, device=at.device).expand(len(at), -1).contiguous()
+
+        def told(row: Tensor, place: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
+            order = (of * (len(sight.keys) + 1) + place).argsort(-1)
+            held = torch.stack([t.gather(1, order).to(torch.int32) for t in (row, place, of)])
+            return held, torch.searchsorted(held[2].long(), edge, out_int32=True)
+
+        own = torch.where(at >= 0, number.gather(1, at.clamp(min=0)), FAR)
+        queries, q_begin = told(torch.where(at >= 0, sight.q_row[:, 0], -1), at.clamp(min=0), own)
+        keys, k_begin = told(sight.keys.row, places(sight.keys).long(), number)
+        return cls(queries, q_begin, keys, k_begin)
+
+    def parts(self, sight: Sight, classes: Classes, *, vertical: bool, horizontal: bool) -> tuple[Part, ...]:
+        """The lines of each head: its slashes, and what else is asked for."""
+        block, room = sight.layer.block, classes.room
+        wide = 2 * room * classes.most >= FAR
+        rows = dense_size(sight, classes) if horizontal else 0
+        assert classes.frames is not None
+        q_row, q_place, k_row, k_place, *more = ops.turned_classes(
+            self.queries,
+            self.q_begin,
+            self.keys,
+            self.k_begin,
+            classes.frames.stride[:, 0, 0],
+            classes.line,
+            classes.shift,
+            classes.dense,
+            room,
+            wide,
+            vertical,
+            rows,
+        )
+        spans = [span_by_range(q_row, k_row, q_place, k_place, 0, room, block, block)]
+        if vertical:
+            q_place, k_row, k_place, *more = more
+            spans.append(span_by_range(q_row, k_row, q_place, k_place, 0, FAR, block, block))
+        parts = (Part(q_row, tuple(spans)),)
+        return (*parts, dense_part(sight, more[0], more[1])) if horizontal else parts
+
+
 def query_classes(classes: Classes, at: Tensor) -> Tensor:
     """[B, h, P]: the class of each query, that of the key at its own place; -1 where a query sees no key."""
     number = classes.number
@@ -88,18 +154,28 @@ def query_classes(classes: Classes, at: Tensor) -> Tensor:
 
 
 def dense_rows(sight: Sight, classes: Classes) -> Part:
-    """The queries of the horizontal line, in their order, over every key not after them; room for as many as can be."""
-    keys, at, block = sight.keys, sight.at, sight.layer.block
+    """The queries of the horizontal line, in their order, over every key not after them."""
+    at = sight.at
     chosen = query_classes(classes, at) == classes.dense
-    slot = chosen.long().cumsum(2)
-    # Queries of one place are of one class; others are of no more than keys are.
-    size = at.shape[1] if sight.ties else min(classes.room, at.shape[1])
-    size += -size % block
-    slot = torch.where(chosen, slot - 1, size)
+    size = dense_size(sight, classes)
+    slot = torch.where(chosen, chosen.long().cumsum(2) - 1, size)
     lead = (*chosen.shape[:2], size + 1)
     q_row = torch.full(lead, -1, dtype=torch.int32, device=at.device)
     q_row = q_row.scatter_(2, slot, sight.q_row.expand_as(slot))[..., :-1].contiguous()
     place = torch.full(lead, -1, dtype=torch.int32, device=at.device)
     place = place.scatter_(2, slot, at[:, None].expand_as(slot))[..., :-1].contiguous()
+    return dense_part(sight, q_row, place)
+
+
+def dense_size(sight: Sight, classes: Classes) -> int:
+    """Room for as many queries of one line as there can be, in whole blocks."""
+    # Queries of one place are of one class; others are of no more than keys are.
+    size = sight.at.shape[1] if sight.ties else min(classes.room, sight.at.shape[1])
+    return size + -size % sight.layer.block
+
+
+def dense_part(sight: Sight, q_row: Tensor, place: Tensor) -> Part:
+    """Queries and their places [B, H, n] over every key not after them."""
+    keys, block = sight.keys, sight.layer.block
     order = (q_row, keys.row[:, None], place, places(keys)[:, None])
     return Part(q_row, (span_by_range(*order, 0, FAR, block, block),))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmaccel.backends import ops
 from mmaccel.core.layout import TokenLayout
-from mmaccel.policies.sparse.estimate import LastQueries, Score, class_scores, judged, standing
+from mmaccel.policies.sparse.estimate import Asking, LastQueries, Score, class_scores, judged, standing
 from mmaccel.policies.sparse.intra import Sight
 from mmaccel.policies.sparse.orders import Order
 
@@ -25,7 +27,8 @@ class Classes:
     """number [B, h, N] class of each key in its order, beyond every class for padding; stride [B, h, 1] classes there are.
 
     line [B, H, 1] class of the vertical lines, dense [B, H, 1] that of the horizontal ones, shift [B, H, 1] phase of the
-    slashes; h is 1 or H. room is the most keys a query can see of a class, most the most classes, padding counted.
+    slashes; h is 1 or H. room is the most keys a query can see of a class, most the most classes, padding counted. frames:
+    those whose classes they are, where no tensor of a layer had a say in them.
     """
 
     number: Tensor
@@ -35,6 +38,7 @@ class Classes:
     shift: Tensor
     room: int
     most: int
+    frames: Frames | None = None
 
     def where(self, mine: Tensor, other: Classes) -> Classes:
         """Those of the sequences `mine` [B] as they are here, the rest as in `other`."""
@@ -150,7 +154,7 @@ def strided_classes(
 
     Where fewer than 3 * low keys are seen no stride repeats, and it is 1: one class, of which every line is made.
     """
-    columns, diagonals = (line / sample.askers() for line in sample.lines())
+    columns, diagonals = (line / sample.asking.askers() for line in sample.lines())
     last, n = sample.at[:, -1], sample.width
     place = torch.arange(len(keys), device=columns.device)
     ahead = place[:n] <= last[:, None]
@@ -171,7 +175,8 @@ class Frames:
     """Classes by the place of tokens in their frame: what follows from the layout alone.
 
     number [B, 1, N], stride [B, 1, 1]; fits [B] which sequences they serve: one that has 3 * low tokens, a frame, and no
-    class of more than 1 / low of its tokens. whole: they serve all; room: the most tokens of a class.
+    class of more than 1 / low of its tokens. whole: they serve all; room: the most tokens of a class; widest: the largest
+    stride. held: what else was derived of them.
     """
 
     number: Tensor
@@ -179,6 +184,8 @@ class Frames:
     fits: Tensor
     whole: bool
     room: int
+    widest: int
+    held: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, sight: Sight, search: Search) -> Frames:
@@ -187,8 +194,8 @@ class Frames:
         name = "frames", sight.kinds[1], search.low, search.most
         if name not in held:
             number, stride, fits, largest = frame_classes(sight.layer.k_layout, sight.keys, search)
-            whole, room = torch.stack([fits.all().long(), largest]).tolist()
-            held[name] = cls(number, stride, fits, bool(whole), room)
+            whole, room, widest = torch.stack([fits.all().long(), largest, stride.amax()]).tolist()
+            held[name] = cls(number, stride, fits, bool(whole), room, widest)
         found: Frames = held[name]
         return found
 
@@ -215,42 +222,102 @@ def frame_classes(layout: TokenLayout, keys: Order, search: Search) -> tuple[Ten
     return number[:, None], stride[:, None], fits | (count == 0), sizes[:, :high].amax()
 
 
+@dataclass(frozen=True, eq=False)
+class Pairing:
+    """The classes of frames as the last queries meet them: from the layouts alone.
+
+    own [B, L] int32 the class of each query; paired [B, 1, L, phases] the class that a query's slash of each phase leads to;
+    members [B, phases] how many pairs of a query and a key before it have a phase. order [B, n] int32 the places by class,
+    start [B, widest + 1] int32 where each class begins in it, and the last ends.
+    """
+
+    own: Tensor
+    paired: Tensor
+    members: Tensor
+    order: Tensor
+    start: Tensor
+
+    @classmethod
+    def of(cls, asking: Asking, frames: Frames, search: Search) -> Pairing:
+        """That of the queries `asking` and the keys of `frames`, made once."""
+        name = "pairing", id(asking)
+        if name not in frames.held:
+            frames.held[name] = cls._made(asking, frames, search.most)
+        found: Pairing = frames.held[name]
+        return found
+
+    @classmethod
+    def _made(cls, asking: Asking, frames: Frames, high: int) -> Pairing:
+        own = frames.number[..., : asking.width]
+        B, L = asking.at.shape
+        mine = own.gather(2, asking.at.clamp(min=0)[:, None])
+        bins = own[:, :, None].expand(B, 1, L, -1)
+        count = own.new_zeros(B, 1, L, high + 1, dtype=torch.float32)
+        count = count.scatter_add_(3, bins, asking.before()[:, None].float())
+        phase = torch.arange(high, device=own.device)
+        paired = torch.where(
+            phase < frames.stride[..., None], (mine[..., None] - phase) % frames.stride[..., None], high
+        )
+        number, order = own[:, 0].sort(stable=True)
+        edge = torch.arange(frames.widest + 1, device=own.device).expand(B, -1)
+        start = torch.searchsorted(number, edge.contiguous(), out_int32=True)
+        members = count.gather(3, paired).sum((1, 2))
+        return cls(mine[:, 0].to(torch.int32), paired, members, order.to(torch.int32), start)
+
+
 def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes:
     """The classes of `frames`, with the phases of the heaviest lines."""
-    number, stride = frames.number, frames.stride
-    B, high, classes = number.shape[0], search.most, search.most + 1
-    n = sample.width
-    own = number[..., :n]
-    at = sample.at.clamp(min=0)[:, None]
-    asking = own.gather(2, at)
-    before = (torch.arange(n, device=own.device) < sample.at[..., None])[:, None]
-    bins = own[:, :, None].expand(B, 1, at.shape[2], n)
+    number, stride, classes = frames.number, frames.stride, search.most + 1
+    own = number[..., : sample.width]
+    pairing = Pairing.of(sample.asking, frames, search)
+    room, whole = (frames.room, frames) if frames.whole else (search.room, None)
+    if sample.fused:
+        line, shift, spread = ops.class_phases(
+            sample.query,
+            sample.key,
+            sample.asking.row,
+            sample.at,
+            sample.total,
+            sample.width,
+            sample.pooled,
+            pairing.order,
+            pairing.start,
+            pairing.own,
+            pairing.members,
+            stride[:, 0, 0],
+            search.score,
+            search.rows,
+        )
+        dense = most_even(sample.spread(spread), sample.at, own, classes) if search.rows else line
+        line, dense, shift = (sample.spread(t) for t in (line, dense, shift))
+        return Classes(number, stride, line, dense, shift, room, classes, whole)
     # What each query gives to each class of keys, its own key left out: that one is heavy whatever the phase.
-    count = before.new_zeros(B, 1, at.shape[2], classes, dtype=torch.float32)
-    count = count.scatter_add_(3, bins, before.float())
-    phase = torch.arange(high, device=own.device)
-    paired = torch.where(phase < stride[..., None], (asking[..., None] - phase) % stride[..., None], high)
-    members = count.gather(3, paired).sum(2)
+    before = sample.asking.before()[:, None]
+    bins = own[:, :, None].expand(*before.shape)
     lines, shifts = [], []
     for weight in sample.weights():
-        value = standing(weight.sum(2) / sample.askers(), sample.seen, search.score)
+        value = standing(weight.sum(2) / sample.asking.askers(), sample.seen, search.score)
         lines.append(class_scores(value, own, sample.seen, classes, search.score).argmax(-1, keepdim=True))
-        given = torch.zeros(B, weight.shape[1], *count.shape[2:], device=weight.device)
+        given = weight.new_zeros(*weight.shape[:3], classes)
         given.scatter_add_(3, bins.expand(-1, weight.shape[1], -1, -1), weight * before)
-        total = given.gather(3, paired.expand(-1, weight.shape[1], -1, -1)).sum(2)
-        score = total if search.score == "sum" else total / members.clamp(min=1)
+        total = given.gather(3, pairing.paired.expand(-1, weight.shape[1], -1, -1)).sum(2)
+        score = total if search.score == "sum" else total / pairing.members[:, None].clamp(min=1)
         shifts.append(score.argmax(-1, keepdim=True))
     line = torch.cat(lines, 1)
     dense = evenest(sample, own, classes) if search.rows else line
-    room = frames.room if frames.whole else search.room
-    return Classes(number, stride, line, dense, torch.cat(shifts, 1), room, classes)
+    return Classes(number, stride, line, dense, torch.cat(shifts, 1), room, classes, whole)
 
 
 def evenest(sample: LastQueries, number: Tensor, classes: int) -> Tensor:
     """[B, H, 1]: of the classes of the last queries the one whose queries spread widest, by the entropy of their weights."""
-    at = sample.at[:, None]
-    own = number.gather(2, at.clamp(min=0).expand(-1, number.shape[1], -1)).long()
     spread = torch.cat([torch.special.entr(weight).sum(-1) for weight in sample.weights()], 1)
+    return most_even(spread, sample.at, number, classes)
+
+
+def most_even(spread: Tensor, at: Tensor, number: Tensor, classes: int) -> Tensor:
+    """[B, H, 1]: the class of the greatest mean of spread [B, H, L], of queries at the places `at` [B, L]."""
+    at = at[:, None]
+    own = number.gather(2, at.clamp(min=0).expand(-1, number.shape[1], -1)).long()
     there = (at >= 0).expand_as(spread).float()
     zeros = spread.new_zeros(*spread.shape[:2], classes)
     total = zeros.scatter_add(2, own.expand_as(spread), spread * there)

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from mmaccel.backends import ops
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.plan import FAR, KeySpan, Part, pad_rows, span_by_range
 from mmaccel.core.registry import register
@@ -52,7 +53,7 @@ class VerticalSlash(IntraPattern):
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         sample = sight.last(self.last_q, self.estimate == "group")
         columns, diagonals = sample.lines()
-        chosen = self._columns(columns, sample.seen, len(sight.keys))
+        chosen = self._columns(columns, sample.at)
         slash = self._slashes(sight, chosen, self._diagonals(diagonals, sample.at))
         spans = (slash, self._verticals(sight, chosen)) if self.vertical else (slash,)
         return (Part(sight.q_row, spans),)
@@ -70,35 +71,33 @@ class VerticalSlash(IntraPattern):
         columns = min(self.vertical, keys) / self.block
         return blocks * min(min(self.slash, keys) / self.block + 1 + columns, seen)
 
-    def _columns(self, score: Tensor, seen: Tensor, none: int) -> Tensor:
-        """[B, H, K] kept columns in ascending order, `none` where a sequence has fewer."""
-        score = score.masked_fill(~seen[:, None], -1.0)
-        top = score.topk(min(self.vertical, score.shape[2]), 2)
-        return torch.where(top.values >= 0, top.indices, none).sort(2).values
+    def _columns(self, score: Tensor, at: Tensor) -> Tensor:
+        """[B, H, K] kept columns in ascending order, n where a sequence has fewer."""
+        found: Tensor = ops.strongest(score, at[:, -1], self.vertical, False)
+        return found
 
     def _diagonals(self, score: Tensor, at: Tensor) -> Tensor:
-        """[B, H, K] kept diagonals, the main one among them, -1 where a sequence has fewer."""
-        n = score.shape[2]
-        distance = torch.arange(n, device=score.device)
-        score = score.masked_fill(distance > at[:, -1, None, None], -1.0)
-        score = score.masked_fill((distance == 0) & (at[:, -1, None, None] >= 0), torch.inf)
-        top = score.topk(min(self.slash, n), 2)
-        return torch.where(top.values >= 0, top.indices, -1)
+        """[B, H, K] kept diagonals, the main one among them, n where a sequence has fewer."""
+        found: Tensor = ops.strongest(score, at[:, -1], self.slash, True)
+        return found
 
     def _slashes(self, sight: Sight, chosen: Tensor, diagonal: Tensor) -> KeySpan:
         """The slash blocks, over keys in their order; the kept columns are absent, for the other span owns them."""
         B, H = chosen.shape[:2]
         N = len(sight.keys)
-        owned = torch.zeros(B, H, N + 1, dtype=torch.bool, device=chosen.device)
-        kept = owned.scatter(2, torch.where(diagonal >= 0, diagonal, N), True)[..., :-1]
-        k_row = sight.keys.row[:, None].masked_fill(owned.scatter_(2, chosen, True)[..., :-1], -1)
-        order = (sight.q_row, k_row, sight.at[:, None], places(sight.keys)[:, None])
-        return slash_blocks(*order, kept, self.block, sight.breaks)
+        # What is no line falls past the last: of n tokens none is n after another, and no key has place n.
+        owned, kept = torch.zeros(2, B, H, N + 1, dtype=torch.bool, device=chosen.device).unbind(0)
+        kept, owned = kept.scatter_(2, diagonal, True)[..., :-1], owned.scatter_(2, chosen, True)[..., :-1]
+        k_row, kind = ops.keys_without(sight.keys.row, owned, self.block)
+        shapes = sight.shapes(H)
+        return slash_blocks(
+            sight.at[:, None], k_row, places(sight.keys)[:, None], kind, kept, self.block, shapes
+        )
 
     def _verticals(self, sight: Sight, chosen: Tensor) -> KeySpan:
         """The kept columns, gathered; a column's place is that of its token."""
         keys, place = sight.keys, sight.at
-        block, there = self.block, chosen < len(keys)
+        block, there = self.block, chosen < sight.width
         row = keys.row[:, None].expand(-1, chosen.shape[1], -1).gather(2, chosen.clamp(max=len(keys) - 1))
         k_row = pad_rows(torch.where(there, row, -1), block)
         k_place = pad_rows(torch.where(there, chosen, 0), block, 0).to(torch.int32)

@@ -1,0 +1,241 @@
+"""The operators that make the indices of adaptive patterns.
+
+`row_totals`, `line_sums` and `class_phases` reduce what the last queries attend to as they make it, on a CUDA device; their
+plain forms are the methods of `mmaccel.policies.sparse.estimate.LastQueries`, which serve every other device. Common to
+these: query [B, H, L, D], the last queries; key [B, G, N, D], H a multiple of G; row [B, n] long, the rows of `key` in
+which the keys lie, None for its first `width`; at [B, L] long, the place of each query among the n = `width` keys, of which
+it sees those not after it, ascending, -1 for none; total [B, H, L] float32, the log-sum-exp of all that a query sees, where
+the keys are not all of it; pooled: the heads of one key head share the mean of their weights, and h = G heads are told,
+otherwise h = H. Scores are scaled by D ** -0.5. The other operators are served on every device.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ASKED = "Tensor query, Tensor key, Tensor? row, Tensor at"
+ROW_TOTALS = f"({_ASKED}, int width) -> Tensor"
+LINE_SUMS = f"({_ASKED}, Tensor? total, int width, bool pooled) -> (Tensor columns, Tensor diagonals)"
+CLASS_PHASES = (
+    f"({_ASKED}, Tensor? total, int width, bool pooled, Tensor order, Tensor start, Tensor own, Tensor members, "
+    "Tensor stride, str score, bool rows) -> (Tensor line, Tensor shift, Tensor spread)"
+)
+STRONGEST = "(Tensor score, Tensor last, int count, bool first) -> Tensor"
+KEYS_WITHOUT = "(Tensor row, Tensor owned, int block) -> (Tensor left, Tensor kind)"
+SLASH_RUNS = "(Tensor kept, Tensor shape, Tensor member, Tensor home, Tensor reach, int block) -> (Tensor row, Tensor index)"
+TURNED_CLASSES = (
+    "(Tensor queries, Tensor q_begin, Tensor keys, Tensor k_begin, Tensor stride, Tensor line, Tensor shift, Tensor dense, "
+    "int room, bool wide, bool vertical, int rows) -> Tensor[]"
+)
+
+
+@cache
+def reduces(device: torch.device, dtype: torch.dtype, queries: int, size: int) -> bool:
+    """Whether `row_totals`, `line_sums` and `class_phases` are served, for so many queries of heads of this size."""
+    from mmaccel.backends import triton
+
+    if triton.usable(device) is not None:
+        return False
+    from mmaccel.backends.triton.estimate import suits
+
+    return suits(dtype, queries, size)
+
+
+def _row_totals(*args: Any) -> Tensor:
+    from mmaccel.backends.triton.estimate import row_totals
+
+    return row_totals(*args)
+
+
+def _line_sums(*args: Any) -> tuple[Tensor, Tensor]:
+    from mmaccel.backends.triton.estimate import line_sums
+
+    return line_sums(*args)
+
+
+def _class_phases(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from mmaccel.backends.triton.estimate_grid import class_phases
+
+    return class_phases(*args)
+
+
+def _at_home(name: str, device: torch.device) -> Any:
+    """The function of an operator that is served everywhere: in Triton where it runs, plain elsewhere."""
+    from mmaccel.backends import triton
+
+    if triton.usable(device) is None:
+        from mmaccel.backends.triton import slashes
+
+        return getattr(slashes, name)
+    from mmaccel.backends.reference import index
+
+    return getattr(index, name)
+
+
+def _strongest(score: Tensor, *rest: Any) -> Tensor:
+    found: Tensor = _at_home("strongest", score.device)(score, *rest)
+    return found
+
+
+def _keys_without(row: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    left, kind = _at_home("keys_without", row.device)(row, *rest)
+    return left, kind
+
+
+def _slash_runs(kept: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    row, entries = _at_home("slash_runs", kept.device)(kept, *rest)
+    return row, entries
+
+
+def _turned_classes(queries: Tensor, *rest: Any) -> list[Tensor]:
+    from mmaccel.backends import triton
+
+    if triton.usable(queries.device) is None:
+        from mmaccel.backends.triton.classes import turned_classes as launch
+
+        return launch(queries, *rest)
+    from mmaccel.backends.reference.classes import turned_classes as plain
+
+    return plain(queries, *rest)
+
+
+row_totals = torch.library.custom_op("mmaccel::row_totals", _row_totals, mutates_args=(), schema=ROW_TOTALS)
+"""[B, H, L] float32: the log-sum-exp of the scores of each query; -inf of one that sees nothing."""
+
+line_sums = torch.library.custom_op("mmaccel::line_sums", _line_sums, mutates_args=(), schema=LINE_SUMS)
+"""[B, h, n] float32, twice: the weight of each column, and of each diagonal (query place minus key place)."""
+
+class_phases = torch.library.custom_op(
+    "mmaccel::class_phases", _class_phases, mutates_args=(), schema=CLASS_PHASES
+)
+"""line and shift [B, h, 1] long: the class of the heaviest columns and the phase of the heaviest slashes, under `score`.
+
+order [B, n] int32: the places by class; start [B, C + 1] int32: where each class begins in it, and the last ends. own [B, L]
+int32: the class of the key at each query's place. members [B, C or more] float32: how many pairs of a query and a key before
+it have a phase. stride [B] long: how many classes and phases there are. spread [B, h, L] float32, with `rows`: the entropy
+of the weights of each query; empty otherwise.
+"""
+
+strongest = torch.library.custom_op("mmaccel::strongest", _strongest, mutates_args=(), schema=STRONGEST)
+"""[B, H, K] long, ascending: the lines of the K = min(count, n) greatest scores [B, H, n], none of them negative.
+
+last [B]: the last line there is, -1 for none; past the last that is chosen comes n. With `first` line 0 is chosen whatever
+its score. Of equal scores any may be.
+"""
+
+keys_without = torch.library.custom_op(
+    "mmaccel::keys_without", _keys_without, mutates_args=(), schema=KEYS_WITHOUT
+)
+"""left [B, H, N] int32: the rows of keys `row` [B, N], -1 for those that are `owned` [B, H, N]; kind [B, H, N / block] int8:
+FULL where all keys of a block are there, ABSENT elsewhere."""
+
+slash_runs = torch.library.custom_op("mmaccel::slash_runs", _slash_runs, mutates_args=(), schema=SLASH_RUNS)
+"""row [B, H, M, 5] long and index int32 of `mmaccel.core.lists.BlockRuns`: the key blocks that diagonals touch.
+
+kept [B, H, N] bool: the diagonals; the rest as in `mmaccel.policies.sparse.slashes.Shapes`.
+"""
+
+turned_classes = torch.library.custom_op(
+    "mmaccel::turned_classes", _turned_classes, mutates_args=(), schema=TURNED_CLASSES
+)
+"""The order (class, position) of the queries and keys of each head of a grid, from the one that all heads share.
+
+queries [3, B, P] int32: row, place and class of each query by (class, place), those without a place last; keys [3, B, N]
+int32: row, place and class by (class, place). q_begin, k_begin [B, C + 1] int32: where each class begins, and the last ends.
+stride [B] long: the classes there are; line, shift, dense [B, H, 1] long: the class of the vertical lines, the phase of the
+slashes and the class of the horizontal lines. room: no class has more keys; wide: places are told in 64 bits.
+
+Gives, each [B, H, P], [B, H, N] or [B, H, rows]: the rows of the queries by the class they pair with, -1 for those of the
+`dense` class; their places, and the rows and places of the keys, for the slashes; with `vertical` the same three for the
+vertical lines, whose keys the slashes then lack; with `rows` the rows and places of the queries of the dense class.
+"""
+
+
+@row_totals.register_fake
+def _row_totals_shape(query: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _told(query: Tensor, key: Tensor, pooled: bool) -> tuple[int, int]:
+    return query.shape[0], key.shape[1] if pooled else query.shape[1]
+
+
+@line_sums.register_fake
+def _line_sums_shape(
+    query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, total: Tensor | None, width: int, pooled: bool
+) -> tuple[Tensor, Tensor]:
+    columns = query.new_empty(*_told(query, key, pooled), width, dtype=torch.float32)
+    return columns, torch.empty_like(columns)
+
+
+@class_phases.register_fake
+def _class_phases_shape(
+    query: Tensor,
+    key: Tensor,
+    row: Tensor | None,
+    at: Tensor,
+    total: Tensor | None,
+    width: int,
+    pooled: bool,
+    order: Tensor,
+    start: Tensor,
+    own: Tensor,
+    members: Tensor,
+    stride: Tensor,
+    score: str,
+    rows: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    told = _told(query, key, pooled)
+    line = query.new_empty(*told, 1, dtype=torch.int64)
+    spread = (*told, query.shape[2]) if rows else (0,)
+    return line, torch.empty_like(line), query.new_empty(spread, dtype=torch.float32)
+
+
+@strongest.register_fake
+def _strongest_shape(score: Tensor, last: Tensor, count: int, first: bool) -> Tensor:
+    return score.new_empty(*score.shape[:2], min(count, score.shape[2]), dtype=torch.int64)
+
+
+@keys_without.register_fake
+def _keys_without_shape(row: Tensor, owned: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    B, H, N = owned.shape
+    return row.new_empty(B, H, N), row.new_empty(B, H, N // block, dtype=torch.int8)
+
+
+@slash_runs.register_fake
+def _slash_runs_shape(
+    kept: Tensor, shape: Tensor, member: Tensor, home: Tensor, reach: Tensor, block: int
+) -> tuple[Tensor, Tensor]:
+    B, H, N = kept.shape
+    row = kept.new_empty(B, H, member.shape[1], 5, dtype=torch.int64)
+    return row, kept.new_empty(shape.shape[1] * H * (N // block + 2), dtype=torch.int32)
+
+
+@turned_classes.register_fake
+def _turned_classes_shape(
+    queries: Tensor,
+    q_begin: Tensor,
+    keys: Tensor,
+    k_begin: Tensor,
+    stride: Tensor,
+    line: Tensor,
+    shift: Tensor,
+    dense: Tensor,
+    room: int,
+    wide: bool,
+    vertical: bool,
+    rows: int,
+) -> list[Tensor]:
+    B, H = line.shape[:2]
+    kind = torch.int64 if wide else torch.int32
+    P, N = (B, H, queries.shape[2]), (B, H, keys.shape[2])
+    out = [
+        queries.new_empty(n, dtype=d) for n, d in ((P, torch.int32), (P, kind), (N, torch.int32), (N, kind))
+    ]
+    if vertical:
+        out += [queries.new_empty(n, dtype=d) for n, d in ((P, kind), (N, torch.int32), (N, kind))]
+    return out + [queries.new_empty(B, H, rows) for _ in range(2 if rows else 0)]

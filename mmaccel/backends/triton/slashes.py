@@ -1,0 +1,183 @@
+"""The strongest lines and the key blocks that diagonals touch, in a launch or two each; see `mmaccel.backends.index`."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmaccel.backends import ops
+
+FULL, ABSENT = tl.constexpr(ops.FULL), tl.constexpr(ops.ABSENT)
+
+TILE = 8192
+"""Scores that a program looks at together."""
+
+DIAGONALS = 16384
+"""Diagonals that a program looks at together, for steps to earlier key blocks."""
+
+ROWS = 256
+"""Blocks of queries, or of keys, that a program serves."""
+
+
+@triton.jit
+def _bits(score, head, at, n, last, FIRST: tl.constexpr):
+    """Scores as whole numbers of the same order, -1 where there is no line; the first is above all, with FIRST."""
+    found = tl.load(score + head * n + at, mask=at < n, other=0.0)
+    found = tl.maximum(found, 0.0).to(tl.int32, bitcast=True)
+    if FIRST:
+        found = tl.where(at == 0, 0x7FFFFFFF, found)
+    return tl.where((at < n) & (at <= last), found, -1)
+
+
+@triton.jit(do_not_specialize=["n", "count", "lines"])
+def strongest_kernel(score, last, out, n, count, lines, H, FIRST: tl.constexpr, TILE: tl.constexpr):
+    """out [count]: the strongest of the lines of one head, ascending; n past the last.
+
+    The score of the weakest of them is found digit by digit, from the numbers of lines that have each; of equals the first
+    are taken.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    limit = tl.load(last + head // H).to(tl.int32)
+    wanted = tl.minimum(count, tl.maximum(tl.minimum(limit + 1, n), 0))
+    bins = tl.arange(0, 256)
+    prefix, left = tl.zeros([], tl.int32), wanted
+    if wanted > 0:
+        for digit in tl.static_range(4):
+            found = tl.zeros([256], tl.int32)
+            for first in range(0, n, TILE):
+                bits = _bits(score, head, first + tl.arange(0, TILE), n, limit, FIRST)
+                mine = bits >= 0
+                if digit > 0:
+                    mine = mine & ((bits >> (32 - 8 * digit)) == prefix)
+                found += tl.histogram((bits >> (24 - 8 * digit)) & 255, 256, mask=mine)
+            above = tl.cumsum(found, 0, reverse=True)
+            chosen = tl.max(tl.where(above >= left, bins, 0), 0)
+            left -= tl.sum(tl.where(bins > chosen, found, 0), 0)
+            prefix = (prefix << 8) | chosen
+    kept, equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    if wanted > 0:
+        for first in range(0, n, TILE):
+            at = first + tl.arange(0, TILE)
+            bits = _bits(score, head, at, n, limit, FIRST)
+            same = (bits == prefix).to(tl.int32)
+            take = (bits > prefix) | ((same > 0) & (equal + tl.cumsum(same, 0) <= left))
+            slot = kept + tl.cumsum(take.to(tl.int32), 0) - 1
+            tl.store(out + head * lines + slot, at.to(tl.int64), mask=take)
+            kept += tl.sum(take.to(tl.int32), 0)
+            equal += tl.sum(same, 0)
+    for first in range(0, count, TILE):
+        slot = first + tl.arange(0, TILE)
+        tl.store(
+            out + head * lines + slot,
+            tl.zeros_like(slot).to(tl.int64) + n,
+            mask=(slot >= wanted) & (slot < count),
+        )
+
+
+@triton.jit(do_not_specialize=["N", "H", "owned_h", "row_b"])
+def without_kernel(row, owned, left, kind, N, H, row_b, owned_h, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The rows of keys that are not owned, and the kinds of their blocks."""
+    head = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = at < N
+    found = tl.load(row + (head // H) * row_b + at, mask=inside, other=-1)
+    gone = tl.load(owned + head * owned_h + at, mask=inside, other=0)
+    found = tl.where(gone != 0, -1, found)
+    tl.store(left + head * N + at, found, mask=inside)
+    whole = tl.min((found >= 0).to(tl.int32), 1) > 0
+    told = tl.where(whole, FULL, ABSENT).to(tl.int8)
+    tl.store(kind + head * (N // BLOCK) + block, told, mask=block < N // BLOCK)
+
+
+@triton.jit(do_not_specialize=["N", "C", "H", "width", "kept_h"])
+def steps_kernel(kept, shape, index, upto, N, C, H, width, kept_h, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    """Of one shape and head the steps at which a kept diagonal lies, side by side, and how many are before each."""
+    c, h = tl.program_id(0), tl.program_id(1)
+    sequence, offset, length = tl.load(shape + c), tl.load(shape + C + c), tl.load(shape + 2 * C + c)
+    mask = kept + (sequence.to(tl.int64) * H + h) * kept_h
+    to = (c * H + h).to(tl.int64)
+    near = tl.arange(0, 2 * BLOCK)
+    count = tl.zeros([], tl.int32)
+    for first in range(0, width, STEPS):
+        u = first + tl.arange(0, STEPS)
+        # Place offset + l of the block, l < length, meets the key block 1 - u after its own on a run of diagonals.
+        at = ((u - 1) * BLOCK + offset - BLOCK + 1)[:, None] + near[None, :]
+        some = (near < BLOCK + length - 1)[None, :] & (at >= 0) & (at < N) & (u < width)[:, None]
+        touched = tl.max(tl.load(mask + at, mask=some, other=0).to(tl.int32), 1)
+        before = count + tl.cumsum(touched, 0) - touched
+        tl.store(upto + to * (width + 1) + u, before, mask=u < width)
+        tl.store(index + to * width + before, 1 - u, mask=(touched > 0) & (u < width))
+        count += tl.sum(touched, 0)
+    tl.store(upto + to * (width + 1) + width, count)
+
+
+@triton.jit(do_not_specialize=["H", "M", "BM", "width"])
+def rows_kernel(upto, member, home, reach, out, H, M, BM, width, ROWS: tl.constexpr):
+    """out [B, H, M, 5]: the list of each block of queries, a part of that of its shape."""
+    b, h = tl.program_id(1) // H, tl.program_id(1) % H
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = m < M
+    at = b * M + m
+    shape = tl.load(member + at, mask=inside, other=0).to(tl.int64) * H + h
+    ends = upto + shape * (width + 1)
+    first = tl.load(ends + tl.load(reach + at, mask=inside, other=0))
+    count = tl.load(ends + tl.load(reach + BM + at, mask=inside, other=0)) - first
+    head = tl.load(ends + tl.load(reach + 2 * BM + at, mask=inside, other=0)) - first
+    to = out + (tl.program_id(1).to(tl.int64) * M + m) * 5
+    tl.store(to, shape * width + first, mask=inside)
+    tl.store(to + 1, count.to(tl.int64), mask=inside)
+    tl.store(to + 2, tl.minimum(tl.maximum(head, 0), count).to(tl.int64), mask=inside)
+    tl.store(to + 3, count.to(tl.int64), mask=inside)
+    tl.store(to + 4, tl.load(home + at, mask=inside, other=0).to(tl.int64), mask=inside)
+
+
+def strongest(score: Tensor, last: Tensor, count: int, first: bool) -> Tensor:
+    """See `mmaccel.backends.index.strongest`."""
+    B, H, n = score.shape
+    count = min(count, n)
+    score = score.contiguous()
+    out = torch.empty(B, H, count, dtype=torch.int64, device=score.device)
+    tile = min(TILE, triton.next_power_of_2(n))
+    with torch.cuda.device_of(score):
+        strongest_kernel[(B * H,)](
+            score, last.contiguous(), out, n, count, count, H, FIRST=first, TILE=tile, num_warps=16
+        )
+    return out
+
+
+def keys_without(row: Tensor, owned: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """See `mmaccel.backends.index.keys_without`."""
+    B, H, N = owned.shape
+    left = row.new_empty(B, H, N)
+    kind = torch.empty(B, H, N // block, dtype=torch.int8, device=row.device)
+    blocks = max(1, 2048 // block)
+    with torch.cuda.device_of(row):
+        without_kernel[(triton.cdiv(N // block, blocks), B * H)](
+            row, owned, left, kind, N, H, row.stride(0), owned.stride(1), BLOCK=block, ROWS=blocks
+        )
+    return left, kind
+
+
+def slash_runs(
+    kept: Tensor, shape: Tensor, member: Tensor, home: Tensor, reach: Tensor, block: int
+) -> tuple[Tensor, Tensor]:
+    """See `mmaccel.backends.index.slash_runs`."""
+    B, H, N = kept.shape
+    C, M, width = shape.shape[1], member.shape[1], N // block + 2
+    index = torch.empty(C * H * width, dtype=torch.int32, device=kept.device)
+    upto = torch.empty(C, H, width + 1, dtype=torch.int32, device=kept.device)
+    row = torch.empty(B, H, M, 5, dtype=torch.int64, device=kept.device)
+    with torch.cuda.device_of(kept):
+        steps_kernel[(C, H)](
+            kept, shape, index, upto, N, C, H, width, kept.stride(1),
+            BLOCK=block, STEPS=min(max(DIAGONALS // (2 * block), 1), triton.next_power_of_2(width)), num_warps=8,
+        )  # fmt: skip
+        rows_kernel[(triton.cdiv(M, ROWS), B * H)](
+            upto, member, home, reach, row, H, M, B * M, width, ROWS=ROWS
+        )
+    return row, index

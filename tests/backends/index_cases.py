@@ -1,0 +1,138 @@
+"""Indices made by the Triton kernels against the plain way, interpreted or compiled; `test_index.py` runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel.backends import triton as backend
+from mmaccel.backends.reference import index as plain
+from mmaccel.backends.triton import slashes
+from mmaccel.backends.triton.estimate import line_sums, row_totals
+from mmaccel.core.layout import TEXT, VIDEO
+from mmaccel.core.sparse import SparsePattern
+from mmaccel.policies.sparse import Grid
+from mmaccel.policies.sparse.estimate import Asking, LastQueries
+from tests.policies.sparse.scenes import Scene, sequence
+from tests.policies.sparse.test_contract import small
+
+from .triton_cases import DEVICE, DTYPES
+
+N = 300
+PLACES = {
+    "the last": torch.arange(N - 20, N).expand(2, -1),
+    "early, and few": torch.stack([torch.arange(100, 120), (torch.arange(20) - 5).clamp(min=-1)]),
+    "apart": torch.stack([torch.arange(20) * 14, torch.arange(20) // 7 * 90 - 1]),
+    "equal, and none": torch.stack([torch.full((20,), 250), torch.full((20,), -1)]),
+}
+"""Places of 20 queries of two sequences among N keys."""
+
+
+def sample(at: Tensor, dtype: torch.dtype, *, gathered: bool, pooled: bool, given: bool) -> LastQueries:
+    """The queries at some places of keys that lie in a longer tensor, and in another order where they are gathered."""
+    rng = torch.Generator().manual_seed(3)
+    query = torch.randn(2, 6, at.shape[1], 24, generator=rng).to(dtype)
+    key = torch.randn(2, N + 9, 3, 24, generator=rng).to(dtype).transpose(1, 2)
+    row = torch.stack([torch.randperm(N + 9, generator=rng)[:N] for _ in range(2)]) if gathered else None
+    seen = torch.arange(N) <= at[:, -1:]
+    total = torch.randn(2, 6, at.shape[1], generator=rng).add(6) if given else None
+    return LastQueries(query, key, Asking(at, at, row, seen, False, 99), total, pooled)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("more", [(False, False), (True, True)], ids=["all keys", "gathered and pooled"])
+def test_lines(places: str, dtype: torch.dtype, more: tuple[bool, bool]) -> None:
+    """Totals, columns and diagonals, from the same numbers in float64."""
+    gathered, pooled = more
+    last = sample(PLACES[places], dtype, gathered=gathered, pooled=pooled, given=gathered)
+    exact = replace(last, query=last.query.double(), key=last.key.double())
+    moved = (
+        t if t is None else t.to(DEVICE) for t in (last.query, last.key, last.asking.row, last.at, last.total)
+    )
+    query, key, row, at, total = moved
+    found = row_totals(query, key, row, at, N)
+    want = exact.totals()
+    assert torch.equal(found.cpu() == -torch.inf, want == -torch.inf)
+    assert float((found.cpu() - want).nan_to_num(0.0).abs().max()) <= 1e-5
+    for got, line in zip(line_sums(query, key, row, at, total, N, pooled), exact.lines(), strict=True):
+        assert got.shape == (2, 3 if pooled else 6, N)
+        assert bool(((last.spread(got.cpu()) - line).abs() <= 1e-6 + 1e-5 * line).all())
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """Everything that the Triton backend has a kernel for goes through it, also where Triton interprets."""
+    with (
+        mock.patch.object(LastQueries, "fused", property(lambda _: True)),
+        mock.patch.object(backend, "usable", lambda _: None),
+    ):
+        yield
+
+
+SCENE = Scene(
+    (
+        sequence([(TEXT, [5]), (VIDEO, [7, 7, 7, 3]), (TEXT, [1]), (VIDEO, [7] * 9), (TEXT, [14])]),
+        sequence([(TEXT, [3]), (VIDEO, [6] * 10), (TEXT, [9])]),
+    ),
+    heads=4,
+    groups=2,
+    size=16,
+    seed=11,
+)
+PATTERNS: dict[str, SparsePattern] = {
+    "vertical_slash": small("vertical_slash"),
+    "vertical_slash, group": replace(small("vertical_slash"), estimate="group"),
+    "grid": small("grid"),
+    "grid, mean": replace(small("grid"), score="mean", horizontal=False),
+    "grid, sum, group, queries": Grid(
+        score="sum",
+        estimate="group",
+        horizontal_phase="queries",
+        min_stride=2,
+        max_stride=12,
+        last_q=16,
+        block=16,
+    ),
+    "grid without columns": replace(small("grid"), vertical=False, horizontal_phase="queries"),
+    "grid of a searched stride": small("grid of a searched stride"),
+    "q_boundary": small("q_boundary"),
+    "boundary_2d": small("boundary_2d"),
+}
+
+
+@pytest.mark.parametrize(("name", "start"), [*((name, 43) for name in PATTERNS), ("grid", 0)])
+def test_plans(name: str, start: int) -> None:
+    """The same pairs as of an index made without kernels; one prompt twice gives one answer."""
+    scene = replace(SCENE, start=start)
+    query, key, _ = scene.tensors(torch.float32)
+    layout = scene.layout()
+    want = PATTERNS[name].plan(query, key, layout.take(slice(start, None)), layout)
+    assert want is not None
+    query, key, layout = query.to(DEVICE), key.to(DEVICE), layout.to(DEVICE)
+    with launched():
+        got = PATTERNS[name].plan(query, key, layout.take(slice(start, None)), layout)
+    assert got is not None
+    assert torch.equal(got.count_mask().cpu(), want.count_mask())
+
+
+@pytest.mark.parametrize(("n", "count", "tile"), [(300, 20, 64), (300, 1000, 512), (77, 5, 8192)])
+@pytest.mark.parametrize("first", [False, True])
+def test_strongest(n: int, count: int, tile: int, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slashes, "TILE", tile)
+    rng = torch.Generator().manual_seed(n)
+    score, last = torch.rand(3, 2, n, generator=rng) ** 8, torch.tensor([n - 1, 9, -1])
+    want = plain.strongest(score, last, count, first)
+    assert torch.equal(slashes.strongest(score.to(DEVICE), last.to(DEVICE), count, first).cpu(), want)
+    score = (score * 4).round()
+    got = slashes.strongest(score.to(DEVICE), last.to(DEVICE), count, False).cpu()
+    want = plain.strongest(score, last, count, False)
+    assert torch.equal(got < n, want < n) and bool((got.diff(dim=2) > 0)[got[..., 1:] < n].all())
+    padded = torch.nn.functional.pad(score, (0, 1), value=-1)
+    assert torch.equal(padded.gather(2, got).sort(2).values, padded.gather(2, want).sort(2).values)

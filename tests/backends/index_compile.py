@@ -1,0 +1,68 @@
+"""Compile the kernels of indices for a CUDA device that need not be there: ``python -m tests.backends.index_compile 90``.
+
+Prints a row for each: name, bytes of shared memory, instructions of the matrix units, bytes of stack a thread (where
+registers spill to).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from unittest import mock
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from mmaccel.backends.triton import classes, estimate, estimate_grid, slashes
+
+from .triton_compile import Compiled, Elsewhere, used
+
+N, C = 4096, 196
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+def main(capability: int) -> None:
+    driver.set_active(Elsewhere(capability))
+    query, key = (
+        torch.empty(1, n, h, 128, dtype=torch.bfloat16).transpose(1, 2) for n, h in ((64, 28), (N, 4))
+    )
+    at = long = torch.zeros(1, 64, dtype=torch.int64)
+    kept = torch.zeros(1, 28, N + 1, dtype=torch.bool)[..., :-1]
+    of = torch.zeros(1, 28, 1, dtype=torch.int64)
+    taken = [
+        (estimate, "totals_kernel"),
+        (estimate, "merge_kernel"),
+        (estimate, "lines_kernel"),
+        (estimate_grid, "classes_kernel"),
+        (estimate_grid, "phases_kernel"),
+        (slashes, "strongest_kernel"),
+        (slashes, "without_kernel"),
+        (slashes, "steps_kernel"),
+        (slashes, "rows_kernel"),
+        (classes, "turned_kernel"),
+    ]
+    kernels = {name: Compiled(getattr(module, name)) for module, name in taken}
+    for module, name in taken:
+        mock.patch.object(module, name, kernels[name]).start()
+    estimate.line_sums(query, key, None, at, None, N, False)
+    order = numbers(1, N), numbers(1, C + 1), numbers(1, 64), torch.zeros(1, 1024)
+    estimate_grid.class_phases(query, key, None, at, None, N, False, *order, long[0, :1], "contrast", False)
+    slashes.strongest(torch.zeros(1, 28, N), long[:, 0], 1000, False)
+    slashes.keys_without(numbers(1, N), kept, 64)
+    slashes.slash_runs(kept, numbers(3, 3), numbers(1, 64), numbers(1, 64), numbers(3, 1, 64), 64)
+    begin = numbers(1, C + 1)
+    classes.turned_classes(
+        numbers(3, 1, N), begin, numbers(3, 1, N), begin, long[0, :1], of, of, of, 64, False, True, 64
+    )
+    for name, kernel in kernels.items():
+        one = kernel.found[-1]
+        products = len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", one.asm["ptx"]))
+        print(name, one.metadata.shared, products, used(one)[0], sep=",")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,72 @@
+"""The operators that make indices: their contracts, and their kernels without a device."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from mmaccel.backends import index
+from mmaccel.core.layout import TEXT, VIDEO
+from mmaccel.policies.sparse import Grid
+from mmaccel.policies.sparse.intra import Layer
+from mmaccel.policies.sparse.residue import ClassOrder
+from tests.policies.sparse.scenes import Scene, sequence
+
+from .test_triton import run
+
+QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+
+
+def test_the_operators_keep_their_contracts() -> None:
+    last, kept = torch.tensor([39, 7]), torch.rand(2, 3, 65)[..., :-1] < 0.2
+    torch.library.opcheck(index.strongest, (torch.rand(2, 3, 40), last, 9, True))
+    torch.library.opcheck(index.keys_without, (torch.arange(64, dtype=torch.int32).expand(2, -1), kept, 16))
+    shape = torch.tensor([[0, 1], [0, 3], [16, 9]], dtype=torch.int32)
+    member = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
+    reach = torch.tensor([[[0, 0], [0, 0]], [[2, 3], [4, 0]], [[2, 2], [2, 0]]], dtype=torch.int32)
+    torch.library.opcheck(index.slash_runs, (kept, shape, member, member, reach, 16))
+
+
+@pytest.mark.parametrize(("vertical", "rows"), [(True, 32), (False, 0)])
+def test_turned_classes_keep_their_contract(vertical: bool, rows: int) -> None:
+    scene = Scene((sequence([(TEXT, [4]), (VIDEO, [6] * 9), (TEXT, [7])]),), size=16)
+    query, key, _ = scene.tensors(torch.float32)
+    sight = Layer(query, key, scene.layout(), scene.layout(), 16).sight()
+    classes = Grid(min_stride=2, max_stride=12, block=16)._classes(sight)
+    assert classes.frames is not None
+    order = ClassOrder.of(sight, classes.frames)
+    arguments = (order.queries, order.q_begin, order.keys, order.k_begin, classes.frames.stride[:, 0, 0])
+    told = (classes.line, classes.shift, classes.dense, classes.room, False, vertical, rows)
+    torch.library.opcheck(index.turned_classes, (*arguments, *told))
+
+
+def test_interpreted() -> None:
+    pytest.importorskip("triton")
+    warnings = ("-W", "ignore::DeprecationWarning")
+    out = run(
+        "pytest", "tests/backends/index_cases.py", *QUIET, *warnings, TRITON_INTERPRET="1", PYTEST_ADDOPTS=""
+    )
+    assert " passed" in out and "skipped" not in out
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiles_for_devices_that_are_not_here(capability: int) -> None:
+    """Tiles fit shared memory, products run on the matrix units, and sums over many keys spill nothing to memory."""
+    pytest.importorskip("triton")
+    rows = run("tests.backends.index_compile", str(capability), TRITON_INTERPRET="0").splitlines()
+    assert len(rows) == 10
+    for row in rows:
+        name, shared, products, spilled = row.split(",")
+        assert int(shared) <= {80: 166912, 90: 232448}[capability], row
+        assert (int(products) > 0) == (name in ("totals_kernel", "lines_kernel", "classes_kernel")), row
+        assert int(spilled) <= 64, row
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_compiled() -> None:
+    here = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    out = run("pytest", "tests/backends/index_cases.py", *QUIET, PYTEST_ADDOPTS="", CUDA_VISIBLE_DEVICES=here)
+    assert " passed" in out

@@ -49,9 +49,12 @@ class Road:
         """
         if self.choice is None or self.choice.costs is None:
             return True
-        pattern = self.recipe.sparse.at(layer)
         B, H, n, _ = query.shape
         causal = n * (2 * n_key - n + 1) / 2
+        if not self.choice.pays(0, B * H * causal, B * n_key):
+            # A short prompt: making the plan alone costs more, and neither pattern nor layout is looked at.
+            return False
+        pattern = self.recipe.sparse.at(layer)
         # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys.
         most = causal + n * pattern.block
         listed = min(pattern.bound(n, n_key) * pattern.block**2, most)

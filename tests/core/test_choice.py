@@ -54,6 +54,21 @@ def test_planning_is_part_of_the_price() -> None:
     assert not road(costs).pays(0, query(1 << 16), 1 << 16)
 
 
+def test_of_a_short_prompt_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where making a plan costs more than dense attention, the pattern is not asked what it would list."""
+
+    def asked(*_: object) -> int:
+        raise AssertionError("a bound was asked for")
+
+    monkeypatch.setattr(type(RECIPE.sparse), "bound", asked)
+    costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 1.0)}, planning=Line(4 * 2000**2 / 2, 0.0))
+    way = road(costs)
+    run = Run(way, TokenLayout.text(1, 1900), 0, None)
+    assert not way.pays(0, query(1900), 1900, run)
+    with pytest.raises(AssertionError, match="asked for"):
+        way.pays(0, query(2100), 2100, run)
+
+
 def test_a_loose_bound_counts_no_more_than_causality_admits() -> None:
     """1024 diagonals may touch every block of 8192 keys: then the pattern costs what dense costs, not twice that."""
     recipe = Recipe.load(sparse={"name": "vertical_slash"})

@@ -50,7 +50,14 @@ def pattern_plan(name: str, start: int = 0) -> tuple[AttentionPlan, Scene]:
 
 
 def random_plan(
-    seed: int, *, batch: int = 2, heads: int = 4, n_query: int = 50, n_key: int = 90, lead: str = "bh"
+    seed: int,
+    *,
+    batch: int = 2,
+    heads: int = 4,
+    n_query: int = 50,
+    n_key: int = 90,
+    lead: str = "bh",
+    blocks: tuple[int, int] = (16, 32),
 ) -> AttentionPlan:
     """Shuffled rows, holes, two spans over disjoint keys, random tables; `lead` names the dimensions that are not shared."""
     rng = torch.Generator().manual_seed(seed)
@@ -62,7 +69,7 @@ def random_plan(
     def holes(rows: Tensor) -> Tensor:
         return rows.masked_fill(torch.rand(rows.shape, generator=rng) < 0.2, -1)
 
-    block_q, block_k = 16, 32
+    block_q, block_k = blocks
     q_row = pad_rows(holes(shuffled(n_query)), block_q)
     first, second = shuffled(n_key).split([n_key // 3, n_key - n_key // 3], -1)
     spans = []

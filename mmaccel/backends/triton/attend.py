@@ -13,6 +13,8 @@ import triton
 from torch import Tensor
 
 from mmaccel.backends.ops import room_for
+from mmaccel.backends.triton import hopper_launch
+from mmaccel.backends.triton.homes import lead
 from mmaccel.backends.triton.kernel import attend_kernel, merge_kernel
 from mmaccel.core.errors import RecipeError
 
@@ -94,8 +96,10 @@ def block_attend(
     by_block = tuple(int(k.dim() == 3) for k in kind)
     plain = tuple(int(i.shape[0] == 0) for i in index)
     lists = H if any(t.shape[1] > 1 for t in (q_row, *k_row, *q_place, *k_place, *offset)) else 1
-    if rows and lists > 1 and block_q <= 64 and all(plain) and _shared(query.device) >= PAIRS:
-        # Lists that are runs of blocks in their order differ little between neighbours: two share what they load.
+    alone = lists > 1 or (H // G) % 2
+    if rows and alone and block_q <= 64 and all(plain) and _shared(query.device) >= PAIRS:
+        # Lists that are runs of blocks in their order differ little between neighbours: two share what they load, if they
+        # cannot share it with another head.
         if q_row.shape[-1] // block_q % 2:
             q_row, *q_place = (torch.nn.functional.pad(t, (0, block_q), value=-1) for t in (q_row, *q_place))
         offset, block_q, P = [paired(o) for o in offset], 2 * block_q, q_row.shape[-1]
@@ -114,7 +118,7 @@ def block_attend(
     offset = [o if o.stride()[2:] == (5, 1) else o.contiguous() for o in offset]
     kind = [_lined(k) for k in kind]
     strides = tuple(
-        tuple(stride for t in span for stride in _lead(t))
+        tuple(stride for t in span for stride in lead(t))
         for span in zip(k_row, q_place, k_place, offset, kind, strict=True)
     )
     longest = sum(t.shape[-1] // block_k for t in k_row)
@@ -125,68 +129,96 @@ def block_attend(
         if chunk is None:
             work = Work.even(counts, B, lists, M, tiles, _places(query.device))
         else:
-            work = Work.of(counts, B, lists, M, offset[0].new_tensor(chunk), list_rows * longest // chunk)
+            # Filled, not copied: a copy from the host would be waited for.
+            most = offset[0].new_full((), chunk)
+            work = Work.of(counts, B, lists, M, most, list_rows * longest // chunk)
     pieces = work.slots * tiles * tall * pack if work is not None else 0
     part_out = query.new_empty(pieces, DV, dtype=torch.float32)
     part_lse = query.new_empty(pieces, dtype=torch.float32)
     tables = (work.item, work.first, work.slot, work.chunk) if work is not None else (lse, lse, lse, lse)
 
-    shape = dict(
-        GROUP=group,
-        LISTS=lists,
-        BLOCK_Q=block_q,
-        ROWS=tall,
-        PACK=pack,
-        DV=DV,
-        BLOCK_DV=value_size,
-        PLACED=bool(rows),
-    )
+    items = work.items if work is not None else list_rows
+    layout = dict(GROUP=group, LISTS=lists, BLOCK_Q=block_q, ROWS=tall, PACK=pack, PLACED=bool(rows))
+    sizes = dict(DV=DV, BLOCK_DV=value_size)
     ends = (*out.stride()[:3], *lse.stride()[:2])
-    compiled: dict[str, Any] = {}
-    if not isinstance(kernel, triton.runtime.Autotuner):
-        config = config or config_for(
-            tall * pack, size, value_size, block_k, query.dtype, _shared(query.device)
-        )
-        compiled = dict(BLOCK_N=min(config.keys, block_k), num_warps=config.warps, num_stages=config.stages)
+    given = (out, lse, part_out, part_lse, *tables, q_row, *lead(q_row))
+    scale *= math.log2(math.e)
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        kernel[(work.items if work is not None else list_rows, tiles)](
-            query,
-            key,
-            value,
-            out,
-            lse,
-            part_out,
-            part_lse,
-            *tables,
-            q_row,
-            tuple(k_row),
-            tuple(q_place),
-            tuple(k_place),
-            tuple(offset),
-            tuple(index),
-            tuple(kind),
-            tuple(lo),
-            tuple(hi),
-            by_block,
-            plain,
-            strides,
-            *_lead(q_row),
-            *query.stride(),
-            *key.stride(),
-            *value.stride(),
-            *ends,
-            M,
-            list_rows,
-            scale * math.log2(math.e),
-            D=D,
-            BLOCK_K=block_k,
-            BLOCK_D=size,
-            SPLIT=split,
-            WIDE=max(_reach(key), _reach(value)) >= 2**31,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            **shape,
-            **compiled,
-        )
+        short: Tensor | None = None
+        bare = kernel is attend_kernel and config is None
+        engine = bare and hopper_launch.suits(query, key, value, tall * pack, block_k, places)
+        if engine:
+            homes = hopper_launch.copies(key, value, k_row, k_place, H)
+            spans = [
+                hopper_launch.fields(*span)
+                for span in zip(
+                    offset,
+                    index,
+                    kind,
+                    by_block,
+                    k_row,
+                    q_place,
+                    homes.place,
+                    lo,
+                    hi,
+                    homes.home,
+                    strict=True,
+                )
+            ]
+            hopper_launch.launch(
+                (items, tiles),
+                (query, key, value),
+                homes,
+                spans,
+                given,
+                (*ends, M, list_rows),
+                scale,
+                SPLIT=split,
+                BLOCK_K=block_k,
+                **layout,
+            )
+            short = homes.short
+        if not engine or short is not None:
+            compiled: dict[str, Any] = {}
+            if not isinstance(kernel, triton.runtime.Autotuner):
+                config = config or config_for(
+                    tall * pack, size, value_size, block_k, query.dtype, _shared(query.device)
+                )
+                compiled = dict(
+                    BLOCK_N=min(config.keys, block_k), num_warps=config.warps, num_stages=config.stages
+                )
+            kernel[(items, tiles)](
+                *(query, key, value, lse if short is None else short),
+                *given,
+                tuple(k_row),
+                tuple(q_place),
+                tuple(k_place),
+                tuple(offset),
+                tuple(index),
+                tuple(kind),
+                tuple(lo),
+                tuple(hi),
+                by_block,
+                plain,
+                strides,
+                *query.stride(),
+                *key.stride(),
+                *value.stride(),
+                *ends,
+                M,
+                list_rows,
+                scale,
+                D=D,
+                BLOCK_K=block_k,
+                BLOCK_D=size,
+                SPLIT=split,
+                GATED=short is not None,
+                WIDE=max(_reach(key), _reach(value)) >= 2**31,
+                PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+                **layout,
+                **sizes,
+                **compiled,
+            )
         if work is not None:
             merge_kernel[(list_rows, tiles)](
                 part_out,
@@ -196,10 +228,11 @@ def block_attend(
                 out,
                 lse,
                 q_row,
-                *_lead(q_row),
+                *lead(q_row),
                 *ends,
                 M,
-                **shape,
+                **layout,
+                **sizes,
                 num_warps=8 if tall * pack > 64 else 4,
             )
     return out, lse
@@ -280,13 +313,6 @@ def _as_runs(offset: Tensor) -> Tensor:
 
 def _lined(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-def _lead(t: Tensor) -> tuple[int, int]:
-    """Strides of the sequence and the head; 0 where all share one."""
-    if t.dim() < 3:
-        return 0, 0
-    return (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1) if t.shape[1] > 1 else 0)
 
 
 def _reach(t: Tensor) -> int:

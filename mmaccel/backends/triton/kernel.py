@@ -158,6 +158,7 @@ def attend_kernel(
     Q,
     K,
     V,
+    SHORT,
     OUT,
     LSE,
     PART_OUT,
@@ -167,6 +168,8 @@ def attend_kernel(
     SLOT,
     CHUNK,
     q_row,
+    q_row_b,
+    q_row_h,
     k_row,
     q_place,
     k_place,
@@ -178,8 +181,6 @@ def attend_kernel(
     by_block,
     plain,
     strides,
-    q_row_b,
-    q_row_h,
     q_b,
     q_h,
     q_s,
@@ -212,6 +213,7 @@ def attend_kernel(
     BLOCK_DV: tl.constexpr,
     PLACED: tl.constexpr,
     SPLIT: tl.constexpr,
+    GATED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -221,6 +223,10 @@ def attend_kernel(
     `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` ten: of the sequence and the head in
     k_row, q_place, k_place, offset and kind. The last rows of the last head come first: they are the long ones.
     """
+    if GATED:
+        # Another kernel has computed this, unless it was short of something.
+        if tl.load(SHORT) == 0:
+            return
     if SPLIT:
         item = tl.load(FIRST + list_rows).to(tl.int32) - 1 - tl.program_id(0)
         if item < 0:

@@ -1,0 +1,212 @@
+"""Where the copy engine finds the keys of each block: in their tensor, or among copies of those that lie apart there.
+
+A block whose keys are neighbours in the tensor stays where it is; the rest (a permuted order's, those at the edges of an
+island) are copied once, block by block, into one pool. Which is which is found on the device, and so is a block's slot.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BOX = 64
+"""Keys of a block of the copy engine."""
+
+FAR = 2**31 - 1
+"""The place of what is not there."""
+
+SLACK = 64
+"""What is added to the row at which a block begins in its tensor: rows may be missing before its first key there."""
+
+
+@triton.jit
+def home_kernel(
+    row,
+    row_b,
+    row_h,
+    home,
+    blocks,
+    heads,
+    SHARED: tl.constexpr,
+    BOX: tl.constexpr,
+    SLACK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """For BLOCKS blocks the row (plus SLACK) at which they begin, or -1 for those whose keys do not lie side by side."""
+    b, x = tl.program_id(2), tl.program_id(1)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    n = tl.arange(0, BOX)
+    head = x
+    if SHARED:
+        head = 0
+    at = block[:, None] * BOX + n[None, :]
+    own = tl.load(row + b * row_b + head.to(tl.int64) * row_h + at, mask=block[:, None] < blocks, other=-1)
+    there = own >= 0
+    begin = own - n[None, :]
+    low = tl.min(tl.where(there, begin, 2147483647), 1)
+    high = tl.max(tl.where(there, begin, -2147483648), 1)
+    told = tl.where(low == high, low + SLACK, tl.where(low > high, SLACK, -1))
+    tl.store(home + (b * heads + x).to(tl.int64) * blocks + block, told, mask=block < blocks)
+
+
+@triton.jit
+def place_kernel(
+    row,
+    row_b,
+    row_h,
+    place,
+    place_b,
+    place_h,
+    out,
+    out_b,
+    out_h,
+    keys,
+    FAR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The places of keys, those of absent ones beyond every range."""
+    at, x, b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    mask = at < keys
+    there = tl.load(row + b * row_b + x * row_h + at, mask=mask, other=-1) >= 0
+    told = tl.load(place + b * place_b + x * place_h + at, mask=mask, other=0)
+    tl.store(out + b * out_b + x * out_h + at, tl.where(there, told, FAR), mask=mask)
+
+
+@triton.jit
+def copy_kernel(
+    key,
+    value,
+    key_b,
+    key_g,
+    key_s,
+    value_b,
+    value_g,
+    value_s,
+    row,
+    row_b,
+    row_h,
+    home,
+    upto,
+    k_copies,
+    v_copies,
+    capacity,
+    blocks,
+    heads,
+    GROUP: tl.constexpr,
+    SHARED: tl.constexpr,
+    BOX: tl.constexpr,
+    D: tl.constexpr,
+):
+    """One block: if it has no home, its rows go to its slot among the copies, and its home is -2 - slot."""
+    block, x, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    at = (b * heads + x).to(tl.int64) * blocks + block
+    slot = tl.load(upto + at) - 1
+    if (tl.load(home + at) == -1) & (slot < capacity):
+        n, d = tl.arange(0, BOX), tl.arange(0, D)
+        group, head = x // GROUP, x
+        if SHARED:
+            group, head = x, 0
+        group, batch = group.to(tl.int64), b.to(tl.int64)
+        own = tl.load(row + batch * row_b + head * row_h + block * BOX + n)
+        there = (own >= 0)[:, None]
+        own = tl.maximum(own, 0).to(tl.int64)[:, None]
+        target = (slot.to(tl.int64) * BOX + n)[:, None] * D + d[None, :]
+        some = tl.load(key + batch * key_b + group * key_g + own * key_s + d[None, :], mask=there, other=0.0)
+        tl.store(k_copies + target, some)
+        some = tl.load(
+            value + batch * value_b + group * value_g + own * value_s + d[None, :], mask=there, other=0.0
+        )
+        tl.store(v_copies + target, some)
+        tl.store(home + at, -2 - slot)
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where a span's keys are.
+
+    home    for each span [b, x, blocks of 64] int32, x the groups where all heads share its keys, or else the heads: the row
+            (plus SLACK) in the tensor, or -2 - the slot among the copies, or -1 for none
+    place   the places of its keys, FAR for absent ones
+    keys, values    copies [slots, 64, D]
+    short   [] int32, how many blocks have no home; None where there is a slot for every block
+    """
+
+    home: tuple[Tensor, ...]
+    place: tuple[Tensor, ...]
+    keys: Tensor
+    values: Tensor
+    short: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        key: Tensor,
+        value: Tensor,
+        k_row: Sequence[Tensor],
+        k_place: Sequence[Tensor],
+        heads: int,
+        most: int,
+    ) -> Homes:
+        """For keys and values [B, G, S, D], orders and places [b, h, N] of `heads` heads; copies of at most `most` bytes."""
+        B, G, _, D = key.shape
+        device = key.device
+        shapes = [(B, G if r.shape[1] == 1 else heads, r.shape[2] // BOX) for r in k_row]
+        sizes = [b * x * n for b, x, n in shapes]
+        flat = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        home = tuple(t.view(s) for t, s in zip(flat.split(sizes), shapes, strict=True))
+        sizes_of = dict(BOX=BOX, SLACK=SLACK, BLOCKS=16)
+        for r, t in zip(k_row, home, strict=True):
+            grid = (triton.cdiv(t.shape[2], 16), t.shape[1], B)
+            home_kernel[grid](r, *lead(r), t, t.shape[2], t.shape[1], SHARED=r.shape[1] == 1, **sizes_of)
+        slot_bytes = 2 * BOX * D * key.element_size()
+        capacity = min(len(flat), most // slot_bytes)
+        keys, values = (torch.empty(capacity, BOX, D, dtype=key.dtype, device=device) for _ in range(2))
+        upto = (flat == -1).cumsum(0, dtype=torch.int32)
+        for r, t, u in zip(k_row, home, upto.split(sizes), strict=True):
+            copy_kernel[(t.shape[2], t.shape[1], B)](
+                key,
+                value,
+                *key.stride()[:3],
+                *value.stride()[:3],
+                r,
+                *lead(r),
+                t,
+                u,
+                keys,
+                values,
+                capacity,
+                t.shape[2],
+                t.shape[1],
+                GROUP=heads // G,
+                SHARED=r.shape[1] == 1,
+                BOX=BOX,
+                D=D,
+                num_warps=8,
+            )
+        short = (upto[-1] - capacity).clamp(min=0) if capacity < len(flat) else None
+        place = tuple(_beyond(r, p) for r, p in zip(k_row, k_place, strict=True))
+        return cls(home, place, keys, values, short)
+
+
+def _beyond(row: Tensor, place: Tensor) -> Tensor:
+    b, h = (max(t.shape[i] for t in (row, place)) for i in (0, 1))
+    out = torch.empty(b, h, row.shape[2], dtype=torch.int32, device=row.device)
+    grid = (triton.cdiv(row.shape[2], 1024), h, b)
+    place_kernel[grid](
+        *(row, *lead(row), place, *lead(place), out, *out.stride()[:2], row.shape[2]), FAR=FAR, BLOCK=1024
+    )
+    return out
+
+
+def lead(t: Tensor) -> tuple[int, int]:
+    """Strides of the sequence and the head; 0 where all share one."""
+    if t.dim() < 3:
+        return 0, 0
+    return (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1) if t.shape[1] > 1 else 0)

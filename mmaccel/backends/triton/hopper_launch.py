@@ -1,0 +1,200 @@
+"""Launching the kernel for Hopper (`hopper`): what it serves, the table of spans, and the copy engine's views of tensors."""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmaccel.backends.triton.homes import BOX, Homes, lead
+
+ROWS = 128
+"""Rows of a tile."""
+
+STAGES = 2
+
+SHARE = 8
+"""Copies of keys and values take 1 / SHARE of the device's memory at the most."""
+
+HALF = 29
+"""Bits of each of the two numbers in which one is told to the kernel."""
+
+
+class View(NamedTuple):
+    """A tensor [B, G, S, D] as a matrix: its rows and columns, the rows between sequences and groups, and the columns
+    between groups."""
+
+    shape: tuple[int, int]
+    stride: int
+    batch: int
+    group: int
+    column: int
+
+
+def viewed(t: Tensor) -> View | None:
+    """How a tensor is seen as a matrix; None where it cannot be."""
+    B, G, S, D = t.shape
+    b, g, s, d = t.stride()
+    if d != 1 or s < D or (s * t.element_size()) % 16 or t.data_ptr() % 16 or (B > 1 and b % s):
+        return None
+    batch = b // s if B > 1 else 0
+    if G > 1 and g == D and s >= G * D:
+        return View(((B - 1) * batch + S, G * D), s, batch, 0, D)
+    if G == 1 or g % s == 0:
+        group = g // s if G > 1 else 0
+        return View(((B - 1) * batch + (G - 1) * group + S, D), s, batch, group, 0)
+    return None
+
+
+def suits(query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, places: torch.dtype) -> bool:
+    """Whether the kernel serves tiles of `rows` rows of these tensors on their device."""
+    D = key.shape[3]
+    return (
+        rows == ROWS
+        and block_k in (BOX, 2 * BOX)
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and D in (64, 128)
+        and value.shape[3] == D
+        and query.stride(3) == 1
+        and places == torch.int32
+        and _there(query.device)
+    )
+
+
+@cache
+def _there(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        import mmaccel.backends.triton.hopper  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def copies(
+    key: Tensor, value: Tensor, k_row: Sequence[Tensor], k_place: Sequence[Tensor], heads: int
+) -> Homes:
+    """Where the copy engine finds the keys of each block."""
+    most = torch.cuda.get_device_properties(key.device).total_memory // SHARE
+    return Homes.of(key, value, k_row, k_place, heads, most)
+
+
+def launch(
+    grid: tuple[int, int],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    homes: Homes,
+    spans: Sequence[dict[str, Any]],
+    given: Sequence[Any],
+    sizes: Sequence[int],
+    scale: float,
+    **shape: Any,
+) -> None:
+    """tensors: query, key and value; spans: of each a tensor or number by the names of `hopper_walk.FIELDS`; given: the
+    outputs, the tables of split rows, and the queries' rows with their strides, as `kernel.attend_kernel` takes them; sizes:
+    the strides of the outputs, query blocks and list rows."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from mmaccel.backends.triton import hopper, hopper_walk
+
+    query, key, value = tensors
+    seen, beside = viewed(key), viewed(value)
+    if seen is None or seen != beside:
+        key, value = key.contiguous(), value.contiguous()
+        seen = viewed(key)
+    assert seen is not None
+    layout = gl.NVMMASharedLayout(128, 16, rank=2)
+
+    def engine(t: Tensor, view: tuple[int, int], stride: int) -> Any:
+        return TensorDescriptor(t, list(view), [stride, 1], [BOX, 64], layout)
+
+    D = key.shape[3]
+    own = [engine(t, seen.shape, seen.stride) for t in (key, value)]
+    # Where nothing may be copied there is nothing to see, and nothing looks.
+    apart = [engine(t, (len(t) * BOX, D), D) for t in (homes.keys, homes.values)] if len(homes.keys) else own
+    out, lse, part_out, part_lse, *tables, q_row, q_row_b, q_row_h = given
+    hopper.hopper_kernel[grid](
+        *own,
+        *apart,
+        numbered([_field(span[name]) for span in spans for name in hopper_walk.FIELDS], query.device),
+        lse if homes.short is None else homes.short,
+        query,
+        out,
+        lse,
+        part_out,
+        part_lse,
+        *tables,
+        q_row,
+        q_row_b,
+        q_row_h,
+        *query.stride()[:3],
+        seen.batch,
+        seen.group,
+        seen.column,
+        *sizes,
+        len(spans),
+        scale,
+        D=D,
+        GATED=homes.short is not None,
+        STAGES=STAGES,
+        **shape,
+        num_warps=4,
+    )
+
+
+def fields(
+    runs: Tensor,
+    index: Tensor,
+    kind: Tensor,
+    by_block: int,
+    row: Tensor,
+    q_place: Tensor,
+    k_place: Tensor,
+    lo: int,
+    hi: int,
+    home: Tensor,
+) -> dict[str, Any]:
+    """What the table says of a span (`hopper_walk.FIELDS`)."""
+    found: dict[str, Any] = dict(index=index if len(index) else 0, by_block=by_block, lo=lo, hi=hi, home=home)
+    named = dict(list=runs, kind=kind, q_place=q_place, k_place=k_place)
+    for name, t in named.items():
+        found |= {name: t, f"{name}_b": lead(t)[0], f"{name}_h": lead(t)[1]}
+    # The homes of an order that all heads share are those of each group; others are of each head.
+    shared = row.shape[1] == 1
+    b, h = lead(home)
+    return found | dict(home_b=b, home_h=0 if shared else h, home_g=h if shared else 0)
+
+
+def _field(x: Tensor | int) -> int:
+    return x.data_ptr() if isinstance(x, Tensor) else x
+
+
+@triton.jit
+def _number_kernel(out, numbers, begin):
+    for i in tl.static_range(len(numbers) // 2):
+        low = (numbers[2 * i] // 2 - 1).to(tl.int64)
+        high = (numbers[2 * i + 1] // 2 - 1).to(tl.int64)
+        tl.store(out + begin + i, (high << 29) + low - (1 << 40))
+
+
+def numbered(numbers: Sequence[int], device: torch.device, each: int = 20) -> Tensor:
+    """Numbers of the host on the device, as arguments of a launch: no copy that is waited for, and a graph may hold it.
+
+    They are told as odd halves, for a compiler that treats ones, multiples of 16 and large numbers apart would make a
+    kernel of every mixture.
+    """
+    out = torch.empty(len(numbers) + each, dtype=torch.int64, device=device)
+    for begin in range(0, len(numbers), each):
+        some = [x + (1 << 40) for x in numbers[begin : begin + each]]
+        some += [1 << 40] * (each - len(some))
+        halves = [2 * (part + 1) + 1 for x in some for part in (x & ((1 << HALF) - 1), x >> HALF)]
+        _number_kernel[(1,)](out, tuple(halves), begin, num_warps=1)
+    return out

@@ -1,0 +1,100 @@
+"""The kernel for Hopper against exact attention: orders of every kind, split rows, and too little room for copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from mmaccel.backends.triton import hopper_launch
+from mmaccel.core.layout import TEXT, VIDEO
+from mmaccel.core.sparse import SparsePattern
+from mmaccel.policies.sparse import AShape, Boundary2D, Grid, VerticalSlash
+from tests.policies.sparse.scenes import Scene, sequence
+
+from .plans import random_plan
+from .triton_cases import block_attend, check, draw
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper device")]
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What was launched; a test in which nothing was has not looked at this kernel."""
+    found: list[Any] = []
+    plain = hopper_launch.launch
+
+    def told(*args: Any, **named: Any) -> None:
+        found.append(named)
+        plain(*args, **named)
+
+    monkeypatch.setattr(hopper_launch, "launch", told)
+    yield found
+    assert found
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+@pytest.mark.parametrize("lead", ["", "b", "h", "bh"])
+@pytest.mark.parametrize(("blocks", "size"), [((128, 64), 128), ((128, 128), 128), ((128, 64), 64)])
+def test_random_plans(blocks: tuple[int, int], size: int, lead: str, chunk: int | None) -> None:
+    for seed, dtype in ((1, torch.bfloat16), (2, torch.float16)):
+        plan = random_plan(seed, lead=lead, n_query=300, n_key=700, blocks=blocks)
+        tensors = draw(plan, 2, size, seed)
+        check(plan, tensors, dtype, scale=size**-0.5, kernel=partial(block_attend, chunk=chunk))
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (6, 2)], ids=str)
+def test_heads_that_share_lists_share_tiles(heads: tuple[int, int]) -> None:
+    plan = random_plan(3, heads=heads[0], n_query=200, n_key=500, lead="", blocks=(64, 64))
+    check(plan, draw(plan, heads[1], 128, 3), torch.bfloat16, scale=128**-0.5)
+
+
+SCENE = Scene(
+    (sequence([(TEXT, [50]), (VIDEO, [96] * 9), (TEXT, [1]), (VIDEO, [96] * 3), (TEXT, [140])]),),
+    0,
+    8,
+    2,
+    128,
+)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        AShape(sink=70, window=300, block=64),
+        Grid(block=64),
+        Grid(stride="free", block=64),
+        VerticalSlash(vertical=100, slash=300, block=128),
+        Boundary2D(default=AShape(sink=70, window=300), pairs={"video>video": Grid()}, block=64),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_patterns(pattern: SparsePattern, interleaved: bool) -> None:
+    """Tensors as caches hold them, and as projections leave them."""
+    query, key, value = SCENE.tensors(torch.float32)
+    layout = SCENE.layout()
+    plan = pattern.plan(query, key, layout, layout)
+    assert plan is not None
+    if interleaved:
+        query, key, value = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
+    check(plan, [query, key, value], torch.bfloat16, scale=128**-0.5)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_short_of_room_for_copies_the_portable_kernel_computes(
+    monkeypatch: pytest.MonkeyPatch, chunk: int | None
+) -> None:
+    monkeypatch.setattr(hopper_launch, "SHARE", torch.cuda.get_device_properties(0).total_memory // (1 << 17))
+    plan = random_plan(4, n_query=300, n_key=700, blocks=(128, 64))
+    check(
+        plan,
+        draw(plan, 2, 128, 4),
+        torch.bfloat16,
+        scale=128**-0.5,
+        kernel=partial(block_attend, chunk=chunk),
+    )

@@ -250,6 +250,9 @@ class StreamState(KVState):
         """How many of `count` units from number `first` on may go in one pass, at least 1."""
         return count
 
+    def idle(self) -> None:
+        """Nothing more comes for now: what was put off while units came is done, so that a question need not wait for it."""
+
     def evidence(self) -> dict[int, Seen]:
         """What the last question looked at: number of a unit -> how."""
         return {}

@@ -85,6 +85,8 @@ class VideoSession:
                 for clip in self._seam.clips(video, fps):
                     self._take(clip, given, done, progress)
                     done += len(clip.frames)
+                if self._live is not None:
+                    self._live.state.idle()
                 if given is not None and done != len(given):
                     raise ModelError(
                         f"times: there are {len(given)} for {done} frames; give one for each frame."

@@ -30,6 +30,10 @@ class Turner:
             found = self._kept[name] = self._model.angles(positions(), self._dtype)
         return found
 
+    def angles(self, positions: Tensor) -> Angles:
+        """The angles of `positions` [n] or [3, n], which no other layer shares."""
+        return self._model.angles(positions, self._dtype)
+
     def turn(self, x: Tensor, angles: Angles) -> Tensor:
         """`x` rotated by `angles`, which are those of as many positions."""
         return self._model.turn(x, angles)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from mmaccel.core.kv import Piece, Seen
 
-Look = tuple[list[int], int, Tensor | None]
-"""What a layer looked at: the units it recalled, the first local one, and scores of all units before that."""
+Look = tuple[Tensor, int, Tensor | None]
+"""What a layer looked at: the units [k] that it recalled, the first local one, and scores of all units before that."""
 
 
 def mean_query(query: Tensor, piece: Piece) -> Tensor:
@@ -22,7 +22,8 @@ def weigh(looks: dict[int, Look], count: int) -> dict[int, Seen]:
     recalled: dict[int, int] = {}
     local: dict[int, int] = {}
     scores: dict[int, list[float]] = {}
-    for numbers, begin, scored in looks.values():
+    for chosen, begin, scored in looks.values():
+        numbers = chosen.tolist()
         for number in numbers:
             recalled[number] = recalled.get(number, 0) + 1
         for number in range(begin, count):

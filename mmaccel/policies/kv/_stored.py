@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,8 +16,9 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.kv import Piece, Stream
 from mmaccel.core.room import with_room
-from mmaccel.policies.kv._stream import Pair, StreamMemory, WindowedPolicy
-from mmaccel.policies.kv.store import HostStore, Spill, Way
+from mmaccel.policies.kv._stream import StreamMemory, WindowedPolicy
+from mmaccel.policies.kv.store import HostStore, Sources, Spill, Way
+from mmaccel.policies.kv.store.wire import on_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +110,15 @@ class MeanKeys:
             score = score / size.clamp(min=1e-12)
         return score
 
-    def best(self, score: Tensor, count: int) -> list[int]:
-        """Ascending numbers of the `count` highest scores; of equal ones the older unit."""
-        if self.gone:
-            absent = [number for number in self.gone if number < len(score)]
-            score = score.index_fill(
-                0, torch.tensor(absent, dtype=torch.long, device=score.device), -torch.inf
-            )
+    def best(self, score: Tensor, count: int) -> Tensor:
+        """[k] ascending numbers of the `count` highest scores; of equal ones the older unit."""
+        absent = [number for number in self.gone if number < len(score)]
+        if absent:
+            score = score.index_fill(0, on_device(absent, score.device), -torch.inf)
             count = min(count, len(score) - len(absent))
         if count >= len(score):
-            return list(range(len(score)))
-        order = torch.sort(score, descending=True, stable=True).indices[:count]
-        return sorted(order.tolist())
+            return torch.arange(len(score), device=score.device)
+        return torch.sort(score, descending=True, stable=True).indices[:count].sort().values
 
     def nbytes(self) -> int:
         return sum(held.nbytes for held in self._held if held is not None)
@@ -167,6 +166,7 @@ class StoredMemory(StreamMemory):
             folder=policy.folder,
             way=way,
         )
+        self.sources = Sources(self.store, self.window)
         self._recalled = self._questions = 0
 
     def _took(self, piece: Piece) -> None:
@@ -177,16 +177,32 @@ class StoredMemory(StreamMemory):
     def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
         self.index.forget(self.store.put(layer, range(first, first + count), key, value))
 
-    def _recall(self, layer: int, query: Tensor, end: int) -> tuple[list[int], Tensor | None]:
+    def _recall(self, layer: int, query: Tensor, end: int) -> tuple[Tensor, Tensor | None]:
         scores = self.index.score(layer, query, end)
         numbers = self.index.best(scores, self.budget)
         self._recalled += len(numbers)
         self._questions += layer == 0
         return numbers, scores
 
-    def _fetch(self, layer: int, numbers: Sequence[int]) -> Pair:
-        key, value = self.store.fetch(layer, numbers)
-        return key[None], value[None]
+    def _bring(self, layer: int, numbers: Tensor, begin: int, out: Tensor) -> None:
+        ring, first, count = self._rings[layer], self._first, self._count
+        assert ring is not None
+        if begin < count:
+            numbers = torch.cat([numbers, torch.arange(begin, count, device=numbers.device)])
+        if not self.store.indexed:
+            out.copy_(self.sources.listed(layer, numbers.tolist(), first, (ring.key, ring.value)))
+            return
+        self.sources.window(ring.key, ring.value)
+        _, ready = self.sources.gather(self.sources.table(layer, first, count)[numbers], out)
+        self.store.lanes.compute.wait(ready)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        try:
+            with super().turn():
+                yield
+        finally:
+            self.sources.settle()
 
     def _rewind(self, units: int, first: int) -> None:
         # Units that were forgotten to make room do not come back.
@@ -194,9 +210,10 @@ class StoredMemory(StreamMemory):
         self.store.cut(first)
 
     def nbytes(self) -> int:
-        return super().nbytes() + self.index.nbytes() + self.store.nbytes()
+        return super().nbytes() + self.index.nbytes() + self.store.nbytes() + self.sources.nbytes()
 
     def counters(self) -> dict[str, float]:
+        self.sources.settle()
         own = {"recalled": float(self._recalled), "questions": float(self._questions)}
         host = {"host_" + name.removeprefix("host_"): n for name, n in self.store.counters().items()}
         return {**super().counters(), **own, **host, "index_bytes": float(self.index.nbytes())}

@@ -60,7 +60,8 @@ class StreamMemory(StreamState):
     """The base of windowed memories; subclasses archive what leaves the window and say what a question recalls.
 
     window, local: units. Subclasses fill `_gone` (units leave the window), `_took` (units have come), `_recall` and
-    `_fetch` (a question), `_rewind`, `_save` and `_load`, or replace `_gather`, which makes what a question sees.
+    `_bring` (a question), `_rewind`, `_save` and `_load`, or replace `_gather`, which makes what a question sees. Which
+    units a question recalls stays on the device; how many they are the host knows.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class StreamMemory(StreamState):
         self.bases = Bases(stream.places, window)
         layers = geometry.layers
         self._heads: list[Pair | None] = [None] * layers
+        self._turned_heads: dict[int, tuple[Tensor, Tensor]] = {}
         self._rings: list[Ring | None] = [None] * layers
         self._new: list[Pair | None] = [None] * layers
         self._fresh: list[Tensor | None] = [None] * layers
@@ -100,16 +102,16 @@ class StreamMemory(StreamState):
     def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
         """Units ``first .. first + count`` leave the window of a layer; [1, G, count * P, D]."""
 
-    def _recall(self, layer: int, query: Tensor, end: int) -> tuple[list[int], Tensor | None]:
-        """Ascending numbers, below `end`, of the units to see; and scores [end] of all, if any.
+    def _recall(self, layer: int, query: Tensor, end: int) -> tuple[Tensor | None, Tensor | None]:
+        """Ascending numbers [k] on the device, below `end`, of the units to see; and scores [end] of all; None: of none.
 
         query [H, D]: the mean of the raw queries of the question's words.
         """
-        return [], None
+        return None, None
 
-    def _fetch(self, layer: int, numbers: Sequence[int]) -> Pair:
-        """Keys and values [1, G, k * P, D] of units that have left the window."""
-        raise ModelError(f"kv: units {list(numbers)[:3]} have left the window and are not kept.")
+    def _bring(self, layer: int, numbers: Tensor, begin: int, out: Tensor) -> None:
+        """Keys and values of units `numbers` [k], below `begin`, and of all from `begin` on, into `out` [2, G, n * P, D]."""
+        raise ModelError("kv: units that have left the window are not kept.")
 
     def _rewind(self, units: int, first: int) -> None:
         """Forget units from `units` on; those from `first` on are in the window again."""
@@ -199,9 +201,11 @@ class StreamMemory(StreamState):
         end = start + piece.rows
         asked.key = with_room(asked.key, key, start, end)
         asked.value = with_room(asked.value, value, start, end)
-        asked.key[:, :, start:end] = self.turner.turn(key, angles)
+        # Both at once: what is small costs its launches.
+        both = self.turner.turn(torch.cat([query, key], 1), angles)
+        query, asked.key[:, :, start:end] = both[:, : query.shape[1]], both[:, query.shape[1] :]
         asked.value[:, :, start:end] = value
-        return KVView(asked.key[:, :, :end], asked.value[:, :, :end], query=self.turner.turn(query, angles))
+        return KVView(asked.key[:, :, :end], asked.value[:, :, :end], query=query)
 
     def _tail(self, seen: int, start: int, count: int, pending: int) -> Tensor:
         places = self.stream.places
@@ -212,60 +216,62 @@ class StreamMemory(StreamState):
 
     def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
         """What the question of `piece`, with raw queries [1, H, n, D], sees at a layer before its own columns."""
-        begin, numbers = self._first, list[int]()
+        begin, numbers = self._first, None
         if piece.kind == "question":
             begin = max(self._count - self.local, self._first)
             numbers, scores = self._recall(layer, mean_query(query, piece), begin)
-            self._looks[layer] = (numbers, begin, scores)
-        chosen = [*numbers, *range(begin, self._count)]
-        return self._assemble(layer, chosen, piece.rows + piece.room)
-
-    def _assemble(self, layer: int, chosen: Sequence[int], room: int, extra: Pair | None = None) -> Asked:
-        """[head | extra, turned | units `chosen`, ascending] with room for `room` columns."""
-        key, value = self._units_of(layer, chosen)
-        places = self.stream.places
-        if self.compact or list(chosen) == list(range(len(chosen))):
-            angles = self.turner.at(("ranks", len(chosen)), lambda: places.units(0, len(chosen)))
+            told = torch.zeros(0, dtype=torch.long) if numbers is None else numbers
+            self._looks[layer] = told, begin, scores
+        count = self._count - begin + (0 if numbers is None else len(numbers))
+        room = count * self.stream.unit + piece.rows + piece.room
+        asked, raw = self._space(layer, count * self.stream.unit, room)
+        if numbers is None or not len(numbers):
+            self._near(layer, begin, raw)
         else:
-            numbers = torch.tensor(chosen, dtype=torch.long)
-            angles = self.turner.at(tuple(chosen), lambda: places.chosen(numbers, chosen[-1]))
-        return self._joined(layer, [extra, (self.turner.turn(key, angles), value)], room, len(chosen))
+            self._bring(layer, numbers, begin, raw)
+        if self.compact or numbers is None or count == self._count:
+            first = 0 if self.compact or count == self._count else begin
+            angles = self.turner.at(
+                ("units of a question", first, count), lambda: self.stream.places.units(first, count)
+            )
+        else:
+            local = torch.arange(begin, self._count, device=numbers.device)
+            angles = self.turner.angles(
+                self.stream.places.chosen(torch.cat([numbers, local]), self._count - 1)
+            )
+        raw[:1] = self.turner.turn(raw[:1], angles)
+        asked.seen = count
+        return asked
+
+    def _space(self, layer: int, filled: int, room: int) -> tuple[Asked, Tensor]:
+        """What a question sees, its head alone written, with `room` columns after it; and the first `filled` of these
+        [2, G, filled, D], to be written to."""
+        key, value = self._head(layer)
+        head = key.shape[2]
+        out = key.new_empty(2, key.shape[1], head + room, key.shape[3])
+        out[0, :, :head], out[1, :, :head] = key[0], value[0]
+        return Asked(out[:1], out[1:], head + filled, 0), out[:, :, head : head + filled]
+
+    def _near(self, layer: int, begin: int, out: Tensor) -> None:
+        """Keys and values of the units of the window from `begin` on into `out` [2, G, n * P, D]."""
+        ring, skip = self._rings[layer], (begin - self._first) * self.stream.unit
+        if ring is not None and out.shape[2]:
+            out[:1], out[1:] = ring.key[:, :, skip:], ring.value[:, :, skip:]
 
     def _joined(self, layer: int, parts: Sequence[Pair | None], room: int, seen: int) -> Asked:
         """[head | parts] turned, in which `seen` units stand, with room for `room` columns."""
         return joined([self._head(layer), *(part for part in parts if part is not None)], room, seen)
 
-    def _units_of(self, layer: int, chosen: Sequence[int]) -> Pair:
-        """Raw keys and values of units, ascending: those in the window from there, the rest by `_fetch`."""
-        gone = [number for number in chosen if number < self._first]
-        near = [number - self._first for number in chosen if number >= self._first]
-        parts = [self._fetch(layer, gone)] if gone else []
-        ring, P = self._rings[layer], self.stream.unit
-        if near and ring is not None:
-            if near == list(range(near[0], near[0] + len(near))):
-                rows = slice(near[0] * P, (near[0] + len(near)) * P)
-                parts.append((ring.key[:, :, rows], ring.value[:, :, rows]))
-            else:
-                cells = torch.arange(P, device=ring.key.device)
-                index = (torch.tensor(near, device=ring.key.device)[:, None] * P + cells).flatten()
-                parts.append((ring.key.index_select(2, index), ring.value.index_select(2, index)))
-        if not parts:
-            raw = self._heads[layer]
-            if raw is None:
-                raise ModelError("kv: the stream has no head yet; run it first.")
-            return raw[0][:, :, :0], raw[1][:, :, :0]
-        return (
-            parts[0]
-            if len(parts) == 1
-            else (torch.cat([key for key, _ in parts], 2), torch.cat([value for _, value in parts], 2))
-        )
-
     def _head(self, layer: int) -> Pair:
+        """Keys, turned, and values of the head."""
         raw = self._heads[layer]
         if raw is None:
             raise ModelError("kv: the stream has no head yet; run it first.")
-        angles = self.turner.at("head", self.stream.places.head)
-        return self.turner.turn(raw[0], angles), raw[1]
+        known = self._turned_heads.get(layer)
+        if known is None or known[0] is not raw[0]:
+            angles = self.turner.at("head", self.stream.places.head)
+            known = self._turned_heads[layer] = raw[0], self.turner.turn(raw[0], angles)
+        return known[1], raw[1]
 
     def _move(self, piece: Piece) -> None:
         """New units into the window; what is beyond it leaves."""

@@ -196,7 +196,8 @@ class TokenMemory(StreamMemory):
     def evidence(self) -> dict[int, Seen]:
         P, looks = self.stream.unit, {}
         for layer, (column, begin, scores) in self._seen.items():
-            numbers = [unit for unit in torch.unique(column // P).tolist() if unit < begin]
+            numbers = torch.unique(column // P)
+            numbers = numbers[numbers < begin]
             held = self._held[layer]
             scored = None
             if scores is not None and held is not None and begin and scores.numel():

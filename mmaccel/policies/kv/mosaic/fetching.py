@@ -3,88 +3,133 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
+from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.cache import Cache
-from mmaccel.policies.kv.store import HostStore, Ticket
-from mmaccel.policies.kv.store.wire import in_units, on_device
+from mmaccel.policies.kv.store import HostStore, Sources
+from mmaccel.policies.kv.store.lanes import Mark
+from mmaccel.policies.kv.store.sources import WINDOW
+from mmaccel.policies.kv.store.wire import in_units
 
 COUNTED = ("needed", "cached", "covered", "missing", "guessed", "ahead", "in_time")
+AHEAD = "ahead"
 
-PENDING = 256
-"""Timed transfers that may await being read."""
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """The entries ``first .. count`` of a stream, of which a layer holds keys and values [1, G, n * p, D]."""
+
+    first: int
+    count: int
+    pair: Pair
+
+
+@dataclass(frozen=True, eq=False)
+class _Brought:
+    """Of one `bring`: codes [n] of what was wanted, and the marks when what came ahead was there, when it was asked for,
+    and when all was there."""
+
+    layer: int
+    code: Tensor
+    ahead: Mark | None
+    asked: Mark
+    ready: Mark
 
 
 class Fetcher:
-    """Brings entries of a layer from the store, for one question after the other.
+    """Brings entries of a layer from the store, for one question after the other; the host knows none of them.
 
     What `prefetch` guessed wrongly is never seen, and what it left out is fetched before `bring` returns: the result does
-    not depend on the guess. Three buffers: of the layer at hand what came ahead and what is missing, and the next layer's.
+    not depend on the guess. All reads go one after the other on the wire's lane, so that what came ahead has been read
+    before the next layer's takes its place.
 
     counts  entries needed; of these cached, covered (fetched ahead), missing; entries guessed; entries covered by
             transfers ahead that had ended before the device came to wait for them ("in_time"); transfers ahead ("ahead");
             by how many seconds those that were in time came before ("slack_s"), and for how many seconds the device waited
-            for what was fetched ahead ("waited_s") and for what was missing ("waited_missing_s")
+            for what was fetched ahead ("waited_s") and for the rest ("waited_missing_s")
     """
 
-    def __init__(self, store: HostStore, cache: Cache, room: int) -> None:
-        self._store, self.cache, self._room = store, cache, room
-        self._slots = store.slots(3)
-        self._ahead: dict[int, tuple[list[int], Ticket]] = {}
+    def __init__(self, store: HostStore, layers: int, window: int, room: int) -> None:
+        self._store, self.sources = store, Sources(store, window)
+        self.cache = Cache(self.sources, layers, room)
+        self.sources.add(AHEAD, 0)
+        self._ahead: dict[int, tuple[Tensor, Mark]] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self._seconds = dict.fromkeys(("slack_s", "waited_s", "waited_missing_s"), 0.0)
-        self._timed: list[tuple[Ticket, int, bool]] = []
+        self._guessed: list[Tensor] = []
+        self._brought: list[_Brought] = []
         self._wanted_later = 0
 
-    def prefetch(self, layer: int, entries: Sequence[int]) -> None:
-        """Start to bring those of `entries` that are not cached."""
-        wanted = [entries[place] for place in self.cache.split(layer, entries, use=False)[1]]
-        if wanted:
-            self._ahead[layer] = wanted, self._slots.fetch_async(layer, wanted)
-            self._counts["guessed"] += len(wanted)
+    def prefetch(self, layer: int, entries: Tensor, window: Window) -> None:
+        """Start to bring those of `entries` [n] (-1: none) that are on the host alone."""
+        if not self._store.indexed or not window.first:
+            return
+        table = self._table(layer, window)
+        found = table[entries]
+        host = found < self._store.slot_count
+        wanted = torch.where(host, found, -1)
+        count, tokens = len(entries), self._store.shape.tokens
+        self.sources.add(AHEAD, count)
+        place = self.sources.place(AHEAD, count)
+        out = self._store.buffer(count)
+        lanes = self._store.lanes
+        self.sources.gather(wanted, out)
+        lanes.wire.uses(out)
+        lanes.wire.run(partial(_lay, place, out, tokens))
+        table[entries] = torch.where(host, self.sources.codes(AHEAD, count)[:-1], found)
+        self._ahead[layer] = table, lanes.wire.mark(timed=True)
+        self._guessed.append(wanted)
+        self._counts["ahead"] += 1
 
-    def bring(self, layer: int, entries: Sequence[int], then: Callable[[], None]) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, G, k * p, D] of `entries`; `then` is called when all that is missing is under way."""
-        here, gone = self.cache.split(layer, entries)
-        early, ticket = self._ahead.pop(layer, ([], None))
-        at = {entry: row for row, entry in enumerate(early)}
-        hit = [place for place in gone if entries[place] in at]
-        miss = [place for place in gone if entries[place] not in at]
-        late: Ticket | None = None
-        try:
-            if miss:
-                late = self._slots.fetch_async(layer, [entries[place] for place in miss])
+    def bring(
+        self, layer: int, entries: Tensor, rest: Tensor, out: Tensor, window: Window, then: Callable[[], None]
+    ) -> None:
+        """Keys and values of `entries` and of `rest`, those of the window that come after them, into `out` [2, G, n * p, D];
+        `then` is called when all that is missing is under way. `entries` are cached."""
+        wanted = torch.cat([entries, rest]) if len(rest) else entries
+        if not self._store.indexed:
+            out.copy_(self.sources.listed(layer, wanted.tolist(), window.first, window.pair))
             then()
-            out = self._store.buffer(len(entries))
-            view = in_units(out, self._store.shape.tokens)
-            if here:
-                view.index_copy_(2, _at(here, out), self.cache.get(layer, [entries[place] for place in here]))
-            if ticket is not None:
-                _place(ticket, view, hit, [at[entries[place]] for place in hit])
-            if late is not None:
-                _place(late, view, miss, list(range(len(miss))))
-        finally:
-            # Whatever breaks off, the buffers are there for the next question.
-            for one in (ticket, late):
-                if one is not None:
-                    one.release()
-        if gone and self._room:
-            rows = view if len(gone) == len(entries) else view.index_select(2, _at(gone, out))
-            self.cache.put(layer, [entries[place] for place in gone], rows, self._room)
-        self._count(layer, entries, here, hit, miss, ticket, late)
-        return out[0][None], out[1][None]
+            return
+        table, ahead = self._ahead.pop(layer, (None, None))
+        if table is None:
+            table = self._table(layer, window)
+        self.sources.window(*window.pair)
+        code = table[wanted]
+        asked, ready = self.sources.gather(code, out)
+        then()
+        self._store.lanes.compute.wait(ready)
+        self._brought.append(_Brought(layer, code[: len(entries)], ahead, asked, ready))
+        self.cache.keep(layer, entries, out[:, :, : len(entries) * self._store.shape.tokens])
 
     def drop(self, layer: int | None = None) -> None:
         """Give up what was fetched ahead, for one layer or all, and never asked for."""
         for one in list(self._ahead) if layer is None else [layer]:
-            if one in self._ahead:
-                self._ahead.pop(one)[1].release()
+            self._ahead.pop(one, None)
+
+    def settle(self) -> None:
+        """Count what was brought; waits for the device."""
+        self.sources.settle()
+        guessed, brought = self._guessed, self._brought
+        self._guessed, self._brought = [], []
+        if guessed:
+            self._counts["guessed"] += int((torch.cat(guessed) >= 0).sum())
+        if not brought:
+            return
+        codes, start = torch.cat([one.code for one in brought]).cpu(), 0
+        for one in brought:
+            self._count(one, codes[start : start + len(one.code)])
+            start += len(one.code)
 
     def counts(self) -> dict[str, float]:
-        """See above; waits for transfers under way."""
-        self._settle_times(0)
+        """See above; waits for the device."""
+        self.settle()
         return {**{name: float(count) for name, count in self._counts.items()}, **self._seconds}
 
     def coverage(self) -> float:
@@ -92,50 +137,38 @@ class Fetcher:
         return self._counts["covered"] / max(1, self._wanted_later)
 
     def nbytes(self) -> int:
-        return self._slots.nbytes() + self.cache.nbytes()
+        return self.sources.nbytes()
 
-    def _count(
-        self,
-        layer: int,
-        entries: Sequence[int],
-        here: list[int],
-        hit: list[int],
-        miss: list[int],
-        ticket: Ticket | None,
-        late: Ticket | None,
-    ) -> None:
-        self._counts.update(needed=len(entries), cached=len(here), covered=len(hit), missing=len(miss))
-        self._wanted_later += (len(hit) + len(miss)) * (layer > 0)
-        if ticket is not None:
-            self._counts.update(ahead=1)
-            self._timed.append((ticket, len(hit), True))
-        if late is not None:
-            self._timed.append((late, len(miss), False))
-        self._settle_times(PENDING)
+    def _table(self, layer: int, window: Window) -> Tensor:
+        table = self.sources.table(layer, window.first, window.count)
+        self.cache.mark(layer, table, window.first)
+        return table
 
-    def _settle_times(self, keep: int) -> None:
-        """Read all but the last `keep` timed transfers."""
-        cut = max(0, len(self._timed) - keep)
-        for ticket, entries, ahead in self._timed[:cut]:
-            slack = ticket.slack()
-            if slack is None:
-                continue
-            if ahead and slack >= 0:
-                self._counts["in_time"] += entries
+    def _count(self, one: _Brought, code: Tensor) -> None:
+        covered = self.sources.among(AHEAD, code)
+        near = self.sources.among(WINDOW, code)
+        missing = int((code < self._store.slot_count).sum())
+        self._counts.update(
+            needed=len(code) - near, covered=covered, missing=missing,
+            cached=len(code) - near - covered - missing,
+        )  # fmt: skip
+        self._wanted_later += (covered + missing) * (one.layer > 0)
+        begin = one.asked
+        if one.ahead is not None:
+            one.ahead.sync()
+            one.asked.sync()
+            slack = one.ahead.seconds(one.asked)
+            if slack >= 0:
+                self._counts["in_time"] += covered
                 self._seconds["slack_s"] += slack
-            elif slack < 0:
-                self._seconds["waited_s" if ahead else "waited_missing_s"] -= slack
-        del self._timed[:cut]
+            else:
+                self._seconds["waited_s"] -= slack
+                begin = one.ahead
+        if missing:
+            one.ready.sync()
+            self._seconds["waited_missing_s"] += begin.seconds(one.ready)
 
 
-def _place(ticket: Ticket, view: Tensor, places: list[int], rows: list[int]) -> None:
-    """Rows of a transfer to their places in `view` [2, G, k, p, D]."""
-    for side, came in enumerate(ticket.wait()):
-        units = in_units(came, view.shape[3])
-        if rows != list(range(units.shape[1])):
-            units = units.index_select(1, _at(rows, view))
-        view[side].index_copy_(1, _at(places, view), units)
-
-
-def _at(places: list[int], like: Tensor) -> Tensor:
-    return on_device(places, like.device)
+def _lay(place: Tensor, out: Tensor, tokens: int) -> None:
+    """`out` [2, G, n * P, D] as a place has it, one unit after the other."""
+    place.copy_(in_units(out, tokens).permute(2, 0, 1, 3, 4))

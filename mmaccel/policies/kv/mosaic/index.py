@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,28 +21,62 @@ FEWEST = 2
 SPARE = 0.125
 """What is on the device grows by this share; doubling would waste up to half of it."""
 
-NONE = torch.zeros(0, dtype=torch.long)
-
+APART = 1e30
+"""Above any score."""
 
 Reps = Literal["none", "mean", "medoid"]
 
 
 class Found(NamedTuple):
-    """What one layer retrieves: `entries` ascending, the semantic `clusters` they are from, and the score [C] of every
-    cluster, or before there are any [N] of every entry, -inf where the search did not look."""
+    """What one layer retrieves: `entries` ascending; whether each semantic cluster was `picked` [C], and the score [C] of
+    each, -inf where the search did not look. Before there are clusters every entry counts as one, and none is picked."""
 
     entries: Tensor
-    clusters: Tensor
+    picked: Tensor
     scores: Tensor
+
+    @property
+    def clusters(self) -> Tensor:
+        """The clusters that were picked, ascending; waits for the device."""
+        return self.picked.nonzero()[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class _There:
+    """What there is below an entry `end`, on the device: made when the stream has changed, for the questions until it does.
+
+    entries  [N] ascending: those that are not forgotten; `everyone` says that these are all
+    size     [L, C] and `visual` [V], sizes counting these alone; `empty` [V] where that is 0
+    parent   [L, C] the visual cluster of each semantic one, V for those without entries; None before there are clusters
+    first    [L, C] where in `flat` [L, N'] the entries of a cluster begin; there they are ascending
+    largest  the largest size; `alive` [L] how many clusters have entries; `rising` [L, C] sizes in order, on the host
+    """
+
+    end: int
+    entries: Tensor
+    size: Tensor
+    visual: Tensor
+    empty: Tensor
+    parent: Tensor | None
+    first: Tensor
+    flat: Tensor
+    largest: int
+    alive: list[int]
+    rising: Tensor
+
+    @property
+    def everyone(self) -> bool:
+        return len(self.entries) == self.end
 
 
 class Index:
     """Letters as in `Hierarchy`; G kv heads, D head size, d = G * D.
 
-    On the device: key [L, C, d], the mean of a semantic cluster's keys before rotation, and parent [L, C]; what stands for
-    it when it is not retrieved: value [L, C, d] and time [L, C], means too, or with `pseudo` [L, C, d] the mean key, the
-    mean value and the number of the entry nearest to the centroid; visual_key [L, V, d], in the space of keys because a
-    question's queries cannot be compared with looks. On the host: the hierarchy. `refresh` brings the device up to date.
+    On the device: key [L, C, d], the mean of a semantic cluster's keys before rotation; what stands for it when it is not
+    retrieved: value [L, C, d] and time [L, C], means too, or with `pseudo` [L, C, d] the mean key, the mean value and the
+    number of the entry nearest to the centroid; visual_key [L, V, d], in the space of keys because a question's queries
+    cannot be compared with looks. On the host: the hierarchy. `refresh` brings the device up to date, `prepare` makes what
+    a search needs besides; then a search reads nothing back.
     """
 
     def __init__(
@@ -59,25 +94,26 @@ class Index:
         self._reps = reps
         self.value = torch.zeros(layers, 0, width * (reps != "none"), dtype=dtype, device=device)
         self.pseudo = torch.zeros(layers, 0, width * (reps == "medoid"), dtype=dtype, device=device)
-        self.parent = torch.zeros(layers, 0, dtype=torch.long, device=device)
         self.time = torch.zeros(layers, 0, device=device)
         self.visual_key = torch.zeros(layers, 0, width, dtype=dtype, device=device)
         self.absent = torch.zeros(0, dtype=torch.bool)
-        self._local: tuple[int, tuple[Tensor, Tensor, list[int]]] | None = None
+        self._ready: _There | None = None
+        self._fewest: dict[int, list[int]] = {}
+        self._columns = torch.zeros(2, 0, dtype=torch.long, device=device)
 
     def forget(self, entries: Sequence[int]) -> None:
         """Entries whose keys and values are no more; they are not found again."""
         self.absent = grown(self.absent, 0, max(entries, default=-1) + 1)
         self.absent[list(entries)] = True
-        self._local = None
+        self._ready = None
 
     def refresh(self) -> None:
         """Bring over what has changed in the hierarchy."""
-        self._local = None
+        self._ready = None
         level, means = self._tree.semantic, self._tree.summaries.means
         layer, cluster = level.changed()
         if layer.numel():
-            for name in ("key", "value", "pseudo", "parent", "time"):
+            for name in ("key", "value", "pseudo", "time"):
                 setattr(self, name, grown(getattr(self, name), 1, level.used, share=SPARE))
             members = level.contents(layer, cluster)
             time = members.clamp_min(0).sum(1) / level.size[layer, cluster].clamp_min(1)
@@ -91,7 +127,6 @@ class Index:
                 self.pseudo[at] = kept.key[nearest, layer].to(self.pseudo)
             if self._reps != "none":
                 self.value[at] = value.to(self.value)
-            self.parent[at] = level.parent[layer, cluster].to(self.parent)
             self.time[at] = time.to(self.time)
         self._refresh_visual()
 
@@ -116,127 +151,165 @@ class Index:
             key, _ = self._tree.summaries.means(torch.full_like(cluster, layer), entries)
             self.visual_key[layer, at] = key.to(self.visual_key)
 
+    def prepare(self, end: int, budget: int) -> _There:
+        """What searches for `budget` entries below `end` need."""
+        if self._ready is None or self._ready.end != end:
+            self._ready, self._fewest = self._survey(end), {}
+        if budget not in self._fewest:
+            rising = self._ready.rising
+            used = ((rising.cumsum(1) - rising < budget) & (rising > 0)).sum(1)
+            left = zip(self._ready.alive, used.tolist(), strict=True)
+            self._fewest[budget] = [alive - needed for alive, needed in left]
+        return self._ready
+
+    def _survey(self, end: int) -> _There:
+        tree, parts, layers = self._tree, self._tree.summaries.parts, self._tree.layers
+        every = torch.arange(end)
+        there = (
+            ~grown(self.absent, 0, end)[:end] if self.absent.numel() else torch.ones(end, dtype=torch.bool)
+        )
+        device = self._device
+        if tree.started:
+            count, above = tree.semantic.used, tree.visual.used
+            owner = torch.where(there, tree.semantic.owner[:, :end], count)
+            over = torch.where(there, tree.visual.owner[0, every // parts], above)
+            visual = torch.bincount(over, minlength=above + 1)[:above]
+        else:
+            count, visual = end, torch.zeros(0, dtype=torch.long)
+            owner = torch.where(there, every, end).expand(layers, -1)
+        size = torch.zeros(layers, count + 1, dtype=torch.long)
+        size = size.scatter_add_(1, owner, torch.ones_like(owner))[:, :count]
+        parent = None
+        if tree.started:
+            parent = torch.where(size > 0, tree.semantic.parent[:, :count], above).to(device)
+        else:
+            rows = tree.summaries.key[:end].transpose(0, 1)
+            self.key = grown(self.key, 1, end, share=SPARE)
+            self.key[:, :end] = rows.to(self.key)
+        return _There(
+            end=end,
+            entries=every[there].to(device),
+            size=size.to(device),
+            visual=visual.to(device),
+            empty=(visual == 0).to(device),
+            parent=parent,
+            first=(size.cumsum(1) - size).to(device),
+            flat=owner.to(device).argsort(dim=1, stable=True),
+            largest=int(size.max()) if size.numel() else 0,
+            alive=(size > 0).sum(1).tolist(),
+            rising=size.sort(1).values,
+        )
+
     def search(self, layer: int, query: Tensor, budget: int, end: int) -> Found:
         """`budget` entries below `end` (all, when they are fewer) for a query [d] float32 on the device.
 
         First whole visual clusters by score until they hold `STAGE` times the budget, then semantic clusters inside these
         until the budget is full; of the last one those entries of the largest score of their own.
         """
-        tree, there = self._tree, self._there(end)
-        if not tree.started:
-            score = self._score(tree.summaries.key[:end, layer].float(), query.cpu())
-            return Found(there[_best(score[there], budget)], NONE, score)
-        if there.numel() <= budget:
-            score = self._score(self.key[layer, : tree.semantic.used].float(), query)
-            return Found(there, torch.unique(tree.semantic.owner[layer, there]), score)
-        sizes, visual_size, _ = self._sizes(end)
-        size = sizes[layer]
-        ranked = self._score(self.visual_key[layer, : visual_size.numel()].float(), query).masked_fill(
-            visual_size == 0, -torch.inf
-        )
-        order = ranked.argsort(descending=True, stable=True)
-        held = visual_size[order]
-        rank = torch.arange(order.numel(), device=order.device)
-        chosen = (held.cumsum(0) - held < STAGE * budget) | (rank < FEWEST)
-        inside = torch.zeros_like(chosen).scatter(0, order, chosen)
-        # Of empty clusters the parent may be one of a stream that was taken back.
-        parent = self.parent[layer, : size.numel()].clamp(0, inside.numel() - 1)
-        among = inside[parent] & (size > 0)
-        scores = self._score(self.key[layer, : size.numel()].float(), query).masked_fill(~among, -torch.inf)
-        order = scores.argsort(descending=True, stable=True)[:budget]
-        held = size[order]
-        picked = (held.cumsum(0) - held < budget) & among[order]
-        clusters = torch.where(picked, order, -1).cpu()
-        return self._expand(layer, clusters[clusters >= 0], query, budget, end, scores)
+        return self.search_ahead(layer, query[None], budget, 0, end)[0]
 
-    def rest(self, layer: int, found: Found, most: int, end: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the clusters that were not retrieved, in order of time: key, value [k, d], time and size [k] on the device.
+    def search_ahead(
+        self, layer: int, queries: Tensor, budget: int, ahead: int, end: int
+    ) -> tuple[Found, Tensor | None]:
+        """`search` by the first of `queries` [1 or 2, d], and by the second, in the next layer, `ahead` entries: of the last
+        cluster the oldest ones."""
+        there, rows = self.prepare(end, budget), slice(layer, layer + len(queries))
+        total, more = len(there.entries), len(queries) > 1
+        if total <= budget:
+            scores = self._score(self.key[rows, : there.size.shape[1]], queries)
+            picked = there.size[layer] > 0
+            found = Found(there.entries, picked if there.parent is not None else picked[:0], scores[0])
+            return found, there.entries if more else None
+        scores = self._candidates(rows, queries, budget, there)
+        order = scores.sort(dim=1, descending=True, stable=True).indices
+        size = there.size[rows].gather(1, order)
+        held = size.cumsum(1)
+        before = held - size
+        width = min(budget + there.largest - 1, total)
+        entries, rank = self._entries(rows, order, held, before, max(width, min(ahead, total) * more), there)
+        picked = before[0] < budget
+        picked = torch.zeros_like(picked).scatter_(0, order[0], picked)
+        chosen = self._trimmed(layer, entries[0, :width], rank[0, :width], queries[0], budget)
+        found = Found(chosen, picked if there.parent is not None else picked[:0], scores[0])
+        return found, entries[1, : min(ahead, total)] if more else None
 
-        Of more than `most` those of the largest score; what the search left aside comes after what it looked at.
+    def _candidates(self, rows: slice, queries: Tensor, budget: int, there: _There) -> Tensor:
+        """[R, C] scores of the semantic clusters inside the visual ones of the first stage, -inf elsewhere."""
+        scores = self._score(self.key[rows, : there.size.shape[1]], queries)
+        if there.parent is None:
+            return scores.masked_fill(there.size[rows] == 0, -torch.inf)
+        ranked = self._score(self.visual_key[rows, : len(there.visual)], queries)
+        order = ranked.masked_fill(there.empty, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+        size = there.visual[order]
+        before = size.cumsum(1) - size
+        before[:, :FEWEST].zero_()
+        outside = torch.ones(len(queries), len(there.visual) + 1, dtype=torch.bool, device=self._device)
+        outside.scatter_(1, order, before >= STAGE * budget)
+        return scores.masked_fill(outside.gather(1, there.parent[rows]), -torch.inf)
+
+    def _entries(
+        self, rows: slice, order: Tensor, held: Tensor, before: Tensor, width: int, there: _There
+    ) -> tuple[Tensor, Tensor]:
+        """[R, width] the entries of clusters in `order` [R, C], one cluster after the other, and the rank of the cluster of
+        each; `before` and `held` [R, C] entries come before a cluster's and with them."""
+        if self._columns.shape[1] < width:
+            self._columns = torch.arange(width, device=self._device).expand(2, -1).contiguous()
+        column = self._columns[: len(order), :width].contiguous()
+        rank = torch.searchsorted(held, column, right=True)
+        begin = there.first[rows].gather(1, order) - before
+        return there.flat[rows].gather(1, begin.gather(1, rank) + column), rank
+
+    def _trimmed(self, layer: int, entries: Tensor, rank: Tensor, query: Tensor, budget: int) -> Tensor:
+        """[budget] ascending: of `entries` [n], those of lower `rank` [n] first, the last rank's by their own score."""
+        own = self._score(self._tree.summaries.key_rows(layer, entries)[None], query[None])[0]
+        last = rank[budget - 1] - rank
+        best = own.add(last, alpha=APART).sort(descending=True, stable=True).indices[:budget]
+        return entries[best].sort().values
+
+    def rest(
+        self, layer: int, found: Found, budget: int, most: int, end: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the clusters that a search for `budget` entries left: key, value [k, d], time and size [k] on the device.
+
+        The `most` of the largest score; what the search left aside comes after what it looked at. As many as are sure to be
+        left, so that the host knows k: those that may be needed to fill the budget, were they the smallest, have none.
         """
-        sizes, _, alive = self._sizes(end)
-        left = sizes[layer] > 0
-        left[found.clusters.to(left.device)] = False
+        size = self.prepare(end, budget).size[layer]
         # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
-        rank = found.scores.to(left.device).clamp_min(torch.finfo(torch.float32).min / 2)
-        rank = rank.masked_fill(~left, -torch.inf)
-        ids = rank.topk(min(alive[layer] - found.clusters.numel(), most)).indices.sort().values
-        ids = ids[self.time[layer, ids].argsort(stable=True)]
+        rank = found.scores.clamp_min(torch.finfo(torch.float32).min / 2)
+        rank = rank.masked_fill(found.picked | (size == 0), -torch.inf)
+        ids = rank.topk(min(self._fewest[budget][layer], most), sorted=False).indices
         key = self.pseudo if self._reps == "medoid" else self.key
-        return key[layer, ids], self.value[layer, ids], self.time[layer, ids], sizes[layer, ids]
+        return key[layer, ids], self.value[layer, ids], self.time[layer, ids], size[ids]
 
     def guess(self, layer: int, entries: Tensor, budget: int, end: int) -> Tensor:
-        """The contents, ascending, of the clusters of `layer` that hold `entries`, largest overlap first, up to `budget`."""
-        level = self._tree.semantic
-        if not self._tree.started or not entries.numel():
-            return entries
-        owner, count = torch.unique(level.owner[layer, entries], return_counts=True)
-        owner = owner[count.argsort(descending=True, stable=True)]
-        members = level.contents(torch.full_like(owner, layer), owner).flatten()
-        members = members[self._is_there(members, end)]
-        return members[:budget].sort().values
+        """[n] what the clusters of `layer` that hold `entries` contain, largest overlap first, up to `budget`; -1: none."""
+        there = self.prepare(end, budget)
+        width = min(budget, len(there.entries))
+        if there.parent is None or not entries.numel():
+            return entries[:width]
+        rows = slice(layer, layer + 1)
+        # Where an entry lies in the order of clusters says which one it is in.
+        owner = torch.searchsorted(
+            there.first[layer] + there.size[layer], there.flat[layer].argsort()[entries], right=True
+        )
+        count = torch.zeros_like(there.size[rows]).scatter_add_(1, owner[None], torch.ones_like(owner)[None])
+        order = count.sort(dim=1, descending=True, stable=True).indices
+        size = there.size[rows].gather(1, order)
+        held = size.cumsum(1)
+        known = (size * (count.gather(1, order) > 0)).sum()
+        found, _ = self._entries(rows, order, held, held - size, width, there)
+        return torch.where(self._columns[0, :width] < known, found[0], -1)
 
     def nbytes(self) -> int:
-        kept = (self.key, self.value, self.pseudo, self.parent, self.time, self.visual_key)
-        return sum(tensor.nbytes for tensor in kept)
-
-    def _is_there(self, entries: Tensor, end: int) -> Tensor:
-        """Whether each of `entries` is one (not -1), is below `end` and has not been forgotten."""
-        there = (entries >= 0) & (entries < end)
-        if self.absent.numel():
-            last = self.absent.numel() - 1
-            there &= ~self.absent[entries.clamp(0, last)] | (entries > last)
-        return there
-
-    def _there(self, end: int) -> Tensor:
-        entries = torch.arange(end)
-        return entries[self._is_there(entries, end)]
-
-    def _sizes(self, end: int) -> tuple[Tensor, Tensor, list[int]]:
-        """Sizes [L, C] and [V] counting entries below `end` alone, and how many [L] are not empty then; the layers of a
-        question share them."""
-        if self._local is None or self._local[0] != end:
-            tree, parts = self._tree, self._tree.summaries.parts
-            size = tree.semantic.size[:, : tree.semantic.used].clone()
-            visual = tree.visual.size[0, : tree.visual.used] * parts
-            last = tree.units * parts
-            gone = self.absent.nonzero()[:, 0]
-            if gone.numel():
-                owner = tree.semantic.owner[:, gone]
-                size.scatter_add_(1, owner, torch.full_like(owner, -1))
-                above = tree.visual.owner[0, gone // parts]
-                visual.scatter_add_(0, above, torch.full_like(above, -1))
-            if last > end:
-                owner = tree.semantic.owner[:, end:last]
-                size.scatter_add_(1, owner, torch.full_like(owner, -1))
-                above = tree.visual.owner[0, torch.arange(end, last) // parts]
-                visual.scatter_add_(0, above, torch.full_like(above, -1))
-            alive = (size > 0).sum(1).tolist()
-            self._local = end, (size.to(self._device), visual.to(self._device), alive)
-        return self._local[1]
-
-    def _expand(
-        self, layer: int, clusters: Tensor, query: Tensor, budget: int, end: int, scores: Tensor
-    ) -> Found:
-        """The entries of `clusters`, best first; the last one gives what is left of the budget."""
-        at = torch.full_like(clusters, layer)
-        members = self._tree.semantic.contents(at, clusters)
-        members = members.masked_fill(~self._is_there(members, end), -1)
-        entries = members[:-1][members[:-1] >= 0]
-        last = members[-1][members[-1] >= 0].sort().values
-        left = budget - entries.numel()
-        if last.numel() > left:
-            own = self._score(self._tree.summaries.key[last, layer].float(), query.cpu())
-            last = last[_best(own, left)]
-        return Found(torch.cat([entries, last]).sort().values, clusters, scores)
+        kept = (self.key, self.value, self.pseudo, self.time, self.visual_key)
+        there = () if self._ready is None else (self._ready.size, self._ready.first, self._ready.flat)
+        return sum(tensor.nbytes for tensor in (*kept, *there))
 
     def _score(self, key: Tensor, query: Tensor) -> Tensor:
-        score = key @ query
+        """[R, C] of keys [R, C, d] for queries [R, d]."""
+        key = key.float()
+        score = torch.bmm(key, query[:, :, None])[:, :, 0]
         if self._cosine:
-            score = score / (key.norm(dim=-1) * query.norm()).clamp_min(1e-12)
+            score = score / (key.norm(dim=-1) * query.norm(dim=-1, keepdim=True)).clamp_min(1e-12)
         return score
-
-
-def _best(score: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest scores, ascending; of equal ones the first."""
-    return score.argsort(descending=True, stable=True)[:count].sort().values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,17 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import KVView, Piece, Seen, Stream
-from mmaccel.policies.kv._stream import Asked, Pair, StreamMemory, mean_query, weigh
+from mmaccel.policies.kv._evidence import Look
+from mmaccel.policies.kv._stream import Asked, StreamMemory, mean_query, weigh
 from mmaccel.policies.kv.mosaic import saved
-from mmaccel.policies.kv.mosaic.cache import Cache
-from mmaccel.policies.kv.mosaic.fetching import Fetcher
+from mmaccel.policies.kv.mosaic.fetching import Fetcher, Window
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
 from mmaccel.policies.kv.mosaic.index import Found, Index
+from mmaccel.policies.kv.mosaic.standing import Standing
 from mmaccel.policies.kv.mosaic.summaries import Summaries
 from mmaccel.policies.kv.mosaic.writing import Writer
 from mmaccel.policies.kv.store import HostStore
+from mmaccel.policies.kv.store.wire import in_units
 
 if TYPE_CHECKING:
     from mmaccel.policies.kv.mosaic.policy import Mosaic
@@ -52,7 +54,7 @@ class MosaicMemory(StreamMemory):
         layers, width, tokens = geometry.layers, geometry.kv_heads * geometry.head_dim, stream.unit // parts
         self.tree = Hierarchy(
             policy.rules(stream.units(policy.init)),
-            Summaries(layers, geometry.hidden, width, parts, stream.dtype, policy.lift),
+            Summaries(layers, geometry.hidden, width, parts, stream.dtype, policy.lift, device),
             layers,
             geometry.hidden,
             width,
@@ -76,9 +78,10 @@ class MosaicMemory(StreamMemory):
             spill=policy.spill,
             folder=policy.folder,
         )
-        cache = Cache(layers, geometry.kv_heads, tokens, geometry.head_dim, stream.dtype, device)
-        self.fetcher = Fetcher(self.store, cache, stream.units(policy.cache) * parts)
-        self.writer = Writer(self.store, self.tree, cache)
+        cached = stream.units(policy.cache) * parts
+        self.fetcher = Fetcher(self.store, layers, self.window * parts, cached)
+        self.writer = Writer(self.store, self.tree, self.fetcher.cache)
+        self.standing = Standing(stream.places, stream.unit, parts)
         self._found: dict[int, Found] = {}
         self._hidden: Tensor | None = None
         self._rep_logs: list[Tensor | None] = [None] * layers
@@ -99,6 +102,12 @@ class MosaicMemory(StreamMemory):
         if self.writer.digest(self.window, keep, self.policy.batch_match):
             self.index.refresh()
 
+    def idle(self) -> None:
+        self._digest()
+        self.index.prepare(max(self._count - self.local, self._first) * self.parts, self.budget)
+        if self._first:
+            self.store.row(0)
+
     def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
         if layer == 0 and first + count > self.tree.units:
             self._digest()
@@ -116,9 +125,12 @@ class MosaicMemory(StreamMemory):
         budget = self.stream.units(self.policy.encode_frames) * self.parts
         mean = self._folded(query[0].float().mean(1))
         found = self._found[layer] = self.index.search(layer, mean, budget, self._first * self.parts)
-        old_key, old_value = self.fetcher.bring(layer, found.entries.tolist(), lambda: None)
-        where = self._places_of(found.entries, (found.entries // self.parts - self._base).clamp(min=0))
-        old_key = self.turner.turn(old_key, self.turner.at(("recalled", layer), lambda: where))
+        entries, p = found.entries, self.stream.unit // self.parts
+        old = view.key.new_empty(2, view.key.shape[1], len(entries) * p, view.key.shape[3])
+        self.fetcher.bring(layer, entries, entries[:0], old, self._window_of(layer), lambda: None)
+        numbers = (entries // self.parts - self._base).clamp(min=0)
+        where = self.standing.tokens(entries, numbers, self._count)
+        old_key, old_value = self.turner.turn(old[:1], self.turner.angles(where)), old[1:]
         head = self.stream.head
         return KVView(
             torch.cat([view.key[:, :, :head], old_key, view.key[:, :, head:]], 2),
@@ -149,77 +161,87 @@ class MosaicMemory(StreamMemory):
     def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
         if piece.kind == "proxy":
             return super()._gather(layer, query, piece)
-        begin = max(self._count - self.local, self._first)
+        begin, parts = max(self._count - self.local, self._first), self.parts
         mean = self._folded(mean_query(query, piece))
-        found = self._found[layer] = self.index.search(layer, mean, self.budget, begin * self.parts)
-        self._recalled += found.entries.numel()
-        self._next = (layer + 1, mean, found, piece, begin)
-        entries = torch.cat([found.entries, torch.arange(begin * self.parts, self._count * self.parts)])
-        extra = self._representatives(layer, found, entries, begin)
-        room = piece.rows + piece.room
-        if self.parts == 1:
-            asked = self._assemble(layer, entries.tolist(), room, extra)
+        found, ahead = self._search(layer, mean, piece, begin * parts)
+        self._found[layer] = found
+        self._recalled += len(found.entries)
+        local = torch.arange(begin * parts, self._count * parts, device=self.device)
+        entries = torch.cat([found.entries, local])
+        extra = self._representatives(layer, found, begin)
+        few, columns = 0 if extra is None else extra[0].shape[1], len(entries) * self.stream.unit // parts
+        asked, raw = self._space(layer, few + columns, few + columns + piece.rows + piece.room)
+        window = self._window_of(layer)
+
+        def launch() -> None:
+            if ahead is not None:
+                self.fetcher.prefetch(layer + 1, ahead, window)
+
+        if self._first:
+            self.fetcher.bring(layer, found.entries, local, raw[:, :, few:], window, launch)
         else:
-            asked = self._assemble_parts(layer, entries, room, extra)
-        self.fetcher.drop(layer)
-        self._launch()
+            self._chosen_near(layer, entries, raw[:, :, few:])
+        where, asked.seen = self.standing.seen(entries, self._count, self.compact)
+        if extra is not None:
+            raw[0, :, :few], raw[1, :, :few], times = extra
+            middles = self.standing.middles(times, entries, self._count, self.compact)
+            angles = self.turner.angles(torch.cat([middles, where()], -1))
+        elif len(entries) == self._count * parts or (self.compact and parts == 1):
+            angles = self.turner.at(("ranks", len(entries)), where)
+        else:
+            angles = self.turner.angles(where())
+        raw[:1] = self.turner.turn(raw[:1], angles)
         return asked
 
-    _next: tuple[int, Tensor, Found, Piece, int] | None = None
+    def _search(self, layer: int, mean: Tensor, piece: Piece, end: int) -> tuple[Found, Tensor | None]:
+        """What a layer retrieves for a folded query [d], and what the next will need, by the policy's guess."""
+        policy = self.policy
+        if layer + 1 == self.geometry.layers:
+            return self.index.search(layer, mean, self.budget, end), None
+        guessing = policy.prefetch and bool(self._first)
+        later = mean
+        if guessing and policy.predictor == "projected":
+            assert self._hidden is not None
+            later = self._folded(mean_query(self._model.query(layer + 1, self._hidden), piece))
+        # Without a guess too: what else is computed beside it may change the last bit of a score.
+        both, wide = torch.stack([mean, later]), int(self.budget * policy.slack)
+        found, ahead = self.index.search_ahead(layer, both, self.budget, wide, end)
+        if policy.predictor == "frames" and guessing:
+            ahead = self.index.guess(layer + 1, found.entries, wide, end)
+        return found, ahead if guessing else None
 
-    def _fetch(self, layer: int, numbers: Sequence[int]) -> Pair:
-        return self.fetcher.bring(layer, numbers, self._launch)
+    def _window_of(self, layer: int) -> Window:
+        ring = self._rings[layer]
+        assert ring is not None
+        return Window(self._first * self.parts, self._count * self.parts, (ring.key, ring.value))
 
-    def _launch(self) -> None:
-        """Guess what the next layer will need, and start to fetch it; once a layer."""
-        if self._next is None:
-            return
-        layer, mean, found, piece, begin = self._next
-        self._next = None
-        policy, end = self.policy, begin * self.parts
-        if not policy.prefetch or layer == self.geometry.layers or not self._first:
-            return
-        budget = int(self.budget * policy.slack)
-        if policy.predictor == "frames":
-            entries = self.index.guess(layer, found.entries, budget, end)
-        else:
-            if policy.predictor == "projected":
-                assert self._hidden is not None
-                mean = self._folded(mean_query(self._model.query(layer, self._hidden), piece))
-            entries = self.index.search(layer, mean, budget, end).entries
-        self.fetcher.prefetch(layer, entries[entries < self._first * self.parts].tolist())
+    def _chosen_near(self, layer: int, entries: Tensor, out: Tensor) -> None:
+        """Keys and values of `entries`, all of which are in the window, into `out` [2, G, n * p, D]."""
+        ring, p = self._rings[layer], self.stream.unit // self.parts
+        assert ring is not None
+        for side, rows in enumerate((ring.key, ring.value)):
+            in_units(out[side], p).copy_(in_units(rows[0], p).index_select(1, entries))
 
     def _folded(self, query: Tensor) -> Tensor:
         """[d]: a query [H, D] against keys of all heads, the heads of a group summed, for they share their keys."""
         heads, size = self.geometry.kv_heads, self.geometry.head_dim
         return query.reshape(heads, -1, size).sum(1).flatten()
 
-    def _representatives(self, layer: int, found: Found, entries: Tensor, begin: int) -> Pair | None:
-        """Pseudo tokens [1, G, k, D] of the clusters left out, turned to the middle of the unit at their mean time."""
+    def _representatives(self, layer: int, found: Found, begin: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Pseudo tokens [G, k, D] of clusters left out, raw keys and values, and the mean numbers [k] of their entries."""
         self._rep_logs[layer] = None
-        if not self.policy.reps or not self.tree.started or not entries.numel():
+        if not self.policy.reps or not self.tree.started or not len(found.entries):
             return None
-        key, value, time, held = self.index.rest(layer, found, self.policy.reps, begin * self.parts)
-        if not key.shape[0]:
+        key, value, time, held = self.index.rest(
+            layer, found, self.budget, self.policy.reps, begin * self.parts
+        )
+        if not len(key):
             return None
-        if self.compact:
-            seen = torch.unique_consecutive(entries // self.parts).to(time)
-            numbers, most = (
-                torch.searchsorted(seen, time / self.parts).clamp(max=len(seen) - 1),
-                len(seen) - 1,
-            )
-        else:
-            numbers, most = (time / self.parts).round().long(), self._count - 1
-        middle = self.stream.unit // 2
-
-        def where() -> Tensor:
-            return self.stream.places.chosen(numbers, most)[..., middle :: self.stream.unit]
-
-        heads, size = self.geometry.kv_heads, self.geometry.head_dim
-        key, value = (rows.view(1, -1, heads, size).transpose(1, 2) for rows in (key, value))
         if self.policy.rep_bias == "log_size":
             self._rep_logs[layer] = (held * (self.stream.unit // self.parts)).float().log()
-        return self.turner.turn(key, self.turner.at(("representatives", layer), where)), value
+        heads, size = self.geometry.kv_heads, self.geometry.head_dim
+        key, value = (rows.view(-1, heads, size).transpose(0, 1) for rows in (key, value))
+        return key, value, time
 
     def _answer(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
         view, logs = super()._answer(layer, query, piece, key, value), self._rep_logs[layer]
@@ -232,31 +254,6 @@ class MosaicMemory(StreamMemory):
         ones = view.query.new_ones(*view.query.shape[:3], 1)
         return KVView(torch.cat([view.key, column], 3), view.value, query=torch.cat([view.query, ones], 3))
 
-    def _assemble_parts(self, layer: int, entries: Tensor, room: int, extra: Pair | None) -> Asked:
-        """As `_assemble`, of parts of units."""
-        first, p = self._first * self.parts, self.stream.unit // self.parts
-        gone, near = entries[entries < first], entries[entries >= first] - first
-        parts = [self._fetch(layer, gone.tolist())] if gone.numel() else []
-        ring = self._rings[layer]
-        if near.numel() and ring is not None:
-            index = (near[:, None] * p + torch.arange(p)).flatten().to(ring.key.device)
-            parts.append((ring.key.index_select(2, index), ring.value.index_select(2, index)))
-        key, value = (torch.cat(side, 2) for side in zip(*parts, strict=True))
-        units, rank = torch.unique_consecutive(entries // self.parts, return_inverse=True)
-        where = self._places_of(entries, rank if self.compact else units[rank])
-        turned = self.turner.turn(key, self.turner.at(("parts", layer), lambda: where))
-        return self._joined(layer, [extra, (turned, value)], room, units.numel())
-
-    def _places_of(self, entries: Tensor, numbers: Tensor) -> Tensor:
-        """[k * p] or [3, k * p]: places of the tokens of entries whose units stand at `numbers` [k]."""
-        p = self.stream.unit // self.parts
-        if not entries.numel():
-            return self.stream.places.units(0, 0)
-        units, rank = torch.unique_consecutive(numbers, return_inverse=True)
-        whole = self.stream.places.chosen(units, int(units.max()))
-        start = rank * self.stream.unit + entries % self.parts * p
-        return whole[..., (start[:, None] + torch.arange(p)).flatten().to(whole.device)]
-
     @contextmanager
     def turn(self) -> Iterator[None]:
         try:
@@ -268,26 +265,32 @@ class MosaicMemory(StreamMemory):
     def _settle(self) -> None:
         """What was retrieved has been on the device: the splits that it owed are made."""
         self.fetcher.drop()
-        self._hidden = self._next = None
+        self._hidden = None
         self._rep_logs = [None] * len(self._rep_logs)
         found, self._found = self._found, {}
-        with torch.inference_mode(False), torch.no_grad():
-            for layer, one in found.items():
-                self.tree.touch(layer, one.clusters)
-            self.index.refresh()
-        self.writer.unpin()
+        if found:
+            picked = torch.stack([one.picked for one in found.values()]).cpu()
+            with torch.inference_mode(False), torch.no_grad():
+                for layer, one in zip(found, picked, strict=True):
+                    self.tree.touch(layer, one.nonzero()[:, 0])
+                self.index.refresh()
+        self.fetcher.settle()
 
     def evidence(self) -> dict[int, Seen]:
-        looks: dict[int, tuple[list[int], int, Tensor | None]] = {}
+        looks: dict[int, Look] = {}
         begin = max(self._count - self.local, self._first)
-        for layer, found in self._found.items():
-            numbers = torch.unique_consecutive(found.entries // self.parts).tolist()
-            looks[layer] = numbers, begin, self._unit_scores(layer, found, begin)
+        if self._found:
+            entries, scores = (
+                torch.stack([getattr(one, name) for one in self._found.values()]).cpu()
+                for name in ("entries", "scores")
+            )
+            for layer, chosen, scored in zip(self._found, entries, scores, strict=True):
+                numbers = torch.unique_consecutive(chosen // self.parts)
+                looks[layer] = numbers, begin, self._unit_scores(layer, scored.float(), begin)
         return weigh(looks, self._count)
 
-    def _unit_scores(self, layer: int, found: Found, end: int) -> Tensor:
+    def _unit_scores(self, layer: int, scores: Tensor, end: int) -> Tensor:
         """[end]: the best score of a unit's entries, that of their clusters; the lowest where the search did not look."""
-        scores = found.scores.float().cpu()
         if self.tree.started:
             scores = scores[self.tree.semantic.owner[layer, : end * self.parts]]
         known = scores.isfinite()
@@ -302,7 +305,7 @@ class MosaicMemory(StreamMemory):
 
     def restore(self, mark: Any) -> None:
         inner, tree, self.index.absent = mark
-        self._found, self._next = {}, None
+        self._found = {}
         self.fetcher.drop()
         self.writer.clear()
         self.tree.restore(tree)

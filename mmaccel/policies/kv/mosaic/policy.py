@@ -73,8 +73,10 @@ class Mosaic(StoredPolicy):
     unmix         before the first thresholds are set, a cluster that loses this share of its variance when it is split is
                   split: it was a mixture of scenes
     deferred      split later what is not on the device (VI-B); off: everything at once
-    buffer        entries a layer that may wait for a deferred split on the device
-    reps          pseudo tokens at most, one for each cluster that was not retrieved (V-C); 0: none
+    buffer        entries a layer that may wait for a deferred split; what it goes by, their mean keys, is at hand wherever
+                  they are
+    reps          pseudo tokens at most, one for each cluster that was not retrieved (V-C), the best first; so many as are sure
+                  to be left, whatever is retrieved, for the host does not wait to know. 0: none
     rep_of        "mean": the mean over all tokens of the cluster, at its mean time; "medoid": over those of the one entry
                   nearest to the centroid, at that entry's time
     rep_bias      "log_size": a pseudo token weighs as much as the tokens that it stands for; "none": as one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmaccel.backends import ops
 from mmaccel.policies.kv.mosaic.buffers import Series
 from mmaccel.policies.kv.mosaic.kmeans import unit
 
@@ -17,16 +18,25 @@ class Summaries:
     get one more coordinate, and are scaled to length one. The coordinate is the same for all, `lift` times the root mean
     square length of the first points; without it (0) a stream that begins with one scene would make directions of that
     scene's noise, and with much of it angles are distances. Statistics are kept in float32, or in float64 when the
-    summaries are.
+    summaries are. `device` is where `key_rows` is asked for.
     """
 
     def __init__(
-        self, layers: int, look: int, width: int, parts: int, dtype: torch.dtype, lift: float
+        self,
+        layers: int,
+        look: int,
+        width: int,
+        parts: int,
+        dtype: torch.dtype,
+        lift: float,
+        device: torch.device | None = None,
     ) -> None:
         self.parts, self.lift = parts, lift
+        self._device = torch.device("cpu") if device is None else device
         self.work = torch.float64 if dtype == torch.float64 else torch.float32
         self._look = Series(look, dtype=self.work)
-        self._key, self._value = (Series(layers, width, dtype=dtype) for _ in range(2))
+        self._key = Series(layers, width, dtype=dtype, pinned=self._device.type == "cuda")
+        self._value = Series(layers, width, dtype=dtype)
         self.centre: tuple[Tensor, Tensor] | None = None
         """Of looks [E + 1] and of keys [L, d + 1]: the mean, and the last coordinate."""
 
@@ -100,6 +110,21 @@ class Summaries:
             for rows in (self.key, self.value)
         )
         return key, value
+
+    def key_rows(self, layer: int, entries: Tensor) -> Tensor:
+        """[n, d] float32: the mean keys at `layer` of `entries` [n], which are on the device and unknown to the host."""
+        held = self._key.all
+        if self._device.type != "cuda":
+            return held[entries, layer].float()
+        # A row is gathered as its two halves are, which a unit's keys and values would be.
+        layers, width = held.shape[1:]
+        out = torch.empty(2, 1, len(entries), width // 2, dtype=held.dtype, device=self._device)
+        if self._zero is None:
+            self._zero = torch.zeros(1, dtype=torch.long, device=self._device)
+        ops.gather_units(out, [held.view(-1, 2, 1, 1, width // 2)], self._zero, entries * layers + layer)
+        return out[:, 0].float().transpose(0, 1).flatten(1)
+
+    _zero: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """What there is to save."""

@@ -51,31 +51,22 @@ class Writer:
                 event.synchronize()
             self._tree.summaries.append(look, key, value)
             have = self._tree.summaries.units * self._tree.summaries.parts
-            cached = self._cache.held(self._tree.layers, have) if self._cache.holds() else None
+            cached = self._cache.held(have) if self._cache.holds() else None
             self._tree.insert(window, cached, batched)
             some = True
-        if some:
-            self.unpin()
         return some
 
     def gone(self, layer: int, entries: range, key: Tensor, value: Tensor) -> list[int]:
         """`entries` leave the window, keys and values [1, G, k * p, D]; the entries that the store forgot to make room.
 
-        Those of a visual cluster lie together in the store, and buffered ones stay on the device as well.
+        Those of a visual cluster lie together in the store. So do buffered ones: what their splits go by is their mean keys.
         """
-        tree, p = self._tree, self._store.shape.tokens
+        p = self._store.shape.tokens
         lost: list[int] = []
         first = entries.start
         for group, some in self._runs(entries):
             rows = slice((some.start - first) * p, (some.stop - first) * p)
             lost += self._store.put(layer, some, key[:, :, rows], value[:, :, rows], group)
-        if tree.buffer[layer]:
-            owner = tree.semantic.owner[layer, first : entries.stop]
-            waiting = (tree.semantic.home[layer, owner] >= 0).nonzero()[:, 0].tolist()
-            if waiting:
-                pair = torch.stack([in_units(x[0], p) for x in (key, value)])
-                at = torch.tensor(waiting, device=pair.device)
-                self._cache.pin(layer, [first + one for one in waiting], pair.index_select(2, at))
         return lost
 
     def _runs(self, entries: range) -> list[tuple[int | None, range]]:
@@ -91,16 +82,6 @@ class Writer:
                 found.append((owner[at], range(start, entry + 1)))
                 start = entry + 1
         return found
-
-    def unpin(self) -> None:
-        """Let go of entries that wait for a split no longer."""
-        tree = self._tree
-        for layer, ids in enumerate(tree.buffer):
-            pinned = self._cache.pinned(layer)
-            if pinned:
-                owner = tree.semantic.owner[layer, pinned]
-                kept = torch.isin(owner, torch.tensor(ids, dtype=torch.long)).tolist()
-                self._cache.unpin(layer, {one for one, keep in zip(pinned, kept, strict=True) if keep})
 
     def clear(self) -> None:
         """Forget what has not been clustered."""

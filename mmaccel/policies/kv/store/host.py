@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -78,12 +79,12 @@ class HostStore:
             cap=cap, spill=spill, folder=folder, way=way, extent=extent, slab_bytes=slab_bytes
         )
         self._default: Way = way
-        self._lanes = lanes or lanes_of(self.device)
+        self.lanes = lanes or lanes_of(self.device)
         place = None if folder is None else Path(folder)
         pinned = self.device.type == "cuda"
         self._slabs = Slabs(self.shape, pinned, slab_bytes, cap, spill == "disk", place)
         self._allotment = Allotment(self._slabs.align(extent))
-        self._wire = Wire(self.shape, self._slabs, self._lanes, self.device)
+        self._wire = Wire(self.shape, self._slabs, self.lanes, self.device)
         self._table = Table(layers, self.device)
         self._closed = False
         self._dropped = 0
@@ -100,7 +101,7 @@ class HostStore:
         """
         self._open()
         units = [int(unit) for unit in units]
-        key, value = (self._shaped(name, t, len(units)) for name, t in (("key", key), ("value", value)))
+        key, value = (self.shape.side(name, t, len(units)) for name, t in (("key", key), ("value", value)))
         if len(set(units)) < len(units) or any(unit < 0 for unit in units):
             raise StoreError("host store: units to store are different numbers from 0 on; number each once.")
         for unit, slot in zip(units, self._table.look(layer, units), strict=True):
@@ -116,7 +117,7 @@ class HostStore:
                 for side, tensor in enumerate((key, value)):
                     packed[:, side] = in_units(tensor, self.shape.tokens).transpose(0, 1)
 
-            self._lanes.compute.run(pack)
+            self.lanes.compute.run(pack)
             slots, gone = self._take(layer, units, group)
             self._table.set(layer, units, slots, group)
             self._wire.write(slots, packed)
@@ -133,8 +134,8 @@ class HostStore:
         way     this once, instead of the store's
         """
         out = self.buffer(len(units)) if out is None else out
-        ready = self.fetch_into(layer, units, out, after=self._lanes.compute.mark(), way=way)
-        self._lanes.compute.wait(ready)
+        ready = self.fetch_into(layer, units, out, after=self.lanes.compute.mark(), way=way)
+        self.lanes.compute.wait(ready)
         return out[0], out[1]
 
     @torch.no_grad()
@@ -151,20 +152,64 @@ class HostStore:
         after   when `out` may be written
         """
         self._open()
-        self._check_out(out, len(units))
+        self.shape.check(out, len(units))
         way = self._default if way is None else way
         check_way(way)
         if isinstance(units, Tensor):
             here = units.device.type == self.device.type and (self.device.type == "cuda" or way == "gather")
             if here and way in ("auto", "gather") and self._slabs.in_memory and not self._slabs.files:
-                return self._fetch_indexed(layer, units, out, after)
+                self._wire.crossed(len(units))
+                # The entry after the last, -1, stands for what is out of range.
+                row = torch.nn.functional.pad(self.row(layer), (0, 1), value=-1)
+                slot = torch.empty(len(units), dtype=torch.long, device=self.device)
+                self.lanes.compute.run(partial(_look, row, units, slot))
+                return self.gather(slot, out, after=after)[1]
             units = units.tolist()
         wanted = [int(unit) for unit in units]
         return self._wire.read(self._held(layer, wanted), out, way, after)
 
+    @property
+    def indexed(self) -> bool:
+        """Whether `gather` serves: all units are in memory, and no other way is asked for."""
+        return self._default in ("auto", "gather") and not self._slabs.files
+
+    @property
+    def slab_slots(self) -> int:
+        """Slots of a slab."""
+        return self._slabs.per
+
+    @property
+    def slot_count(self) -> int:
+        """Slots of all slabs in memory; places beside them are numbered from here on, each from a slab's beginning."""
+        return self._slabs.in_memory * self._slabs.per
+
+    def row(self, layer: int) -> Tensor:
+        """[units] on the device: the slot of each unit of a layer, -1 where it holds none."""
+        return self._table.row(layer)
+
+    def gather(
+        self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = (), after: Mark | None = None
+    ) -> tuple[Mark, Mark]:
+        """What lies at `slot` [n] on the device, made on the compute lane, into `out` [2, G, n * P, D] by one launch; -1
+        gives zeros. The marks before and after it; bytes are counted by `crossed`.
+
+        places  tensors [m, 2, G, P, D] on the device that may be read too: their slots come after the host's, each place
+                beginning where a slab would
+        after   when `out` may be written, if it is not the compute lane that made it
+        """
+        self._open()
+        made = self.lanes.compute.mark(timed=True)
+        if after is not None:
+            self.lanes.wire.wait(after)
+        return made, self._wire.read_indexed(slot, out, made, places)
+
+    def crossed(self, units: int) -> None:
+        """Of what was gathered, `units` units of one layer came from the host."""
+        self._wire.crossed(units)
+
     def slots(self, count: int = 2, units: int = 0) -> Slots:
         """`count` buffers on the device for double buffering, with room for `units` units to begin with."""
-        return Slots(self, self._lanes, count, units)
+        return Slots(self, self.lanes, count, units)
 
     def buffer(self, units: int) -> Tensor:
         """[2, G, n * P, D] on the device, room for `units` units, to be written in any mode."""
@@ -192,7 +237,6 @@ class HostStore:
         """Forget `units`, of one layer or of all; those that are not held are passed over."""
         self._open()
         wanted = list(units)
-        # What is under way to or from a slot is on the wire's lane, as what is written there next will be.
         for one in range(self.shape.layers) if layer is None else (layer,):
             self._allotment.give(self._table.unset(one, wanted))
 
@@ -264,7 +308,7 @@ class HostStore:
         shape = self.shape
         fresh = HostStore(
             layers=shape.layers, groups=shape.groups, tokens=shape.tokens, size=shape.size, dtype=shape.dtype,
-            device=self.device, lanes=self._lanes, **self._options,  # type: ignore[arg-type]
+            device=self.device, lanes=self.lanes, **self._options,  # type: ignore[arg-type]
         )  # fmt: skip
         try:
             saved.load(fresh, Path(folder))
@@ -290,26 +334,6 @@ class HostStore:
     def _open(self) -> None:
         if self._closed:
             raise StoreError("host store: it is closed; open another.")
-
-    def _shaped(self, name: str, tensor: Tensor, n: int) -> Tensor:
-        """`tensor` [G, n * P, D]; refused when its units are not like those of the store."""
-        found = tensor[0] if tensor.dim() == 4 and tensor.shape[0] == 1 else tensor
-        wanted = self.shape.groups, n * self.shape.tokens, self.shape.size
-        if tuple(found.shape) != wanted or found.dtype != self.shape.dtype:
-            raise StoreError(
-                f"host store: {name} of {n} units is {found.dtype} {list(found.shape)} and should be {self.shape.dtype} "
-                f"{list(wanted)}; all units of a stream have one size."
-            )
-        return found.detach()
-
-    def _check_out(self, out: Tensor, n: int) -> None:
-        shape = 2, self.shape.groups, n * self.shape.tokens, self.shape.size
-        dense = out.dim() == 4 and out.stride(3) == 1 and out.stride(2) == self.shape.size
-        if tuple(out.shape) != shape or out.dtype != self.shape.dtype or not dense:
-            raise StoreError(
-                f"host store: out is {out.dtype} {list(out.shape)} and should be {self.shape.dtype} {list(shape)}, dense in "
-                "its last two dimensions."
-            )
 
     def _held(self, layer: int, units: Sequence[int]) -> list[int]:
         """Slots of units that the layer holds, all of them."""
@@ -371,20 +395,6 @@ class HostStore:
         held = self._table.held()
         return StoreError(f"host store: full with {held} frames or units held: {self._slabs.why_full()}.")
 
-    def _fetch_indexed(self, layer: int, units: Tensor, out: Tensor, after: Mark | None) -> Mark:
-        compute = self._lanes.compute
-        row = self._table.row(layer)
-        slot = torch.empty(len(units), dtype=torch.long, device=self.device)
 
-        def look() -> None:
-            if not row.shape[0]:
-                slot.fill_(-1)
-                return
-            known = (units >= 0) & (units < row.shape[0])
-            slot.copy_(torch.where(known, row[units.clamp(0, row.shape[0] - 1)], -1))
-
-        compute.run(look)
-        chosen = compute.mark()
-        if after is not None:
-            self._lanes.wire.wait(after)
-        return self._wire.read_indexed(slot, out, chosen)
+def _look(row: Tensor, units: Tensor, slot: Tensor) -> None:
+    slot.copy_(row[units.clamp(-1, len(row) - 1)])

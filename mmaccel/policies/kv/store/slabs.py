@@ -46,6 +46,27 @@ class Shape:
         """Bytes of one unit in one layer."""
         return 2 * self.groups * self.tokens * self.size * self.dtype.itemsize
 
+    def side(self, name: str, tensor: Tensor, n: int) -> Tensor:
+        """`tensor` [G, n * P, D], with or without a batch of 1; refused when its units are not like these."""
+        found = tensor[0] if tensor.dim() == 4 and tensor.shape[0] == 1 else tensor
+        wanted = self.groups, n * self.tokens, self.size
+        if tuple(found.shape) != wanted or found.dtype != self.dtype:
+            raise StoreError(
+                f"host store: {name} of {n} units is {found.dtype} {list(found.shape)} and should be {self.dtype} "
+                f"{list(wanted)}; all units of a stream have one size."
+            )
+        return found.detach()
+
+    def check(self, out: Tensor, n: int) -> None:
+        """Refuse what `n` units cannot be written to."""
+        shape = 2, self.groups, n * self.tokens, self.size
+        dense = out.dim() == 4 and out.stride(3) == 1 and out.stride(2) == self.size
+        if tuple(out.shape) != shape or out.dtype != self.dtype or not dense:
+            raise StoreError(
+                f"host store: out is {out.dtype} {list(out.shape)} and should be {self.dtype} {list(shape)}, dense in its "
+                "last two dimensions."
+            )
+
 
 class Slabs:
     """Slabs of `per` slots of one unit and layer each; slot s is entry ``s % per`` of slab ``s // per``.

@@ -20,6 +20,10 @@ PENDING = 512
 """Timed transfers that may await being read; then the oldest are waited for, so that events do not pile up."""
 
 
+BASES = 64
+"""Lists of slabs whose addresses are kept on the device."""
+
+
 class Wire:
     """What moves units between slots on the host and tensors on the device; all of it on the lane of the wire.
 
@@ -28,7 +32,7 @@ class Wire:
 
     def __init__(self, shape: Shape, slabs: Slabs, lanes: Lanes, device: torch.device) -> None:
         self._shape, self._slabs, self._lanes, self._device = shape, slabs, lanes, device
-        self._base: Tensor | None = None
+        self._base: dict[tuple[int, ...], Tensor] = {}
         self._cost: Cost | None = None
         self._timed: list[tuple[str, Mark, Mark]] = []
         self.counts = dict.fromkeys(
@@ -75,17 +79,24 @@ class Wire:
         self._count(fetches=1, bytes_in=len(slots) * self._shape.nbytes)
         return ready
 
-    def read_indexed(self, slot: Tensor, out: Tensor, after: Mark) -> Mark:
-        """As `read`, by slots [n] on the device, which `after` is the mark of; one gather. -1 gives zeros."""
+    def read_indexed(self, slot: Tensor, out: Tensor, after: Mark, places: Sequence[Tensor] = ()) -> Mark:
+        """As `read`, by slots [n] on the device, which `after` is the mark of; one gather. -1 gives zeros.
+
+        places  tensors [m, 2, G, P, D] on the device, whose slots come after those of the host
+        """
         wire = self._lanes.wire
         wire.wait(after)
         wire.uses(slot)
         began = wire.mark(timed=True)
-        self._gather(slot, out, None)
+        self._gather(slot, out, None, places)
         ready = wire.mark(timed=True)
         self._note("seconds_in", began, ready)
-        self._count(fetches=1, bytes_in=slot.shape[0] * self._shape.nbytes)
+        self._count(fetches=1)
         return ready
+
+    def crossed(self, units: int) -> None:
+        """Count units that a gather by an index on the device brought from the host."""
+        self._count(bytes_in=units * self._shape.nbytes)
 
     def way(self, slots: list[int]) -> Way:
         """The cheaper way for `slots`, from what both cost on this device."""
@@ -107,7 +118,7 @@ class Wire:
 
     def forget(self) -> None:
         """Slabs have come or gone."""
-        self._base = None
+        self._base.clear()
 
     def _copies(self, slots: list[int], out: Tensor, place: list[int] | None) -> None:
         """Ascending runs of slots into a piece of device memory, few and large; from there to their places in `out`."""
@@ -145,12 +156,14 @@ class Wire:
         self._lanes.wire.run(work)
         self._count(copies_in=2 * len(slots))
 
-    def _gather(self, slot: list[int] | Tensor, out: Tensor, place: list[int] | None) -> None:
+    def _gather(
+        self, slot: list[int] | Tensor, out: Tensor, place: list[int] | None, places: Sequence[Tensor] = ()
+    ) -> None:
         slabs = self._slabs.slabs[: self._slabs.in_memory]
-        if self._base is None:
-            first = slabs[0].data_ptr()
-            self._base = torch.tensor([s.data_ptr() - first for s in slabs], device=self._device)
-        base = self._base
+        # Without slabs the first place takes their part, whatever its size.
+        per = self._slabs.per if slabs else max((len(one) for one in places), default=0)
+        slabs = [*slabs, *(one[at : at + per] for one in places for at in range(0, len(one), per))]
+        base = self._bases(slabs)
         self._lanes.wire.uses(base)
 
         def work() -> None:
@@ -167,6 +180,15 @@ class Wire:
 
         self._lanes.wire.run(work)
         self._count(copies_in=1, gathers=1)
+
+    def _bases(self, slabs: Sequence[Tensor]) -> Tensor:
+        """[slabs] long, on the device: the bytes from the first to each."""
+        at = tuple(one.data_ptr() for one in slabs)
+        if at not in self._base:
+            if len(self._base) >= BASES:
+                self._base.clear()
+            self._base[at] = on_device([one - at[0] for one in at], self._device)
+        return self._base[at]
 
     def _count(self, **more: float) -> None:
         for name, by in more.items():

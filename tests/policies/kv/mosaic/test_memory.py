@@ -193,20 +193,20 @@ def test_questions_that_break_while_units_come_leave_every_buffer_free() -> None
     """More of them than there are buffers; broken when the next layer's guess is made, with transfers under way."""
     driven, twin = watched(40, cache=0), watched(40, cache=0)
     state = driven.state
-    search, calls = state.index.search, [0]
+    prefetch, calls = state.fetcher.prefetch, [0]
 
     def breaks(*args: Any) -> Any:
         calls[0] += 1
-        if calls[0] == 4:
+        if calls[0] == 2:
             raise KeyboardInterrupt
-        return search(*args)
+        return prefetch(*args)
 
-    state.index.search = breaks  # type: ignore[method-assign]
+    state.fetcher.prefetch = breaks  # type: ignore[method-assign]
     for _ in range(5):
         calls[0] = 0
         with pytest.raises(KeyboardInterrupt):
             driven.ask(2)
-    state.index.search = search  # type: ignore[method-assign]
+    state.fetcher.prefetch = prefetch  # type: ignore[method-assign]
     assert torch.equal(driven.ask(2), twin.ask(2))
 
 

@@ -179,7 +179,7 @@ def test_random_delays_on_a_device(way: Any) -> None:
     results = []
     for turn in range(300):
         layer, units = turn % LAYERS, draw.sample(range(100), draw.randint(1, 30))
-        with torch.cuda.stream(store._lanes.wire.stream):  # type: ignore[attr-defined]
+        with torch.cuda.stream(store.lanes.wire.stream):  # type: ignore[attr-defined]
             for _ in range(draw.randint(0, 3)):
                 torch.mm(busy, busy)
         index = torch.tensor(units, device="cuda") if way in ("gather", "auto") and turn % 2 else units

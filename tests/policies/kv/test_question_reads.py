@@ -1,0 +1,107 @@
+"""A question's way through the layers reads nothing back from the device, and issues few operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from mmaccel.core.kv import Piece
+from mmaccel.policies.kv import ReKV
+from tests.policies.kv.mosaic.driven import CPU, GEOMETRY, HEAD, LAYERS, WHEEL, Driven
+from tests.policies.sparse.test_no_reads import NoReads, no_lists
+
+VIEWS = {
+    "alias",
+    "as_strided",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "expand",
+    "new_empty",
+    "new_empty_strided",
+    "permute",
+    "select",
+    "slice",
+    "squeeze",
+    "t",
+    "transpose",
+    "unbind",
+    "unsqueeze",
+    "_unsafe_view",
+    "view",
+}
+"""What launches nothing."""
+
+
+TOLIST = torch.Tensor.tolist
+
+
+class Counted(NoReads):
+    """Counts what would be launched, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "gather_units":
+            # The plain one looks at its index; the kernel of a device does not.
+            with torch.utils._python_dispatch._disable_current_modes(), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch.Tensor, "tolist", TOLIST)
+                func(*args)
+            self.launched[name] += 1
+            return None
+        self.launched[name] += name not in VIEWS
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def rekv() -> Driven:
+    driven = Driven()
+    stream = driven.state.stream
+    driven.state = ReKV(frames=8, window=5, local=2).stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type, assignment]
+    driven.run(Piece(kind="head", rows=HEAD), lambda layer: driven.noise((layer, -1), HEAD))
+    return driven
+
+
+MOSAIC: dict[str, dict[str, Any]] = {
+    "mosaic": {},
+    "projected": {"predictor": "projected", "slack": 1.5},
+    "frames": {"predictor": "frames"},
+    "no guess": {"prefetch": False},
+    "no pseudo tokens": {"reps": 0},
+    "compact": {"positions": "compact"},
+    "medoids": {"rep_of": "medoid"},
+    "tiles": {"granularity": "tile", "tile": 2},
+    "cosine": {"similarity": "cosine"},
+}
+MOST = {"rekv": 45, "no pseudo tokens": 100, "no guess": 115}
+
+
+@pytest.mark.parametrize("name", ["rekv", *MOSAIC])
+def test_a_question_reads_nothing_and_launches_little(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = rekv() if name == "rekv" else Driven(**MOSAIC[name])
+    driven.watch(80)
+    driven.state.idle()
+    # The addresses of places on the device are told it when they are new.
+    for _ in range(2):
+        driven.ask(1)
+    driven.state.idle()
+
+    def hidden(layer: int) -> torch.Tensor:
+        return driven.question(2)(layer)[0].transpose(1, 2).flatten(2)[..., :10]
+
+    made = [(driven.question(2)(layer), hidden(layer)) for layer in range(LAYERS)]
+    monkeypatch.setattr(torch.Tensor, "tolist", no_lists)
+    with driven.state.turn():
+        with Counted() as counted:
+            driven.run(driven.piece(), lambda layer: made[layer][0], lambda layer: made[layer][1])
+        monkeypatch.undo()
+        evidence = driven.state.evidence()
+    assert len(evidence) >= 10
+    launched = sum(counted.launched.values()) / LAYERS
+    assert 10 < launched <= MOST.get(name, 130), counted.launched.most_common()

@@ -139,8 +139,8 @@ class GivenDiagonals(VerticalSlash):
         found = super()._diagonals(score, at)
         given = torch.arange(self.slash, device=score.device)
         if self.pitch:
-            given = (given[:, None] * self.pitch + torch.arange(-2, 3, device=score.device)).flatten()
-            given = given[given >= 0]
+            # Without the two before the first: to look for what is negative would wait for the device.
+            given = (given[:, None] * self.pitch + torch.arange(-2, 3, device=score.device)).flatten()[2:]
         return given[: found.shape[2]].clamp(max=score.shape[2] - 1).expand_as(found)
 
 

@@ -77,8 +77,15 @@ def _at_home(name: str, device: torch.device) -> Any:
 
 
 def _strongest(score: Tensor, *rest: Any) -> Tensor:
-    found: Tensor = _at_home("strongest", score.device)(score, *rest)
-    return found
+    from mmaccel.backends import triton
+
+    if triton.usable(score.device) is None:
+        from mmaccel.backends.triton.strongest import strongest as launch
+
+        return launch(score, *rest)
+    from mmaccel.backends.reference.index import strongest as plain
+
+    return plain(score, *rest)
 
 
 def _keys_without(row: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

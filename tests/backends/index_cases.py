@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmaccel.backends import triton as backend
 from mmaccel.backends.reference import index as plain
-from mmaccel.backends.triton import slashes
+from mmaccel.backends.triton import strongest
 from mmaccel.backends.triton.estimate import line_sums, row_totals
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.sparse import SparsePattern
@@ -122,16 +122,17 @@ def test_plans(name: str, start: int) -> None:
     assert torch.equal(got.count_mask().cpu(), want.count_mask())
 
 
-@pytest.mark.parametrize(("n", "count", "tile"), [(300, 20, 64), (300, 1000, 512), (77, 5, 8192)])
+@pytest.mark.parametrize(("n", "count", "tile"), [(300, 20, 64), (300, 1000, 512), (300, 90, 16), (77, 5, 8192)])
 @pytest.mark.parametrize("first", [False, True])
 def test_strongest(n: int, count: int, tile: int, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slashes, "TILE", tile)
+    monkeypatch.setattr(strongest, "TILE", tile)
+    monkeypatch.setattr(strongest, "PIECES", 4)
     rng = torch.Generator().manual_seed(n)
     score, last = torch.rand(3, 2, n, generator=rng) ** 8, torch.tensor([n - 1, 9, -1])
     want = plain.strongest(score, last, count, first)
-    assert torch.equal(slashes.strongest(score.to(DEVICE), last.to(DEVICE), count, first).cpu(), want)
+    assert torch.equal(strongest.strongest(score.to(DEVICE), last.to(DEVICE), count, first).cpu(), want)
     score = (score * 4).round()
-    got = slashes.strongest(score.to(DEVICE), last.to(DEVICE), count, False).cpu()
+    got = strongest.strongest(score.to(DEVICE), last.to(DEVICE), count, False).cpu()
     want = plain.strongest(score, last, count, False)
     assert torch.equal(got < n, want < n) and bool((got.diff(dim=2) > 0)[got[..., 1:] < n].all())
     padded = torch.nn.functional.pad(score, (0, 1), value=-1)

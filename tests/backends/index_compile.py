@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from mmaccel.backends.triton import classes, estimate, estimate_grid, slashes
+from mmaccel.backends.triton import classes, estimate, estimate_grid, slashes, strongest
 
 from .triton_compile import Compiled, Elsewhere, used
 
@@ -39,7 +39,9 @@ def main(capability: int) -> None:
         (estimate, "lines_kernel"),
         (estimate_grid, "classes_kernel"),
         (estimate_grid, "phases_kernel"),
-        (slashes, "strongest_kernel"),
+        (strongest, "digits_kernel"),
+        (strongest, "tally_kernel"),
+        (strongest, "chosen_kernel"),
         (slashes, "without_kernel"),
         (slashes, "steps_kernel"),
         (slashes, "rows_kernel"),
@@ -51,7 +53,7 @@ def main(capability: int) -> None:
     estimate.line_sums(query, key, None, at, None, N, False)
     order = numbers(1, N), numbers(1, C + 1), numbers(1, 64), torch.zeros(1, 1024)
     estimate_grid.class_phases(query, key, None, at, None, N, False, *order, long[0, :1], "contrast", False)
-    slashes.strongest(torch.zeros(1, 28, N), long[:, 0], 1000, False)
+    strongest.strongest(torch.zeros(1, 28, N), long[:, 0], 1000, False)
     slashes.keys_without(numbers(1, N), kept, 64)
     slashes.slash_runs(kept, numbers(3, 3), numbers(1, 64), numbers(1, 64), numbers(3, 1, 64), 64)
     begin = numbers(1, C + 1)

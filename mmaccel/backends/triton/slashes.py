@@ -1,4 +1,4 @@
-"""The strongest lines and the key blocks that diagonals touch, in a launch or two each; see `mmaccel.backends.index`."""
+"""The key blocks that diagonals touch, in a launch or two; see `mmaccel.backends.index`."""
 
 # mypy: ignore-errors
 
@@ -13,69 +13,11 @@ from mmaccel.backends import ops
 
 FULL, ABSENT = tl.constexpr(ops.FULL), tl.constexpr(ops.ABSENT)
 
-TILE = 8192
-"""Scores that a program looks at together."""
-
 DIAGONALS = 16384
 """Diagonals that a program looks at together, for steps to earlier key blocks."""
 
 ROWS = 256
 """Blocks of queries, or of keys, that a program serves."""
-
-
-@triton.jit
-def _bits(score, head, at, n, last, FIRST: tl.constexpr):
-    """Scores as whole numbers of the same order, -1 where there is no line; the first is above all, with FIRST."""
-    found = tl.load(score + head * n + at, mask=at < n, other=0.0)
-    found = tl.maximum(found, 0.0).to(tl.int32, bitcast=True)
-    if FIRST:
-        found = tl.where(at == 0, 0x7FFFFFFF, found)
-    return tl.where((at < n) & (at <= last), found, -1)
-
-
-@triton.jit(do_not_specialize=["n", "count", "lines"])
-def strongest_kernel(score, last, out, n, count, lines, H, FIRST: tl.constexpr, TILE: tl.constexpr):
-    """out [count]: the strongest of the lines of one head, ascending; n past the last.
-
-    The score of the weakest of them is found digit by digit, from the numbers of lines that have each; of equals the first
-    are taken.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    limit = tl.load(last + head // H).to(tl.int32)
-    wanted = tl.minimum(count, tl.maximum(tl.minimum(limit + 1, n), 0))
-    bins = tl.arange(0, 256)
-    prefix, left = tl.zeros([], tl.int32), wanted
-    if wanted > 0:
-        for digit in tl.static_range(4):
-            found = tl.zeros([256], tl.int32)
-            for first in range(0, n, TILE):
-                bits = _bits(score, head, first + tl.arange(0, TILE), n, limit, FIRST)
-                mine = bits >= 0
-                if digit > 0:
-                    mine = mine & ((bits >> (32 - 8 * digit)) == prefix)
-                found += tl.histogram((bits >> (24 - 8 * digit)) & 255, 256, mask=mine)
-            above = tl.cumsum(found, 0, reverse=True)
-            chosen = tl.max(tl.where(above >= left, bins, 0), 0)
-            left -= tl.sum(tl.where(bins > chosen, found, 0), 0)
-            prefix = (prefix << 8) | chosen
-    kept, equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    if wanted > 0:
-        for first in range(0, n, TILE):
-            at = first + tl.arange(0, TILE)
-            bits = _bits(score, head, at, n, limit, FIRST)
-            same = (bits == prefix).to(tl.int32)
-            take = (bits > prefix) | ((same > 0) & (equal + tl.cumsum(same, 0) <= left))
-            slot = kept + tl.cumsum(take.to(tl.int32), 0) - 1
-            tl.store(out + head * lines + slot, at.to(tl.int64), mask=take)
-            kept += tl.sum(take.to(tl.int32), 0)
-            equal += tl.sum(same, 0)
-    for first in range(0, count, TILE):
-        slot = first + tl.arange(0, TILE)
-        tl.store(
-            out + head * lines + slot,
-            tl.zeros_like(slot).to(tl.int64) + n,
-            mask=(slot >= wanted) & (slot < count),
-        )
 
 
 @triton.jit(do_not_specialize=["N", "H", "owned_h", "row_b"])
@@ -134,20 +76,6 @@ def rows_kernel(upto, member, home, reach, out, H, M, BM, width, ROWS: tl.conste
     tl.store(to + 2, tl.minimum(tl.maximum(head, 0), count).to(tl.int64), mask=inside)
     tl.store(to + 3, count.to(tl.int64), mask=inside)
     tl.store(to + 4, tl.load(home + at, mask=inside, other=0).to(tl.int64), mask=inside)
-
-
-def strongest(score: Tensor, last: Tensor, count: int, first: bool) -> Tensor:
-    """See `mmaccel.backends.index.strongest`."""
-    B, H, n = score.shape
-    count = min(count, n)
-    score = score.contiguous()
-    out = torch.empty(B, H, count, dtype=torch.int64, device=score.device)
-    tile = min(TILE, triton.next_power_of_2(n))
-    with torch.cuda.device_of(score):
-        strongest_kernel[(B * H,)](
-            score, last.contiguous(), out, n, count, count, H, FIRST=first, TILE=tile, num_warps=16
-        )
-    return out
 
 
 def keys_without(row: Tensor, owned: Tensor, block: int) -> tuple[Tensor, Tensor]:

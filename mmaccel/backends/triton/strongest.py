@@ -1,0 +1,167 @@
+"""The strongest lines of each head, by many programs a head; see `mmaccel.backends.index.strongest`.
+
+The score of the weakest line that is chosen is found digit by digit, from how many lines have each: three passes over the
+scores, one that counts what each piece of them holds, and one that writes. Counts are whole numbers: their sums have one
+value in any order.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096
+"""Scores that a program looks at together."""
+
+PIECES = 64
+"""Most pieces into which the scores of a head are cut."""
+
+DIGITS = 3
+"""Digits of a score that is not negative: eleven bits, ten and ten."""
+
+BINS = tl.constexpr(2048)
+"""Values of a digit, at most."""
+
+
+@triton.jit
+def _bits(score, head, at, n, last, FIRST: tl.constexpr):
+    """Scores as whole numbers of the same order, -1 where there is no line; the first is above all, with FIRST."""
+    found = tl.load(score + head * n + at, mask=at < n, other=0.0)
+    found = tl.maximum(found, 0.0).to(tl.int32, bitcast=True)
+    if FIRST:
+        found = tl.where(at == 0, 0x7FFFFFFF, found)
+    return tl.where((at < n) & (at <= last), found, -1)
+
+
+@triton.jit
+def _threshold(counts, head, wanted, DIGITS: tl.constexpr):
+    """The first DIGITS digits of the weakest score that is chosen, and how many with these digits are chosen."""
+    bins = tl.arange(0, BINS)
+    prefix, left = tl.zeros([], tl.int32), wanted
+    for digit in tl.static_range(DIGITS):
+        found = tl.load(counts + (head * 3 + digit) * BINS + bins)
+        above = tl.cumsum(found, 0, reverse=True)
+        chosen = tl.max(tl.where(above >= left, bins, 0), 0)
+        left -= tl.sum(tl.where(bins > chosen, found, 0), 0)
+        prefix = (prefix << 10) | chosen
+    return prefix, left
+
+
+@triton.jit
+def _wanted(last, head, n, count, H):
+    """The last line there is, and how many are chosen."""
+    limit = tl.load(last + head // H).to(tl.int32)
+    return limit, tl.minimum(count, tl.maximum(tl.minimum(limit + 1, n), 0))
+
+
+@triton.jit(do_not_specialize=["n", "count", "piece", "H"])
+def digits_kernel(
+    score, last, counts, n, count, piece, H, DIGIT: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr
+):
+    """counts [heads, 3, BINS]: how many lines of a piece have each value of a digit, of those with the digits before it."""
+    head = tl.program_id(1).to(tl.int64)
+    limit, wanted = _wanted(last, head, n, count, H)
+    begin = tl.program_id(0) * piece
+    if (wanted > 0) & (begin <= limit):
+        prefix, _ = _threshold(counts, head, wanted, DIGIT)
+        found = tl.zeros([BINS], tl.int32)
+        for first in range(begin, tl.minimum(begin + piece, n), TILE):
+            bits = _bits(score, head, first + tl.arange(0, TILE), n, limit, FIRST)
+            mine = bits >= 0
+            if DIGIT > 0:
+                mine = mine & ((bits >> (30 - 10 * DIGIT)) == prefix)
+                digit = (bits >> (20 - 10 * DIGIT)) & 1023
+            else:
+                digit = (bits >> 20) & 2047
+            found += tl.histogram(digit, BINS, mask=mine)
+        to = counts + (head * 3 + DIGIT) * BINS + tl.arange(0, BINS)
+        tl.atomic_add(to, found, mask=found > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["n", "count", "piece", "H"])
+def tally_kernel(score, last, counts, tally, n, count, piece, H, FIRST: tl.constexpr, TILE: tl.constexpr):
+    """tally [heads, 2, pieces]: how many lines of a piece are above the weakest that is chosen, and how many equal it."""
+    head = tl.program_id(1).to(tl.int64)
+    limit, wanted = _wanted(last, head, n, count, H)
+    begin = tl.program_id(0) * piece
+    above, equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    if (wanted > 0) & (begin <= limit):
+        least, _ = _threshold(counts, head, wanted, 3)
+        for first in range(begin, tl.minimum(begin + piece, n), TILE):
+            bits = _bits(score, head, first + tl.arange(0, TILE), n, limit, FIRST)
+            above += tl.sum((bits > least).to(tl.int32), 0)
+            equal += tl.sum((bits == least).to(tl.int32), 0)
+    to = tally + head * 2 * tl.num_programs(0) + tl.program_id(0)
+    tl.store(to, above)
+    tl.store(to + tl.num_programs(0), equal)
+
+
+@triton.jit(do_not_specialize=["n", "count", "piece", "H"])
+def chosen_kernel(
+    score,
+    last,
+    counts,
+    tally,
+    out,
+    n,
+    count,
+    piece,
+    H,
+    FIRST: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """out [heads, count]: the chosen lines of a piece after those of the pieces before it, and n past the last of all.
+
+    Of lines that equal the weakest the first are taken.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    limit, wanted = _wanted(last, head, n, count, H)
+    begin = tl.program_id(0) * piece
+    end = tl.minimum(begin + piece, n)
+    out += head * count
+    if (wanted > 0) & (begin <= limit):
+        least, left = _threshold(counts, head, wanted, 3)
+        p = tl.arange(0, PIECES)
+        told = tally + head * 2 * tl.num_programs(0) + p
+        before = p < tl.program_id(0)
+        above = tl.sum(tl.load(told, mask=before, other=0), 0)
+        equal = tl.sum(tl.load(told + tl.num_programs(0), mask=before, other=0), 0)
+        kept = above + tl.minimum(equal, left)
+        for first in range(begin, end, TILE):
+            at = first + tl.arange(0, TILE)
+            bits = _bits(score, head, at, n, limit, FIRST)
+            same = (bits == least).to(tl.int32)
+            take = (bits > least) | ((same > 0) & (equal + tl.cumsum(same, 0) <= left))
+            slot = kept + tl.cumsum(take.to(tl.int32), 0) - 1
+            tl.store(out + slot, at.to(tl.int64), mask=take)
+            kept += tl.sum(take.to(tl.int32), 0)
+            equal += tl.sum(same, 0)
+    for first in range(begin, end, TILE):
+        slot = first + tl.arange(0, TILE)
+        none = (slot >= wanted) & (slot < tl.minimum(count, end))
+        tl.store(out + slot, tl.zeros_like(slot).to(tl.int64) + n, mask=none)
+
+
+def strongest(score: Tensor, last: Tensor, count: int, first: bool) -> Tensor:
+    """See `mmaccel.backends.index.strongest`."""
+    B, H, n = score.shape
+    count = min(count, n)
+    score, last = score.contiguous(), last.contiguous()
+    out = torch.empty(B, H, count, dtype=torch.int64, device=score.device)
+    tile = min(TILE, triton.next_power_of_2(n))
+    piece = tile * triton.cdiv(triton.cdiv(n, tile), PIECES)
+    pieces = triton.cdiv(n, piece)
+    counts = torch.zeros(B * H, DIGITS, BINS.value, dtype=torch.int32, device=score.device)
+    tally = torch.empty(B * H, 2, pieces, dtype=torch.int32, device=score.device)
+    grid, sizes, how = (pieces, B * H), (n, count, piece, H), dict(FIRST=first, TILE=tile, num_warps=8)
+    with torch.cuda.device_of(score):
+        for digit in range(DIGITS):
+            digits_kernel[grid](score, last, counts, *sizes, DIGIT=digit, **how)
+        tally_kernel[grid](score, last, counts, tally, *sizes, **how)
+        chosen_kernel[grid](score, last, counts, tally, out, *sizes, PIECES=PIECES, **how)
+    return out

@@ -1,7 +1,8 @@
 """Compile the kernels of a decode step for a device that need not be there: ``python -m tests.backends.decode_compile 90``.
 
 Prints a row for each way they are used: name, bytes of shared memory, instructions of the matrix units, copies of 16 bytes
-that go on beside the computation, bytes of stack a thread, registers a thread, warps.
+that go on beside the computation, fetches into the L2 cache, instructions by which kernels overlap, bytes of stack a thread,
+registers a thread, warps.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def projected(count: int, kind: str, **choices: Any) -> Any:
     gain = blank(K) if kind in ("qkv", "up") else None
     bias = [blank(w) for w in weight] if kind == "qkv" else []
     residual = blank(count, E) if kind in ("o", "down") else None
-    with mock.patch.object(rows, "project_kernel", kernel):
+    norm = Compiled(rows.norm_kernel)
+    with mock.patch.object(rows, "project_kernel", kernel), mock.patch.object(rows, "norm_kernel", norm):
         rows.project_rows(
             blank(count, K),
             [blank(w, K) for w in weight],
@@ -92,14 +94,28 @@ def told(name: str, kernel: Any) -> str:
     ptx = kernel.asm["ptx"]
     products = len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx))
     copies = len(re.findall(r"cp\.async\.c\S*\s+\[[^\]]*\], \[[^\]]*\], 0x10", ptx))
-    figures = kernel.metadata.shared, products, copies, *used(kernel), kernel.metadata.num_warps
+    ahead, overlap = ptx.count("bulk.prefetch.L2"), ptx.count("griddepcontrol.")
+    figures = (
+        kernel.metadata.shared,
+        products,
+        copies,
+        ahead,
+        overlap,
+        *used(kernel),
+        kernel.metadata.num_warps,
+    )
     return ",".join(map(str, (name, *figures)))
 
 
 def main(capability: int) -> None:
     driver.set_active(Elsewhere(capability))
-    for name, way in WAYS.items():
-        print(told(name, way()))
+
+    def overlaps(_: torch.device) -> bool:
+        return capability >= 90
+
+    with mock.patch.object(decode, "overlaps", overlaps), mock.patch.object(rows, "overlaps", overlaps):
+        for name, way in WAYS.items():
+            print(told(name, way()))
 
 
 if __name__ == "__main__":

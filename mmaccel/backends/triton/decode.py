@@ -17,12 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends import ops
+from mmaccel.backends.triton.overlap import let_next_begin, overlaps, wait_for_last
 
 LEAST = 2
 """Tiles of keys that a piece has at least: shorter ones cost more to merge than they save."""
 
 RESIDENT = 2
 """Programs of a multiprocessor at work together; with their loads under way memory is read at its rate."""
+
+MERGED = 32
+"""Elements of a row that one program merges, all pieces at once."""
 
 
 @triton.jit
@@ -65,11 +69,14 @@ def piece_kernel(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Rows of all heads of a key/value head, over one piece of the columns; row r is head r % GROUP of new row r // GROUP.
 
     part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) in float32; a row that sees nothing of a piece is 0, -inf.
     """
+    let_next_begin(OVERLAP)
+    wait_for_last(OVERLAP)
     split = tl.program_id(0)
     g, b = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
     length, tiles, used = _pieces(columns, b, n, SPLITS, BLOCK_N, LEAST)
@@ -144,29 +151,24 @@ def merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     LEAST: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One row of one head: its partial answers, each by its share of the sum."""
-    i, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """BLOCK_D elements of one row of one head: its partial answers, each by its share of the sum."""
+    let_next_begin(OVERLAP)
+    wait_for_last(OVERLAP)
+    row, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    i, d = row // BLOCKS, row % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
     _, _, used = _pieces(columns, b, n, SPLITS, BLOCK_N, LEAST)
     place = ((b * HEADS + head) * n + i).to(tl.int64) * SPLITS
-    d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
-    peak = tl.full([BLOCK_S], float("-inf"), tl.float32)
-    for begin in range(0, used, BLOCK_S):
-        peak = tl.maximum(peak, tl.load(lse + place + begin + s, mask=begin + s < used, other=float("-inf")))
-    top = tl.max(peak, 0)
-    total = tl.zeros([BLOCK_S], tl.float32)
-    acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    for begin in range(0, used, BLOCK_S):
-        inside = begin + s < used
-        share = tl.exp2(tl.load(lse + place + begin + s, mask=inside, other=float("-inf")) - top)
-        some = tl.load(
-            part + (place + begin + s)[:, None] * D + d[None, :],
-            mask=inside[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
-        total += share
-        acc += share[:, None] * some
-    answer = tl.sum(acc, 0) / tl.sum(total, 0)
+    s = tl.arange(0, BLOCK_S)
+    inside = s < used
+    some = tl.load(
+        part + (place + s)[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
+    )
+    level = tl.load(lse + place + s, mask=inside, other=float("-inf"))
+    share = tl.exp2(level - tl.max(level, 0))
+    answer = tl.sum(share[:, None] * some, 0) / tl.sum(share, 0)
     tl.store(
         out + b.to(tl.int64) * out_b + head * out_h + i * out_s + d,
         answer.to(out.dtype.element_ty),
@@ -206,6 +208,7 @@ def decode_attend(
     lse = torch.empty(B, H, n, splits, dtype=torch.float32, device=query.device)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     columns = columns.contiguous()
+    overlap = overlaps(query.device)
     with torch.cuda.device_of(query):
         piece_kernel[(splits, B * G, tiles)](
             query,
@@ -232,9 +235,11 @@ def decode_attend(
             WINDOW=ops.WINDOW,
             PRECISION="ieee",
             STAGES=stages,
+            OVERLAP=overlap,
             num_warps=warps,
+            launch_pdl=overlap,
         )
-        merge_kernel[(n, H, B)](
+        merge_kernel[(n * triton.cdiv(D, MERGED), H, B)](
             part,
             lse,
             columns,
@@ -244,10 +249,12 @@ def decode_attend(
             HEADS=H,
             D=D,
             SPLITS=splits,
-            BLOCK_S=16,
+            BLOCK_S=triton.next_power_of_2(splits),
             BLOCK_N=block_n,
-            BLOCK_D=block_d,
+            BLOCK_D=MERGED,
             LEAST=LEAST,
+            OVERLAP=overlap,
             num_warps=4,
+            launch_pdl=overlap,
         )
     return out

@@ -1,7 +1,7 @@
 """Few rows through a model's layers in Triton (`ops.project_rows`, `ops.turn_rows`): weights are read once, and that is all.
 
-A product of a few rows takes as long as its weights take to read. The row's norm before it, the gate and the residual
-after it are done by the same program: as launches of their own they would cost more than a tenth of a decode step.
+A product of a few rows takes as long as its weights take to read, so nothing else may take time: the gate and the residual
+after it are done by the same program, the norm before it while the first weights are on their way (`overlap`).
 """
 
 # mypy: ignore-errors
@@ -15,11 +15,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmaccel.backends.triton.overlap import fetch_lines, let_next_begin, overlaps, wait_for_last
+
 MOST = 64
 """Rows beyond which a product is no longer a matter of reading weights."""
 
+AHEAD = 16 << 20
+"""Bytes of a product's weights that are fetched while the kernel before it ends: a third of the L2 cache."""
+
 
 @triton.jit
+def norm_kernel(x, gain, out, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr):
+    """One row over its root mean square, times `gain`; rounded as the model's own norm rounds."""
+    let_next_begin(OVERLAP)
+    k = tl.arange(0, BLOCK_K)
+    inside = k < K
+    line = tl.program_id(0) * K
+    wait_for_last(OVERLAP)
+    factor = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(x + line + k, mask=inside, other=0.0).to(tl.float32)
+    row *= tl.rsqrt(tl.sum(row * row, 0) / K + eps)
+    row = row.to(out.dtype.element_ty).to(tl.float32) * factor
+    tl.store(out + line + k, row.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def project_kernel(
     x,
     weight_0,
@@ -28,30 +48,31 @@ def project_kernel(
     bias_0,
     bias_1,
     bias_2,
-    gain,
     residual,
     out,
     rows,
-    eps,
     K: tl.constexpr,
     WIDTH_0: tl.constexpr,
     WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr,
     WIDTH: tl.constexpr,
-    NORM: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    FETCHED: tl.constexpr,
 ):
     """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.project_rows`.
 
-    The norm of a row is a factor of its product, so the sum of its squares is gathered on the way and put in at the end.
+    EVEN: blocks divide the weights, so that nothing of these is masked. FETCHED bytes of each line of them come ahead.
     """
+    let_next_begin(OVERLAP)
     block = tl.program_id(0)
     weight, bias, begin, width = weight_0, bias_0, 0, WIDTH_0
     if WIDTH_1 and not GATED:
@@ -63,31 +84,30 @@ def project_kernel(
                 if block >= blocks:
                     weight, bias, begin, width = weight_2, bias_2, WIDTH_0 + WIDTH_1, WIDTH_2
                     block -= blocks
+    first = block.to(tl.int64) * BLOCK_O * K
+    SIZE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    fetch_lines(weight + first, BLOCK_O, K * SIZE, FETCHED)
+    if GATED:
+        fetch_lines(weight_1 + first, BLOCK_O, K * SIZE, FETCHED)
     o = block * BLOCK_O + tl.arange(0, BLOCK_O)
     r, k = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
     there, mine = o < width, r < rows
-    line = tl.where(there, o, 0).to(tl.int64) * K
+    line = (o if EVEN else tl.where(there, o, 0)).to(tl.int64) * K
     acc = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
     up = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
-    squares = tl.zeros([BLOCK_R, BLOCK_K], tl.float32)
+    wait_for_last(OVERLAP)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        at = line[:, None] + (start + k)[None, :]
         inside = start + k < K
-        some = tl.load(weight + line[:, None] + (start + k)[None, :], mask=inside[None, :], other=0.0)
-        mask = mine[:, None] & inside[None, :]
-        row = tl.load(x + r[:, None] * K + (start + k)[None, :], mask=mask, other=0.0)
-        if NORM:
-            wide = row.to(tl.float32)
-            squares += wide * wide
-            factor = tl.load(gain + start + k, mask=inside, other=0.0).to(tl.float32)
-            row = (wide * factor[None, :]).to(row.dtype)
-        acc = tl.dot(some, tl.trans(row), acc, input_precision=PRECISION)
+        held = None if EVEN else inside[None, :]
+        none = None if EVEN else 0.0
+        mask = mine[:, None] if EVEN else mine[:, None] & inside[None, :]
+        some = tl.load(weight + at, mask=held, other=none)
+        row = tl.trans(tl.load(x + r[:, None] * K + (start + k)[None, :], mask=mask, other=0.0))
+        acc = tl.dot(some, row, acc, input_precision=PRECISION)
         if GATED:
-            other = tl.load(weight_1 + line[:, None] + (start + k)[None, :], mask=inside[None, :], other=0.0)
-            up = tl.dot(other, tl.trans(row), up, input_precision=PRECISION)
-    if NORM:
-        factor = tl.rsqrt(tl.sum(squares, 1) / K + eps)
-        acc *= factor[None, :]
-        up *= factor[None, :]
+            other = tl.load(weight_1 + at, mask=held, other=none)
+            up = tl.dot(other, row, up, input_precision=PRECISION)
     if BIAS:
         acc += tl.load(bias + o, mask=there, other=0.0).to(tl.float32)[:, None]
     if GATED:
@@ -97,6 +117,23 @@ def project_kernel(
     if RESIDUAL:
         acc += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+
+
+def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    rows, K = x.shape
+    out, overlap = torch.empty_like(x), overlaps(x.device)
+    norm_kernel[(rows,)](
+        x,
+        gain,
+        out,
+        eps,
+        K=K,
+        BLOCK_K=triton.next_power_of_2(K),
+        OVERLAP=overlap,
+        num_warps=8,
+        launch_pdl=overlap,
+    )
+    return out
 
 
 def project_rows(
@@ -110,8 +147,9 @@ def project_rows(
     *,
     block_o: int = 16,
     block_k: int | None = None,
-    warps: int = 4,
+    warps: int = 2,
     stages: int = 4,
+    ahead: int = AHEAD,
 ) -> Tensor:
     """See `mmaccel.backends.ops.project_rows`; a program makes `block_o` outputs, `block_k` inputs at a time."""
     rows, K = x.shape
@@ -121,33 +159,40 @@ def project_rows(
     x = x.contiguous()
     missing = [x] * (3 - len(weight))
     grid = triton.cdiv(widths[0], block_o) if gated else sum(triton.cdiv(w, block_o) for w in widths)
+    block_k = block_k or min(256, max(triton.next_power_of_2(K), 16))
+    even = K % block_k == 0 and all(w % block_o == 0 for w in widths)
+    overlap = overlaps(x.device)
+    fetched = min(K * x.element_size(), ahead // sum(widths)) // 128 * 128 if overlap and even else 0
     with torch.cuda.device_of(x):
+        if gain is not None:
+            x = _normed(x, gain, eps)
         project_kernel[(grid,)](
             x,
             *weight,
             *missing,
             *(bias or weight),
             *missing,
-            x if gain is None else gain,
             x if residual is None else residual,
             out,
             rows,
-            eps,
             K=K,
             WIDTH_0=widths[0],
             WIDTH_1=widths[1] if len(weight) > 1 else 0,
             WIDTH_2=widths[2] if len(weight) > 2 else 0,
             WIDTH=width,
-            NORM=gain is not None,
             BIAS=bool(bias),
             GATED=gated,
             RESIDUAL=residual is not None,
+            EVEN=even,
             BLOCK_O=block_o,
-            BLOCK_K=block_k or min(256, max(triton.next_power_of_2(K), 16)),
-            BLOCK_R=max(triton.next_power_of_2(rows), 16),
+            BLOCK_K=block_k,
+            BLOCK_R=max(triton.next_power_of_2(rows), 8),
             PRECISION="ieee",
             STAGES=stages,
+            OVERLAP=overlap,
+            FETCHED=fetched,
             num_warps=warps,
+            launch_pdl=overlap,
         )
     return out
 
@@ -174,8 +219,11 @@ def turn_kernel(
     GROUPS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One head of one new row: a query or a key is turned, and keys and values go to their column of the cache."""
+    let_next_begin(OVERLAP)
+    wait_for_last(OVERLAP)
     head, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = b.to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -208,6 +256,7 @@ def turn_rows(
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G
     query = torch.empty(B, n, heads, D, dtype=rows.dtype, device=rows.device)
+    overlap = overlaps(rows.device)
     with torch.cuda.device_of(rows):
         turn_kernel[(heads + 2 * G, n, B)](
             rows.contiguous(),
@@ -226,6 +275,8 @@ def turn_rows(
             GROUPS=G,
             D=D,
             BLOCK_D=triton.next_power_of_2(D),
+            OVERLAP=overlap,
             num_warps=1,
+            launch_pdl=overlap,
         )
     return query.transpose(1, 2)

@@ -26,7 +26,10 @@ CLASS_PHASES = (
 )
 STRONGEST = "(Tensor score, Tensor last, int count, bool first) -> Tensor"
 KEYS_WITHOUT = "(Tensor row, Tensor owned, int block) -> (Tensor left, Tensor kind)"
-SLASH_RUNS = "(Tensor kept, Tensor shape, Tensor member, Tensor home, Tensor reach, int block) -> (Tensor row, Tensor index)"
+SLASH_RUNS = (
+    "(Tensor kept, Tensor shape, Tensor member, Tensor home, Tensor reach, Tensor broken, Tensor runs, Tensor sure, "
+    "int block) -> (Tensor row, Tensor index)"
+)
 TURNED_CLASSES = (
     "(Tensor queries, Tensor q_begin, Tensor keys, Tensor k_begin, Tensor stride, Tensor line, Tensor shift, Tensor dense, "
     "int room, bool wide, bool vertical, int rows) -> Tensor[]"
@@ -215,11 +218,20 @@ def _keys_without_shape(row: Tensor, owned: Tensor, block: int) -> tuple[Tensor,
 
 @slash_runs.register_fake
 def _slash_runs_shape(
-    kept: Tensor, shape: Tensor, member: Tensor, home: Tensor, reach: Tensor, block: int
+    kept: Tensor,
+    shape: Tensor,
+    member: Tensor,
+    home: Tensor,
+    reach: Tensor,
+    broken: Tensor,
+    runs: Tensor,
+    sure: Tensor,
+    block: int,
 ) -> tuple[Tensor, Tensor]:
     B, H, N = kept.shape
     row = kept.new_empty(B, H, member.shape[1], 5, dtype=torch.int64)
-    return row, kept.new_empty(shape.shape[1] * H * (N // block + 2), dtype=torch.int32)
+    room = shape.shape[1] * H * (N // block + 2) + broken.shape[1] * B * H * (N // block)
+    return row, kept.new_empty(room, dtype=torch.int32)
 
 
 @turned_classes.register_fake

@@ -114,14 +114,3 @@ class BlockRuns:
     def table(self, n_blocks: int) -> Tensor:
         """As `BlockLists.table`."""
         return self.lists().table(n_blocks)
-
-
-def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """index [entries of `chosen`] int32: in each row of `chosen` [..., n] the values [n] of what is chosen, side by side;
-    and [..., n + 1] how many are chosen before each."""
-    n = chosen.shape[-1]
-    upto = torch.nn.functional.pad(chosen.long().cumsum(-1), (1, 0))
-    slot = torch.where(chosen, upto[..., :-1], n)
-    index = torch.zeros(*chosen.shape[:-1], n + 1, dtype=torch.int32, device=chosen.device)
-    index.scatter_(-1, slot, value.to(torch.int32).expand_as(slot))
-    return index[..., :n].flatten(), upto

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from mmaccel.backends import ops
 from mmaccel.backends.ops import ABSENT, FULL, TEST
+from mmaccel.backends.reference.lists import packed
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.lists import BlockLists, BlockRuns, packed
+from mmaccel.core.lists import BlockLists, BlockRuns
 
 FAR = 2**31 - 1
 """The upper end of an open range."""

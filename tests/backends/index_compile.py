@@ -45,6 +45,7 @@ def main(capability: int) -> None:
         (slashes, "without_kernel"),
         (slashes, "steps_kernel"),
         (slashes, "rows_kernel"),
+        (slashes, "gaps_kernel"),
         (classes, "turned_kernel"),
     ]
     kernels = {name: Compiled(getattr(module, name)) for module, name in taken}
@@ -55,7 +56,10 @@ def main(capability: int) -> None:
     estimate_grid.class_phases(query, key, None, at, None, N, False, *order, long[0, :1], "contrast", False)
     strongest.strongest(torch.zeros(1, 28, N), long[:, 0], 1000, False)
     slashes.keys_without(numbers(1, N), kept, 64)
-    slashes.slash_runs(kept, numbers(3, 3), numbers(1, 64), numbers(1, 64), numbers(3, 1, 64), 64)
+    slashes.slash_runs(
+        kept, numbers(3, 3), numbers(1, 64), numbers(1, 64), numbers(3, 1, 64),
+        numbers(1, 9), numbers(1, 9, 2, 2), numbers(1, 9), 64,
+    )  # fmt: skip
     begin = numbers(1, C + 1)
     classes.turned_classes(
         numbers(3, 1, N), begin, numbers(3, 1, N), begin, long[0, :1], of, of, of, 64, False, True, 64

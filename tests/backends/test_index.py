@@ -26,7 +26,13 @@ def test_the_operators_keep_their_contracts() -> None:
     shape = torch.tensor([[0, 1], [0, 3], [16, 9]], dtype=torch.int32)
     member = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
     reach = torch.tensor([[[0, 0], [0, 0]], [[2, 3], [4, 0]], [[2, 2], [2, 0]]], dtype=torch.int32)
-    torch.library.opcheck(index.slash_runs, (kept, shape, member, member, reach, 16))
+    for gaps in (0, 2):
+        broken = torch.tensor([[1, 2], [0, 2]], dtype=torch.int32)[:, :gaps]
+        runs = torch.tensor([[[3, 9], [20, 30]], [[-1, -1]] * 2], dtype=torch.int32).expand(2, 2, 2, 2)[
+            :, :gaps
+        ]
+        more = broken, runs, torch.ones(2, gaps, dtype=torch.int32)
+        torch.library.opcheck(index.slash_runs, (kept, shape, member, member, reach, *more, 16))
 
 
 @pytest.mark.parametrize(("vertical", "rows"), [(True, 32), (False, 0)])
@@ -56,7 +62,7 @@ def test_compiles_for_devices_that_are_not_here(capability: int) -> None:
     """Tiles fit shared memory, products run on the matrix units, and sums over many keys spill nothing to memory."""
     pytest.importorskip("triton")
     rows = run("tests.backends.index_compile", str(capability), TRITON_INTERPRET="0").splitlines()
-    assert len(rows) == 12
+    assert len(rows) == 13
     for row in rows:
         name, shared, products, spilled = row.split(",")
         assert int(shared) <= {80: 166912, 90: 232448}[capability], row

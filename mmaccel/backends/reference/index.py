@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import ABSENT, FULL
+from mmaccel.backends.reference.lists import packed
 
 
 def strongest(score: Tensor, last: Tensor, count: int, first: bool) -> Tensor:
@@ -27,7 +28,15 @@ def keys_without(row: Tensor, owned: Tensor, block: int) -> tuple[Tensor, Tensor
 
 
 def slash_runs(
-    kept: Tensor, shape: Tensor, member: Tensor, home: Tensor, reach: Tensor, block: int
+    kept: Tensor,
+    shape: Tensor,
+    member: Tensor,
+    home: Tensor,
+    reach: Tensor,
+    broken: Tensor,
+    runs: Tensor,
+    sure: Tensor,
+    block: int,
 ) -> tuple[Tensor, Tensor]:
     """See `mmaccel.backends.index.slash_runs`."""
     _, H, N = kept.shape
@@ -37,13 +46,11 @@ def slash_runs(
     # Place offset + l of the block, l < length, meets key block -t on the diagonals of a run of distances.
     least = (t * block + offset[:, None] - block + 1).clamp(0, N)
     past = (t * block + (offset + length)[:, None]).clamp(0, N)
-    before = torch.nn.functional.pad(kept.cumsum(2, dtype=torch.int32), (1, 0)).flatten()
+    before = torch.nn.functional.pad(kept.cumsum(2, dtype=torch.int32), (1, 0))
     lead = (sequence[:, None] * H + torch.arange(H, device=kept.device))[..., None] * (N + 1)
-    steps = before[lead + past[:, None]] > before[lead + least[:, None]]
-    upto = torch.nn.functional.pad(steps.long().cumsum(-1), (1, 0))
-    slot = torch.where(steps, upto[..., :-1], width)
-    index = torch.zeros(*steps.shape[:-1], width + 1, dtype=torch.int32, device=kept.device)
-    index.scatter_(-1, slot, (-t).to(torch.int32).expand_as(slot))
+    flat = before.flatten()
+    steps = flat[lead + past[:, None]] > flat[lead + least[:, None]]
+    index, upto = packed(steps, -t)
     of_shape = upto[member.long()]  # [B, M, H, width + 1]
     first, last, head = (
         of_shape.gather(3, t.long()[:, :, None, None].expand(-1, -1, H, -1))[..., 0] for t in reach
@@ -53,4 +60,34 @@ def slash_runs(
     head = torch.minimum((head - first).clamp(min=0), count)
     shift = home.long()[:, :, None].expand_as(base)
     row = torch.stack([base + first, count, head, count, shift], -1).transpose(1, 2).contiguous()
-    return row, index[..., :width].flatten()
+    if not broken.shape[1]:
+        return row, index
+    own, listed = _jumping(before, broken, runs, sure, block, index.numel())
+    # The last block of queries takes what is no block.
+    wide = torch.nn.functional.pad(row, (0, 0, 0, 1))
+    wide.scatter_(2, broken.long()[:, None, :, None].expand_as(own), own)
+    return wide[:, :, :-1].contiguous(), torch.cat([index, listed])
+
+
+def _jumping(
+    before: Tensor, broken: Tensor, runs: Tensor, sure: Tensor, block: int, base: int
+) -> tuple[Tensor, Tensor]:
+    """Lists [B, H, G, 5] of the blocks whose places jump, and their entries, which begin at `base`.
+
+    before [B, H, N + 1]: how many diagonals are kept before each.
+    """
+    (B, H, N), G = before.shape, broken.shape[1]
+    N -= 1
+    blocks = N // block
+    begin = block * torch.arange(blocks, device=before.device)
+    touched = torch.zeros(B, H, G, blocks, dtype=torch.bool, device=before.device)
+    for least, most in (run.long()[..., None].unbind(2) for run in runs.unbind(2)):
+        low = (least - begin - block + 1).clamp(0, N)[:, None].expand(-1, H, -1, -1).flatten(2)
+        high = (most + 1 - begin).clamp(0, N)[:, None].expand(-1, H, -1, -1).flatten(2)
+        found = (before.gather(2, high) > before.gather(2, low)).view_as(touched)
+        touched |= found & ((most >= 0) & (begin <= most))[:, None]
+    index, upto = packed(touched, torch.arange(blocks, device=before.device))
+    first = base + torch.arange(B * H * G, device=before.device).view(B, H, G) * blocks
+    sure = sure.long().clamp(max=blocks)[:, None, :, None].expand(-1, H, -1, -1)
+    none = torch.zeros_like(first)
+    return torch.stack([first, upto[..., -1], none, upto.gather(3, sure)[..., 0], none], -1), index

@@ -78,6 +78,51 @@ def rows_kernel(upto, member, home, reach, out, H, M, BM, width, ROWS: tl.conste
     tl.store(to + 4, tl.load(home + at, mask=inside, other=0).to(tl.int64), mask=inside)
 
 
+@triton.jit
+def _kept_before(upto, at):
+    """How many diagonals before `at` are kept."""
+    return tl.load(upto + at - 1, mask=at > 0, other=0)
+
+
+@triton.jit(do_not_specialize=["N", "H", "M", "G", "R", "base", "blocks"])
+def gaps_kernel(
+    upto, broken, runs, sure, index, out, N, H, M, G, R, base, blocks, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
+    """The list of one block of queries whose places jump, in place of that of a shape; its entries begin at its own.
+
+    upto [B, H, N]: how many diagonals up to each are kept.
+    """
+    g, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b = head // H
+    m = tl.load(broken + b * G + g)
+    if m >= M:
+        return
+    upto += head * N
+    first = base + (head * G + g) * blocks
+    last = tl.load(sure + b * G + g)
+    count, tail = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for begin in range(0, blocks, TILE):
+        block = begin + tl.arange(0, TILE)
+        touched = tl.zeros([TILE], tl.int32)
+        for run in range(R):
+            told = runs + ((b * G + g) * R + run) * 2
+            least, most = tl.load(told), tl.load(told + 1)
+            near = (block < blocks) & (block * BLOCK <= most)
+            low = tl.minimum(tl.maximum(least - block * BLOCK - BLOCK + 1, 0), N)
+            high = tl.minimum(tl.maximum(most + 1 - block * BLOCK, 0), N)
+            touched |= (near & (_kept_before(upto, high) > _kept_before(upto, low))).to(tl.int32)
+        slot = count + tl.cumsum(touched, 0) - touched
+        tl.store(index + first + slot, block, mask=touched > 0)
+        count += tl.sum(touched, 0)
+        tail += tl.sum(touched * (block < last), 0)
+    to = out + (head * M + m) * 5
+    tl.store(to, first)
+    tl.store(to + 1, count.to(tl.int64))
+    tl.store(to + 2, tl.zeros([], tl.int64))
+    tl.store(to + 3, tail.to(tl.int64))
+    tl.store(to + 4, tl.zeros([], tl.int64))
+
+
 def keys_without(row: Tensor, owned: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """See `mmaccel.backends.index.keys_without`."""
     B, H, N = owned.shape
@@ -92,12 +137,21 @@ def keys_without(row: Tensor, owned: Tensor, block: int) -> tuple[Tensor, Tensor
 
 
 def slash_runs(
-    kept: Tensor, shape: Tensor, member: Tensor, home: Tensor, reach: Tensor, block: int
+    kept: Tensor,
+    shape: Tensor,
+    member: Tensor,
+    home: Tensor,
+    reach: Tensor,
+    broken: Tensor,
+    runs: Tensor,
+    sure: Tensor,
+    block: int,
 ) -> tuple[Tensor, Tensor]:
     """See `mmaccel.backends.index.slash_runs`."""
     B, H, N = kept.shape
-    C, M, width = shape.shape[1], member.shape[1], N // block + 2
-    index = torch.empty(C * H * width, dtype=torch.int32, device=kept.device)
+    C, M, G, blocks = shape.shape[1], member.shape[1], broken.shape[1], N // block
+    width = blocks + 2
+    index = torch.empty(C * H * width + B * H * G * blocks, dtype=torch.int32, device=kept.device)
     upto = torch.empty(C, H, width + 1, dtype=torch.int32, device=kept.device)
     row = torch.empty(B, H, M, 5, dtype=torch.int64, device=kept.device)
     with torch.cuda.device_of(kept):
@@ -108,4 +162,10 @@ def slash_runs(
         rows_kernel[(triton.cdiv(M, ROWS), B * H)](
             upto, member, home, reach, row, H, M, B * M, width, ROWS=ROWS
         )
+        if G:
+            upto = kept.cumsum(2, dtype=torch.int32)
+            gaps_kernel[(G, B * H)](
+                upto, broken, runs, sure, index, row, N, H, M, G, runs.shape[2], C * H * width, blocks,
+                BLOCK=block, TILE=min(ROWS, triton.next_power_of_2(blocks)), num_warps=1,
+            )  # fmt: skip
     return row, index

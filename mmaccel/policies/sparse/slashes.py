@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.core.lists import BlockRuns, packed
+from mmaccel.core.lists import BlockRuns
 from mmaccel.core.plan import FAR, KeySpan
 
 ROOM = 1 << 28
@@ -39,19 +39,17 @@ class Shapes:
     shape [3, C] int32: sequence, offset in a key block, number of places; member [B, M] int32 the shape of each block; home
     [B, M] int32 the key block in which it begins. reach [3, B, M] int32: of the steps of its shape, step u to key block
     home + 1 - u, the first that is one, the last but one, and the first that needs no test; all 0 for blocks that jump.
-    place [B, M, block], jump [B, M, block - 1], sure [B, M]: the places, where they jump, and the last key block but one in
-    which all is seen. gaps: the most blocks that jump in a sequence; pieces: runs of places in one of them.
+    broken [B, G] int32: the blocks that jump, M past the last; runs [B, G, R, 2] int32 their runs of places, the least and
+    the greatest of each, which is -1 for none; sure [B, G] int32 the last key block but one in which all is seen.
     """
 
     shape: Tensor
     member: Tensor
     home: Tensor
     reach: Tensor
-    place: Tensor
-    jump: Tensor
+    broken: Tensor
+    runs: Tensor
     sure: Tensor
-    gaps: int
-    pieces: int
 
     @classmethod
     def of(
@@ -91,17 +89,40 @@ class Shapes:
         gaps = min(M, breaks.gaps)
         if gaps and B * heads * gaps * blocks > ROOM:
             gaps = int(jump.any(2).sum(1).amax())
+        broken, runs, sure_of = _broken(place, jump, sure, gaps, min(breaks.pieces, block))
         return cls(
             torch.stack(told).to(torch.int32),
             member.to(torch.int32),
             home.clamp(max=FAR).to(torch.int32),
             reach.to(torch.int32),
-            place,
-            jump,
-            sure,
-            gaps,
-            min(breaks.pieces, block),
+            broken,
+            runs,
+            sure_of,
         )
+
+
+def _broken(
+    place: Tensor, jump: Tensor, sure: Tensor, gaps: int, pieces: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`broken`, `runs` and `sure` of `Shapes`, of at most `gaps` blocks of a sequence in at most `pieces` runs each.
+
+    place [B, M, block] the places of all blocks, jump [B, M, block - 1] whether the next is further than one; sure [B, M].
+    """
+    B, M, block = place.shape
+    is_broken = jump.any(2)
+    slot = torch.where(is_broken, is_broken.long().cumsum(1) - 1, gaps).clamp(max=gaps)
+    every = torch.arange(M, device=place.device).expand(B, M)
+    broken = torch.full((B, gaps + 1), M, device=place.device).scatter_(1, slot, every)[:, :gaps]
+    chosen, there = broken.clamp(max=M - 1), (broken < M)[..., None]
+    own = place.gather(1, chosen[..., None].expand(-1, -1, block))
+    cut = jump.gather(1, chosen[..., None].expand(-1, -1, block - 1))
+    run = torch.nn.functional.pad(cut.long().cumsum(2), (1, 0)).clamp(max=max(pieces - 1, 0))
+    seen = there & (own >= 0)
+    some = (B, gaps, max(pieces, 1))
+    least = own.new_full(some, FAR).scatter_reduce_(2, run, torch.where(seen, own, FAR), "amin")
+    most = own.new_full(some, -1).scatter_reduce_(2, run, torch.where(seen, own, -1), "amax")
+    runs = torch.stack([least, most], -1)
+    return broken.to(torch.int32), runs.to(torch.int32), sure.gather(1, chosen).clamp(max=FAR).to(torch.int32)
 
 
 def slash_blocks(
@@ -113,54 +134,6 @@ def slash_blocks(
     diagonal d pairs a query of place i with the key of place i - d.
     """
     blocks = kept.shape[2] // block
-    row, entries = ops.slash_runs(kept, shapes.shape, shapes.member, shapes.home, shapes.reach, block)
-    if shapes.gaps:
-        row, entries = _with_gaps(row, entries, kept, shapes, block)
+    s = shapes
+    row, entries = ops.slash_runs(kept, s.shape, s.member, s.home, s.reach, s.broken, s.runs, s.sure, block)
     return KeySpan(k_row, q_place, k_place, 0, FAR, BlockRuns(row, entries, kind, blocks))
-
-
-def _with_gaps(
-    row: Tensor, entries: Tensor, kept: Tensor, shapes: Shapes, block: int
-) -> tuple[Tensor, Tensor]:
-    """`row` [B, H, M, 5] and `entries` with the lists of the blocks whose places jump, at most `gaps` of a sequence."""
-    B, H, N = kept.shape
-    place, jump, G = shapes.place, shapes.jump, shapes.gaps
-    blocks, M = N // block, place.shape[1]
-    before = torch.nn.functional.pad(kept.cumsum(2, dtype=torch.int32), (1, 0))
-    broken = jump.any(2)
-    slot = torch.where(broken, broken.long().cumsum(1) - 1, G).clamp(max=G)
-    number = torch.full((B, G + 1), M, device=place.device).scatter_(
-        1, slot, torch.arange(M, device=place.device).expand(B, M)
-    )[:, :G]
-    chosen = number.clamp(max=M - 1)
-    there = number < M
-    own = place.gather(1, chosen[..., None].expand(-1, -1, block)).masked_fill(~there[..., None], -1)
-    cut = jump.gather(1, chosen[..., None].expand(-1, -1, block - 1)) & there[..., None]
-    run = torch.nn.functional.pad(cut.long().cumsum(2), (1, 0))
-    begin = block * torch.arange(blocks, device=place.device)
-    touched = torch.zeros(B, H, G, blocks, dtype=torch.bool, device=place.device)
-    for piece in range(shapes.pieces):
-        mine = (run == piece) & (own >= 0)
-        least = torch.where(mine, own, FAR).amin(2)[..., None]
-        most = torch.where(mine, own, -1).amax(2)[..., None]
-        some = most >= 0
-        low = (least - begin - block + 1).clamp(0, N)[:, None].expand(-1, H, -1, -1)
-        high = (most + 1 - begin).clamp(0, N)[:, None].expand(-1, H, -1, -1)
-        found = _at(before, high) > _at(before, low)
-        touched |= found & some[:, None] & (begin <= most)[:, None]
-    listed, upto = packed(touched, torch.arange(blocks, device=place.device))
-    base = entries.numel() + torch.arange(B * H * G, device=place.device).view(B, H, G) * blocks
-    tail = upto.gather(
-        3, shapes.sure.gather(1, chosen).clamp(max=blocks)[:, None, :, None].expand(-1, H, -1, -1)
-    )
-    none = torch.zeros_like(base)
-    lists = torch.stack([base, upto[..., -1], none, tail[..., 0], none], -1)
-    # The last query block takes what is no block.
-    wide = torch.nn.functional.pad(row, (0, 0, 0, 1))
-    wide = wide.scatter(2, number[:, None, :, None].expand(B, H, G, 5), lists)
-    return wide[:, :, :M], torch.cat([entries, listed])
-
-
-def _at(before: Tensor, where: Tensor) -> Tensor:
-    """The entries `where` [B, H, G, blocks] of before [B, H, N + 1]."""
-    return before.gather(2, where.flatten(2)).view(where.shape)

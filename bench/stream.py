@@ -56,7 +56,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mosaic": ("mosaic", {}),
     "mosaic, asked again": ("mosaic", {"warm": True}),
     "mosaic, no prefetch": ("mosaic", {"prefetch": False}),
-    "mosaic, predictor projected": ("mosaic", {"predictor": "projected"}),
+    "mosaic, half as much again ahead": ("mosaic", {"slack": 1.5}),
+    "mosaic, predictor query": ("mosaic", {"predictor": "query"}),
     "mosaic, predictor frames": ("mosaic", {"predictor": "frames"}),
     "mosaic, no pseudo tokens": ("mosaic", {"reps": 0}),
     "mosaic, no local frames, no pseudo tokens": ("mosaic", {"reps": 0, "local": 0}),
@@ -164,7 +165,7 @@ def profile_step(options: argparse.Namespace, log: Log) -> None:
     sizes = Sizes(options)
     cuda = sizes.device.type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    for variant in ("rekv, coalesced", "mosaic", "mosaic, predictor projected"):
+    for variant in ("rekv, coalesced", "mosaic", "mosaic, no prefetch"):
         asked(sizes, variant, (0, 1))
         with profile(activities=kinds) as told:
             asked(sizes, variant, (1, 2))

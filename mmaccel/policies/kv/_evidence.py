@@ -10,9 +10,14 @@ Look = tuple[Tensor, int, Tensor | None]
 """What a layer looked at: the units [k] that it recalled, the first local one, and scores of all units before that."""
 
 
+def words_of(piece: Piece) -> tuple[int, int]:
+    """The rows of a question by which memories are searched."""
+    return piece.words if piece.words[1] > piece.words[0] else (piece.pending, piece.rows)
+
+
 def mean_query(query: Tensor, piece: Piece) -> Tensor:
     """[H, D] float32: the mean of the raw queries [1, H, n, D] of the question's words, or of all its rows."""
-    begin, end = piece.words if piece.words[1] > piece.words[0] else (piece.pending, piece.rows)
+    begin, end = words_of(piece)
     return query[0, :, begin:end].float().mean(1)
 
 

@@ -70,7 +70,7 @@ def rekv() -> Driven:
 
 MOSAIC: dict[str, dict[str, Any]] = {
     "mosaic": {},
-    "projected": {"predictor": "projected", "slack": 1.5},
+    "query": {"predictor": "query", "slack": 1.5},
     "frames": {"predictor": "frames"},
     "no guess": {"prefetch": False},
     "no pseudo tokens": {"reps": 0},
@@ -91,11 +91,7 @@ def test_a_question_reads_nothing_and_launches_little(name: str, monkeypatch: py
     for _ in range(2):
         driven.ask(1)
     driven.state.idle()
-
-    def hidden(layer: int) -> torch.Tensor:
-        return driven.question(2)(layer)[0].transpose(1, 2).flatten(2)[..., :10]
-
-    made = [(driven.question(2)(layer), hidden(layer)) for layer in range(LAYERS)]
+    made = [(driven.question(2)(layer), driven.hidden(2)(layer)) for layer in range(LAYERS)]
     monkeypatch.setattr(torch.Tensor, "tolist", no_lists)
     with driven.state.turn():
         with Counted() as counted:

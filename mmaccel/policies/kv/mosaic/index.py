@@ -151,11 +151,11 @@ class Index:
             key, _ = self._tree.summaries.means(torch.full_like(cluster, layer), entries)
             self.visual_key[layer, at] = key.to(self.visual_key)
 
-    def prepare(self, end: int, budget: int) -> _There:
-        """What searches for `budget` entries below `end` need."""
+    def prepare(self, end: int, budget: int | None = None) -> _There:
+        """What searches among the entries below `end` need; with a `budget`, what `rest` does too."""
         if self._ready is None or self._ready.end != end:
             self._ready, self._fewest = self._survey(end), {}
-        if budget not in self._fewest:
+        if budget is not None and budget not in self._fewest:
             rising = self._ready.rising
             used = ((rising.cumsum(1) - rising < budget) & (rising > 0)).sum(1)
             left = zip(self._ready.alive, used.tolist(), strict=True)
@@ -213,7 +213,7 @@ class Index:
     ) -> tuple[Found, Tensor | None]:
         """`search` by the first of `queries` [1 or 2, d], and by the second, in the next layer, `ahead` entries: of the last
         cluster the oldest ones."""
-        there, rows = self.prepare(end, budget), slice(layer, layer + len(queries))
+        there, rows = self.prepare(end), slice(layer, layer + len(queries))
         total, more = len(there.entries), len(queries) > 1
         if total <= budget:
             scores = self._score(self.key[rows, : there.size.shape[1]], queries)
@@ -284,7 +284,7 @@ class Index:
 
     def guess(self, layer: int, entries: Tensor, budget: int, end: int) -> Tensor:
         """[n] what the clusters of `layer` that hold `entries` contain, largest overlap first, up to `budget`; -1: none."""
-        there = self.prepare(end, budget)
+        there = self.prepare(end)
         width = min(budget, len(there.entries))
         if there.parent is None or not entries.numel():
             return entries[:width]

@@ -15,6 +15,7 @@ from mmaccel.core.kv import KVView, Piece, Seen, Stream
 from mmaccel.policies.kv._evidence import Look
 from mmaccel.policies.kv._stream import Asked, StreamMemory, mean_query, weigh
 from mmaccel.policies.kv.mosaic import saved
+from mmaccel.policies.kv.mosaic.drift import Drift
 from mmaccel.policies.kv.mosaic.fetching import Fetcher, Window
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
 from mmaccel.policies.kv.mosaic.index import Found, Index
@@ -84,6 +85,7 @@ class MosaicMemory(StreamMemory):
         self.standing = Standing(stream.places, stream.unit, parts)
         self._found: dict[int, Found] = {}
         self._hidden: Tensor | None = None
+        self.drift = Drift()
         self._rep_logs: list[Tensor | None] = [None] * layers
         self._recalled = self._questions = 0
 
@@ -156,7 +158,12 @@ class MosaicMemory(StreamMemory):
         super().enter(piece)
 
     def ahead(self, layer: int, hidden: Tensor) -> None:
-        self._hidden = hidden
+        if self._piece is not None and self._piece.kind == "question" and self._guesses:
+            self._hidden = self.drift.next(layer, hidden, self._piece)
+
+    @property
+    def _guesses(self) -> bool:
+        return self.policy.prefetch and self.policy.predictor == "projected" and bool(self._first)
 
     def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
         if piece.kind == "proxy":
@@ -200,7 +207,7 @@ class MosaicMemory(StreamMemory):
             return self.index.search(layer, mean, self.budget, end), None
         guessing = policy.prefetch and bool(self._first)
         later = mean
-        if guessing and policy.predictor == "projected":
+        if self._guesses:
             assert self._hidden is not None
             later = self._folded(mean_query(self._model.query(layer + 1, self._hidden), piece))
         # Without a guess too: what else is computed beside it may change the last bit of a score.
@@ -265,6 +272,7 @@ class MosaicMemory(StreamMemory):
     def _settle(self) -> None:
         """What was retrieved has been on the device: the splits that it owed are made."""
         self.fetcher.drop()
+        self.drift.settle()
         self._hidden = None
         self._rep_logs = [None] * len(self._rep_logs)
         found, self._found = self._found, {}

@@ -75,17 +75,18 @@ class Mosaic(StoredPolicy):
     deferred      split later what is not on the device (VI-B); off: everything at once
     buffer        entries a layer that may wait for a deferred split; what it goes by, their mean keys, is at hand wherever
                   they are
-    reps          pseudo tokens at most, one for each cluster that was not retrieved (V-C), the best first; so many as are sure
-                  to be left, whatever is retrieved, for the host does not wait to know. 0: none
+    reps          pseudo tokens at most, one for each cluster that was not retrieved (V-C), the best first; so many as are
+                  sure to be left, whatever is retrieved, for the host does not wait to know. 0: none
     rep_of        "mean": the mean over all tokens of the cluster, at its mean time; "medoid": over those of the one entry
                   nearest to the centroid, at that entry's time
     rep_bias      "log_size": a pseudo token weighs as much as the tokens that it stands for; "none": as one
     encode_frames while the stream is encoded, each pass retrieves so many frames; 0: sees the window alone. Above 0 what is
                   stored depends on how many units go in one pass
     cache         frames a layer that stay on the device after a question
-    prefetch      fetch ahead for the next layer (VII-B), by `predictor`: "query": this layer's query in the next one's
-                  index; "projected": the next layer's query of this layer's hidden states; "frames": the next layer's
-                  clusters of the frames that this one retrieved. `slack`: so many times the budget
+    prefetch      fetch ahead for the next layer (VII-B), by `predictor`: "query", the paper's: this layer's query in the
+                  next one's index; "projected": the next layer's query of the hidden states that enter this one, moved as
+                  far as at the last question (`Drift`); "frames": the next layer's clusters of the frames that this one
+                  retrieved. `slack`: so many times the budget
     clip          units that go through the vision tower together; None: as the recipe's chunk says (VII-A)
     batch_layers  they go through the language model together too, under a mask; off: one at a time
     batch_match   looks are compared with all clusters for many units at once; off: one at a time
@@ -118,8 +119,8 @@ class Mosaic(StoredPolicy):
     encode_frames: int = 0
     cache: int = 64
     prefetch: bool = True
-    predictor: Predictor = "query"
-    slack: float = 1.0
+    predictor: Predictor = "projected"
+    slack: float = 1.25
     clip: int | None = None  # type: ignore[misc]
     batch_layers: bool = True
     batch_match: bool = True

@@ -81,6 +81,8 @@ class Sources:
     def gather(self, code: Tensor, out: Tensor) -> tuple[Mark, Mark]:
         """Units by codes [n] into `out` [2, G, n * P, D], on the wire's lane; the marks before and after."""
         self._crossing.append(code)
+        # A question that breaks off gives `out` back while it is being written to.
+        self.store.lanes.wire.uses(out)
         if not self.store.slot_count:
             return self.store.gather(code, out, [self._places[WINDOW]])
         places = []

@@ -151,14 +151,15 @@ class Driven:
 
         return made
 
+    def hidden(self, name: int) -> Any:
+        """What enters the layers with the rows of a question."""
+        return lambda layer: self.question(name)(layer)[0].transpose(1, 2).flatten(2)[..., :HIDDEN]
+
     def ask(self, name: int = 0, rows: int = 4, answer: bool = True) -> Tensor:
         """[L, H, rows (+ 1), D]: what the rows of a question, and one of its answer, get from attention."""
 
-        def hidden(layer: int) -> Tensor:
-            return self.question(name)(layer)[0].transpose(1, 2).flatten(2)[..., :HIDDEN]
-
         with self.state.turn():
-            views = self.run(self.piece(rows), self.question(name, rows), hidden)
+            views = self.run(self.piece(rows), self.question(name, rows), self.hidden(name))
             out = torch.stack([attend(view, rows) for view in views])
             self.seen, self.evidence = views, self.state.evidence()
             if answer:

@@ -64,7 +64,7 @@ def test_much_happens_in_a_long_stream() -> None:
     "fields",
     [
         {"prefetch": False},
-        {"predictor": "projected"},
+        {"predictor": "query"},
         {"predictor": "frames"},
         {"slack": 2.0},
         {"cache": 0},
@@ -83,7 +83,7 @@ def test_how_it_is_done_changes_no_answer(fields: dict[str, Any]) -> None:
 
 
 def test_a_guess_by_this_layer_s_query_is_right_where_layers_agree() -> None:
-    driven = Driven(cache=0)
+    driven = Driven(cache=0, predictor="query", slack=1.0)
     driven.kinds[:, 1:] = driven.kinds[:, :1]
     driven.watch(80)
     driven.ask(0)
@@ -182,7 +182,7 @@ def test_a_broken_question_loses_nothing() -> None:
         return driven.question(2)(layer)
 
     with pytest.raises(KeyboardInterrupt), driven.state.turn():
-        driven.run(driven.piece(), breaks)
+        driven.run(driven.piece(), breaks, driven.hidden(2))
     for _ in range(4):
         driven.ask(2)
     assert torch.equal(driven.ask(2), driven.ask(2))

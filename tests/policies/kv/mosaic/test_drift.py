@@ -1,0 +1,54 @@
+"""What enters the next layer is foretold by what the last question showed."""
+
+from __future__ import annotations
+
+import torch
+
+from mmaccel.core.kv import Piece
+from mmaccel.policies.kv.mosaic.drift import Drift
+
+
+def states(seed: int) -> torch.Tensor:
+    return torch.randn(1, 5, 4, generator=torch.Generator().manual_seed(seed))
+
+
+PIECE = Piece(kind="question", rows=5, words=(1, 4))
+
+
+def ask(drift: Drift, start: torch.Tensor, added: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What is foretold at each layer, when layers add `added` to all rows."""
+    told = []
+    for layer in range(len(added) + 1):
+        told.append(drift.next(layer, start + sum(added[:layer], torch.zeros(4)), PIECE))
+    drift.settle()
+    return told
+
+
+def test_what_layers_add_alike_is_foretold_from_the_second_question_on() -> None:
+    drift, added = Drift(), [torch.arange(4.0), torch.tensor([0.0, -1.0, 2.0, 5.0])]
+    first, start = states(1), states(2)
+    plain = ask(drift, first, added)
+    assert torch.equal(plain[0], first)
+    told = ask(drift, start, added)
+    for layer in range(2):
+        torch.testing.assert_close(told[layer], start + sum(added[: layer + 1], torch.zeros(4)))
+    # Nobody saw what comes after the last layer.
+    torch.testing.assert_close(told[2], start + sum(added, torch.zeros(4)))
+
+
+def test_of_a_question_s_rows_its_words_count() -> None:
+    drift = Drift()
+    before, after = states(3), states(4)
+    drift.next(0, before, PIECE)
+    drift.next(1, after, PIECE)
+    drift.settle()
+    moved = (after - before)[:, 1:4].mean(1, keepdim=True)
+    torch.testing.assert_close(drift.next(0, before, PIECE), before + moved)
+
+
+def test_a_question_that_broke_off_tells_nothing_of_layers_it_did_not_reach() -> None:
+    drift = Drift()
+    drift.next(0, states(5), PIECE)
+    drift.settle()
+    drift.next(1, states(6), PIECE)
+    assert torch.equal(drift.next(0, states(7), PIECE), states(7))

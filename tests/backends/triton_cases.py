@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmaccel.backends import ops
 from mmaccel.backends import triton as backend
-from mmaccel.backends.triton.attend import Work, block_attend, paired
+from mmaccel.backends.triton.attend import WAVES, Work, block_attend, paired
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.lists import BlockLists
@@ -256,7 +256,7 @@ def test_a_row_is_split_where_lists_are_uneven() -> None:
     if INTERPRETED:
         work = Work.even([span.lists.count], 1, 1, 3, 1, 1)
         assert int(work.chunk) == 32
-        assert work.first.diff().tolist() == [1, 2, 1] and work.item.tolist() == [0, 1, 1, 2, 3, 3, 3]
+        assert work.first.diff().tolist() == [1, 2, 1] and work.item.tolist() == [0, 1, 1, 2] + [3] * (WAVES - 1)
         whole = check(plan, tensors, kernel=partial(block_attend, chunk=99))
         torch.testing.assert_close(lse, whole[1], rtol=0, atol=1e-5)
 
@@ -275,8 +275,8 @@ def test_work_fits_the_room_that_is_made_for_it(
     spare = (sum(lengths) + slack) // chunk
     given_size = Work.of([count], 1, 1, len(lengths), torch.tensor(chunk), spare)
     even = Work.even([count, 0 * count], 1, 1, len(lengths), tiles, chunk)
-    assert even.items == len(lengths) + 4 * chunk // tiles
-    assert int(even.chunk) == max(32, -(-sum(lengths) * tiles // (4 * chunk)))
+    assert even.items == len(lengths) + WAVES * chunk // tiles
+    assert int(even.chunk) == max(32, -(-sum(lengths) * tiles // (WAVES * chunk)))
     for work in (given_size, even):
         pieces = [max(1, -(-n // int(work.chunk))) for n in lengths]
         want = [row for row, count in enumerate(pieces) for _ in range(count)]

@@ -24,7 +24,7 @@ LEAST_CHUNK = 32
 PAIRS = 200 << 10
 """Bytes of shared memory from which two blocks of queries go together: earlier devices run out of registers."""
 
-WAVES = 4
+WAVES = 8
 """A row is split where one of its tiles is more than 1 / WAVES of what a place on the device computes in all."""
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmaccel.backends.ops import FULL
 from mmaccel.backends.triton.homes import BOX, Homes, lead
 
 ROWS = 128
@@ -163,8 +164,12 @@ def fields(
     home: Tensor,
 ) -> dict[str, Any]:
     """What the table says of a span (`hopper_walk.FIELDS`)."""
-    found: dict[str, Any] = dict(index=index if len(index) else 0, by_block=by_block, lo=lo, hi=hi, home=home)
-    named = dict(list=runs, kind=kind, q_place=q_place, k_place=k_place)
+    # How many blocks are not FULL, before each entry, before each block in order, or, of an index of blocks, in all.
+    form = 0 if not by_block else 1 if not len(index) else 2
+    unsure = torch.nn.functional.pad((kind != FULL).cumsum(-1, dtype=torch.int32), (1, 0))
+    unsure = unsure[..., -1:] if form == 2 else unsure
+    found: dict[str, Any] = dict(index=index if len(index) else 0, form=form, lo=lo, hi=hi, home=home)
+    named = dict(list=runs, unsure=unsure, q_place=q_place, k_place=k_place)
     for name, t in named.items():
         found |= {name: t, f"{name}_b": lead(t)[0], f"{name}_h": lead(t)[1]}
     # The homes of an order that all heads share are those of each group; others are of each head.

@@ -15,17 +15,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from mmaccel.backends import ops
-
-FULL, FAR = gl.constexpr(ops.FULL), gl.constexpr(2**31 - 1)
+FAR = gl.constexpr(2**31 - 1)
 
 FIELDS = (
-    *("list", "list_b", "list_h", "index", "kind", "kind_b", "kind_h", "by_block"),
+    *("list", "list_b", "list_h", "index", "unsure", "unsure_b", "unsure_h", "form"),
     *("q_place", "q_place_b", "q_place_h", "k_place", "k_place_b", "k_place_h"),
     *("lo", "hi", "home", "home_b", "home_h", "home_g"),
 )
 """What the table says of a span: addresses, strides of the sequence and the head (or the group), and the range. An index of
-0 is none: entry e is block e. The place of an absent key is beyond every range."""
+0 is none: entry e is block e. unsure: how many are not FULL before each of what `form` says, and after the last. The place
+of an absent key is beyond every range."""
+
+ENTRIES, BLOCKS, WHOLE = (gl.constexpr(form) for form in range(3))
+"""What is counted as unsure: entries of the lists, blocks in their order, or all blocks at once."""
 
 WIDTH = gl.constexpr(len(FIELDS))
 
@@ -57,11 +59,32 @@ def _block(index, begin, e, shift):
 
 
 @gluon.jit
-def _kind(kind, by_block, begin, e, block):
-    at = begin + e
-    if by_block != 0:
-        at = block.to(gl.int64)
-    return gl.load(kind + at).to(gl.int32)
+def _pair(index, begin, e, high, shift, PER: gl.constexpr):
+    """The blocks of a step's entries, the last ones where there are no more."""
+    left = _block(index, begin, gl.minimum(e, high - 1), shift)
+    right = left
+    if PER == 2:
+        right = _block(index, begin, gl.minimum(e + 1, high - 1), shift)
+    return left, right
+
+
+@gluon.jit
+def _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER: gl.constexpr):
+    """From which step to which nothing need be tested; past the last, twice, where that cannot be told of a whole run."""
+    first, past = gl.maximum(head, low), gl.minimum(tail, high)
+    counts = _told(span, 4).to(gl.pointer_type(gl.int32)) + b * _told(span, 5) + h * _told(span, 6)
+    past = gl.maximum(past, first)
+    form = _told(span, 7)
+    if form == WHOLE:
+        unsure = gl.load(counts)
+    else:
+        at = counts + begin
+        if form == BLOCKS:
+            at += shift
+        unsure = gl.load(at + past) - gl.load(at + first)
+    from_step, to_step = (first - low + PER - 1) // PER, (past - low) // PER
+    none = (unsure > 0) | (to_step <= from_step)
+    return gl.where(none, steps, from_step), gl.where(none, steps, to_step)
 
 
 @gluon.jit
@@ -108,11 +131,8 @@ def produce(
             homes = _told(span, 16).to(gl.pointer_type(gl.int32))
             homes += b * _told(span, 17) + h * _told(span, 18) + g * _told(span, 19)
             for j in range(steps):
-                e = low + j * PER
-                left = _block(index, begin, e, shift)
-                if PER == 2:
-                    right = _block(index, begin, gl.minimum(e + 1, high - 1), shift)
-                else:
+                left, right = _pair(index, begin, low + j * PER, high, shift, PER)
+                if PER == 1:
                     left, right = 2 * left, 2 * left + 1
                 left, right = gl.load(homes + left), gl.load(homes + right)
                 stage, turn = step % STAGES, (step // STAGES) & 1
@@ -152,6 +172,48 @@ def rows_of(place, which: gl.constexpr, layout: gl.constexpr, shape):
     at_place = m * BLOCK_Q + sub * ROWS + r % ROWS
     at = gl.load(q_row + b * q_row_b + h * q_row_h + at_place)
     return head, mine, at_place, at
+
+
+@gluon.jit
+def _products(q, rings, barriers, weights, nothing, acc, step, STAGES: gl.constexpr):
+    """The scores of a step, and under way behind them the product of weights and values of the one before."""
+    k_ring, v_ring = rings
+    k_full, k_free, v_full, v_free = barriers
+    stage, turn = step % STAGES, (step // STAGES) & 1
+    mbarrier.wait(k_full.index(stage), turn)
+    score = warpgroup_mma(q, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(stage), turn)
+    acc = warpgroup_mma(weights, v_ring.index(stage), acc, is_async=True)
+    score = warpgroup_mma_wait(1, deps=(score,))
+    mbarrier.arrive(k_free.index(stage), count=1)
+    return score, acc
+
+
+@gluon.jit
+def _softmax(
+    score,
+    acc,
+    peak,
+    total,
+    scale,
+    barriers,
+    step,
+    dtype: gl.constexpr,
+    o_layout: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Weights of a step, and what was summed before in terms of the new largest score."""
+    v_free = barriers[3]
+    top = gl.maximum(peak, gl.max(score, 1) * scale)
+    floor = gl.where(top == float("-inf"), 0.0, top)
+    p = gl.exp2(score * scale - gl.expand_dims(floor, 1))
+    fade = gl.exp2(peak - floor)
+    total = total * fade + gl.sum(p, 1)
+    p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(v_free.index(step % STAGES), count=1)
+    acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, o_layout)), 1)
+    return p, acc, top, total
 
 
 @gluon.jit
@@ -199,62 +261,41 @@ def consume(
         begin, count, head, tail, shift, low, high, steps = _list(span, b, h, m, begun, first, last, PER)
         begun += count
         if steps > 0:
-            index, by_block = _told(span, 3), _told(span, 7)
-            kinds = _told(span, 4).to(gl.pointer_type(gl.int8)) + b * _told(span, 5) + h * _told(span, 6)
+            index = _told(span, 3)
             places = _told(span, 8).to(gl.pointer_type(gl.int32)) + b * _told(span, 9) + h * _told(span, 10)
             lo = _told(span, 14).to(gl.int32)
             width = (_told(span, 15).to(gl.int32) - lo).to(gl.uint32)
-            # Counted from the lower end of the range, what is outside is above its width on either side.
-            q_place = gl.load(places + at_place) - lo
+            # Counted from the lower end of the range, what is outside is above its width on either side; rows before all
+            # keys stand right before the first, from where the place of an absent key is still told from one in the range.
+            q_place = gl.maximum(gl.load(places + at_place) - lo, -1)
             places = _told(span, 11).to(gl.pointer_type(gl.int32)) + b * _told(span, 12) + h * _told(span, 13)
-            left = _block(index, begin, low, shift)
-            left_kind = _kind(kinds, by_block, begin, low, left)
-            right, right_kind = left, left_kind
-            if PER == 2:
-                beside = gl.minimum(low + 1, high - 1)
-                right = _block(index, begin, beside, shift)
-                right_kind = _kind(kinds, by_block, begin, beside, right)
-            for j in range(steps):
-                e = low + j * PER
-                stage, turn = step % STAGES, (step // STAGES) & 1
-                mbarrier.wait(k_full.index(stage), turn)
-                score = warpgroup_mma(
-                    q, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
-                )
-                mbarrier.wait(v_full.index(stage), turn)
-                acc = warpgroup_mma(weights, v_ring.index(stage), acc, is_async=True)
-                # The places of this step and the blocks of the next are looked up behind the products.
-                sure = (e >= head) & (e + PER <= tail) & (e + PER <= high)
-                unsure = (sure & (left_kind == FULL) & (right_kind == FULL)) == 0
-                second = n // BLOCK_K
-                key = gl.where(second > 0, right, left) * BLOCK_K + n % BLOCK_K
-                k_place = gl.load(places + key, mask=(e + second < high) & unsure, other=FAR)
-                ahead = gl.minimum(e + PER, high - 1)
-                next_left = _block(index, begin, ahead, shift)
-                next_left_kind = _kind(kinds, by_block, begin, ahead, next_left)
-                next_right, next_right_kind = next_left, next_left_kind
-                if PER == 2:
-                    beside = gl.minimum(ahead + 1, high - 1)
-                    next_right = _block(index, begin, beside, shift)
-                    next_right_kind = _kind(kinds, by_block, begin, beside, next_right)
-                score = warpgroup_mma_wait(1, deps=(score,))
-                mbarrier.arrive(k_free.index(stage), count=1)
-                if unsure:
+            from_step, to_step = _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER)
+            for turn_of in range(2):
+                # Steps that are tested and then steps that are not, twice: the head of a run, and its tail.
+                tested = gl.where(turn_of == 0, from_step, steps)
+                sure = gl.where(turn_of == 0, to_step, steps)
+                begins = gl.where(turn_of == 0, 0, to_step)
+                left, right = _pair(index, begin, low + begins * PER, high, shift, PER)
+                for j in range(begins, tested):
+                    e = low + j * PER
+                    second = n // BLOCK_K
+                    key = gl.where(second > 0, right, left) * BLOCK_K + n % BLOCK_K
+                    k_place = gl.load(places + key, mask=e + second < high, other=FAR)
+                    # Blocks are looked up a step ahead: their places wait for them.
+                    left, right = _pair(index, begin, e + PER, high, shift, PER)
+                    score, acc = _products(q, rings, barriers, weights, nothing, acc, step, STAGES)
                     gap = (gl.expand_dims(q_place, 1) - gl.expand_dims(k_place, 0)).to(gl.uint32)
                     score = gl.where(gap < width, score, float("-inf"))
-                top = gl.maximum(peak, gl.max(score, 1) * scale)
-                floor = gl.where(top == float("-inf"), 0.0, top)
-                p = gl.exp2(score * scale - gl.expand_dims(floor, 1))
-                fade = gl.exp2(peak - floor)
-                total = total * fade + gl.sum(p, 1)
-                peak = top
-                p = gl.convert_layout(p.to(q_buf.dtype), p_layout)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(v_free.index(stage), count=1)
-                weights = p
-                acc = acc * gl.expand_dims(gl.convert_layout(fade, out_line), 1)
-                left, left_kind, right, right_kind = next_left, next_left_kind, next_right, next_right_kind
-                step += 1
+                    weights, acc, peak, total = _softmax(
+                        score, acc, peak, total, scale, barriers, step, q_buf.dtype, o_layout, STAGES
+                    )
+                    step += 1
+                for _ in range(tested, sure):
+                    score, acc = _products(q, rings, barriers, weights, nothing, acc, step, STAGES)
+                    weights, acc, peak, total = _softmax(
+                        score, acc, peak, total, scale, barriers, step, q_buf.dtype, o_layout, STAGES
+                    )
+                    step += 1
     mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
     acc = warpgroup_mma(weights, v_ring.index(step % STAGES), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))

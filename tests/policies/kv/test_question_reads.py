@@ -79,7 +79,7 @@ MOSAIC: dict[str, dict[str, Any]] = {
     "tiles": {"granularity": "tile", "tile": 2},
     "cosine": {"similarity": "cosine"},
 }
-MOST = {"rekv": 45, "no pseudo tokens": 100, "no guess": 115}
+MOST = {"rekv": 45, "no pseudo tokens": 110, "no guess": 115}
 
 
 @pytest.mark.parametrize("name", ["rekv", *MOSAIC])
@@ -100,4 +100,4 @@ def test_a_question_reads_nothing_and_launches_little(name: str, monkeypatch: py
         evidence = driven.state.evidence()
     assert len(evidence) >= 10
     launched = sum(counted.launched.values()) / LAYERS
-    assert 10 < launched <= MOST.get(name, 130), counted.launched.most_common()
+    assert 10 < launched <= MOST.get(name, 140), counted.launched.most_common()

@@ -1,0 +1,86 @@
+"""Where the copy engine finds keys, and what else is made before the kernel for Hopper runs; `test_hopper.py` runs them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel.backends.triton.homes import BOX, FAR, SLACK, Homes
+from mmaccel.backends.triton.hopper_launch import numbered, viewed
+
+from .triton_cases import DEVICE
+
+B, G, HEADS, S, D = 2, 2, 4, 300, 64
+
+
+def orders() -> list[Tensor]:
+    """Of all heads in their order, of each head in its own, and of all with a gap inside a block."""
+    rng = torch.Generator().manual_seed(0)
+    natural = torch.arange(320).where(torch.arange(320) < S, -1)
+    own = torch.rand(B, HEADS, S, generator=rng).argsort(-1)
+    cut = torch.cat([torch.arange(7, 100), torch.arange(110, S)])
+    padded = [torch.nn.functional.pad(t, (0, 320 - t.shape[-1]), value=-1) for t in (natural, own, cut)]
+    return [t.int().view(-1, 1 if t.dim() == 1 else HEADS, 320) for t in padded]
+
+
+def made(most: int) -> tuple[Tensor, Tensor, list[Tensor], Homes]:
+    rng = torch.Generator().manual_seed(1)
+    key, value = (torch.randn(B, G, S, D, generator=rng).to(DEVICE) for _ in range(2))
+    k_row = [t.to(DEVICE) for t in orders()]
+    k_place = [torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320)] * 3
+    return key, value, k_row, Homes.of(key, value, k_row, k_place, HEADS, most)
+
+
+def test_every_key_is_where_its_home_says() -> None:
+    key, value, k_row, homes = made(1 << 30)
+    assert homes.short is None
+    for row, home, place in zip(k_row, homes.home, homes.place, strict=True):
+        for b, x, n in torch.cartesian_prod(*(torch.arange(size) for size in home.shape)).tolist():
+            told, shared = int(home[b, x, n]), row.shape[1] == 1
+            rows = row[b % len(row), 0 if shared else x, n * BOX : n * BOX + BOX].long()
+            there = rows >= 0
+            g = x if shared else x // (HEADS // G)
+            if told >= 0:
+                assert torch.equal((told - SLACK + torch.arange(BOX, device=DEVICE))[there], rows[there])
+            else:
+                assert torch.equal(homes.keys[-2 - told][there], key[b, g, rows[there]])
+                assert torch.equal(homes.values[-2 - told][there], value[b, g, rows[there]])
+                assert not homes.keys[-2 - told][~there].any()
+        absent = (row < 0).expand_as(place)
+        assert (place[absent] == FAR).all() and not (place[~absent] == FAR).any()
+    # What lies side by side stays where it is: all of the first, of the last all but the block with the gap.
+    natural, own, cut = homes.home
+    assert (natural >= 0).all() and (own[..., :-1] < -1).all()
+    assert (cut < -1).sum(-1).eq(1).all()
+
+
+def test_what_finds_no_room_is_counted() -> None:
+    enough = made(1 << 30)[3]
+    wanted = sum(int((home < -1).sum()) for home in enough.home)
+    homes = made(10 * 2 * BOX * D * 4)[3]
+    assert homes.short is not None and int(homes.short) == wanted - 10
+    assert sum(int((home == -1).sum()) for home in homes.home) == wanted - 10
+
+
+def test_numbers_arrive_whole() -> None:
+    numbers = [0, 1, -1, 16, 2**31 - 1, -(2**31), 140_000_000_000_000, *range(70)]
+    assert numbered(numbers, torch.device(DEVICE))[: len(numbers)].tolist() == numbers
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_views_find_every_row(batch: int) -> None:
+    """Tensors as caches hold them, longer than they are filled, and as projections leave them; some groups of them."""
+    whole = torch.arange(batch * 4 * 40 * 64).view(batch, 4, 40, 64)
+    mixed = whole.view(batch, 40, 4, 64).transpose(1, 2)
+    for t in (whole, whole[:, :, :30], mixed, mixed[:, 1:3], whole[:, 2:3, :9]):
+        view = viewed(t)
+        assert view is not None
+        rows, columns = view.shape
+        seen = t.as_strided((rows, columns), (view.stride, 1))
+        for b in range(batch):
+            for g in range(t.shape[1]):
+                first = b * view.batch + g * view.group
+                block = seen[first : first + t.shape[2], g * view.column : g * view.column + 64]
+                assert torch.equal(block, t[b, g])
+    assert viewed(whole.transpose(2, 3)) is None and viewed(whole[..., 1:]) is None

@@ -12,7 +12,7 @@ from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, err, out, print_json
 from mmaccel.cli.evaluate import Seed, lengths_of
-from mmaccel.core.errors import WorldError
+from mmaccel.core.errors import RecipeError, WorldError
 from mmaccel.core.recipe import fields_of
 
 if TYPE_CHECKING:
@@ -25,7 +25,10 @@ def stream(
     model: Model = "tiny-ov",
     memory: Annotated[
         list[str] | None,
-        typer.Option("--memory", help="A kv policy's name, or a YAML file with a kv; several."),
+        typer.Option(
+            "--memory",
+            help="A kv policy's name, with fields if any ('mosaic local=0 reps=0'), or a YAML file with a kv; several.",
+        ),
     ] = None,
     frames: Annotated[int, typer.Option("--frames", min=1, help="Frames of a stream.")] = 500,
     worlds: Annotated[int, typer.Option("--worlds", min=1, help="Streams.")] = 4,
@@ -92,11 +95,22 @@ def stream(
 
 
 def _memory(text: str) -> str | dict[str, Any]:
-    """A policy's name, or the kv of a YAML file under the file's name."""
+    """A policy's name, its name and fields, shown as they are given, or the kv of a YAML file under the file's name."""
     if not text.endswith((".yaml", ".yml")):
-        return text
+        name, *fields = text.split() or [text]
+        return {"name": name, "label": text, **dict(_field(one) for one in fields)} if fields else text
     kv = fields_of(text).get("kv", "full")
     return {**({"name": kv} if isinstance(kv, str) else kv), "label": Path(text).stem}
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """``name=value``, the value as YAML reads it."""
+    import yaml
+
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise RecipeError(f"--memory: {text!r} is no field; give name=value.")
+    return name, yaml.safe_load(value)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

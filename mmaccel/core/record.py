@@ -1,13 +1,14 @@
 """A session on disk: a folder of `session.json`, `film.safetensors` and the memory's own files under ``memory/``.
 
-`session.json` says the version, what model and memory it is of, and the size of each file, which is checked before
-anything is read. A folder appears whole or not at all: it is written beside its place and moved there.
+`session.json` says the version, what model and memory it is of, and the size and the checksum of each file, which are
+checked before anything is read; a store of units checks its own pieces while it reads them. A folder appears whole or not at all: it is written beside its place and moved there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.live import Film, Live
 from mmaccel.core.recipe import Recipe
 
-FORMAT, VERSION = "mmaccel session", 1
+FORMAT, VERSION = "mmaccel session", 2
 FACTS, FILM, MEMORY = "session.json", "film.safetensors", "memory"
+STORE = "store"
+"""Folders of a memory that check themselves."""
+READ_BYTES = 1 << 24
 
 
 def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
@@ -39,7 +43,8 @@ def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
         (part / MEMORY).mkdir(parents=True)
         live.state.save(part / MEMORY)
         saving.write_tensors(part / FILM, _tensors(live.film))
-        files = {str(p.relative_to(part)): p.stat().st_size for p in sorted(part.rglob("*")) if p.is_file()}
+        names = [p.relative_to(part) for p in sorted(part.rglob("*")) if p.is_file()]
+        files = {str(name): _print_of(part, name) for name in names}
         saving.write_json(part / FACTS, {**_facts(seam, recipe), **_sizes(live.film), "files": files})
         if path.exists():
             path.rename(old)
@@ -97,12 +102,8 @@ def check(folder: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
         raise ModelError(
             f"{folder} was saved with kv {told['recipe'].get('kv')}; open the session with the same kv and fields."
         )
-    for name, size in told["files"].items():
-        file = folder / name
-        there = file.stat().st_size if file.is_file() else None
-        if there != size:
-            state = "is missing" if there is None else f"has {there} bytes of {size}"
-            raise ModelError(f"{folder}: {name} {state}; the session is damaged, save it anew.")
+    for name, known in told["files"].items():
+        _check_file(folder, name, known)
     kinds = {"size": list, "unit": int, "frames": int, "units": int, "marks": int, "pending": int}
     told = saving.read_json(folder / FACTS, kinds)
     raw = told.get("raw")
@@ -116,6 +117,33 @@ def check(folder: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
     ]
     height, width = told["size"]
     return Facts(folder, told, ((height, width), told["fps"], told["unit"], marks))
+
+
+def _print_of(folder: Path, name: Path) -> list[int | None]:
+    """Size and CRC-32 of a file; no checksum of what is a store's."""
+    file = folder / name
+    if STORE in name.parts:
+        return [file.stat().st_size, None]
+    total = 0
+    with file.open("rb") as stream:
+        while piece := stream.read(READ_BYTES):
+            total = zlib.crc32(piece, total)
+    return [file.stat().st_size, total]
+
+
+def _check_file(folder: Path, name: str, known: Any) -> None:
+    """Raise `ModelError` unless the file is the one that was written."""
+    if not (isinstance(known, list) and len(known) == 2 and all(type(n) is int or n is None for n in known)):
+        raise ModelError(f"{folder}: files in {FACTS} is damaged; save the session anew.")
+    file = folder / name
+    there = file.stat().st_size if file.is_file() else None
+    state = ""
+    if there != known[0]:
+        state = "is missing" if there is None else f"has {there} bytes of {known[0]}"
+    elif _print_of(folder, Path(name)) != known:
+        state = "is not what was written"
+    if state:
+        raise ModelError(f"{folder}: {name} {state}; the session is damaged, save it anew.")
 
 
 def load(facts: Facts, live: Live) -> None:

@@ -19,11 +19,19 @@ def test_the_command(call: Callable[..., tuple[int, str, str]], ov: str, tmp_pat
     assert told["paired"][0]["memory"] == "recent" and told["paired"][0]["rival"] == "few"
     lines = (tmp_path / "shots.jsonl").read_text().splitlines()
     assert len(lines) == sum(row["questions"] for row in told["rows"] if row["kind"] == "all")
+    equal = ("--memory", "mosaic local=0 reps=0", "--memory", "rekv")
+    status, out, _ = call(*base, "--budgets", "4", *equal, "--kind", "needle", "--json")
+    same = [row for row in json.loads(out)["rows"] if row["kind"] == "all"]
+    assert status == 0 and [row["memory"] for row in same] == ["mosaic local=0 reps=0", "rekv"]
+    assert same[0]["seen"] == same[1]["seen"], "what a question sees is as much for both"
     status, out, _ = call(*base, "--budgets", "4", "--memory", "recent", "--kind", "needle")
     assert status == 0 and "recent" in out and "off device" in out
     for wrong, match in (
         (("--budgets", "many"), "--budgets: 'many'"),
         (("--memory", "a_shape"), "a_shape"),
+        (("--memory", "mosaic reps"), "--memory: 'reps'"),
+        (("--memory", "mosaic reps=some"), "reps"),
+        (("--memory", "mosaic looks=3"), "looks"),
         (("--still", 2), "--still: 2.0"),
         (("--kind", "count"), "count"),
         (("--out", tmp_path), "--out"),

@@ -247,7 +247,7 @@ def test_damaged_sessions_are_refused(tmp_path: Path) -> None:
     files = [p.relative_to(whole) for p in sorted(whole.rglob("*")) if p.is_file()]
     assert len(files) >= 6
     for number, file in enumerate(files):
-        for damage in ("truncated", "missing", "flipped"):
+        for damage in ("truncated", "missing", "flipped", "late"):
             folder = tmp_path / f"{number}-{damage}"
             shutil.copytree(whole, folder)
             data = (whole / file).read_bytes()
@@ -255,6 +255,8 @@ def test_damaged_sessions_are_refused(tmp_path: Path) -> None:
                 (folder / file).unlink()
             elif damage == "truncated":
                 (folder / file).write_bytes(data[: len(data) // 2])
+            elif damage == "late":
+                (folder / file).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
             elif file.suffix == ".safetensors":
                 (folder / file).write_bytes(bytes(b ^ 255 for b in data[:64]) + data[64:])
             else:

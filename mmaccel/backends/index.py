@@ -1,12 +1,13 @@
 """The operators that make the indices of adaptive patterns.
 
 `row_totals`, `line_sums` and `class_phases` reduce what the last queries attend to as they make it, on a CUDA device; their
-plain forms are the methods of `mmaccel.policies.sparse.estimate.LastQueries`, which serve every other device. Common to
-these: query [B, H, L, D], the last queries; key [B, G, N, D], H a multiple of G; row [B, n] long, the rows of `key` in
-which the keys lie, None for its first `width`; at [B, L] long, the place of each query among the n = `width` keys, of which
-it sees those not after it, ascending, -1 for none; total [B, H, L] float32, the log-sum-exp of all that a query sees, where
-the keys are not all of it; pooled: the heads of one key head share the mean of their weights, and h = G heads are told,
-otherwise h = H. Scores are scaled by D ** -0.5. The other operators are served on every device.
+plain forms are the methods of `mmaccel.policies.sparse.estimate.LastQueries`, and of `stride_scores` that of
+`mmaccel.policies.sparse.stride`, which serve every other device. Common to the first three: query [B, H, L, D], the last
+queries; key [B, G, N, D], H a multiple of G; row [B, n] long, the rows of `key` in which the keys lie, None for its first
+`width`; at [B, L] long, the place of each query among the n = `width` keys, of which it sees those not after it, ascending,
+-1 for none; total [B, H, L] float32, the log-sum-exp of all that a query sees, where the keys are not all of it; pooled: the
+heads of one key head share the mean of their weights, and h = G heads are told, otherwise h = H. Scores are scaled by
+D ** -0.5. The other operators are served on every device.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ CLASS_PHASES = (
     f"({_ASKED}, Tensor? total, int width, bool pooled, Tensor order, Tensor start, Tensor own, Tensor members, "
     "Tensor stride, str score, bool rows) -> (Tensor line, Tensor shift, Tensor spread)"
 )
+STRIDE_SCORES = "(Tensor value, Tensor at, int low, int high, str score) -> Tensor"
 STRONGEST = "(Tensor score, Tensor last, int count, bool first) -> Tensor"
 KEYS_WITHOUT = "(Tensor row, Tensor owned, int block) -> (Tensor left, Tensor kind)"
 SLASH_RUNS = (
@@ -64,6 +66,12 @@ def _class_phases(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     from mmaccel.backends.triton.estimate_grid import class_phases
 
     return class_phases(*args)
+
+
+def _stride_scores(*args: Any) -> Tensor:
+    from mmaccel.backends.triton.strides import stride_scores
+
+    return stride_scores(*args)
 
 
 def _at_home(name: str, device: torch.device) -> Any:
@@ -128,6 +136,14 @@ order [B, n] int32: the places by class; start [B, C + 1] int32: where each clas
 int32: the class of the key at each query's place. members [B, C or more] float32: how many pairs of a query and a key before
 it have a phase. stride [B] long: how many classes and phases there are. spread [B, h, L] float32, with `rows`: the entropy
 of the weights of each query; empty otherwise.
+"""
+
+stride_scores = torch.library.custom_op(
+    "mmaccel::stride_scores", _stride_scores, mutates_args=(), schema=STRIDE_SCORES
+)
+"""[B, H, high - low + 1] float32: what the heaviest class of lines of each stride weighs under `score`, over the kinds.
+
+value [kinds, B, H, n] float32, the standing of lines by how far they are from the first; at [B] the last of them.
 """
 
 strongest = torch.library.custom_op("mmaccel::strongest", _strongest, mutates_args=(), schema=STRONGEST)
@@ -203,6 +219,11 @@ def _class_phases_shape(
     line = query.new_empty(*told, 1, dtype=torch.int64)
     spread = (*told, query.shape[2]) if rows else (0,)
     return line, torch.empty_like(line), query.new_empty(spread, dtype=torch.float32)
+
+
+@stride_scores.register_fake
+def _stride_scores_shape(value: Tensor, at: Tensor, low: int, high: int, score: str) -> Tensor:
+    return value.new_empty(*value.shape[1:3], high - low + 1)
 
 
 @strongest.register_fake

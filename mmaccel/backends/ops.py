@@ -19,6 +19,7 @@ from mmaccel.backends.index import line_sums as line_sums
 from mmaccel.backends.index import reduces as reduces
 from mmaccel.backends.index import row_totals as row_totals
 from mmaccel.backends.index import slash_runs as slash_runs
+from mmaccel.backends.index import stride_scores as stride_scores
 from mmaccel.backends.index import strongest as strongest
 from mmaccel.backends.index import turned_classes as turned_classes
 

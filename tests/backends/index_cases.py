@@ -13,12 +13,13 @@ from torch import Tensor
 
 from mmaccel.backends import triton as backend
 from mmaccel.backends.reference import index as plain
-from mmaccel.backends.triton import strongest
+from mmaccel.backends.triton import strides, strongest
 from mmaccel.backends.triton.estimate import line_sums, row_totals
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse import Grid
-from mmaccel.policies.sparse.estimate import Asking, LastQueries
+from mmaccel.policies.sparse.estimate import Asking, LastQueries, Score
+from mmaccel.policies.sparse.stride import _heaviest
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import small
 
@@ -122,7 +123,22 @@ def test_plans(name: str, start: int) -> None:
     assert torch.equal(got.count_mask().cpu(), want.count_mask())
 
 
-@pytest.mark.parametrize(("n", "count", "tile"), [(300, 20, 64), (300, 1000, 512), (300, 90, 16), (77, 5, 8192)])
+@pytest.mark.parametrize("score", ["contrast", "mean", "sum"])
+@pytest.mark.parametrize(("low", "high"), [(3, 7), (62, 66)])
+def test_strides(score: Score, low: int, high: int) -> None:
+    """Classes of more members than go together, and more classes; of two sequences one is short."""
+    rng = torch.Generator().manual_seed(low)
+    value, at = torch.randn(2, 2, 1, 400, generator=rng), torch.tensor([399, 211])
+    there = (torch.arange(400) <= at[:, None])[None, :, None]
+    masked = value.double().masked_fill(~there, 0.0)
+    want = torch.stack([_heaviest(masked, there, s, score) for s in range(low, high + 1)], -1)
+    got = strides.stride_scores(value.to(DEVICE), at.to(DEVICE), low, high, score).cpu()
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("n", "count", "tile"), [(300, 20, 64), (300, 1000, 512), (300, 90, 16), (77, 5, 8192)]
+)
 @pytest.mark.parametrize("first", [False, True])
 def test_strongest(n: int, count: int, tile: int, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strongest, "TILE", tile)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from mmaccel.backends.triton import classes, estimate, estimate_grid, slashes, strongest
+from mmaccel.backends.triton import classes, estimate, estimate_grid, slashes, strides, strongest
 
 from .triton_compile import Compiled, Elsewhere, used
 
@@ -42,6 +42,7 @@ def main(capability: int) -> None:
         (strongest, "digits_kernel"),
         (strongest, "tally_kernel"),
         (strongest, "chosen_kernel"),
+        (strides, "strides_kernel"),
         (slashes, "without_kernel"),
         (slashes, "steps_kernel"),
         (slashes, "rows_kernel"),
@@ -55,6 +56,7 @@ def main(capability: int) -> None:
     order = numbers(1, N), numbers(1, C + 1), numbers(1, 64), torch.zeros(1, 1024)
     estimate_grid.class_phases(query, key, None, at, None, N, False, *order, long[0, :1], "contrast", False)
     strongest.strongest(torch.zeros(1, 28, N), long[:, 0], 1000, False)
+    strides.stride_scores(torch.zeros(2, 1, 28, N), long[:, 0], 8, 1024, "contrast")
     slashes.keys_without(numbers(1, N), kept, 64)
     slashes.slash_runs(
         kept, numbers(3, 3), numbers(1, 64), numbers(1, 64), numbers(3, 1, 64),

@@ -56,8 +56,8 @@ def listed_area(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
     keys = torch.zeros(b, h, m, dtype=torch.int64, device=nk.device)
     # No list names a block twice.
     most, step = min(index.shape[0], nk.shape[-1]), max(1, ENTRIES // (b * h * m))
-    for first in range(0, most, step):
-        e = torch.arange(first, min(first + step, most), device=nk.device)
+    for entry in range(0, most, step):
+        e = torch.arange(entry, min(entry + step, most), device=nk.device)
         there = e < count[..., None]
         block = index[(begin[..., None] + e).clamp(max=index.shape[0] - 1)] + shift[..., None]
         block = torch.where(there, block, 0).flatten(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +13,6 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.policies.sparse.estimate import Asking, LastQueries, Score, class_scores, judged, standing
 from mmaccel.policies.sparse.intra import Sight
 from mmaccel.policies.sparse.orders import Order
-
-TERMS = 1 << 26
-"""Most weights of lines looked at at a time, in the search for a stride."""
 
 REACH = 64
 """Members of a line, at most, by which a stride is judged; a grid repeats, so the nearest tell."""
@@ -86,11 +82,14 @@ def room(keys: int, low: int) -> int:
     return max(-(-keys // low), min(keys, 3 * low - 1))
 
 
-def best_stride(columns: Tensor | None, diagonals: Tensor | None, at: Tensor, search: Search) -> Tensor:
+def best_stride(
+    columns: Tensor | None, diagonals: Tensor | None, at: Tensor, search: Search, fused: bool = False
+) -> Tensor:
     """[B, H, 1]: the smallest stride whose best lines weigh within the slack of the best of any stride.
 
     columns, diagonals [B, H, n] the standing of lines, or None; at [B] place of the last query. A stride weighs what its
     heaviest class of columns and its heaviest class of diagonals weigh together, and nothing where three of it do not fit.
+    fused: the device weighs all strides in one launch; one by one they are ten thousand.
     """
     some = columns if columns is not None else diagonals
     assert some is not None
@@ -101,16 +100,19 @@ def best_stride(columns: Tensor | None, diagonals: Tensor | None, at: Tensor, se
     recent = (at[:, None] - step).clamp(min=0)[:, None]
     lines = [columns.gather(2, recent.expand(*columns.shape[:2], -1))] if columns is not None else []
     lines += [diagonals[..., :width]] if diagonals is not None else []
-    value = torch.stack(lines).masked_fill(~there, 0.0)
+    value = torch.stack(lines)
     strides = torch.arange(low, high + 1, device=some.device)
-    if value.is_cuda:
-        scores = list(_many(value, there, low, high, search.score))
+    if fused:
+        score = ops.stride_scores(value, at, low, high, search.score)
     else:
-        scores = [_heaviest(value, there, s, search.score)[..., None] for s in range(low, high + 1)]
-    score = torch.cat(scores, -1).masked_fill((3 * strides > at[:, None] + 1)[:, None], -torch.inf)
+        value = value.masked_fill(~there, 0.0)
+        each = [_heaviest(value, there, s, search.score) for s in range(low, high + 1)]
+        score = torch.stack(each, -1)
+    score = score.masked_fill((3 * strides > at[:, None] + 1)[:, None], -torch.inf)
     best = score.amax(-1, keepdim=True)
     good = score >= best - search.slack * best.abs()
-    return low + good.to(torch.uint8).argmax(-1, keepdim=True)
+    found: Tensor = low + good.to(torch.uint8).argmax(-1, keepdim=True)
+    return found
 
 
 def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor:
@@ -121,30 +123,6 @@ def _heaviest(value: Tensor, there: Tensor, stride: int, score: Score) -> Tensor
     inside = torch.nn.functional.pad(there, (0, short)).view(*there.shape[:-1], lines, stride)
     largest = folded.masked_fill(~inside, -torch.inf).amax(-2)
     return judged(folded.sum(-2), largest, inside.sum(-2), score).amax(-1).sum(0)
-
-
-def _many(value: Tensor, there: Tensor, low: int, high: int, score: Score) -> Iterator[Tensor]:
-    """[B, H, strides]: `_heaviest` for runs of strides from `low` to `high`, some at a time.
-
-    A thousand strides one by one are ten thousand launches, more than a layer of attention takes; on a processor the
-    views of one stride at a time cost less than gathering many.
-    """
-    width, first = value.shape[-1], low
-    while first <= high:
-        # Strides of about one size have about one number of lines.
-        last = min(high, first + max(1, min(first, TERMS // (value.numel() + 1))) - 1)
-        stride = torch.arange(first, last + 1, device=value.device)[:, None, None]
-        line = torch.arange(-(-width // first), device=value.device)[:, None]
-        phase = torch.arange(last, device=value.device)
-        at = line * stride + phase
-        inside = (phase < stride) & (at < width)
-        at = at.clamp(max=width - 1)
-        seen = there[..., at] & inside
-        members = value[..., at]
-        largest = members.masked_fill(~seen, -torch.inf).amax(-2)
-        classes = judged((members * seen).sum(-2), largest, seen.sum(-2), score)
-        yield classes.masked_fill(phase >= stride[:, 0], -torch.inf).amax(-1).sum(0)
-        first = last + 1
 
 
 def strided_classes(
@@ -160,7 +138,8 @@ def strided_classes(
     ahead = place[:n] <= last[:, None]
     columns = standing(columns, sample.seen, search.score)
     diagonals = standing(diagonals, ahead, search.score)
-    stride = best_stride(columns if by_columns else None, diagonals if by_diagonals else None, last, search)
+    lines = columns if by_columns else None, diagonals if by_diagonals else None
+    stride = best_stride(*lines, last, search, sample.fused)
     stride = stride.masked_fill((last + 1 < search.least)[:, None, None], 1)
     number = torch.where((keys.row >= 0)[:, None], place % stride, search.most)
     own, classes = number[..., :n], search.most + 1

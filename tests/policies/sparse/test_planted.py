@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
-from mmaccel.policies.sparse import Grid, VerticalSlash, estimate, stride
+from mmaccel.policies.sparse import Grid, VerticalSlash, estimate
 
 from .scenes import Scene, sequence
 
@@ -118,21 +118,6 @@ def test_a_sink_is_no_grid() -> None:
     plan = Grid(stride="free", max_stride=80, block=16).plan(query, key, layout, layout)
     assert plan is not None
     assert torch.equal(plan.to_mask()[0, 0], grid_mask(number, 24, 0, 6))
-
-
-@pytest.mark.parametrize("score", ["contrast", "mean", "sum"])
-def test_strides_many_at_a_time_weigh_what_they_weigh_one_by_one(
-    score: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng = torch.Generator().manual_seed(3)
-    there = torch.ones(1, 2, 1, 700, dtype=torch.bool)
-    there[0, 1, :, 500:] = False
-    value = torch.randn(2, 2, 3, 700, generator=rng).masked_fill(~there, 0.0)
-    one = [stride._heaviest(value, there, s, score) for s in range(3, 61)]
-    for terms in (1, 40_000, 1 << 26):
-        monkeypatch.setattr(stride, "TERMS", terms)
-        many = torch.cat(list(stride._many(value, there, 3, 60, score)), -1)
-        torch.testing.assert_close(many, torch.stack(one, -1), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("L", "n"), [(1, 1), (1, 9), (4, 4), (4, 5), (16, 70)])

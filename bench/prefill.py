@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,14 @@ class Prompt:
 
     def run(self, recipe: Recipe) -> tuple[Callable[[], None], mmaccel.Accelerated]:
         """A call that prefills the language model under a recipe, keys and values kept, and the handle to be detached."""
+        fast = mmaccel.accelerate(self.model, recipe)
+        return self.call(fast), fast
+
+    def call(self, fast: mmaccel.Accelerated) -> Callable[[], None]:
+        """The same under a recipe that is attached."""
         from mmaccel.models.cache import KVCache
         from mmaccel.models.hf import NOTE, Note
 
-        fast = mmaccel.accelerate(self.model, recipe)
         text = fast.adapter.text(self.model)
 
         def run() -> None:
@@ -113,16 +118,32 @@ class Prompt:
             with torch.no_grad():
                 text(inputs_embeds=self.embeds, position_ids=self.positions, **told)
 
-        return run, fast
+        return run
 
 
-def once(run: Callable[[], Any], device: torch.device, repeats: int) -> tuple[Times, int | None]:
-    """Seconds of `repeats` runs after one, and the peak of memory."""
+LONG = 1 << 19
+"""Tokens from which a run is long enough to be timed once, after one of a sixteenth of its length."""
+
+
+def once(
+    run: Callable[[], Any], device: torch.device, repeats: int, before: Callable[[], Any] | None = None
+) -> tuple[dict[str, Any], int | None]:
+    """Seconds of `repeats` runs after one of its own, or of one run after one of `before`; and the peak of memory."""
+    if before is not None:
+        before()
     if device.type == "cuda":
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    times = compare({"run": run}, warmup=1, repeats=max(2, repeats), device=device)["run"]
-    return times, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    if before is None:
+        told = compare({"run": run}, warmup=1, repeats=max(2, repeats), device=device)["run"].row()
+    else:
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        told = {"median_s": time.perf_counter() - began, "repeats": 1}
+    return told, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def shape(options: argparse.Namespace, layers: int | None = None) -> nn.Module:
@@ -132,6 +153,19 @@ def shape(options: argparse.Namespace, layers: int | None = None) -> nn.Module:
     return shapes.build(SHAPE, layers=layers, vision_layers=1, device=options.device)
 
 
+def timed_prefill(
+    model: nn.Module, tokens: int, recipe: Recipe, options: argparse.Namespace
+) -> tuple[dict[str, Any], int | None, float | None]:
+    """Times, peak of memory and share kept of a prompt's prefill under a recipe."""
+    prompt = Prompt(model, tokens)
+    short = Prompt(model, tokens // 16) if tokens >= LONG else None
+    call, fast = prompt.run(recipe)
+    with fast:
+        before = short.call(fast) if short is not None else None
+        row, peak = once(call, prompt.device, options.repeats // 3, before)
+        return row, peak, fast.report().kept
+
+
 def model_step(name: str, tokens: int, seconds: float) -> Step:
     def run(options: argparse.Namespace, log: Log) -> None:
         n = max(512, tokens // options.shrink)
@@ -139,32 +173,20 @@ def model_step(name: str, tokens: int, seconds: float) -> Step:
         view = adapter_for(model).geometry(model)
         table = dict.fromkeys(range(view.layers), mixed_heads(view.heads, 64, min(1.0, n / tokens)))
         told = dict(case=name, tokens=n, model=SHAPE, layers=view.layers)
-        prompt = Prompt(model, n)
-        call, fast = prompt.run(
-            Recipe.load(sparse={"name": "per_head", "table": table}, backend=options.backends[0])
-        )
-        with fast:
-            times, peak = once(call, prompt.device, options.repeats // 3)
-            log.row(**told, way="sparse", kept=fast.report().kept, peak_bytes=peak, **times.row())
-            sparse = times.median
-        del model, prompt, call, fast
+        recipe = Recipe.load(sparse={"name": "per_head", "table": table}, backend=options.backends[0])
+        row, peak, kept = timed_prefill(model, n, recipe, options)
+        log.row(**told, way="sparse", kept=kept, peak_bytes=peak, **row)
+        sparse = row["median_s"]
+        del model
         if options.no_dense:
             return
-        depth = LAYERS[name] if options.shrink == 1 else None
-        model = shape(options, depth)
-        prompt = Prompt(model, n)
-        call, fast = prompt.run(Recipe.load("dense"))
-        with fast:
-            times, peak = once(call, prompt.device, options.repeats // 3)
+        model = shape(options, LAYERS[name] if options.shrink == 1 else None)
+        row, peak, _ = timed_prefill(model, n, Recipe.load("dense"), options)
         count = adapter_for(model).geometry(model).layers
-        scale = view.layers / count
-        scaled = {f"{k}_s": v * scale for k, v in (("median", times.median),)}
-        row = dict(told, way="dense", layers_timed=count, peak_bytes=peak, **{**times.row(), **scaled})
-        log.row(**row, speedup=scaled["median_s"] / sparse)
-        print(
-            f"{name:24} {n} tokens, {sparse:8.2f} s sparse, {scaled['median_s'] / sparse:6.2f} x dense",
-            flush=True,
-        )
+        dense = row["median_s"] * view.layers / count
+        told |= dict(way="dense", layers_timed=count, peak_bytes=peak, speedup=dense / sparse)
+        log.row(**told, **{**row, "median_s": dense})
+        print(f"{name:24} {n} tokens, {sparse:8.2f} s sparse, {dense / sparse:6.2f} x dense", flush=True)
 
     return Step(name, seconds, run)
 
@@ -185,8 +207,7 @@ def short_step(name: str, tokens: int, seconds: float) -> Step:
             for way, recipe in recipes.items():
                 call, fast = prompt.run(recipe)
                 with fast:
-                    times, _ = once(call, prompt.device, 2)
-                taken[way] += times.seconds
+                    taken[way] += compare({way: call}, warmup=1, repeats=2, device=prompt.device)[way].seconds
         pairs = [d / a for d, a in zip(taken["dense"], taken["auto"], strict=True)]
         ratio = sorted(pairs)
         low = ratio[max(0, int(0.025 * len(ratio)))]

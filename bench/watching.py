@@ -103,6 +103,8 @@ def rate(session: mmaccel.VideoSession, frames: torch.Tensor, repeats: int, devi
 SWITCHES: dict[str, dict[str, Any]] = {
     "all on": {},
     "vision off": {"clip": 1},
+    "attention off": {"batch_attention": False},
+    "feed-forward off": {"batch_feed": False},
     "layers off": {"batch_layers": False},
     "matching off": {"batch_match": False},
 }

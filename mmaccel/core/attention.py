@@ -257,14 +257,22 @@ class StreamRun:
         """[B, H, n, D]: attention of the new columns, whose keys the memory has taken in."""
         view = self.state.view(layer, query)
         query = query if view.query is None else view.query
-        out: Tensor = ops.dense_attend(
-            query,
-            view.key,
-            view.value,
-            scale,
-            start=view.key.shape[2] - query.shape[2],
-            sinks=view.sinks,
-            window=view.window,
-            column=view.column,
-        )
-        return out
+        rows, start = query.shape[2], view.key.shape[2] - query.shape[2]
+        step = rows if view.step is None else view.step
+        out = []
+        for first in range(0, rows, step):
+            some = query[:, :, first : first + step]
+            end = start + first + some.shape[2]
+            out.append(
+                ops.dense_attend(
+                    some,
+                    view.key[:, :, :end],
+                    view.value[:, :, :end],
+                    scale,
+                    start=start + first,
+                    sinks=view.sinks,
+                    window=view.window,
+                    column=view.column,
+                )
+            )
+        return out[0] if len(out) == 1 else torch.cat(out, 2)

@@ -1,7 +1,8 @@
 """A session on disk: a folder of `session.json`, `film.safetensors` and the memory's own files under ``memory/``.
 
 `session.json` says the version, what model and memory it is of, and the size and the checksum of each file, which are
-checked before anything is read; a store of units checks its own pieces while it reads them. A folder appears whole or not at all: it is written beside its place and moved there.
+checked before anything is read; a store of units checks its own pieces while it reads them. A folder appears whole or not
+at all: it is written beside its place and moved there.
 """
 
 from __future__ import annotations

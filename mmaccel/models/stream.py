@@ -230,7 +230,13 @@ class Seam(StreamSeam):
         places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         if self.family.mrope:
             places = places.expand(3, 1, -1)
-        with self._busy(), self._own_attention(), self._told(state, hidden), cache.at_work():
+        with (
+            self._busy(),
+            self._own_attention(),
+            self._told(state, hidden),
+            self._fed(state.feed_rows),
+            cache.at_work(),
+        ):
             out = self.text(
                 inputs_embeds=embeds[None],
                 position_ids=places,
@@ -296,6 +302,24 @@ class Seam(StreamSeam):
                 hook.remove()
 
     @contextmanager
+    def _fed(self, rows: int | None) -> Iterator[None]:
+        """Feed-forward blocks take so many rows at a time."""
+        if rows is None:
+            yield
+            return
+        blocks: list[Any] = [layer.mlp for layer in self.family.layers(self.model)]
+        before = [block.__dict__.get("forward") for block in blocks]
+        for block in blocks:
+            block.__dict__["forward"] = functools.partial(_in_pieces, block.forward, rows)
+        try:
+            yield
+        finally:
+            for block, forward in zip(blocks, before, strict=True):
+                block.__dict__.pop("forward")
+                if forward is not None:
+                    block.__dict__["forward"] = forward
+
+    @contextmanager
     def _kept(self) -> Iterator[None]:
         """The multimodal module notes positions of what it sees; put its own back."""
         held = self.family.multimodal(self.model).__dict__
@@ -324,6 +348,11 @@ def _for_one_thread(kind: Any) -> type:
         return name if threading.get_ident() == thread else kind._attn_implementation.fget(config)
 
     return type(kind.__name__, (kind,), {"_attn_implementation": property(named)})
+
+
+def _in_pieces(whole: Any, rows: int, hidden: Tensor) -> Tensor:
+    """A block's output [B, n, E], `rows` rows at a time."""
+    return torch.cat([whole(part) for part in hidden.split(rows, 1)], 1)
 
 
 def _alike(one: list[int], other: list[int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ class MosaicMemory(StreamMemory):
             positions=policy.positions,
         )
         self.policy, self.parts, self._model = policy, parts, model
+        self.feed_rows = None if policy.batch_feed else stream.unit
         self.budget = stream.units(policy.frames) * parts
         layers, width, tokens = geometry.layers, geometry.kv_heads * geometry.head_dim, stream.unit // parts
         self.tree = Hierarchy(
@@ -120,6 +122,8 @@ class MosaicMemory(StreamMemory):
 
     def _encode(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
         view = super()._encode(layer, query, piece, key, value)
+        if not self.policy.batch_attention:
+            view = replace(view, step=self.stream.unit)
         if not self.policy.encode_frames or not self._first:
             return view
         if layer == 0:
@@ -140,6 +144,7 @@ class MosaicMemory(StreamMemory):
             sinks=head + old_key.shape[2],
             window=view.window,
             query=view.query,
+            step=view.step,
         )
 
     def leave(self) -> None:

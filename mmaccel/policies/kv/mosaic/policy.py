@@ -88,7 +88,9 @@ class Mosaic(StoredPolicy):
                   far as at the last question (`Drift`); "frames": the next layer's clusters of the frames that this one
                   retrieved. `slack`: so many times the budget
     clip          units that go through the vision tower together; None: as the recipe's chunk says (VII-A)
-    batch_layers  they go through the language model together too, under a mask; off: one at a time
+    batch_layers  they go through the language model together too; off: one at a time
+    batch_attention, batch_feed  of such a pass, attention is one call under a mask, and a feed-forward block one product;
+                  off: unit by unit
     batch_match   looks are compared with all clusters for many units at once; off: one at a time
     """
 
@@ -123,6 +125,8 @@ class Mosaic(StoredPolicy):
     slack: float = 1.25
     clip: int | None = None  # type: ignore[misc]
     batch_layers: bool = True
+    batch_attention: bool = True
+    batch_feed: bool = True
     batch_match: bool = True
 
     def __post_init__(self) -> None:

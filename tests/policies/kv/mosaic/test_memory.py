@@ -71,6 +71,7 @@ def test_much_happens_in_a_long_stream() -> None:
         {"cache": 40},
         {"batch_layers": False, "clip": 1},
         {"batch_match": False},
+        {"batch_attention": False},
     ],
 )
 def test_how_it_is_done_changes_no_answer(fields: dict[str, Any]) -> None:

@@ -1,0 +1,72 @@
+"""The four ways in which mosaic takes frames together, each switched off alone: less at a time, and the same stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mmaccel.core import attention
+from tests.models.streams import FPS, film, logits, open_session
+
+BASE = {"name": "mosaic", "frames": 4, "window": 6, "local": 2, "init": 8}
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tensor, dict[str, int]]:
+    """Logits of a question after 25 frames, and the most frames of a call: vision, attention, feed-forward."""
+    most = {"vision": 0, "attention": 0, "feed": 0}
+    with open_session("random-ov", {**BASE, **fields}) as session, monkeypatch.context() as patch:
+        seam = session._seam
+        features, attend = seam.features, attention.ops.dense_attend
+        block = seam.family.layers(seam.model)[0].mlp
+        gate = block.gate_proj.forward
+
+        def seen(frames: torch.Tensor, size: Any) -> Any:
+            most["vision"] = max(most["vision"], len(frames))
+            return features(frames, size)
+
+        def attended(query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+            most["attention"] = max(most["attention"], query.shape[2])
+            return attend(query, *rest, **named)
+
+        def fed(hidden: torch.Tensor) -> torch.Tensor:
+            most["feed"] = max(most["feed"], hidden.shape[1])
+            return gate(hidden)
+
+        patch.setattr(seam, "features", seen)
+        patch.setattr(attention.ops, "dense_attend", attended)
+        patch.setitem(block.gate_proj.__dict__, "forward", fed)
+        session.watch(film(25), fps=FPS)
+        live: Any = session._live
+        unit = live.film.unit
+        told = {
+            "vision": most["vision"],
+            "attention": most["attention"] // unit,
+            "feed": most["feed"] // unit,
+        }
+    with open_session("random-ov", {**BASE, **fields}) as session:
+        session.watch(film(25), fps=FPS)
+        return logits(session), told
+
+
+@pytest.mark.parametrize(
+    ("fields", "single"),
+    [
+        ({"clip": 1, "batch_layers": True}, {"vision", "attention", "feed"}),
+        ({"batch_layers": False}, {"attention", "feed"}),
+        ({"batch_attention": False}, {"attention"}),
+        ({"batch_feed": False}, {"feed"}),
+        ({"batch_match": False}, set()),
+    ],
+    ids=str,
+)
+def test_switched_off_it_takes_one_at_a_time(
+    fields: dict[str, Any], single: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, together = watched(monkeypatch)
+    found, most = watched(monkeypatch, **fields)
+    assert min(together.values()) > 1
+    for name, count in most.items():
+        assert count == 1 if name in single else count == together[name], (name, count)
+    torch.testing.assert_close(found, whole, atol=1e-4, rtol=0)

@@ -34,15 +34,13 @@ def test_the_operators_keep_their_contract() -> None:
 
 def test_compiles_for_devices_that_are_not_here() -> None:
     """Products run on the matrix units, the cache and the weights come in copies of 16 bytes, two programs share a
-    multiprocessor, each kernel begins before the last one ends, products fetch weights meanwhile, and nothing spills."""
+    multiprocessor, and nothing spills."""
     pytest.importorskip("triton")
     lines = run("tests.backends.decode_compile", "90", TRITON_INTERPRET="0").splitlines()
     assert len(lines) == 18
     for line in lines:
-        name, shared, products, copies, ahead, overlap, spilled, *_ = line.split(",")
-        assert int(spilled) == 0 and int(overlap) == 2, line
-        product = name.split()[0] in ("qkv", "o", "up", "down")
-        assert int(ahead) == (product + name.startswith("up")), line
+        name, shared, products, copies, spilled, *_ = line.split(",")
+        assert int(spilled) == 0, line
         if name != "turn":
             assert int(copies) > 0 and (int(products) > 0) == (name != "attend fp32"), line
         if name.startswith("attend"):

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.backends.triton.overlap import let_next_begin, overlaps, wait_for_last
 
 LEAST = 2
 """Tiles of keys that a piece has at least: shorter ones cost more to merge than they save."""
@@ -69,14 +68,11 @@ def piece_kernel(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Rows of all heads of a key/value head, over one piece of the columns; row r is head r % GROUP of new row r // GROUP.
 
     part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) in float32; a row that sees nothing of a piece is 0, -inf.
     """
-    let_next_begin(OVERLAP)
-    wait_for_last(OVERLAP)
     split = tl.program_id(0)
     g, b = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
     length, tiles, used = _pieces(columns, b, n, SPLITS, BLOCK_N, LEAST)
@@ -151,11 +147,8 @@ def merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     LEAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """BLOCK_D elements of one row of one head: its partial answers, each by its share of the sum."""
-    let_next_begin(OVERLAP)
-    wait_for_last(OVERLAP)
     row, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     i, d = row // BLOCKS, row % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -208,7 +201,6 @@ def decode_attend(
     lse = torch.empty(B, H, n, splits, dtype=torch.float32, device=query.device)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     columns = columns.contiguous()
-    overlap = overlaps(query.device)
     with torch.cuda.device_of(query):
         piece_kernel[(splits, B * G, tiles)](
             query,
@@ -235,9 +227,7 @@ def decode_attend(
             WINDOW=ops.WINDOW,
             PRECISION="ieee",
             STAGES=stages,
-            OVERLAP=overlap,
             num_warps=warps,
-            launch_pdl=overlap,
         )
         merge_kernel[(n * triton.cdiv(D, MERGED), H, B)](
             part,
@@ -253,8 +243,6 @@ def decode_attend(
             BLOCK_N=block_n,
             BLOCK_D=MERGED,
             LEAST=LEAST,
-            OVERLAP=overlap,
             num_warps=4,
-            launch_pdl=overlap,
         )
     return out

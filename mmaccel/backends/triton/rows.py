@@ -1,7 +1,11 @@
 """Few rows through a model's layers in Triton (`ops.project_rows`, `ops.turn_rows`): weights are read once, and that is all.
 
 A product of a few rows takes as long as its weights take to read, so nothing else may take time: the gate and the residual
-after it are done by the same program, the norm before it while the first weights are on their way (`overlap`).
+after it are done by the same program, the norm before it is a kernel of 2 us.
+
+On an H200 a step of a 7B model after 25 088 columns takes 4.32 ms so, 1.13 of what reading weights and cache takes at the
+rate of a copy; with larger tiles and the norm in every program it took 10.49 ms. Kernels that begin before the last one
+ends and fetch weights meanwhile: 5.78 ms; the same with cuBLAS for gate and up and nothing fetched: 4.63 ms.
 """
 
 # mypy: ignore-errors
@@ -15,23 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.triton.overlap import fetch_lines, let_next_begin, overlaps, wait_for_last
-
 MOST = 64
 """Rows beyond which a product is no longer a matter of reading weights."""
 
-AHEAD = 16 << 20
-"""Bytes of a product's weights that are fetched while the kernel before it ends: a third of the L2 cache."""
+FEW = 16
+"""Rows up to which small tiles of weights are read fastest; of more rows each tile is to serve more outputs."""
 
 
 @triton.jit
-def norm_kernel(x, gain, out, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr):
+def norm_kernel(x, gain, out, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """One row over its root mean square, times `gain`; rounded as the model's own norm rounds."""
-    let_next_begin(OVERLAP)
     k = tl.arange(0, BLOCK_K)
     inside = k < K
     line = tl.program_id(0) * K
-    wait_for_last(OVERLAP)
     factor = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
     row = tl.load(x + line + k, mask=inside, other=0.0).to(tl.float32)
     row *= tl.rsqrt(tl.sum(row * row, 0) / K + eps)
@@ -65,14 +65,11 @@ def project_kernel(
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    FETCHED: tl.constexpr,
 ):
     """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.project_rows`.
 
-    EVEN: blocks divide the weights, so that nothing of these is masked. FETCHED bytes of each line of them come ahead.
+    EVEN: blocks divide the weights, so that nothing of these is masked.
     """
-    let_next_begin(OVERLAP)
     block = tl.program_id(0)
     weight, bias, begin, width = weight_0, bias_0, 0, WIDTH_0
     if WIDTH_1 and not GATED:
@@ -84,18 +81,12 @@ def project_kernel(
                 if block >= blocks:
                     weight, bias, begin, width = weight_2, bias_2, WIDTH_0 + WIDTH_1, WIDTH_2
                     block -= blocks
-    first = block.to(tl.int64) * BLOCK_O * K
-    SIZE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
-    fetch_lines(weight + first, BLOCK_O, K * SIZE, FETCHED)
-    if GATED:
-        fetch_lines(weight_1 + first, BLOCK_O, K * SIZE, FETCHED)
     o = block * BLOCK_O + tl.arange(0, BLOCK_O)
     r, k = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
     there, mine = o < width, r < rows
     line = (o if EVEN else tl.where(there, o, 0)).to(tl.int64) * K
     acc = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
     up = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
-    wait_for_last(OVERLAP)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         at = line[:, None] + (start + k)[None, :]
         inside = start + k < K
@@ -121,7 +112,7 @@ def project_kernel(
 
 def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     rows, K = x.shape
-    out, overlap = torch.empty_like(x), overlaps(x.device)
+    out = torch.empty_like(x)
     norm_kernel[(rows,)](
         x,
         gain,
@@ -129,9 +120,7 @@ def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
         eps,
         K=K,
         BLOCK_K=triton.next_power_of_2(K),
-        OVERLAP=overlap,
         num_warps=8,
-        launch_pdl=overlap,
     )
     return out
 
@@ -145,11 +134,10 @@ def project_rows(
     residual: Tensor | None = None,
     gated: bool = False,
     *,
-    block_o: int = 16,
+    block_o: int | None = None,
     block_k: int | None = None,
     warps: int = 2,
     stages: int = 4,
-    ahead: int = AHEAD,
 ) -> Tensor:
     """See `mmaccel.backends.ops.project_rows`; a program makes `block_o` outputs, `block_k` inputs at a time."""
     rows, K = x.shape
@@ -158,11 +146,11 @@ def project_rows(
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     x = x.contiguous()
     missing = [x] * (3 - len(weight))
+    few = rows <= FEW
+    block_o = block_o or (16 if few else 32)
+    block_k = block_k or min(256 if few else 128, max(triton.next_power_of_2(K), 16))
     grid = triton.cdiv(widths[0], block_o) if gated else sum(triton.cdiv(w, block_o) for w in widths)
-    block_k = block_k or min(256, max(triton.next_power_of_2(K), 16))
     even = K % block_k == 0 and all(w % block_o == 0 for w in widths)
-    overlap = overlaps(x.device)
-    fetched = min(K * x.element_size(), ahead // sum(widths)) // 128 * 128 if overlap and even else 0
     with torch.cuda.device_of(x):
         if gain is not None:
             x = _normed(x, gain, eps)
@@ -189,10 +177,7 @@ def project_rows(
             BLOCK_R=max(triton.next_power_of_2(rows), 8),
             PRECISION="ieee",
             STAGES=stages,
-            OVERLAP=overlap,
-            FETCHED=fetched,
             num_warps=warps,
-            launch_pdl=overlap,
         )
     return out
 
@@ -219,11 +204,8 @@ def turn_kernel(
     GROUPS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One head of one new row: a query or a key is turned, and keys and values go to their column of the cache."""
-    let_next_begin(OVERLAP)
-    wait_for_last(OVERLAP)
     head, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = b.to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -256,7 +238,6 @@ def turn_rows(
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G
     query = torch.empty(B, n, heads, D, dtype=rows.dtype, device=rows.device)
-    overlap = overlaps(rows.device)
     with torch.cuda.device_of(rows):
         turn_kernel[(heads + 2 * G, n, B)](
             rows.contiguous(),
@@ -275,8 +256,6 @@ def turn_rows(
             GROUPS=G,
             D=D,
             BLOCK_D=triton.next_power_of_2(D),
-            OVERLAP=overlap,
             num_warps=1,
-            launch_pdl=overlap,
         )
     return query.transpose(1, 2)

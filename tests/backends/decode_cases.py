@@ -59,7 +59,7 @@ def check(
     assert out.dtype == dtype and out.transpose(1, 2).is_contiguous()
     assert float((out.double() - exact).abs().max()) <= allowed
     said = plain.decode_attend(query, key, value, own, size**-0.5, told)
-    assert said.stride() == out.stride() and float((said.double() - exact).abs().max()) <= allowed
+    assert said.transpose(1, 2).is_contiguous() and float((said.double() - exact).abs().max()) <= allowed
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -99,10 +99,15 @@ def test_trees(m: int) -> None:
 @pytest.mark.parametrize("count", [1, 3, 17])
 @pytest.mark.parametrize("kind", ["three with a bias", "gated", "residual", "one"])
 def test_project(kind: str, count: int, dtype: torch.dtype) -> None:
-    """Widths that fill no block; inputs that fill no step."""
-    x, gain = drawn(count, 96, dtype=dtype), drawn(96, dtype=dtype, seed=1)
+    """Widths that fill no block; inputs that fill no step.
+
+    A row may be off twice what plain PyTorch is off, one rounding of the largest value, and what the float32 sums of K
+    products are off in another order: sqrt(K) roundings of the sum of their sizes (Higham and Mary 2019).
+    """
+    K = 96
+    x, gain = drawn(count, K, dtype=dtype), drawn(K, dtype=dtype, seed=1)
     widths = {"three with a bias": (40, 8, 24), "gated": (40, 40), "residual": (40,), "one": (33,)}[kind]
-    weight = [drawn(w, 96, dtype=dtype, seed=i) / 10 for i, w in enumerate(widths)]
+    weight = [drawn(w, K, dtype=dtype, seed=i) / 10 for i, w in enumerate(widths)]
     bias = [drawn(w, dtype=dtype, seed=i + 9) for i, w in enumerate(widths)] if "bias" in kind else []
     residual = drawn(count, 40, dtype=dtype, seed=5) if kind == "residual" else None
     norm = None if residual is not None else gain
@@ -112,14 +117,19 @@ def test_project(kind: str, count: int, dtype: torch.dtype) -> None:
     wide = [t if t is None else t.double() for t in (norm, residual)]
     squares = x.double().pow(2).mean(-1, keepdim=True) + 1e-6
     entered = x.double() if norm is None else x.double() * squares.rsqrt() * wide[0]
-    exact = plain.project_rows(
-        entered, [w.double() for w in weight], [b.double() for b in bias], None, 0.0, wide[1], kind == "gated"
+    exact, sizes = (
+        plain.project_rows(
+            turn(entered), [turn(w.double()) for w in weight], [turn(b.double()) for b in bias], *rest
+        )
+        for turn, rest in (
+            (torch.positive, (None, 0.0, wide[1], kind == "gated")),
+            (torch.abs, (None, 0.0, None, kind == "gated")),
+        )
     )
-    off = float((said.double() - exact).abs().max())
+    off = float((said.double() - exact).abs().max()) + float(exact.abs().max()) * torch.finfo(dtype).eps / 2
+    order = K**0.5 * torch.finfo(torch.float32).eps / 2 * float(sizes.max())
     assert out.shape == exact.shape and out.dtype == dtype
-    assert float((out.double() - exact).abs().max()) <= 2 * off + torch.finfo(dtype).eps * float(
-        exact.abs().max()
-    )
+    assert float((out.double() - exact).abs().max()) <= 2 * off + order
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

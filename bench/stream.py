@@ -96,6 +96,7 @@ def asked(sizes: Sizes, variant: str, kinds: tuple[int, ...]) -> dict[str, float
     if hasattr(state, "fetcher") and not told.get("warm"):
         state.fetcher.cache.flush()
     with changed(state, told), scenes.asking(*kinds):
+        state.idle()
         before = state.counters()
         wait(sizes.device)
         began = time.perf_counter()

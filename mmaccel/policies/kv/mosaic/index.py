@@ -98,6 +98,7 @@ class Index:
         self.visual_key = torch.zeros(layers, 0, width, dtype=dtype, device=device)
         self.absent = torch.zeros(0, dtype=torch.bool)
         self._ready: _There | None = None
+        self._units = 0
         self._fewest: dict[int, list[int]] = {}
         self._columns = torch.zeros(2, 0, dtype=torch.long, device=device)
 
@@ -109,7 +110,8 @@ class Index:
 
     def refresh(self) -> None:
         """Bring over what has changed in the hierarchy."""
-        self._ready = None
+        if self._tree.units != self._units or bool(self._tree.semantic.dirty.any()):
+            self._ready, self._units = None, self._tree.units
         level, means = self._tree.semantic, self._tree.summaries.means
         layer, cluster = level.changed()
         if layer.numel():

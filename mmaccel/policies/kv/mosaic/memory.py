@@ -273,6 +273,8 @@ class MosaicMemory(StreamMemory):
                 yield
         finally:
             self._settle()
+            # The next question need not wait for what this one split.
+            self.idle()
 
     def _settle(self) -> None:
         """What was retrieved has been on the device: the splits that it owed are made."""

@@ -39,16 +39,20 @@ def in_chunks(modules: Sequence[nn.Module]) -> Callable[[], None]:
     return _replaced(modules, by_rows)
 
 
-def turning(modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """Let attention `modules` turn queries and keys in place; the returned call puts them back as they were.
+def turning(
+    modules: Sequence[nn.Module], turned: Callable[..., tuple[Tensor, Tensor]] | None = None
+) -> Callable[[], None]:
+    """Let attention `modules` turn queries and keys in place, or by `turned`, which is given their own function and what
+    that is given; the returned call puts them back as they were.
 
     Their forward is the same code, in which one name means another function: what is theirs is not touched.
     """
+    ours_turns = _turned if turned is None else turned
 
     def with_ours(module: nn.Module) -> Callable[..., Any]:
         whole: Any = module.forward
         known: FunctionType = whole.__func__
-        names = {**known.__globals__, TURN: functools.partial(_turned, known.__globals__[TURN])}
+        names = {**known.__globals__, TURN: functools.partial(ours_turns, known.__globals__[TURN])}
         ours = FunctionType(known.__code__, names, known.__name__, known.__defaults__, known.__closure__)
         ours.__kwdefaults__ = known.__kwdefaults__
         return functools.partial(ours, module)

@@ -27,6 +27,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import StreamState
 from mmaccel.core.places import Places
 from mmaccel.models.family import Family
+from mmaccel.models.pointwise import turning
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
@@ -271,13 +272,20 @@ class Seam(StreamSeam):
             cos, sin = out
             return torch.ones_like(cos), torch.zeros_like(sin)
 
+        def left(whole: Any, query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
+            return (query, key) if threading.get_ident() == thread else whole(query, key, *rest, **named)
+
         before = [(module, module.config) for module in self._holders]
         hook = self.family.rotary(self.model).register_forward_hook(unturned)
+        # Where a module's own code can be told so, it does not even multiply by one.
+        layers: list[Any] = list(self.family.layers(self.model))
+        undo = turning([layer.self_attn for layer in layers], left)
         try:
             for module in self._holders:
                 module.config = own
             yield
         finally:
+            undo()
             hook.remove()
             for module, config in before:
                 module.config = config  # type: ignore[assignment]

@@ -88,3 +88,43 @@ def test_ways_across_the_wire_bring_the_same() -> None:
             found.append(logits(session))
             assert session.counters()["host_bytes_in"] > 0
     assert torch.equal(*found)
+
+
+CLUSTERED = {"name": "mosaic", "frames": 6, "window": 8, "local": 2, "init": 8, "visual": 4, "semantic": 2}
+
+
+def test_clusters_on_the_device_recall_what_they_do_on_the_cpu() -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        model, processor = pair("random-ov")
+        moved = copy.deepcopy(model).to(device, torch.float64)
+        with mmaccel.VideoSession(moved, processor, None, kv=CLUSTERED) as session:
+            session.watch(of_own_size(film(25)), fps=FPS)
+            # The second question finds a cache, and a guess that the first one taught.
+            answers = [session.ask(QUESTION, 2) for _ in range(2)]
+            found.append([{one.frames: one.recalled for one in answer.evidence} for answer in answers])
+            told = answers[1].counters
+            assert told["fetch_cached"] > 0 and told["fetch_needed"] > told["fetch_missing"] > 0
+    assert found[0] == found[1] and found[0][0] == found[0][1]
+
+
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_a_question_waits_for_nothing_before_its_first_token(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, session = on_gpu("random-ov", torch.bfloat16, CLUSTERED if kv == "mosaic" else TIGHT[kv])
+    prefill = mmaccel.core.answer.Turn.prefill
+
+    def watched(self: Any, *args: Any, **named: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return prefill(self, *args, **named)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with session:
+        session.watch(of_own_size(film(25)), fps=FPS)
+        for _ in range(2):
+            session.ask(QUESTION, 1)
+        monkeypatch.setattr(mmaccel.core.answer.Turn, "prefill", watched)
+        assert session.ask(QUESTION, 1).counters["host_bytes_in"] > 0

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.backends import pieces as pieces
 from mmaccel.backends.index import class_phases as class_phases
 from mmaccel.backends.index import keys_without as keys_without
 from mmaccel.backends.index import line_sums as line_sums
@@ -86,6 +87,17 @@ def ragged(offset: Tensor, index: Tensor, kind: Tensor) -> tuple[Tensor, Tensor,
     first = torch.arange(b * h, device=count.device)[:, None] * m
     offsets = ends[first + torch.arange(m + 1, device=count.device)].view(b, h, m + 1)
     return offsets, block.to(torch.int32), kinds
+
+
+def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """index [entries of `chosen`] int32: in each row of `chosen` [..., n] the values [n] of what is chosen, side by side;
+    and [..., n + 1] how many are chosen before each."""
+    n = chosen.shape[-1]
+    upto = torch.nn.functional.pad(chosen.long().cumsum(-1), (1, 0))
+    slot = torch.where(chosen, upto[..., :-1], n)
+    index = torch.zeros(*chosen.shape[:-1], n + 1, dtype=torch.int32, device=chosen.device)
+    index.scatter_(-1, slot, value.to(torch.int32).expand_as(slot))
+    return index[..., :n].flatten(), upto
 
 
 def define(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:

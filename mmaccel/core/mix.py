@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mmaccel.backends.ops import ABSENT
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.lists import BEGIN, SHIFT, BlockLists, BlockRuns
+from mmaccel.core.lists import BlockLists, BlockRuns
 from mmaccel.core.plan import FAR, AttentionPlan, Cover, DenseHeads, KeySpan, Part, numbered
+from mmaccel.core.sheet import Room, Sheet
 
 Share = tuple[Sequence[int], AttentionPlan | None]
 """Some heads, in the order in which their plan has them, and the plan; None for heads that are to be dense.
@@ -85,13 +86,20 @@ def mix(
             parts = [part for part in plan.parts if part.turn == turn]
             ordered = all(_in_order(span.lists) for part in parts for span in part.spans)
             families.setdefault((turn, ordered), []).append(Member(some, parts))
-    blocks = first.block_q, first.block_k
-    whole = tuple(
-        joined(members, Cover.of([head for member in members for head in member.heads], group), blocks, turn)
+    blocks, sheet = (first.block_q, first.block_k), Sheet()
+    drafts = [
+        Draft.of(
+            sheet,
+            members,
+            Cover.of([head for member in members for head in member.heads], group),
+            blocks,
+            turn,
+        )
         for (turn, _), members in sorted(families.items(), key=lambda family: family[0][0])
-    )
+    ]
+    sheet.write()
     wide = DenseHeads(tuple(sorted(dense)), queries, keys, first.n_query) if dense else None
-    return replace(first, parts=whole, heads=heads, dense=wide)
+    return replace(first, parts=tuple(draft.part() for draft in drafts), heads=heads, dense=wide)
 
 
 class Member(NamedTuple):
@@ -106,27 +114,10 @@ def joined(members: Sequence[Member], cover: Cover | None, blocks: tuple[int, in
 
     `blocks` are the tokens of a block of queries and of keys. Without `cover` there is one member, of all heads.
     """
-    lead = _lead(members, cover)
-    # Neighbours whose lists may be read together are of one part.
-    ends = [
-        list(accumulate((_whole(part.q_row.shape[-1], 2 * blocks[0]) for part in m.parts), initial=0))
-        for m in members
-    ]
-    slots: dict[tuple[int, str, int], list[Piece]] = {}
-    for member, begins in zip(members, ends, strict=True):
-        for part, begin in zip(member.parts, begins, strict=False):
-            seen: dict[tuple[int, str], int] = {}
-            for span in sorted(map(_from_zero, part.spans), key=lambda s: -s.k_row.shape[-1]):
-                kind = span.hi, _form(span.lists)
-                number = seen[kind] = seen.get(kind, -1) + 1
-                slots.setdefault((*kind, number), []).append(Piece(member.heads, begin, span))
-    rows = max(begins[-1] for begins in ends)
-    q_row = lead.filled(rows, -1, torch.int32)
-    for member, begins in zip(members, ends, strict=True):
-        for part, begin in zip(member.parts, begins, strict=False):
-            lead.put(q_row, member.heads, part.q_row, begin)
-    spans = tuple(_span(pieces, lead, rows, blocks) for pieces in slots.values())
-    return Part(q_row, spans, cover, turn)
+    sheet = Sheet()
+    draft = Draft.of(sheet, members, cover, blocks, turn)
+    sheet.write()
+    return draft.part()
 
 
 class Piece(NamedTuple):
@@ -136,36 +127,114 @@ class Piece(NamedTuple):
     begin: int
     span: KeySpan
 
+    @property
+    def hi(self) -> int:
+        """The end of its range, moved to begin at 0."""
+        return FAR if self.span.hi >= FAR else self.span.hi - self.span.lo
+
 
 @dataclass(frozen=True)
 class Lead:
     """The leading dimensions of a joined part, and where its heads are in them."""
 
+    sheet: Sheet
     batch: int
     heads: int
     first: int
-    device: torch.device
 
-    def filled(self, size: int, value: int, dtype: torch.dtype, *more: int) -> Tensor:
-        """[b, h, size, ...] of `value`."""
-        return torch.full((self.batch, self.heads, size, *more), value, dtype=dtype, device=self.device)
+    def room(self, size: int, value: int, dtype: torch.dtype, *more: int) -> Room:
+        """[b, h, size, ...] of `value`, wherever nothing is put."""
+        return self.sheet.room((self.batch, self.heads, size, *more), value, dtype)
 
-    def put(self, out: Tensor, heads: tuple[int, ...], t: Tensor, begin: int) -> None:
-        """Write `t` [b or 1, its heads or 1, n, ...] into the columns from `begin` of `heads` in `out`."""
-        columns = slice(begin, begin + t.shape[2])
+    def put(
+        self, room: Room, heads: tuple[int, ...], t: Tensor, begin: int, more: int = 0, shift: int = 0
+    ) -> None:
+        """Write `t` [b or 1, its heads or 1, n, ...] into the columns from `begin` of `heads`: see `Sheet.put`."""
         slots = tuple(head - self.first for head in heads) if self.heads > 1 else (0,)
-        # One copy for each run of adjacent heads: an index would be written by a slower kernel.
-        at = 0
-        while at < len(slots):
-            end = at + 1
-            while end < len(slots) and slots[end] == slots[end - 1] + 1:
-                end += 1
-            source = t if t.shape[1] == 1 else t[:, at:end]
-            out[:, slots[at] : slots[at] + end - at, columns] = source
-            at = end
+        self.sheet.put(room, slots, t, begin, more, shift)
 
 
-def _lead(members: Sequence[Member], cover: Cover | None) -> Lead:
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A part whose tensors have rooms on a sheet that is not written yet."""
+
+    sheet: Sheet
+    q_row: Room
+    spans: list[DraftSpan]
+    cover: Cover | None
+    turn: int
+
+    @classmethod
+    def of(
+        cls,
+        sheet: Sheet,
+        members: Sequence[Member],
+        cover: Cover | None,
+        blocks: tuple[int, int],
+        turn: int,
+    ) -> Draft:
+        """As `joined`."""
+        lead = _lead(sheet, members, cover)
+        # Neighbours whose lists may be read together are of one part.
+        ends = [
+            list(accumulate((_whole(part.q_row.shape[-1], 2 * blocks[0]) for part in m.parts), initial=0))
+            for m in members
+        ]
+        slots: dict[tuple[int, str, int], list[Piece]] = {}
+        rows = max(begins[-1] for begins in ends)
+        q_row = lead.room(rows, -1, torch.int32)
+        for member, begins in zip(members, ends, strict=True):
+            for part, begin in zip(member.parts, begins, strict=False):
+                lead.put(q_row, member.heads, part.q_row, begin)
+                seen: dict[tuple[int, str], int] = {}
+                for span in sorted(part.spans, key=lambda s: -s.k_row.shape[-1]):
+                    piece = Piece(member.heads, begin, span)
+                    kind = piece.hi, _form(span.lists)
+                    number = seen[kind] = seen.get(kind, -1) + 1
+                    slots.setdefault((*kind, number), []).append(piece)
+        return cls(
+            sheet, q_row, [_span(pieces, lead, rows, blocks) for pieces in slots.values()], cover, turn
+        )
+
+    def part(self) -> Part:
+        """The part itself, once its sheet is written."""
+        spans = tuple(span.made(self.sheet) for span in self.spans)
+        return Part(self.sheet.tensor(self.q_row), spans, self.cover, self.turn)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftSpan:
+    """A span of a draft."""
+
+    k_row: Room
+    q_place: Room
+    k_place: Room
+    hi: int
+    lists: BlockLists | DraftRuns
+
+    def made(self, sheet: Sheet) -> KeySpan:
+        """The span itself."""
+        lists = self.lists if isinstance(self.lists, BlockLists) else self.lists.made(sheet)
+        k_row, q_place, k_place = (sheet.tensor(room) for room in (self.k_row, self.q_place, self.k_place))
+        return KeySpan(k_row, q_place, k_place, 0, self.hi, lists)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftRuns:
+    """The lists of a span of a draft, where they are runs."""
+
+    row: Room
+    index: Room | None
+    kind: Room
+    most: int
+
+    def made(self, sheet: Sheet) -> BlockRuns:
+        """The lists themselves."""
+        index = None if self.index is None else sheet.tensor(self.index).flatten()
+        return BlockRuns(sheet.tensor(self.row), index, sheet.tensor(self.kind), self.most)
+
+
+def _lead(sheet: Sheet, members: Sequence[Member], cover: Cover | None) -> Lead:
     tensors = [
         t
         for member in members
@@ -177,8 +246,8 @@ def _lead(members: Sequence[Member], cover: Cover | None) -> Lead:
     ]
     batch, most = (max(t.shape[i] for t in tensors) for i in (0, 1))
     if cover is None:
-        return Lead(batch, most, members[0].heads[0], tensors[0].device)
-    return Lead(batch, len(cover), cover.first, tensors[0].device)
+        return Lead(sheet, batch, most, members[0].heads[0])
+    return Lead(sheet, batch, len(cover), cover.first)
 
 
 def _told(lists: BlockLists | BlockRuns) -> Tensor:
@@ -199,15 +268,7 @@ def _whole(n: int, block: int) -> int:
     return n + -n % block
 
 
-def _from_zero(span: KeySpan) -> KeySpan:
-    """The same span with its range moved to begin at 0."""
-    if span.lo == 0:
-        return span
-    hi = FAR if span.hi >= FAR else span.hi - span.lo
-    return replace(span, q_place=span.q_place - span.lo, lo=0, hi=hi)
-
-
-def _span(pieces: list[Piece], lead: Lead, rows: int, blocks: tuple[int, int]) -> KeySpan:
+def _span(pieces: list[Piece], lead: Lead, rows: int, blocks: tuple[int, int]) -> DraftSpan:
     """One span of all `pieces`: of each head the keys of its pieces follow one another, those of one order once."""
     shared = len({(p.heads, _named(p.span)) for p in pieces}) == 1 and pieces[0].span.k_row.shape[1] == 1
     # Keys that are those of all who list any need not be repeated for each head.
@@ -226,11 +287,11 @@ def _span(pieces: list[Piece], lead: Lead, rows: int, blocks: tuple[int, int]) -
         any(t.dtype == torch.int64 for p in pieces for t in (p.span.q_place, p.span.k_place)),
     )
     dtype = torch.int64 if wide else torch.int32
-    k_row, k_place = keys.filled(width, -1, torch.int32), keys.filled(width, 0, dtype)
-    q_place = lead.filled(rows, -1, dtype)
+    k_row, k_place = keys.room(width, -1, torch.int32), keys.room(width, 0, dtype)
+    q_place = lead.room(rows, -1, dtype)
     written = set()
     for p, begin in zip(pieces, begins, strict=True):
-        lead.put(q_place, p.heads, p.span.q_place, p.begin)
+        lead.put(q_place, p.heads, p.span.q_place, p.begin, -p.span.lo)
         if (p.heads, begin) not in written:
             written.add((p.heads, begin))
             some = (0,) if shared else p.heads
@@ -238,12 +299,12 @@ def _span(pieces: list[Piece], lead: Lead, rows: int, blocks: tuple[int, int]) -
             keys.put(k_place, some, p.span.k_place, begin)
     firsts = [begin // blocks[1] for begin in begins]
     told = [(p.heads, p.begin // blocks[0], p.span.lists) for p in pieces]
-    lists: BlockLists | BlockRuns
+    lists: BlockLists | DraftRuns
     if isinstance(pieces[0].span.lists, BlockLists):
         lists = _lists(told, firsts, lead, rows // blocks[0])
     else:
         lists = _runs(told, firsts, lead, keys, rows // blocks[0], width // blocks[1])
-    return KeySpan(k_row, q_place, k_place, 0, pieces[0].span.hi, lists)
+    return DraftSpan(k_row, q_place, k_place, pieces[0].hi, lists)
 
 
 def _named(span: KeySpan) -> Any:
@@ -257,51 +318,53 @@ Told = tuple[tuple[int, ...], int, Any]
 
 def _runs(
     told: list[Told], firsts: list[int], lead: Lead, keys: Lead, blocks: int, n_blocks: int
-) -> BlockRuns:
+) -> DraftRuns:
     """The runs of all over their indices laid end to end, their keys' first blocks `firsts`."""
-    row = lead.filled(blocks, 0, torch.int64, 5)
-    kind = keys.filled(n_blocks, ABSENT, torch.int8)
-    indices: list[Tensor] = []
+    row = lead.room(blocks, 0, torch.int64, 5)
+    kind = keys.room(n_blocks, ABSENT, torch.int8)
+    indices = [lists.index for _, _, lists in told if lists.index is not None]
+    index = None
+    if indices:
+        index = lead.sheet.room((1, 1, sum(t.numel() for t in indices)), 0, torch.int32)
     begun = 0
     written = set()
     for (heads, begin, lists), first in zip(told, firsts, strict=True):
-        runs_of = lists.row
-        moved = (SHIFT, first) if lists.index is not None else (BEGIN, first)
-        # A number of the host goes into a kernel as it is; a tensor made of it would be a copy that is waited for.
-        for column, by in (moved, (BEGIN, begun)):
-            if by:
-                runs_of = runs_of.clone() if runs_of is lists.row else runs_of
-                runs_of[..., column] += by
-        lead.put(row, heads, runs_of, begin)
-        if lists.index is not None:
-            indices.append(lists.index)
+        if lists.index is None:
+            lead.put(row, heads, lists.row, begin, first)
+        else:
+            assert index is not None
+            lead.put(row, heads, lists.row, begin, begun, first)
+            lead.sheet.put(index, (0,), lists.index[None, None], begun)
             begun += lists.index.numel()
         if (heads, first) not in written:
             written.add((heads, first))
             keys.put(kind, heads if keys.heads > 1 else (0,), lists.kind, first)
     most = max(lists.most for _, _, lists in told)
-    return BlockRuns(row, torch.cat(indices) if indices else None, kind, most)
+    return DraftRuns(row, index, kind, most)
 
 
 def _lists(told: list[Told], firsts: list[int], lead: Lead, blocks: int) -> BlockLists:
     """Lists of all heads out of those of some, in the order (sequence, head, query block); no host read."""
-    length = lead.filled(blocks, 0, torch.int64)
-    begin = torch.zeros_like(length)
+    # Where lists begin must be known before others can be written.
+    lead = replace(lead, sheet=Sheet())
+    lengths, begins = (lead.room(blocks, 0, torch.int64) for _ in range(2))
     room = shift = 0
     for heads, first, lists in told:
         offset = lists.offset
-        lead.put(length, heads, offset[..., 1:] - offset[..., :-1], first)
-        lead.put(begin, heads, offset[..., :-1] + shift, first)
+        lead.put(lengths, heads, offset[..., 1:] - offset[..., :-1], first)
+        lead.put(begins, heads, offset[..., :-1], first, shift)
         shift += lists.index.numel()
         some = len(heads) if lead.heads > 1 else 1
         room += lists.index.numel() * (lead.batch // offset.shape[0]) * (some // offset.shape[1])
+    lead.sheet.write()
+    length, begin = (lead.sheet.tensor(of) for of in (lengths, begins))
     ends = torch.nn.functional.pad(length.reshape(-1).cumsum(0), (1, 0))
-    flat = torch.arange(lead.batch * lead.heads, device=lead.device)[:, None] * blocks
-    offset = ends[flat + torch.arange(blocks + 1, device=lead.device)].view(
+    flat = torch.arange(lead.batch * lead.heads, device=ends.device)[:, None] * blocks
+    offset = ends[flat + torch.arange(blocks + 1, device=ends.device)].view(
         lead.batch, lead.heads, blocks + 1
     )
     # Entry e of the new lists is entry `source` of the old ones laid end to end; what is past the last is slack.
-    entry = torch.arange(room, device=lead.device)
+    entry = torch.arange(room, device=ends.device)
     owner = torch.searchsorted(ends[1:], entry, right=True).clamp_(max=ends.numel() - 2)
     source = (begin.reshape(-1)[owner] + entry - ends[owner]).clamp_(min=0, max=max(shift - 1, 0))
     index = torch.cat([lists.index + first for (_, _, lists), first in zip(told, firsts, strict=True)])[

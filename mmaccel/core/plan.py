@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.backends.ops import ABSENT, FULL, TEST
-from mmaccel.backends.reference.lists import packed
+from mmaccel.backends.ops import ABSENT, FULL, TEST, packed
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lists import BlockLists, BlockRuns
 

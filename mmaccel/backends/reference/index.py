@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import ABSENT, FULL
-from mmaccel.backends.reference.lists import packed
+from mmaccel.backends.ops import ABSENT, FULL, packed
 
 
 def strongest(score: Tensor, last: Tensor, count: int, first: bool) -> Tensor:

@@ -65,17 +65,6 @@ def listed_area(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
     return (nq.expand(b, h, m) * keys).sum(-1).double()
 
 
-def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """index [entries of `chosen`] int32: in each row of `chosen` [..., n] the values [n] of what is chosen, side by side;
-    and [..., n + 1] how many are chosen before each."""
-    n = chosen.shape[-1]
-    upto = torch.nn.functional.pad(chosen.long().cumsum(-1), (1, 0))
-    slot = torch.where(chosen, upto[..., :-1], n)
-    index = torch.zeros(*chosen.shape[:-1], n + 1, dtype=torch.int32, device=chosen.device)
-    index.scatter_(-1, slot, value.to(torch.int32).expand_as(slot))
-    return index[..., :n].flatten(), upto
-
-
 def _edges(row: Tensor, place: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """[b, h, blocks] int64, twice: the least and the greatest place of what is there in each block; of nothing, the least
     is beyond all places and the greatest before them. And int8 FULL where all is there, ABSENT elsewhere."""

@@ -1,0 +1,59 @@
+"""The operator that puts pieces together: its contract, what it writes, and its kernel without a device."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from mmaccel.backends.pieces import FIELDS, assembled
+from mmaccel.core.sheet import Sheet
+
+from .test_triton import run
+
+QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+
+
+def test_pieces_lie_where_they_are_put() -> None:
+    sheet = Sheet()
+    one, two = sheet.room((2, 3, 4), -1, torch.int32), sheet.room((1, 2, 2, 5), 0, torch.int64)
+    first, second = (
+        torch.arange(12, dtype=torch.int32).view(2, 2, 3),
+        torch.ones(1, 1, 1, 5, dtype=torch.int64),
+    )
+    sheet.put(one, (0, 2), first, 1, more=10)
+    sheet.put(two, (1,), second, 1, more=5, shift=2)
+    sheet.write()
+    want = torch.full((2, 3, 4), -1, dtype=torch.int32)
+    want[:, [0, 2], 1:] = first + 10
+    assert torch.equal(sheet.tensor(one), want)
+    rows = torch.zeros(1, 2, 2, 5, dtype=torch.int64)
+    rows[0, 1, 1] = torch.tensor([6, 1, 1, 1, 3])
+    assert torch.equal(sheet.tensor(two), rows)
+
+
+def test_the_operator_keeps_its_contract() -> None:
+    sheet = Sheet()
+    sheet.put(sheet.room((1, 2, 64), -1, torch.int32), (1,), torch.arange(5).view(1, 1, 5), 2)
+    fills = len(sheet._fills) // len(FIELDS)
+    torch.library.opcheck(assembled, (sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends))
+
+
+def test_interpreted() -> None:
+    pytest.importorskip("triton")
+    warnings = ("-W", "ignore::DeprecationWarning")
+    out = run(
+        "pytest", "tests/backends/pieces_cases.py", *QUIET, *warnings, TRITON_INTERPRET="1", PYTEST_ADDOPTS=""
+    )
+    assert " passed" in out and "skipped" not in out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_compiled() -> None:
+    here = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    out = run(
+        "pytest", "tests/backends/pieces_cases.py", *QUIET, PYTEST_ADDOPTS="", CUDA_VISIBLE_DEVICES=here
+    )
+    assert " passed" in out

@@ -31,7 +31,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.models import drafting
 from mmaccel.models.cache import Columns, KVCache
 from mmaccel.models.family import Family
-from mmaccel.models.pointwise import in_chunks, turning, turning
+from mmaccel.models.pointwise import in_chunks, turning
 from mmaccel.models.pruning import Pruning
 
 ATTENTION = "mmaccel"
@@ -113,7 +113,6 @@ class Attachment:
         self.pruning = Pruning(self) if owner.recipe.prune is not None else None
         self.in_one = in_chunks(family.pointwise(model))
         self.unturn = turning([layer.self_attn for layer in family.layers(model)])  # type: ignore[misc]
-        self.unturn = turning([layer.self_attn for layer in family.layers(model)])  # type: ignore[misc]
         self._wrap(self.text, "forward", self.forward, self._forward)
         self._wrap(model, "generate", self.generate, self._generate)
 
@@ -126,7 +125,6 @@ class Attachment:
         """Leave no trace."""
         self.hook.remove()
         self.in_one()
-        self.unturn()
         self.unturn()
         if self.pruning is not None:
             self.pruning.remove()

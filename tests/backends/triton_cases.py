@@ -256,7 +256,9 @@ def test_a_row_is_split_where_lists_are_uneven() -> None:
     if INTERPRETED:
         work = Work.even([span.lists.count], 1, 1, 3, 1, 1)
         assert int(work.chunk) == 32
-        assert work.first.diff().tolist() == [1, 2, 1] and work.item.tolist() == [0, 1, 1, 2] + [3] * (WAVES - 1)
+        assert work.first.diff().tolist() == [1, 2, 1] and work.item.tolist() == [0, 1, 1, 2] + [3] * (
+            WAVES - 1
+        )
         whole = check(plan, tensors, kernel=partial(block_attend, chunk=99))
         torch.testing.assert_close(lse, whole[1], rtol=0, atol=1e-5)
 

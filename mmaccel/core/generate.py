@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -26,7 +26,6 @@ class RoundMeter(Protocol):
         """The draft was dropped; decoding goes on by itself."""
 
 
-@torch.no_grad()
 def speculate(
     target: Runner,
     draft: DraftState,
@@ -37,54 +36,106 @@ def speculate(
     emit: Callable[[Tensor], None] | None = None,
     meter: RoundMeter,
 ) -> Tensor:
-    """The prompt's ids and the generated ones, [1, S + m].
+    """The prompt's ids and the generated ones, [1, S + m]: see `Speculation`, of which this is one by itself."""
+    sequence = Speculation(target, draft, prompt, first, stop=stop, emit=emit, meter=meter)
+    lockstep([sequence])
+    return sequence.ids
+
+
+def lockstep(sequences: Sequence[Speculation]) -> None:
+    """Go on with several sequences, a round of each in turn, until all have ended; one that ended early takes no more turns.
+
+    Each has a memory, a draft and random numbers of its own, and keeps what it would keep alone. So the target reads its
+    weights once for each sequence and round: a batch takes the target as long as its sequences one after another. A draft
+    elsewhere goes on with one sequence while the target verifies another. All drafts are closed in every case.
+    """
+    try:
+        while live := [sequence for sequence in sequences if not sequence.ended]:
+            for sequence in live:
+                sequence.advance()
+    finally:
+        for sequence in sequences:
+            sequence.close()
+
+
+class Speculation:
+    """One sequence being decoded: `ids` [1, S + m], the prompt's and those committed so far, and whether it has `ended`.
 
     `draft` has begun and `target` has run the prompt, with `first` [1, V] as logits. `stop` is asked once for each new
     token, in order, with all ids up to it [1, S']; the first True ends the sequence at that token, inside a verified window
     too. `emit` gets new tokens [m'] as they are committed. At the end the target has run all ids but the last.
 
-    The draft is closed in every case. One that raises is dropped, with a `MmaccelWarning` and a word to the meter, and the
-    target goes on alone: no token is lost or changed. The meter counts what verification agreed to, before `stop` cuts.
+    A draft that raises is dropped, with a `MmaccelWarning` and a word to the meter, and the target goes on alone: no token
+    is lost or changed. The meter counts what verification agreed to, before `stop` cuts.
     """
-    guard = _Guard(draft, meter)
-    vocab = first.shape[-1]
-    ids = prompt.ids
-    origin = target.length() - ids.shape[1]
-    try:
-        committed, kept = accept(Proposal.empty(), first, ids[0], prompt.warp, prompt.generator)
-        while True:
-            committed, done = _cut(ids, committed, stop)
-            ids = torch.cat([ids, committed.to(ids.device)[None]], 1)
-            run = origin + ids.shape[1] - 1
-            if run < target.length():
-                target.truncate(run)
-            if not done:
-                # Before anyone reads the tokens: a draft elsewhere goes on meanwhile.
-                guard.observe(committed, kept)
-            if emit is not None:
-                emit(committed)
-            if done:
-                return ids
-            proposal = guard.propose()
-            drafted = proposal.ids.to(ids.device)
-            # A token the target does not have is refused in any case; it must only not break the embedding.
-            rows = torch.cat([ids[:, -1:], drafted.clamp(0, vocab - 1)[None]], 1)
-            if proposal.parents is not None:
-                logits = target.step(rows, proposal.branches())[0]
-                committed, path = guard.accept_tree(proposal, logits, ids[0], prompt)
-                target.accept(torch.cat([path.new_zeros(1), path + 1]))
-                kept = path.numel()
-                meter.round(drafted.numel(), kept)
-                continue
-            logits = target.step(rows)[0]
-            tail = guard.tail()
-            committed, kept = guard.accept(proposal, logits, ids[0], prompt)
-            # The last token was drawn from the target, whatever the tail is: keeping the tail when they agree is exact.
-            if tail is not None and kept == drafted.numel() and int(committed[-1]) == tail:
-                kept += 1
-            meter.round(drafted.numel() + (tail is not None), kept)
-    finally:
-        guard.close()
+
+    def __init__(
+        self,
+        target: Runner,
+        draft: DraftState,
+        prompt: Prompt,
+        first: Tensor,
+        *,
+        stop: Callable[[Tensor], bool],
+        emit: Callable[[Tensor], None] | None = None,
+        meter: RoundMeter,
+    ) -> None:
+        self.ids, self.ended = prompt.ids, False
+        self._target, self._prompt, self._meter = target, prompt, meter
+        self._stop, self._emit = stop, emit
+        self._guard = _Guard(draft, meter)
+        self._first: Tensor | None = first
+        self._vocab = first.shape[-1]
+        self._origin = target.length() - prompt.ids.shape[1]
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Commit the next tokens: at first that which follows the prompt, then those of a round."""
+        if self._first is not None:
+            prompt, first = self._prompt, self._first
+            committed, kept = accept(Proposal.empty(), first, self.ids[0], prompt.warp, prompt.generator)
+            self._first = None
+        else:
+            committed, kept = self._round()
+        committed, self.ended = _cut(self.ids, committed, self._stop)
+        self.ids = torch.cat([self.ids, committed.to(self.ids.device)[None]], 1)
+        run = self._origin + self.ids.shape[1] - 1
+        if run < self._target.length():
+            self._target.truncate(run)
+        if not self.ended:
+            # Before anyone reads the tokens: a draft elsewhere goes on meanwhile.
+            self._guard.observe(committed, kept)
+        if self._emit is not None:
+            self._emit(committed)
+        if self.ended:
+            self.close()
+
+    def _round(self) -> tuple[Tensor, int]:
+        """What the target commits of the draft's next proposal, and how many of these tokens stood in it."""
+        target, guard, prompt = self._target, self._guard, self._prompt
+        ids = self.ids
+        proposal = guard.propose()
+        drafted = proposal.ids.to(ids.device)
+        # A token the target does not have is refused in any case; it must only not break the embedding.
+        rows = torch.cat([ids[:, -1:], drafted.clamp(0, self._vocab - 1)[None]], 1)
+        if proposal.parents is not None:
+            logits = target.step(rows, proposal.branches())[0]
+            committed, path = guard.accept_tree(proposal, logits, ids[0], prompt)
+            target.accept(torch.cat([path.new_zeros(1), path + 1]))
+            self._meter.round(drafted.numel(), path.numel())
+            return committed, path.numel()
+        logits = target.step(rows)[0]
+        tail = guard.tail()
+        committed, kept = guard.accept(proposal, logits, ids[0], prompt)
+        # The last token was drawn from the target, whatever the tail is: keeping the tail when they agree is exact.
+        if tail is not None and kept == drafted.numel() and int(committed[-1]) == tail:
+            kept += 1
+        self._meter.round(drafted.numel() + (tail is not None), kept)
+        return committed, kept
+
+    def close(self) -> None:
+        """Close the draft, in whatever state it is; a second call does nothing."""
+        self._guard.close()
 
 
 def _cut(ids: Tensor, committed: Tensor, stop: Callable[[Tensor], bool]) -> tuple[Tensor, bool]:

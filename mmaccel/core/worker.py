@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import json
 import os
+import queue
 import select
 import signal
 import socket
@@ -167,11 +168,13 @@ class Worker:
             self.close()
             raise DraftError(f"{error}{reason}") from error
 
-    def drain(self) -> None:
-        """Read away what an earlier task left on the wire: a worker that nobody reads stops reading in the end."""
+    def drain(self) -> list[Message]:
+        """What is on the wire by now, before a new task is sent: a worker that nobody reads stops working in the end."""
         self._heard = time.monotonic()
-        while self.receive(0.0) is not None:
-            pass
+        found = []
+        while (message := self.receive(0.0)) is not None:
+            found.append(message)
+        return found
 
     def receive(self, limit_s: float) -> Message | None:
         """The next message that is no beat, or None after `limit_s`. Raises `DraftError` when there is none to come."""
@@ -254,6 +257,30 @@ def _beat(wire: Wire) -> None:
             time.sleep(BEAT_S)
             if wire.busy:
                 wire.send(BEAT)
+
+
+def inbox(wire: Wire) -> Iterator[Message]:
+    """The messages that come, until the wire breaks, which is raised.
+
+    They are taken off the wire while the last one is worked on: who sends a prompt does not wait for the one before.
+    """
+    held: queue.SimpleQueue[Message | DraftError] = queue.SimpleQueue()
+
+    def take() -> None:
+        try:
+            while True:
+                message = wire.receive(None)
+                assert message is not None
+                held.put(message)
+        except DraftError as error:
+            held.put(error)
+
+    threading.Thread(target=take, daemon=True).start()
+    while True:
+        found = held.get()
+        if isinstance(found, DraftError):
+            raise found
+        yield found
 
 
 def main() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import time
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +18,31 @@ from torch import Tensor, nn
 from mmaccel.core.draft import Warp
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import registry
-from mmaccel.core.worker import OWN, READY, Message, Wire, Worker, beating
+from mmaccel.core.worker import OWN, READY, Message, Wire, Worker, beating, inbox
 from mmaccel.policies.draft._writer import Writer, Written
 
-BEGIN, KEEP, WRITE, WROTE = OWN, OWN + 1, OWN + 2, OWN + 3
+BEGIN, KEEP, WRITE, WROTE, END = OWN, OWN + 1, OWN + 2, OWN + 3, OWN + 4
 SERVICE = "mmaccel.policies.draft._remote:serve"
 MICRO = 1e-6
 
 
+_NUMBERS = itertools.count(1)
+_OPEN: WeakKeyDictionary[Worker, WeakValueDictionary[int, Remote]] = WeakKeyDictionary()
+"""For each process its sequences, by number: whoever reads the wire hands on what is another's."""
+
+
 class Remote:
-    """The end on the target's side: at most one `ask` is out at a time; what it wrote is `collect`ed."""
+    """The end on the target's side, of one sequence: at most one `ask` is out at a time; what it wrote is `collect`ed.
+
+    Several sequences may share the process, which serves what they ask for in the order in which it comes.
+    """
 
     def __init__(self, worker: Worker, vocab: int) -> None:
         self._worker, self._vocab = worker, vocab
-        self._number = time.monotonic_ns()
+        self._number = next(_NUMBERS)
         self._asked = 0
+        self._answers: deque[Message] = deque()
+        self._open = _OPEN.setdefault(worker, WeakValueDictionary())
 
     def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None:
         """Send the prompt; with `pruned` it is run when `keep` has told which columns."""
@@ -36,7 +50,9 @@ class Remote:
         told = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in inputs.items() if _travels(x)}
         held = io.BytesIO()
         torch.save({"inputs": told, "warp": _packed(warp)}, held)
-        self._worker.drain()
+        for message in self._worker.drain():
+            self._hand_on(message)
+        self._open[self._number] = self
         self._worker.send(BEGIN, self._number, int(pruned), int(compact), blob=held.getvalue())
 
     def keep(self, columns: Tensor) -> None:
@@ -52,13 +68,19 @@ class Remote:
     def collect(self, limit_s: float) -> Written | None:
         """What was asked for, or None when it is not there within `limit_s`."""
         until = time.monotonic() + limit_s
-        while True:
+        while not self._answers:
             message = self._worker.receive(max(0.0, until - time.monotonic()))
             if message is None:
                 return None
-            if message.kind == WROTE and message.numbers[:1] != (self._number,):
-                continue  # a sequence that was given up before it was answered
-            return self._checked(message)
+            self._hand_on(message)
+        return self._checked(self._answers.popleft())
+
+    def _hand_on(self, message: Message) -> None:
+        """To the sequence it is for; an answer for one that was given up before is for nobody, nonsense is for us."""
+        number = message.numbers[0] if message.kind == WROTE and message.numbers else self._number
+        owner = self._open.get(number)
+        if owner is not None:
+            owner._answers.append(message)
 
     def _checked(self, message: Message) -> Written:
         _, micros, prompt, *ids = message.numbers if len(message.numbers) >= 3 else (0, 0, 0)
@@ -69,7 +91,11 @@ class Remote:
         return Written(ids, micros * MICRO, prompt * MICRO)
 
     def close(self) -> None:
-        """The sequence is over; the process stays for the next one."""
+        """The sequence is over; the process frees what it holds of it, and stays for others."""
+        if self._open.pop(self._number, None) is not None and self._worker.alive:
+            # A process that cannot be told has ended, and what it held with it.
+            with contextlib.suppress(DraftError):
+                self._worker.send(END, self._number)
 
 
 def start(service: str, options: Mapping[str, Any], timeout_s: float) -> Worker:
@@ -99,32 +125,38 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
 @torch.no_grad()
 def serve_writer(wire: Wire, fresh: Any, device: str = "cpu") -> None:
     """Answer until the wire breaks; `fresh` opens a `Writer` for each sequence, whose logits are on `device`."""
-    number, held, writer = 0, {}, None
-    compact = False
-    while True:
-        message = wire.receive(None)
-        assert message is not None
+    waiting: dict[
+        int, tuple[dict[str, Any], bool]
+    ] = {}  # prompts whose columns are not told yet, and whether compact
+    writers: dict[int, Writer] = {}
+    for message in inbox(wire):
+        number = message.numbers[0]
         if message.kind == BEGIN:
-            number, pruned, compact = message.numbers[0], message.numbers[1], bool(message.numbers[2])
             held = torch.load(io.BytesIO(message.blob), weights_only=True)
-            writer = None
-            if not pruned:
-                with beating(wire):
-                    writer = fresh()
-                    writer.read(held["inputs"], warp=_unpacked(held["warp"], device))
-        elif message.kind == KEEP and message.numbers[0] == number:
+            pruned, compact = message.numbers[1:]
+            if pruned:
+                waiting[number] = held, bool(compact)
+                continue
+            with beating(wire):
+                writers[number] = fresh()
+                writers[number].read(held["inputs"], warp=_unpacked(held["warp"], device))
+        elif message.kind == KEEP and number in waiting:
             columns = torch.tensor(message.numbers[1:], dtype=torch.long)
             if message.blob:
                 columns = torch.frombuffer(bytearray(message.blob), dtype=torch.long)
+            held, short = waiting.pop(number)
             with beating(wire):
-                writer = fresh()
-                writer.read(held["inputs"], columns, compact, _unpacked(held["warp"], device))
-        elif message.kind == WRITE and writer is not None and message.numbers[0] == number:
+                writers[number] = fresh()
+                writers[number].read(held["inputs"], columns, short, _unpacked(held["warp"], device))
+        elif message.kind == WRITE and number in writers:
             _, length, count, *fix = message.numbers
             with beating(wire):
-                written = writer.write(length, fix, count)
+                written = writers[number].write(length, fix, count)
             micros = (int(written.seconds / MICRO), int(written.prompt_s / MICRO))
             wire.send(WROTE, number, *micros, *written.ids)
+        elif message.kind == END:
+            waiting.pop(number, None)
+            writers.pop(number, None)
 
 
 def _travels(x: Any) -> bool:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -20,11 +23,12 @@ import torch
 from mmaccel.core import worker as worker_module
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import DraftError, MmaccelWarning
-from mmaccel.core.generate import speculate
+from mmaccel.core.generate import Speculation, lockstep, speculate
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import registry
-from mmaccel.core.worker import OWN, READY, Wire, Worker
+from mmaccel.core.worker import OWN, READY, Message, Wire, Worker
 from mmaccel.policies.draft import _remote
+from mmaccel.policies.draft._writer import Writer
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit
 from tests.core.toy import Meter, ToyRunner, alone, bigram, prompt, view
@@ -118,17 +122,116 @@ def test_a_process_that_fails_loses_no_token(target: ModelView, fault: str) -> N
         assert held(target, "1:killed:3").process.pid != worker.process.pid, "the next sequence has a new one"
 
 
+def together(
+    target: ModelView, choice: Parallel, starts: list[int]
+) -> tuple[list[list[int]], list[Pipeline], list[Meter]]:
+    """Several sequences of one process, begun one after the other and decoded in turns; each has an end of its own."""
+    states, meters, sequences = [], [], []
+    for start in starts:
+        told = prompt([1, start], max_new_tokens=58)
+        state, runner, meter = choice.open(target), ToyRunner(TARGET), Meter()
+        assert isinstance(state, Pipeline)
+        state.begin(told)
+        first = runner.prefill(told.inputs)
+        sequences.append(Speculation(runner, state, told, first, stop=limit(60 - 9 * start), meter=meter))
+        sequences[-1].advance()
+        states.append(state)
+        meters.append(meter)
+    with pytest.MonkeyPatch.context() as patch:
+        dawdle(patch)
+        lockstep(sequences)
+    return [sequence.ids[0].tolist() for sequence in sequences], states, meters
+
+
+STARTS = [0, 2, 4]
+
+
+def test_one_process_serves_several_sequences(target: ModelView) -> None:
+    """Each gets its own answers and no other's, in its own mode: this draft is always right after 4, and half the time
+    after 0."""
+    choice = Toy(model="32", window=3)
+    ids, states, meters = together(target, choice, STARTS)
+    for got, start, meter, state in zip(ids, STARTS, meters, states, strict=True):
+        assert got == alone(TARGET, [1, start], limit(60 - 9 * start)) and not meter.failures
+        assert state.counters()["drafted"] > 10 and sum(kept for _, kept in meter.rounds) > 0
+    refused = [sum(kept < proposed for proposed, kept in meter.rounds) for meter in meters]
+    assert refused[0] > 0 and refused[1] > 0 and refused[2] == 0
+    assert not _remote._OPEN[held(target, "32")], "a sequence that has ended is still waited for"
+
+
+def test_the_process_frees_what_it_holds_of_a_sequence_that_is_over() -> None:
+    ours, theirs = socket.socketpair()
+    held: WeakSet[Writer] = WeakSet()
+
+    def fresh() -> Writer:
+        held.add(writer := Writer(ToyRunner(TARGET), "cpu", VOCAB))
+        return writer
+
+    def serve() -> None:
+        with contextlib.suppress(DraftError):
+            _remote.serve_writer(Wire(theirs), fresh)
+
+    process, wire = threading.Thread(target=serve), Wire(ours)
+    process.start()
+    blob = io.BytesIO()
+    torch.save({"inputs": {"input_ids": torch.tensor([[1, 0]])}, "warp": _remote._packed(None)}, blob)
+    for number in (1, 2):
+        wire.send(_remote.BEGIN, number, 0, 0, blob=blob.getvalue())
+        wire.send(_remote.WRITE, number, 0, 2)
+        answer = wire.receive(10.0)
+        assert answer is not None and answer.numbers[0] == number
+    assert len(held) == 2
+    wire.send(_remote.END, 1)
+    wire.send(_remote.WRITE, 2, 2, 1)
+    answer = wire.receive(10.0)
+    assert answer is not None and answer.numbers[0] == 2 and len(held) == 1
+    ours.shutdown(socket.SHUT_RDWR)
+    process.join(10.0)
+    assert not process.is_alive()
+    wire.close()
+    theirs.close()
+
+
+def test_a_process_that_dies_loses_no_token_of_several_sequences(target: ModelView) -> None:
+    with pytest.warns(MmaccelWarning, match="ended|reached"):
+        ids, _, meters = together(target, Toy(model="1:killed:4", window=3), STARTS)
+    for got, start, meter in zip(ids, STARTS, meters, strict=True):
+        assert got == alone(TARGET, [1, start], limit(60 - 9 * start)) and len(meter.failures) == 1
+
+
+def test_a_prompt_is_taken_while_the_process_reads_another(target: ModelView) -> None:
+    """More than the wire holds, sent to a process at work: the target does not wait for it."""
+    worker = Toy(model="1:slow:0", window=3)._worker(target)
+    first, second = _remote.Remote(worker, VOCAB), _remote.Remote(worker, VOCAB)
+    ids = torch.tensor([[1, 0]])
+    first.begin({"input_ids": ids}, None, False, False)
+    for _ in range(5):
+        first.ask(0, [], 1)
+    began = time.monotonic()
+    second.begin({"input_ids": ids, "pixel_values": torch.zeros(1 << 21)}, None, False, False)
+    assert time.monotonic() - began < 0.7, "five windows take a second"
+    second.ask(0, [], 1)
+    # Read by the other of the two, the first one's answers are handed on.
+    assert second.collect(10.0) is not None and len(first._answers) == 5
+    first.close()
+    second.close()
+
+
 def slowly(target: ModelView, choice: Parallel) -> tuple[list[int], Pipeline, Meter]:
     """A target whose steps take a while, so that a silence is long enough to be noticed."""
+    with pytest.MonkeyPatch.context() as patch:
+        dawdle(patch)
+        return decode(target, choice)
+
+
+def dawdle(patch: pytest.MonkeyPatch) -> None:
     step = ToyRunner.step
 
     def wait(self: ToyRunner, *given: Any) -> Any:
         time.sleep(0.02)
         return step(self, *given)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ToyRunner, "step", wait)
-        return decode(target, choice)
+    patch.setattr(ToyRunner, "step", wait)
 
 
 def test_a_slow_draft_is_not_waited_for_and_not_lost(target: ModelView) -> None:
@@ -206,8 +309,8 @@ def test_what_travels_with_the_prompt() -> None:
     """Seconds of frames, which some processors give as a list, place the draft's frames as the target's are."""
 
     class Listening:
-        def drain(self) -> None:
-            pass
+        def drain(self) -> list[Message]:
+            return []
 
         def send(self, kind: int, *numbers: int, blob: bytes = b"") -> None:
             self.held = torch.load(io.BytesIO(blob), weights_only=True)

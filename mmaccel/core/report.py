@@ -22,9 +22,12 @@ class Report:
     ttft_s          seconds from the call of `generate` to its first token, vision included; None without generation
     tokens_per_s    new tokens after the first over the seconds they took; None for fewer than two
     peak_bytes      largest device memory during the call (CUDA), or largest resident set of the process so far (CPU)
+    new_tokens      of a batch, those of its longest answer
     draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), windows
-                    (proposed in each), failed (a reason or None), counters (the strategy's own)
-    kv              counters of the memory
+                    (proposed in each), failed (a reason or None), counters (the strategy's own), of all sequences of a
+                    batch together, counters only of one by itself; sequences: the same of each, with new_tokens and its
+                    memory's counters (kv), where a draft was at work
+    kv              counters of the memory; of a batch that is drafted for, of its last sequence's
     backend_why     why it is this backend, with the measured rates where "auto" measured
     """
 
@@ -87,6 +90,53 @@ class Report:
 
 
 @dataclass
+class SequenceMeter:
+    """What is told of one sequence that is drafted for; it goes on to the `Meter` of the whole call."""
+
+    whole: Meter
+    lengths: list[int] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
+    target_steps: int = 0
+    new_tokens: int = 0
+    failed: str | None = None
+    counters: dict[str, float] = field(default_factory=dict)
+    kv: dict[str, float] = field(default_factory=dict)
+
+    def round(self, proposed: int, accepted: int) -> None:
+        """One verification of a proposal."""
+        self.target_steps += 1
+        if proposed:
+            self.lengths.append(accepted)
+            self.windows.append(proposed)
+        self.whole.round(proposed, accepted)
+
+    def draft_failed(self, reason: str) -> None:
+        """The draft was dropped; decoding went on by itself."""
+        self.failed = reason
+        self.whole.draft_failed(reason)
+
+    def token(self, count: int) -> None:
+        """`count` new tokens of the sequence reached the host."""
+        self.new_tokens += count
+        self.whole.token(max(0, self.new_tokens - self.whole.new_tokens))
+
+    def figures(self) -> dict[str, Any]:
+        """As they stand in `Report.draft`."""
+        return {
+            "rounds": len(self.lengths),
+            "target_steps": self.target_steps,
+            "proposed": sum(self.windows),
+            "accepted": sum(self.lengths),
+            "lengths": list(self.lengths),
+            "windows": list(self.windows),
+            "failed": self.failed,
+            "counters": dict(self.counters),
+            "new_tokens": self.new_tokens,
+            "kv": dict(self.kv),
+        }
+
+
+@dataclass
 class Meter:
     """Collects what a `Report` is made of; tensors stay on the device until the report is asked for."""
 
@@ -103,7 +153,7 @@ class Meter:
     proposed: int = 0
     target_steps: int = 0
     failed: str | None = None
-    draft_counters: dict[str, float] = field(default_factory=dict)
+    sequences: list[SequenceMeter] = field(default_factory=list)
     generating: bool = False
 
     def clear(self) -> None:
@@ -143,6 +193,11 @@ class Meter:
         self.causal.setdefault(layer, []).append(causal)
         known = self.names.get(layer, names)
         self.names[layer] = tuple(a if a == b else f"{a}+{b}" for a, b in zip(known, names, strict=True))
+
+    def sequence(self) -> SequenceMeter:
+        """The meter of one more sequence that is drafted for."""
+        self.sequences.append(SequenceMeter(self))
+        return self.sequences[-1]
 
     def round(self, proposed: int, accepted: int) -> None:
         """One verification of a proposal."""
@@ -203,7 +258,8 @@ class Meter:
                 "lengths": list(self.lengths),
                 "windows": list(self.windows),
                 "failed": self.failed,
-                "counters": dict(self.draft_counters),
+                "counters": dict(self.sequences[0].counters) if len(self.sequences) == 1 else {},
+                "sequences": [sequence.figures() for sequence in self.sequences],
             },
             kv=kv,
             backend_why=why,

@@ -15,8 +15,8 @@ from torch import Tensor
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning
-from mmaccel.core.generate import speculate
-from mmaccel.core.report import Meter
+from mmaccel.core.generate import Speculation, lockstep
+from mmaccel.core.report import SequenceMeter
 from mmaccel.models.decode import admits, open_runner
 from mmaccel.models.runner import unpadded
 from mmaccel.models.signals import Listener
@@ -60,14 +60,97 @@ def captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
 
 
 def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
-    """Run the model's own `generate` up to its decoding loop, and there our own. Batch 1, one beam."""
+    """Run the model's own `generate` up to its decoding loop, and there our own; one beam.
+
+    The sequences of a batch are prepared one after the other, without their padding, and decoded in `lockstep`, each as it
+    would be alone, with a cache of its own (so that no `past_key_values` come back). Where tokens are drawn each has random
+    numbers of its own, seeded from torch's: they do not depend on the other sequences. What follows an answer's end is the
+    padding token, 0 where the model has none.
+    """
     if kwargs.get("input_ids") is None:
         raise DraftError(f"draft {attachment.owner.recipe.draft.name!r} reads token ids; give input_ids.")
-    kwargs, pads = _without_pads(attachment, kwargs)
-    raw = dict(kwargs)
+    _read_stop_strings(attachment, kwargs)
+    begun: list[_Sequence] = []
+    try:
+        for row, generator in _sequences(attachment, kwargs):
+            begun.append(_begin(attachment, row, generator))
+        lockstep([sequence.decoding for sequence in begun])
+    finally:
+        for sequence in begun:
+            sequence.end()
+    rows = [torch.cat([sequence.pads, sequence.decoding.ids], 1) for sequence in begun]
+    width = max(row.shape[1] for row in rows)
+    options = begun[0].options
+    last = 0 if options._pad_token_tensor is None else int(options._pad_token_tensor)
+    ids = torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[1]), value=last) for row in rows])
+    if options.return_dict_in_generate:
+        from transformers.generation import GenerateDecoderOnlyOutput
+
+        cache = begun[0].cache if len(begun) == 1 else None
+        return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache)  # type: ignore[arg-type]
+    return ids
+
+
+def _sequences(
+    attachment: Attachment, kwargs: dict[str, Any]
+) -> list[tuple[dict[str, Any], torch.Generator | None]]:
+    """The arguments of `generate` for each sequence of a batch by itself, and where its random numbers come from."""
+    ids, name = kwargs["input_ids"], attachment.owner.recipe.draft.name
+    if ids.shape[0] == 1:
+        return [(kwargs, None)]
+    if kwargs.get("streamer") is not None:
+        raise DraftError(
+            "streamer: a streamer is shown one sequence; give prompts one by one, or leave it out."
+        )
+    cache = kwargs.pop("past_key_values")
+    if cache.get_seq_length() or getattr(cache, "state", None) is None:
+        raise DraftError(
+            f"draft {name!r} keeps a cache for each sequence of a batch; leave past_key_values out."
+        )
+    mask = kwargs.get("attention_mask")
+    attachment.owner.road.meter.prompt_tokens = ids.numel() if mask is None else int(mask.sum())
+    device = attachment.owner.view.device
+    seeds = torch.randint(1 << 62, (ids.shape[0],)).tolist()
+    rows = attachment.family.split(attachment.model, kwargs)
+    return [(row, torch.Generator(device).manual_seed(seed)) for row, seed in zip(rows, seeds, strict=True)]
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """One prompt of the call: read by the target and told to its draft, `decoding` from there on.
+
+    pads [1, n] stand before it in the batch; options is the generation config as transformers prepared it.
+    """
+
+    decoding: Speculation
+    runner: Any
+    draft: DraftState
+    meter: SequenceMeter
+    cache: Any
+    pads: Tensor
+    options: Any
+    listener: Any
+
+    def end(self) -> None:
+        """Leave cache and meter as others expect them, however the decoding ended."""
+        self.decoding.close()
+        self.runner.settle()
+        self.meter.counters = self.draft.counters()
+        if (state := getattr(self.cache, "state", None)) is not None:
+            self.meter.kv = state.counters()
+        if self.listener is not None and self.decoding.ended:
+            self.listener.end()
+
+
+def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Generator | None) -> _Sequence:
+    """Read the prompt of one sequence, and commit its first token."""
     owner = attachment.owner
     name = owner.recipe.draft.name
-    _read_stop_strings(attachment, kwargs)
+    if kwargs.get("past_key_values") is None:
+        kwargs["past_key_values"] = attachment.cache()
+        attachment.promise(kwargs)
+    kwargs, pads = _without_pads(attachment, kwargs)
+    raw = dict(kwargs)
     listener = raw.pop("streamer", None)  # transformers shows it the prompt, and leaves the rest to the loop
 
     def decode(
@@ -80,7 +163,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     ) -> Any:
         if input_ids.shape[0] != 1 or generation_config.num_beams > 1:
             raise DraftError(
-                f"draft {name!r} decodes one sequence with one beam; set batch, num_beams and num_return_sequences to 1."
+                f"draft {name!r} decodes each sequence with one beam; set num_beams and num_return_sequences to 1."
             )
         if (
             generation_config.output_scores
@@ -101,9 +184,10 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
             inputs=raw,
             ids=input_ids,
             warp=_warp(logits_processor, sample),
+            generator=generator,
             max_new_tokens=generation_config.max_length - input_ids.shape[1],
         )
-        meter = owner.road.meter
+        meter = owner.road.meter.sequence()
         guarded = _Careful(owner.recipe.draft, owner.view, meter)
 
         def emit(tokens: Tensor) -> None:
@@ -116,11 +200,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
             guarded.begin(prompt)
             with _listening(attachment, raw, guarded):
                 first = runner.prefill({"input_ids": input_ids, **model_kwargs})
-        except BaseException:
-            guarded.close()
-            raise
-        try:
-            ids = speculate(
+            decoding = Speculation(
                 runner,
                 guarded.state,
                 prompt,
@@ -129,33 +209,29 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
                 emit=emit,
                 meter=meter,
             )
-        finally:
-            runner.settle()
-            meter.draft_counters = guarded.state.counters()
-        if listener is not None:
-            listener.end()
-        if generation_config.return_dict_in_generate:
-            from transformers.generation import GenerateDecoderOnlyOutput
+            decoding.advance()
+        except BaseException:
+            guarded.close()
+            raise
+        return _Sequence(decoding, runner, guarded.state, meter, cache, pads, generation_config, listener)
 
-            return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache)  # type: ignore[arg-type]
-        return ids
-
-    out = attachment.generate(**kwargs, custom_generate=decode)
-    if pads is None:
-        return out
-    if isinstance(out, Tensor):
-        return torch.cat([pads, out], 1)
-    out.sequences = torch.cat([pads, out.sequences], 1)
-    return out
+    try:
+        sequence: _Sequence = attachment.generate(**kwargs, custom_generate=decode)
+    finally:
+        # Read by now; another sequence may have the same ids with other pixels.
+        attachment.promised.held = None
+    return sequence
 
 
-def _without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+def _without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     """One left-padded prompt without its padding, and the padding's ids [1, n], to be put before the answer again."""
     mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
-    if mask is None or ids.shape[0] != 1 or bool(mask.all()):
-        return kwargs, None
+    if mask is None or bool(mask.all()):
+        return kwargs, ids[:, :0]
     count = int((mask[0] == 0).sum())
     kwargs = unpadded(kwargs)
+    # A padding token within the prompt is a token like others: without a mask transformers would take it for padding.
+    kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
     attachment.promise(kwargs)
     _shorten(attachment, kwargs, count)
     return kwargs, ids[:, :count]
@@ -192,7 +268,7 @@ class _Silent(DraftState):
 class _Careful:
     """A draft up to the end of the target's prefill: one that fails is dropped, and decoding goes on without it."""
 
-    def __init__(self, draft: DraftStrategy, view: ModelView, meter: Meter) -> None:
+    def __init__(self, draft: DraftStrategy, view: ModelView, meter: SequenceMeter) -> None:
         self.state: DraftState = _Silent()
         self._meter = meter
         self._try(lambda: setattr(self, "state", draft.open(view)))

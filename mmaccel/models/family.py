@@ -20,6 +20,7 @@ from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
+_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids")
 _VISUAL = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
 
 
@@ -123,6 +124,46 @@ class Family(ModelAdapter):
                     "build the inputs with the model's processor."
                 )
         return TokenLayout.build(modality, valid=valid, **fields)
+
+    def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
+        """For each of `inputs` that tells of images (IMAGE) or of videos (VIDEO): how much of its first axis each takes."""
+        raise ModelError(
+            f"{self.name}: this family does not say which pixels are whose; give prompts one by one."
+        )
+
+    def split(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The inputs of each sequence of a batch by itself, its padding included; what tells of neither sequences nor
+        pixels stays in each."""
+        if _given(inputs.get("mm_encoder_outputs")):
+            raise ModelError(
+                "mm_encoder_outputs: a batch is split by its pixels; give these, or prompts one by one."
+            )
+        layout = self.layout(model, inputs)
+        rows: list[dict[str, Any]] = []
+        for b in range(layout.batch):
+            row = dict(inputs)
+            for name in _TOKENS:
+                if _given(inputs.get(name)):
+                    row[name] = inputs[name][..., b : b + 1, :]
+            rows.append(row)
+        for kind in (IMAGE, VIDEO):
+            counts = [
+                layout.segment[b][layout.modality[b] == kind].unique().numel() for b in range(layout.batch)
+            ]
+            for name, sizes in self.shares(inputs, kind).items():
+                if sum(counts) != len(sizes):
+                    raise ModelError(
+                        f"{name} has {len(sizes)} pictures or videos and input_ids {sum(counts)}, so that it cannot be told "
+                        "which sequence each is of; give prompts one by one."
+                    )
+                item, begin = 0, 0
+                for row, count in zip(rows, counts, strict=True):
+                    end = begin + sum(sizes[item : item + count])
+                    row[name] = inputs[name][begin:end]
+                    if not count:
+                        del row[name]
+                    item, begin = item + count, end
+        return rows
 
     def positions(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         ids: Tensor = inputs["input_ids"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Grid
 
@@ -40,3 +41,15 @@ class LlavaOnevision(Family):
                     length = len(list(group))
                     images.append(Grid(1, side, side, marks=length - side * side))
         return images, videos
+
+    def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
+        names = {
+            IMAGE: ("pixel_values", "image_sizes"),
+            VIDEO: ("pixel_values_videos", "image_sizes_videos"),
+        }[kind]
+        found = {name: [1] * len(inputs[name]) for name in names if inputs.get(name) is not None}
+        if kind == IMAGE and inputs.get("batch_num_images") is not None:
+            # One number for several images of a prompt: the first of them takes it.
+            groups = inputs["batch_num_images"].tolist()
+            found["batch_num_images"] = [int(n == 0) for group in groups for n in range(group)]
+        return found

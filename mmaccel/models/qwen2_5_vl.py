@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Grid
 
@@ -35,6 +36,17 @@ class Qwen25VL(Family):
             return [] if thw is None else [Grid(t, h // merge, w // merge) for t, h, w in thw.tolist()]
 
         return read("image_grid_thw"), read("video_grid_thw")
+
+    def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
+        grid, pixels, *others = {
+            IMAGE: ("image_grid_thw", "pixel_values"),
+            VIDEO: ("video_grid_thw", "pixel_values_videos", "second_per_grid_ts"),
+        }[kind]
+        if inputs.get(grid) is None:
+            return {}
+        patches = inputs[grid].prod(1).tolist()
+        found = {grid: [1] * len(patches), pixels: patches, **{name: [1] * len(patches) for name in others}}
+        return {name: sizes for name, sizes in found.items() if inputs.get(name) is not None}
 
     def positions(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         ids: Tensor = inputs["input_ids"]

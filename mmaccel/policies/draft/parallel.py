@@ -39,7 +39,11 @@ class Parallel(PeerStrategy):
     ready when the target's first token comes. After ParallelVLM (arXiv 2603.19610, Algorithm 1), PEARL (arXiv 2408.11850).
 
     The draft writes greedily, so that ids and counts are all that travels; when sampling, a token is kept with the target's
-    own probability of it, with fresh random numbers each time, which is exact. One sequence, one beam, an empty cache.
+    own probability of it, with fresh random numbers each time, which is exact. One beam, from an empty cache.
+
+    The sequences of a batch go through the pipeline each in its own mode, a round of each in turn. One process writes for
+    all of them, in the order in which they ask; while the target verifies one it writes for the others. The target still
+    reads its weights once a sequence and round.
 
     model     the draft's folder or shipped name, or "beside": the folder beside the target's with its name and ``-draft``;
               a loaded module, the target itself too, with `process` off

@@ -20,7 +20,7 @@ class PromptLookup(DraftStrategy):
     """Finds the last tokens earlier in the prompt or the answer, and proposes what stood behind them.
 
     The longest run of tokens is tried first, and the place nearest to the end. After prompt lookup decoding (Saxena 2023).
-    One sequence with one beam, from an empty cache.
+    One beam, from an empty cache.
 
     window  the most tokens proposed
     ngram   the most last tokens that are looked for, down to one

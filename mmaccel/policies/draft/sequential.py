@@ -25,7 +25,8 @@ class Sequential(PeerStrategy):
     under the same temperature, cuts and penalties as the target, which is what speculative sampling needs. After Leviathan
     et al. 2023 (arXiv 2211.17192).
 
-    One sequence with one beam, from an empty cache, tokens only (no scores).
+    One beam, from an empty cache, tokens only (no scores). A batch is drafted for and verified sequence by sequence, a round
+    of each in turn: exact for each, and no faster than one prompt after the other.
 
     model   folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     window  tokens drafted a round, at least 1; fewer when fewer may still be generated

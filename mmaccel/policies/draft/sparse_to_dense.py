@@ -143,6 +143,7 @@ class _Sparse(DraftState):
         self._memory = _Memory(target.geometry.layers)
         self._scores: dict[int, Tensor] = {}
         self._runner: Runner | None = None
+        self._dense: KVState | None = None
         self._restore: Callable[[], None] | None = None
         self._fault: Exception | None = None
         self._steps = 0
@@ -190,12 +191,14 @@ class _Sparse(DraftState):
         self._scores[layer] = paid
 
     def observe(self, committed: Tensor, kept: int) -> None:
-        dense = self._owner.last_state
         if self._runner is None:
             if self._restore is not None:
                 self._restore()
                 self._restore = None
-            self._open(dense)
+            # Now it is the memory of this sequence's own prompt, which was read just before.
+            self._dense = self._owner.last_state
+            self._open(self._dense)
+        dense = self._dense
         if self._left is not None:
             self._left -= committed.numel()
         assert dense is not None

@@ -31,7 +31,8 @@ class Tree(PeerStrategy):
 
     Children are the likeliest tokens, chosen without chance, which keeps sampling exact: the target draws its own token and
     the walk goes on where a child says the same. With an `attention` pruner this is SpecVLM (arXiv 2508.16201); without, the
-    paper's SD-Tree. After EAGLE's trees (arXiv 2401.15077, 2406.16858). One sequence with one beam, from an empty cache.
+    paper's SD-Tree. After EAGLE's trees (arXiv 2401.15077, 2406.16858). One beam, from an empty
+    cache.
 
     model  folder or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     shape  "static": EAGLE's 25 nodes in 5 levels; "dynamic": the `nodes` likeliest of `depth` levels of `width` nodes each

@@ -1,0 +1,263 @@
+"""Several prompts under a draft: each sequence is what it is alone, whatever the others are, however far they have come."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError
+from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
+from mmaccel.policies.draft.sequential import Drafter
+from tests.core.toy import g_test
+from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
+
+KINDS = ("two videos", "text", "interleaved")
+TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def family(request):
+    """A target, a draft that is often right, three prompts of unequal length, and tokens that end each at another time."""
+    name = request.param
+    model = BUILD[name](layers=3)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    other = copy.deepcopy(model)
+    torch.manual_seed(0)
+    head = other.get_output_embeddings().weight
+    head.data += 0.01 * torch.randn_like(head)
+    prompts = [prompt(name, PROMPTS[kind], seed=n) for n, kind in enumerate(KINDS)]
+    free = [new(model.generate(**one, max_new_tokens=TOKENS, do_sample=False), one) for one in prompts]
+    # Each answer ends at another time, none at once, the last one at the limit or before.
+    ends = next(
+        pair
+        for pair in itertools.combinations(sorted({*free[0], *free[1], *free[2]}), 2)
+        if len(counts := {length(said, pair) for said in free}) == 3 and min(counts) >= 6
+    )
+    return name, model, other, prompts, list(ends)
+
+
+def length(said: list[int], ends: tuple[int, ...]) -> int:
+    """How many of the tokens are said when one of `ends` is the last."""
+    return next((n for n, token in enumerate(said, 1) if token in ends), len(said))
+
+
+def new(ids: torch.Tensor, inputs: dict) -> list[int]:
+    return ids[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def strategies(model) -> dict:
+    return {
+        "sequential": Sequential(model=model, window=3),
+        "pruned": Sequential(model=model, window=3, prune={"name": "uniform", "retention": 0.5}),
+        "parallel": Parallel(model=model, window=3, process=False),
+        "pruned parallel": Parallel(
+            model=model, window=4, process=False, prune={"name": "attention", "retention": 0.5}
+        ),
+        "tree": Tree(model=model),
+        "text_only": TextOnly(model=model, window=2),
+        "prompt_lookup": PromptLookup(),
+        "sparse_to_dense": SparseToDense(window=4, retention=0.5),
+    }
+
+
+STRATEGIES = list(strategies(object.__new__(torch.nn.Module)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_sequence_is_what_it_is_alone(family, strategy):
+    """Tokens, and the rounds in which they came: nothing of one sequence gets into another."""
+    name, model, other, prompts, ends = family
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    plain = [model.generate(**one, **options) for one in prompts]
+    draft = strategies(other)[strategy]
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        alone = []
+        for one, want in zip(prompts, plain, strict=True):
+            assert torch.equal(model.generate(**one, **options), want)
+            alone.append(fast.report().draft)
+        ids = model.generate(**batch(name, prompts), **options)
+        report = fast.report()
+    width = max(one["input_ids"].shape[1] for one in prompts)
+    counts = [want.shape[1] - one["input_ids"].shape[1] for one, want in zip(prompts, plain, strict=True)]
+    assert len(set(counts)) == 3, "some end together: less is tested"
+    assert ids.shape == (3, width + max(counts)) and report.new_tokens == max(counts)
+    assert report.prompt_tokens == sum(one["input_ids"].shape[1] for one in prompts)
+    for row, want, count in zip(ids, plain, counts, strict=True):
+        pads = width + count - want.shape[1]
+        assert row[pads : width + count].tolist() == want[0].tolist()
+        assert not row[:pads].any() and not row[width + count :].any()
+    told = report.draft["sequences"]
+    assert [one["new_tokens"] for one in told] == counts and report.draft["failed"] is None
+    for one, single in zip(told, alone, strict=True):
+        for field in ("lengths", "windows", "target_steps", "failed"):
+            assert one[field] == single[field]
+    assert report.draft["lengths"] and sorted(report.draft["lengths"]) == sorted(
+        length for one in told for length in one["lengths"]
+    )
+    if strategy == "parallel":
+        modes = {(one["counters"]["pre_verify"], one["counters"]["post_verify"]) for one in told}
+        assert len(modes) > 1, "the sequences were never in different modes"
+
+
+def test_a_measured_window_of_each_sequence(family):
+    """Windows follow each sequence's own measure of time; the tokens do not depend on them."""
+    name, model, other, prompts, ends = family
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    plain = model.generate(**batch(name, prompts), **options)
+    with mmaccel.accelerate(model, draft=Parallel(model=other, process=False)) as fast:
+        assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
+        assert all(one["rounds"] for one in fast.report().draft["sequences"])
+
+
+def test_no_draft_gives_the_plain_batch(family):
+    name, model, _, prompts, ends = family
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    plain = model.generate(**batch(name, prompts), **options)
+    with mmaccel.accelerate(model, draft="off") as fast:
+        assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
+        assert fast.report().draft["sequences"] == []
+
+
+@pytest.mark.parametrize("how", ["max_length", "one token", "returned"])
+def test_lengths_and_outputs_of_a_batch(family, how):
+    """`max_length` is that of the padded batch, as it is without a draft."""
+    name, model, other, prompts, _ = family
+    together = batch(name, prompts)
+    width = together["input_ids"].shape[1]
+    options = (
+        {"max_length": width + 7}
+        if how == "max_length"
+        else {"max_new_tokens": 1 if how == "one token" else 7}
+    )
+    options["return_dict_in_generate"] = how == "returned"
+    plain = model.generate(**together, do_sample=False, **options)
+    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)):
+        ids = model.generate(**together, do_sample=False, **options)
+    if how == "returned":
+        assert ids.past_key_values is None
+        plain, ids = plain.sequences, ids.sequences
+    assert torch.equal(ids, plain)
+
+
+def test_a_draft_that_fails_on_one_sequence_goes_on_for_the_others(family, monkeypatch):
+    name, model, other, prompts, ends = family
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    plain = model.generate(**batch(name, prompts), **options)
+    states, propose = [], Drafter.propose
+
+    def fail(self):
+        if self not in states:
+            states.append(self)
+        if states.index(self) == 1:
+            raise ValueError("out of cheese")
+        return propose(self)
+
+    monkeypatch.setattr(Drafter, "propose", fail)
+    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)) as fast:
+        with pytest.warns(MmaccelWarning, match="out of cheese"):
+            assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
+        told = fast.report().draft["sequences"]
+    assert [one["failed"] is not None for one in told] == [False, True, False]
+    assert told[0]["accepted"] > 0 and told[1]["rounds"] == 0 and told[2]["accepted"] > 0
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "parallel"])
+def test_what_is_drawn_does_not_depend_on_the_neighbours(family, strategy):
+    name, model, other, prompts, _ = family
+    options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.2, "top_k": 0}
+
+    def draw(rows: list[dict]) -> list[list[int]]:
+        torch.manual_seed(5)
+        together = batch(name, rows)
+        return model.generate(**together, **options)[:, together["input_ids"].shape[1] :].tolist()
+
+    with mmaccel.accelerate(model, draft=strategies(other)[strategy]):
+        first = draw(prompts)
+        again = draw([prompts[0], prompts[2], prompts[2]])
+        twins = draw([prompts[0]] * 3)
+    assert first[0] == again[0] == twins[0] and first[2] == again[2]
+    assert twins[0] != twins[1] != twins[2], "each sequence has random numbers of its own"
+
+
+def test_what_is_drawn_has_the_target_s_distribution():
+    """Joint of the first two tokens over a batch of the same prompt many times, against the model's own probabilities."""
+    model = BUILD["llava"](layers=2)
+    model.generation_config.eos_token_id = None
+    model.get_output_embeddings().weight.data *= 3
+    other = copy.deepcopy(model)
+    torch.manual_seed(0)
+    head = other.get_output_embeddings().weight
+    head.data += 0.03 * torch.randn_like(head)
+    one = prompt("llava", [("text", 6)])
+    ids, top = one["input_ids"], 3
+
+    def law(ids: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=ids).logits[:, -1]
+        best = logits.topk(top)
+        return torch.zeros_like(logits).scatter(1, best.indices, best.values.softmax(-1))
+
+    with torch.no_grad():
+        p = law(ids)[0].double()
+        firsts = p.nonzero()[:, 0]
+        joint = torch.zeros(len(p), len(p), dtype=torch.float64)
+        joint[firsts] = p[firsts, None] * law(torch.cat([ids.expand(top, -1), firsts[:, None]], 1)).double()
+    draft = Sequential(model=other, window=2)
+    rows = 600
+    with mmaccel.accelerate(model, draft=draft) as fast:
+        torch.manual_seed(3)
+        drawn = model.generate(**batch("llava", [one] * rows), max_new_tokens=3, do_sample=True, top_k=top)
+        told = fast.report().draft
+    assert 0 < told["accepted"] < told["proposed"]
+    pairs = drawn[:, -3:-1]
+    seen = torch.bincount(pairs[:, 0] * len(p) + pairs[:, 1], minlength=len(p) ** 2)
+    assert g_test(seen, joint) > 1e-3
+
+
+def test_what_a_batch_cannot_have_is_told(family):
+    name, model, other, prompts, _ = family
+    together = batch(name, prompts)
+    options = {"max_new_tokens": 4, "do_sample": False}
+
+    class Listener:
+        def put(self, value):
+            raise AssertionError("nothing may be shown")
+
+        def end(self):
+            pass
+
+    from transformers import DynamicCache
+
+    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)):
+        with pytest.raises(DraftError, match="streamer"):
+            model.generate(**together, **options, streamer=Listener())
+        with pytest.raises(DraftError, match="past_key_values"):
+            model.generate(**together, **options, past_key_values=DynamicCache())
+        with pytest.raises(DraftError, match="num_beams"):
+            model.generate(**together, **options, num_beams=2)
+
+
+def test_a_batch_is_split_into_the_prompts_it_was_made_of(family):
+    name, model, _, prompts, _ = family
+    from mmaccel.core.attach import adapter_for
+
+    together = batch(name, prompts)
+    adapter = adapter_for(model)
+    for row, one in zip(adapter.split(model, together), prompts, strict=True):
+        length = one["input_ids"].shape[1]
+        for field, value in one.items():
+            mine = row[field]
+            if field in ("input_ids", "attention_mask", "mm_token_type_ids"):
+                assert not mine[:, :-length].any()
+                mine = mine[:, -length:]
+            assert torch.equal(mine, value), field
+        assert row.keys() == one.keys()
+    # A picture too many: which pixels are whose is not guessed.
+    more = dict(together, pixel_values=torch.cat([together["pixel_values"]] * 2))
+    for field in ("image_grid_thw", "image_sizes", "batch_num_images"):
+        if field in more:
+            more[field] = torch.cat([more[field]] * 2)
+    with pytest.raises(ModelError, match=r"one by one|pixels"):
+        adapter.split(model, more)

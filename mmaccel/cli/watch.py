@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
     from mmaccel.media import Video
 
 RECIPE = "mosaic"
-SHOWN = 8
-"""Frames of the evidence that are shown."""
+INPUT = "-"
+"""In the place of a question: those on standard input."""
+
+PATIENCE_S = 1.0
+"""Seconds after which a standard input that does not end is told of."""
 
 Asked = tuple[float | None, str]
 """A question, and the seconds after which it is asked; None: at the end."""
@@ -39,7 +44,9 @@ def watch(
     fps: Annotated[float, typer.Option("--fps", help="Frames a second to look at.")] = 0.5,
     question: Annotated[
         list[str] | None,
-        typer.Option("--question", help="QUESTION@SECONDS, or QUESTION for the end; several."),
+        typer.Option(
+            "--question", help="QUESTION@SECONDS, or QUESTION for the end; - reads standard input; several."
+        ),
     ] = None,
     load: Annotated[Path | None, typer.Option("--load", help="Go on from a saved session.")] = None,
     save: Annotated[Path | None, typer.Option("--save", help="Save the session to this folder.")] = None,
@@ -48,25 +55,31 @@ def watch(
     format: Annotated[str | None, typer.Option("--format", help="Of a device, such as v4l2.")] = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds of silence that end a source.")] = 10.0,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")] = 64,
+    evidence: Annotated[
+        int, typer.Option("--evidence", min=1, help="Moments told of what an answer rests on, the best.")
+    ] = 5,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
     """Watch a video and answer questions on what was seen so far, and on which frames the answers rest.
 
-    On a terminal, questions are typed while it watches; Ctrl-D ends them, Ctrl-C ends the watching.
+    On a terminal, questions are typed while it watches; Ctrl-D ends them, Ctrl-C ends the watching. From a pipe or a
+    file on standard input they are read first, one a line, unless --question gives them.
     """
     from mmaccel import media
     from mmaccel.core.recipe import Recipe
     from mmaccel.core.record import recipe_of
     from mmaccel.core.session import VideoSession
 
-    asked = sorted(map(parsed, question or []), key=lambda one: float("inf") if one[0] is None else one[0])
+    asked = [parsed(text) for text in question or [] if text != INPUT]
     if load is not None and recipe is not None:
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
     chosen = choices.recipe(recipe or RECIPE) if load is None else Recipe.load(recipe_of(load))
     place, kept_in = choices.where(device), choices.dtype(dtype)
     clips = media.clips(video, fps=fps, frames_per_clip=clip, follow=follow, timeout=timeout, format=format)
+    asked += piped(question or [])
+    asked.sort(key=lambda one: float("inf") if one[0] is None else one[0])
     processor = choices.processor(model)
     session = VideoSession(choices.load(model, place, kept_in), processor, chosen)
     if load is not None:
@@ -76,7 +89,7 @@ def watch(
     stopped = False
 
     def answer(text: str, at: float | None = None) -> None:
-        told.append(_ask(session, text, at, max_new_tokens, as_json))
+        told.append(_ask(session, text, at, max_new_tokens, evidence, as_json))
 
     with session:
         begin = session.seconds if len(session) else None
@@ -97,10 +110,16 @@ def watch(
                             session.watch(piece)
                         seen(len(session), None)
                         for at, text in due:
+                            if at is not None and begin is not None and at < begin:
+                                remark(
+                                    text, f"is for {at:g} s, before the saved session's end at {begin:g} s"
+                                )
                             answer(text, at)
                     for text in typed.so_far():
                         answer(text)
             for at, text in asked:
+                if at is not None and at > session.seconds + 1 / fps:
+                    remark(text, f"is for {at:g} s, past the last frame at {session.seconds:g} s")
                 answer(text, at)
             asked.clear()
             for text in typed.rest():
@@ -124,25 +143,74 @@ def watch(
         print_json({**facts, "answers": told})
     else:
         end = "stopped after" if stopped else "watched"
-        remark = f"{end} {many(facts['frames'], 'frame')}, {facts['seconds']:.0f} s"
-        err().print(remark + (f"; saved to {save}" if save is not None else ""), highlight=False)
+        closing = f"{end} {many(facts['frames'], 'frame')}, {facts['seconds']:.0f} s"
+        err().print(closing + (f"; saved to {save}" if save is not None else ""), highlight=False)
     if stopped:
         raise typer.Exit(130)
 
 
-def parsed(text: str) -> Asked:
-    """The question of an option, and when it is asked."""
+def parsed(text: str, source: str = "--question") -> Asked:
+    """A question and when it is asked; `source` names in an error where it came from."""
     words, at, when = text.rpartition("@")
     try:
         seconds = float(when) if at else None
     except ValueError:
+        if when.split() == [when]:
+            raise VideoError(
+                f"{source}: {when!r} after the @ of {text!r} is no time; give seconds from the start, such as @12.5, or "
+                "a space after what is no time."
+            ) from None
         words, seconds = text, None
     words = words if at and seconds is not None else text
     if not words.strip():
-        raise ModelError(f"--question: {text!r} asks nothing; give QUESTION@SECONDS.")
+        raise ModelError(f"{source}: {text!r} asks nothing; give QUESTION@SECONDS.")
     if seconds is not None and not 0 <= seconds < float("inf"):
-        raise VideoError(f"--question: {when} is no time in a video; give seconds from its start.")
+        raise VideoError(f"{source}: {when} is no time in a video; give seconds from its start.")
     return seconds, words.strip()
+
+
+def piped(given: Sequence[str]) -> list[Asked]:
+    """The questions that a pipe or a file holds on standard input, to its end; `given` are those of the options.
+
+    Beside questions of options it is read only when one of them is ``-``: it may be meant for another command.
+    """
+    if INPUT not in given:
+        try:
+            mode = os.fstat(sys.stdin.fileno()).st_mode
+        except (AttributeError, OSError, ValueError):
+            return []  # closed, or none
+        if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
+            return []
+        if given:
+            err().print(
+                "standard input is not read beside --question; --question - reads it.", highlight=False
+            )
+            return []
+    slow = threading.Timer(
+        PATIENCE_S,
+        lambda: err().print("questions are read from standard input until it ends.", highlight=False),
+    )
+    slow.daemon = True
+    slow.start()
+    try:
+        lines = [] if sys.stdin is None else [line.strip("\r\n") for line in sys.stdin]
+    except UnicodeDecodeError as error:
+        raise ModelError("standard input is no text; give one question a line, in UTF-8.") from error
+    finally:
+        slow.cancel()
+    found = [parsed(line, "standard input") for line in lines if line.strip()]
+    timed = sum(at is not None for at, _ in found)
+    err().print(
+        f"{many(len(found), 'question')} from standard input: {timed} at a time, {len(found) - timed} at the end.",
+        highlight=False,
+    )
+    return found
+
+
+def remark(text: str, why: str) -> None:
+    """Say that a question is not asked at its time."""
+    told = f"{text!r} {why}; it is asked there."
+    err().print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def cut(part: Video, asked: list[Asked]) -> Iterator[tuple[Video | None, list[Asked]]]:
@@ -195,13 +263,15 @@ class Typed:
             yield line
 
 
-def _ask(session: VideoSession, text: str, at: float | None, most: int, quiet: bool) -> dict[str, Any]:
+def _ask(
+    session: VideoSession, text: str, at: float | None, most: int, moments: int, quiet: bool
+) -> dict[str, Any]:
     """Ask, show the answer as it comes, and what it rests on."""
     if not len(session):
         raise VideoError(f"--question: nothing was seen before {text!r} is asked; ask it later.")
     if quiet:
         answer = session.ask(text, most)
-        return as_object(text, at, session, answer)
+        return as_object(text, at, session, answer, moments)
     console = out()
     console.print(f"[{session.seconds:.1f} s] {text}", markup=False, highlight=False)
     reply = session.ask(text, most, stream=True)
@@ -209,30 +279,29 @@ def _ask(session: VideoSession, text: str, at: float | None, most: int, quiet: b
         console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
     console.print()
     assert reply.answer is not None
-    for line in shown(reply.answer):
+    for line in shown(reply.answer, moments):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-    return as_object(text, at, session, reply.answer)
+    return as_object(text, at, session, reply.answer, moments)
 
 
-def shown(answer: Answer) -> list[str]:
-    """What people read of an answer's making."""
+def shown(answer: Answer, moments: int) -> list[str]:
+    """What people read of an answer's making: the best `moments` it rests on, each with its share of the layers."""
     speed = f"first token {answer.ttft_s:.3f} s, then {number(answer.tokens_per_s, '.1f', ' tokens/s')}"
-    best = sorted(answer.top(SHOWN), key=lambda one: one.frames)
+    best = answer.top(moments)
     rests = [f"{_span(one.frames)} at {one.seconds:.0f} s ({one.share:.0%})" for one in best]
     left = len(answer.evidence) - len(best)
-    return [
-        f"rests on {many(len(answer.evidence), 'moment')}: {', '.join(rests)}"
-        + (f" and {left} more" if left else ""),
-        speed,
-    ]
+    more = f", and in some layers on {left} more" if left else ""
+    return [f"rests on {', '.join(rests) or 'no moment'}{more}", speed]
 
 
 def _span(frames: tuple[int, int]) -> str:
     return f"frame {frames[0]}" if frames[0] == frames[1] else f"frames {frames[0]}-{frames[1]}"
 
 
-def as_object(text: str, at: float | None, session: VideoSession, answer: Answer) -> dict[str, Any]:
-    """An answer, JSON-ready."""
+def as_object(
+    text: str, at: float | None, session: VideoSession, answer: Answer, moments: int
+) -> dict[str, Any]:
+    """An answer, JSON-ready; of the moments it rests on the best, and how many there are."""
     return {
         "question": text,
         "at": at,
@@ -249,7 +318,8 @@ def as_object(text: str, at: float | None, session: VideoSession, answer: Answer
                 "recalled": one.recalled,
                 "score": one.score,
             }
-            for one in answer.evidence
+            for one in answer.top(moments)
         ],
+        "moments": len(answer.evidence),
         "counters": answer.counters,
     }

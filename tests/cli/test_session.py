@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,13 +27,14 @@ Call = Callable[..., tuple[int, str, str]]
         ("where is it ?", (None, "where is it ?")),
         ("who wrote to me@home ?", (None, "who wrote to me@home ?")),
         ("a@b@3", (3.0, "a@b")),
+        ("who is me@home ", (None, "who is me@home")),
     ],
 )
 def test_a_question_may_have_a_time(text: str, want: tuple[float | None, str]) -> None:
     assert command.parsed(text) == want
 
 
-@pytest.mark.parametrize("text", ["@4", "  ", "now@-1", "now@inf", "now@nan"])
+@pytest.mark.parametrize("text", ["@4", "  ", "now@-1", "now@inf", "now@nan", "@abc", "now@soon", "now@1:30"])
 def test_questions_that_cannot_be_are_one_sentence(text: str) -> None:
     with pytest.raises(MmaccelError, match=r"^--question: .*\.$"):
         command.parsed(text)
@@ -60,7 +64,10 @@ def test_it_watches_asks_saves_and_goes_on(call: Call, clip: str, ov: str, tmp_p
     told = json.loads(out)
     assert told["frames"] == 16 and told["seconds"] == 60.0 and told["complete"] and told["began"] is None
     assert [(a["asked_at"], a["frames"]) for a in told["answers"]] == [(20.0, 6), (60.0, 16)]
-    assert [one["frames"] for one in told["answers"][0]["evidence"]] == [[n, n] for n in range(6)]
+    best = told["answers"][0]["evidence"]
+    ranks = [(-one["recalled"], -one["score"], one["frames"]) for one in best]
+    assert len(best) == 5 and ranks == sorted(ranks) and told["answers"][0]["moments"] == 6
+    assert all(first == last and first in range(6) for first, last in (one["frames"] for one in best))
     assert told["answers"][1]["ttft_s"] > 0 and told["recipe"]["kv"]["name"] == "rekv"
     status, out, err = call(*base, "--load", tmp_path / "s", "--question", "what was first ?@72")
     told = json.loads(out)
@@ -73,8 +80,77 @@ def test_people_read_the_answer_and_what_it_rests_on(call: Call, clip: str, ov: 
         "watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--question", "how many ?", "--max-new-tokens", 2
     )  # fmt: skip
     assert status == 0 and "watched 16 frames, 60 s" in err
-    assert "[60.0 s] how many ?" in out and "rests on 4 moments: frame 12 at 48 s (100%)" in out
-    assert "first token" in out
+    assert "[60.0 s] how many ?" in out and "rests on frame 12 at 48 s (100%), frame 13 at" in out
+    assert "more" not in out and "first token" in out
+    status, out, _ = call(
+        "watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--question", "how many ?", "--evidence", 3
+    )  # fmt: skip
+    assert status == 0 and out.count("(100%)") == 3 and "and in some layers on 1 more" in out
+
+
+def test_questions_are_piped(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    base = [
+        sys.executable,
+        "-m",
+        "mmaccel",
+        "watch",
+        clip,
+        "--model",
+        ov,
+        "--recipe",
+        "recent",
+        "--fps",
+        "0.25",
+    ]
+    done = subprocess.run(
+        [*base, "--max-new-tokens", "1", "--json"],
+        input="how many ?\n\nwhat was first ?@20\r\nwhat was last ?@500\n",
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent.parent,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    told = json.loads(done.stdout)
+    assert done.returncode == 0 and [(a["question"], a["at"], a["asked_at"]) for a in told["answers"]] == [
+        ("what was first ?", 20.0, 20.0), ("what was last ?", 500.0, 60.0), ("how many ?", None, 60.0)
+    ]  # fmt: skip
+    assert "3 questions from standard input: 2 at a time, 1 at the end.\n" in done.stderr
+    assert "'what was last ?' is for 500 s, past the last frame at 60 s; it is asked there.\n" in done.stderr
+
+
+def test_a_file_of_questions(
+    call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_text("how many ?\n")
+    base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.1, "--max-new-tokens", 1, "--json")
+    for options, asked, said in (
+        ((), ["how many ?"], "1 question from standard input: 0 at a time, 1 at the end."),
+        (("--question", "who ?"), ["who ?"], "not read beside --question"),
+        (("--question", "who ?", "--question", "-"), ["who ?", "how many ?"], "1 question from"),
+    ):
+        with path.open(encoding="utf-8") as file:
+            monkeypatch.setattr("sys.stdin", file)
+            status, out, err = call(*base, *options)
+        assert status == 0 and [one["question"] for one in json.loads(out)["answers"]] == asked
+        assert said in err and err.count("\n") == 1
+    for content, match in ((b"a ?@soon\n", "standard input: 'soon' after"), (b"\xff\n", "is no text")):
+        path.write_bytes(content)
+        with path.open(encoding="utf-8") as file:
+            monkeypatch.setattr("sys.stdin", file)
+            status, out, err = call(*base)
+        assert (status, out) == (2, "") and match in err and err.count("\n") == 1
+
+
+def test_a_time_before_a_saved_session_s_end_is_told(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    base = ("watch", clip, "--model", ov, "--json", "--max-new-tokens", 1, "--fps", 0.1)
+    assert call(*base, "--recipe", "recent", "--save", tmp_path / "s")[0] == 0
+    status, _, err = call(*base, "--load", tmp_path / "s", "--question", "what was first ?@20")
+    assert status == 0
+    assert (
+        err == "'what was first ?' is for 20 s, before the saved session's end at 60 s; it is asked there.\n"
+    )
 
 
 def test_typed_questions_are_answered(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends.triton.homes import BOX, FAR, SLACK, Homes
+from mmaccel.backends.triton.homes import BOX, FAR, Homes
 from mmaccel.backends.triton.hopper_launch import numbered, viewed
 
 from .triton_cases import DEVICE
@@ -42,17 +42,42 @@ def test_every_key_is_where_its_home_says() -> None:
             there = rows >= 0
             g = x if shared else x // (HEADS // G)
             if told >= 0:
-                assert torch.equal((told - SLACK + torch.arange(BOX, device=DEVICE))[there], rows[there])
+                assert torch.equal((told + torch.arange(BOX, device=DEVICE))[there], rows[there])
             else:
                 assert torch.equal(homes.keys[-2 - told][there], key[b, g, rows[there]])
                 assert torch.equal(homes.values[-2 - told][there], value[b, g, rows[there]])
                 assert not homes.keys[-2 - told][~there].any()
         absent = (row < 0).expand_as(place)
         assert (place[absent] == FAR).all() and not (place[~absent] == FAR).any()
-    # What lies side by side stays where it is: all of the first, of the last all but the block with the gap.
+    # What lies side by side stays where it is: all but the last block, which ends behind the last key, and the one with the
+    # gap.
     natural, own, cut = homes.home
-    assert (natural >= 0).all() and (own[..., :-1] < -1).all()
-    assert (cut < -1).sum(-1).eq(1).all()
+    assert (natural[..., :-1] >= 0).all() and (natural[..., -1] < -1).all() and (own[..., :-1] < -1).all()
+    assert (cut < -1).sum(-1).eq(2).all()
+
+
+def test_nothing_beyond_the_keys_is_read() -> None:
+    """What lies behind the last key in a buffer with room may be anything, and zero times it need not be zero."""
+    rng = torch.Generator().manual_seed(1)
+    for keys in (40, 64, 130, S):
+        whole = torch.full((B, G, S + 100, D), torch.nan)
+        whole[:, :, :keys] = torch.randn(B, G, keys, D, generator=rng)
+        key = whole.to(DEVICE)[:, :, :keys]
+        view = viewed(key)
+        assert view is not None
+        seen = key.as_strided(view.shape, (view.stride, 1))
+        k_row = [t.masked_fill(t >= keys, -1).to(DEVICE) for t in orders()]
+        k_row.append(torch.full_like(k_row[0], -1))
+        k_row.append(k_row[0].roll(10, -1))
+        places = [torch.zeros(1, 1, 320, dtype=torch.int32, device=DEVICE)] * len(k_row)
+        homes = Homes.of(key, key, k_row, places, HEADS, 1 << 30)
+        assert homes.short is None
+        for row, home in zip(k_row, homes.home, strict=True):
+            for b, x, n in torch.cartesian_prod(*(torch.arange(size) for size in home.shape)).tolist():
+                told, g = int(home[b, x, n]), x if row.shape[1] == 1 else x // (HEADS // G)
+                first = b * view.batch + g * view.group + told
+                block = seen[first : first + BOX] if told >= 0 else homes.keys[-2 - told]
+                assert len(block) == BOX and block.isfinite().all()
 
 
 def test_what_finds_no_room_is_counted() -> None:

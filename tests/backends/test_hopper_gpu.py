@@ -11,6 +11,7 @@ import torch
 
 from mmaccel.backends.triton import hopper_launch
 from mmaccel.core.layout import TEXT, VIDEO
+from mmaccel.core.lower import attend_plan
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse import AShape, Boundary2D, Grid, VerticalSlash
 from tests.policies.sparse.scenes import Scene, sequence
@@ -83,6 +84,17 @@ def test_patterns(pattern: SparsePattern, interleaved: bool) -> None:
     if interleaved:
         query, key, value = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
     check(plan, [query, key, value], torch.bfloat16, scale=128**-0.5)
+
+
+@pytest.mark.parametrize("keys", [500, 40])
+def test_what_lies_behind_the_last_key_is_anything(keys: int) -> None:
+    """Keys and values as a memory with room shows them."""
+    plan = random_plan(5, lead="", n_query=200, n_key=keys, blocks=(128, 64)).to("cuda")
+    tensors = [t.to("cuda", torch.bfloat16) for t in draw(plan, 2, 128, 5)]
+    wanted, sums = attend_plan(plan, *tensors, 128**-0.5, block_attend)
+    roomy = [torch.nn.functional.pad(t, (0, 0, 0, 300), value=torch.nan)[:, :, :keys] for t in tensors[1:]]
+    found, others = attend_plan(plan, tensors[0], *roomy, 128**-0.5, block_attend)
+    assert torch.equal(found, wanted) and torch.equal(others, sums)
 
 
 @pytest.mark.parametrize("chunk", [None, 2])

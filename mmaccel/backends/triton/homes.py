@@ -1,7 +1,9 @@
 """Where the copy engine finds the keys of each block: in their tensor, or among copies of those that lie apart there.
 
 A block whose keys are neighbours in the tensor stays where it is; the rest (a permuted order's, those at the edges of an
-island) are copied once, block by block, into one pool. Which is which is found on the device, and so is a block's slot.
+island, those that reach beyond the tensor) are copied once, block by block, into one pool. Which is which is found on the
+device, and so is a block's slot. What is read in the place of an absent key must be finite, for its weight of zero is
+multiplied with it: a row of the tensor is, and what lies behind its last one in a buffer with room need not be.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -22,9 +24,6 @@ BOX = 64
 FAR = 2**31 - 1
 """The place of what is not there."""
 
-SLACK = 64
-"""What is added to the row at which a block begins in its tensor: rows may be missing before its first key there."""
-
 
 @triton.jit
 def home_kernel(
@@ -34,12 +33,13 @@ def home_kernel(
     home,
     blocks,
     heads,
+    keys,
     SHARED: tl.constexpr,
     BOX: tl.constexpr,
-    SLACK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """For BLOCKS blocks the row (plus SLACK) at which they begin, or -1 for those whose keys do not lie side by side."""
+    """For BLOCKS blocks the row at which they begin, or -1 for those that are no BOX rows side by side of the `keys` there
+    are."""
     b, x = tl.program_id(2), tl.program_id(1)
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     n = tl.arange(0, BOX)
@@ -52,7 +52,9 @@ def home_kernel(
     begin = own - n[None, :]
     low = tl.min(tl.where(there, begin, 2147483647), 1)
     high = tl.max(tl.where(there, begin, -2147483648), 1)
-    told = tl.where(low == high, low + SLACK, tl.where(low > high, SLACK, -1))
+    # A block without a key may be any rows, and where there are two beginnings it is none.
+    begin = tl.where(low > high, 0, low)
+    told = tl.where((low >= high) & (begin >= 0) & (begin + BOX <= keys), begin, -1)
     tl.store(home + (b * heads + x).to(tl.int64) * blocks + block, told, mask=block < blocks)
 
 
@@ -132,7 +134,7 @@ class Homes:
     """Where a span's keys are.
 
     home    for each span [b, x, blocks of 64] int32, x the groups where all heads share its keys, or else the heads: the row
-            (plus SLACK) in the tensor, or -2 - the slot among the copies, or -1 for none
+            in the tensor, or -2 - the slot among the copies, or -1 for none
     place   the places of its keys, FAR for absent ones
     keys, values    copies [slots, 64, D]
     short   [] int32, how many blocks have no home; None where there is a slot for every block
@@ -155,16 +157,16 @@ class Homes:
         most: int,
     ) -> Homes:
         """For keys and values [B, G, S, D], orders and places [b, h, N] of `heads` heads; copies of at most `most` bytes."""
-        B, G, _, D = key.shape
+        B, G, S, D = key.shape
         device = key.device
         shapes = [(B, G if r.shape[1] == 1 else heads, r.shape[2] // BOX) for r in k_row]
         sizes = [b * x * n for b, x, n in shapes]
         flat = torch.empty(sum(sizes), dtype=torch.int32, device=device)
         home = tuple(t.view(s) for t, s in zip(flat.split(sizes), shapes, strict=True))
-        sizes_of = dict(BOX=BOX, SLACK=SLACK, BLOCKS=16)
         for r, t in zip(k_row, home, strict=True):
             grid = (triton.cdiv(t.shape[2], 16), t.shape[1], B)
-            home_kernel[grid](r, *lead(r), t, t.shape[2], t.shape[1], SHARED=r.shape[1] == 1, **sizes_of)
+            shared = r.shape[1] == 1
+            home_kernel[grid](r, *lead(r), t, t.shape[2], t.shape[1], S, SHARED=shared, BOX=BOX, BLOCKS=16)
         slot_bytes = 2 * BOX * D * key.element_size()
         capacity = min(len(flat), most // slot_bytes)
         keys, values = (torch.empty(capacity, BOX, D, dtype=key.dtype, device=device) for _ in range(2))

@@ -10,10 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mmaccel.backends.triton import homes
 from mmaccel.backends.triton.hopper_walk import consume, produce, rows_of
-
-SLACK = gl.constexpr(homes.SLACK)
 
 
 @gluon.jit(do_not_specialize=["M", "list_rows", "n_spans"])
@@ -179,7 +176,7 @@ def hopper_kernel(
                     barriers,
                     table,
                     n_spans,
-                    (b, h, g, m, (b * own_b + g * own_g - SLACK).to(gl.int32), (g * column_g).to(gl.int32)),
+                    (b, h, g, m, (b * own_b + g * own_g).to(gl.int32), (g * column_g).to(gl.int32)),
                     (first, last),
                     D // 64,
                     128 // BLOCK_K,

@@ -146,7 +146,7 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
     """Read the prompt of one sequence, and commit its first token."""
     owner = attachment.owner
     name = owner.recipe.draft.name
-    if kwargs.get("past_key_values") is None:
+    if kwargs.get("past_key_values") is None:  # one of a batch, whose cache and layout are not its own
         kwargs["past_key_values"] = attachment.cache()
         attachment.promise(kwargs)
     kwargs, pads = _without_pads(attachment, kwargs)

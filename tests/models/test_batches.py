@@ -8,6 +8,7 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError
+from mmaccel.models import decode
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import g_test
@@ -110,6 +111,43 @@ def test_a_measured_window_of_each_sequence(family):
     with mmaccel.accelerate(model, draft=Parallel(model=other, process=False)) as fast:
         assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
         assert all(one["rounds"] for one in fast.report().draft["sequences"])
+
+
+@pytest.mark.parametrize(
+    "recipe", [{"chunk": 64}, {"kv": {"name": "window", "sinks": 4, "window": 24, "margin": 8}}]
+)
+def test_each_sequence_is_what_it_is_alone_under_other_recipes(family, recipe):
+    """A memory that counts columns takes a padded batch too: under a draft no sequence has padding."""
+    name, model, other, prompts, ends = family
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    with mmaccel.accelerate(model, **recipe):
+        plain = [new(model.generate(**one, **options), one) for one in prompts]
+    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3), **recipe) as fast:
+        together = batch(name, prompts)
+        ids = model.generate(**together, **options)[:, together["input_ids"].shape[1] :].tolist()
+        told = fast.report().draft["sequences"]
+    for row, want, one, single in zip(ids, plain, told, prompts, strict=True):
+        assert row[: len(want)] == want and not any(row[len(want) :])
+        assert one["kv"]["seen"] == single["input_ids"].shape[1] + len(want) - 1
+
+
+def test_each_sequence_is_what_it_is_alone_in_static_steps(family, monkeypatch):
+    """As on a GPU: each sequence has buffers of its own, and so has its draft."""
+    name, model, other, prompts, ends = family
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
+    plain = model.generate(**batch(name, prompts), **options)
+    runners, lay = set(), decode.StaticRunner.lay
+
+    def seen(self, room):
+        runners.add(self)
+        return lay(self, room)
+
+    monkeypatch.setattr(decode, "DEVICES", ("cpu",))
+    monkeypatch.setattr(decode.StaticRunner, "lay", seen)
+    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)) as fast:
+        assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
+        assert all(one["accepted"] > 0 for one in fast.report().draft["sequences"])
+    assert len(runners) == 2 * len(prompts)
 
 
 def test_no_draft_gives_the_plain_batch(family):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -86,6 +88,21 @@ def test_what_finds_no_room_is_counted() -> None:
     homes = made(10 * 2 * BOX * D * 4)[3]
     assert homes.short is not None and int(homes.short) == wanted - 10
     assert sum(int((home == -1).sum()) for home in homes.home) == wanted - 10
+
+
+def test_a_device_that_is_nearly_full_has_room_for_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = sum(int((home < -1).sum()) for home in made(1 << 30)[3].home)
+    plain = Tensor.new_empty
+
+    def scarce(self: Tensor, *size: int, **named: Any) -> Tensor:
+        if len(size) == 4 and 2 * size[1] > wanted:
+            raise torch.OutOfMemoryError
+        return plain(self, *size, **named)
+
+    monkeypatch.setattr(Tensor, "new_empty", scarce)
+    homes = made(1 << 30)[3]
+    assert 0 < len(homes.keys) == len(homes.values) <= wanted // 2
+    assert homes.short is not None and int(homes.short) == wanted - len(homes.keys)
 
 
 def test_numbers_arrive_whole() -> None:

@@ -156,7 +156,8 @@ class Homes:
         heads: int,
         most: int,
     ) -> Homes:
-        """For keys and values [B, G, S, D], orders and places [b, h, N] of `heads` heads; copies of at most `most` bytes."""
+        """For keys and values [B, G, S, D], orders and places [b, h, N] of `heads` heads; copies of at most `most` bytes,
+        or as much as there is."""
         B, G, S, D = key.shape
         device = key.device
         shapes = [(B, G if r.shape[1] == 1 else heads, r.shape[2] // BOX) for r in k_row]
@@ -168,8 +169,8 @@ class Homes:
             shared = r.shape[1] == 1
             home_kernel[grid](r, *lead(r), t, t.shape[2], t.shape[1], S, SHARED=shared, BOX=BOX, BLOCKS=16)
         slot_bytes = 2 * BOX * D * key.element_size()
-        capacity = min(len(flat), most // slot_bytes)
-        keys, values = (torch.empty(capacity, BOX, D, dtype=key.dtype, device=device) for _ in range(2))
+        keys, values = _pool(min(len(flat), most // slot_bytes), key)
+        capacity = len(keys)
         upto = (flat == -1).cumsum(0, dtype=torch.int32)
         for r, t, u in zip(k_row, home, upto.split(sizes), strict=True):
             copy_kernel[(t.shape[2], t.shape[1], B)](
@@ -195,6 +196,17 @@ class Homes:
         short = (upto[-1] - capacity).clamp(min=0) if capacity < len(flat) else None
         place = tuple(_beyond(r, p) for r, p in zip(k_row, k_place, strict=True))
         return cls(home, place, keys, values, short)
+
+
+def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:
+    """Room for copies of `capacity` blocks of keys, and of values, or of fewer where the device is short of memory."""
+    while True:
+        try:
+            return like.new_empty(2, capacity, BOX, like.shape[3]).unbind()
+        except torch.OutOfMemoryError:
+            if not capacity:
+                raise
+            capacity //= 2
 
 
 def _beyond(row: Tensor, place: Tensor) -> Tensor:

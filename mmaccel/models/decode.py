@@ -171,12 +171,17 @@ def admits(model: nn.Module, family: Family, cache: Any) -> bool:
     if state is not None and (not state.in_place or owner is None or owner.recipe.prune is not None):
         return False
     layers: list[Any] = list(family.layers(model))
-    inner = [module for layer in layers for module in layer.modules()]
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    ends: list[Any] = [model.get_input_embeddings(), family.text(model).norm, head]  # type: ignore[operator]
+    inner = [module for part in (*layers, *ends) for module in part.modules()]
     return (
         family.text(model).config.hidden_act == "silu"  # type: ignore[union-attr]
         and all(type(layer).__name__ in LAYERS for layer in layers)
         and all(layer.self_attn.sliding_window is None for layer in layers)
-        and all(type(linear) is nn.Linear for layer in layers for linear in _linear(layer))
+        and all(
+            type(linear) is nn.Linear
+            for linear in (*(own for layer in layers for own in _linear(layer)), head)
+        )
         and not any(module._forward_hooks or module._forward_pre_hooks for module in inner)
     )
 

@@ -213,6 +213,17 @@ def test_one_graph_serves_all_lengths(family):
     torch._dynamo.reset()
 
 
+class Adapted(torch.nn.Module):
+    """A head to which others added something, as adapters do: it has a weight, and is more than that."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head, self.weight, self.bias = head, head.weight, None
+
+    def forward(self, hidden):
+        return self.head(hidden) + 1
+
+
 def test_it_is_chosen_for_models_it_computes(family, monkeypatch):
     """On a CPU never; elsewhere for a plain cache or a memory written in place, not for layers that others changed."""
     _, model = family
@@ -231,6 +242,16 @@ def test_it_is_chosen_for_models_it_computes(family, monkeypatch):
     layer.mlp.up_proj = torch.nn.Sequential(own)
     assert type(adapter.runner(model)) is HFRunner
     layer.mlp.up_proj = own
+    assert type(adapter.runner(model)) is StaticRunner
+    # What stands before the layers and after them is no less the model's own.
+    head = model.get_output_embeddings()
+    for end in (model.get_input_embeddings(), adapter.text(model).norm, head):
+        handle = end.register_forward_hook(lambda *_: None)
+        assert type(adapter.runner(model)) is HFRunner
+        handle.remove()
+    model.set_output_embeddings(Adapted(head))
+    assert type(adapter.runner(model)) is HFRunner
+    model.set_output_embeddings(head)
     assert type(adapter.runner(model)) is StaticRunner
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.console import bars, counter, many, number, out, print_json, size
+from mmaccel.cli.console import bars, columns, counter, many, number, out, print_json, size
 from mmaccel.core.errors import RecipeError, VideoError, VideoWarning
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from mmaccel.media.preprocess import Pixels
 
 MAX_FRAMES = 4096
+
+LABELS, COLUMN = 32, 24
+"""Characters of a table that its labels take, and that a recipe wants at least."""
 
 OPTIONS = (
     (r"; max_side= or size= sets another size", ""),
@@ -85,12 +88,12 @@ def ask(
     with bars() as progress:
         seen = watch(video, processor, progress, fps=fps, frames=frames, max_frames=max_frames)
         loaded = choices.load(model, place, kind)
-        answers = compared(loaded, processor, seen, question, chosen, progress, max_new_tokens)
+        answers, tokens = compared(loaded, processor, seen, question, chosen, progress, max_new_tokens)
     facts = {"model": model, "video": video, "question": question, "frames": len(seen), "device": place}
     if as_json:
-        print_json(as_object(answers, facts, compare))
+        print_json(as_object(answers, facts, tokens, compare))
     else:
-        out().print(side_by_side(answers, facts))
+        out().print(side_by_side(answers, facts, tokens))
 
 
 def watch(
@@ -163,8 +166,13 @@ def compared(
     recipes: Mapping[str, Recipe],
     progress: Progress,
     max_new_tokens: int,
-) -> dict[str, Answer]:
-    """The answer under each recipe, in order; a short run goes ahead so that the first one pays for no warm-up."""
+) -> tuple[dict[str, Answer], int]:
+    """The answer under each recipe, in order, and how many video tokens the prompt has.
+
+    A short run goes ahead so that the first one pays for no warm-up.
+    """
+    from mmaccel.core.attach import adapter_for
+    from mmaccel.core.prune import candidates
     from mmaccel.eval.answer import ask as answer
     from mmaccel.eval.answer import prompt
     from mmaccel.eval.cases import cut
@@ -180,7 +188,7 @@ def compared(
             found[name] = answer(
                 model, processor, inputs, recipe, max_new_tokens=max_new_tokens, streamer=streamer
             )
-    return found
+    return found, candidates(adapter_for(model).layout(model, inputs)).numel()
 
 
 class _Counted:
@@ -237,8 +245,11 @@ def _layers(model: nn.Module, recipe: Recipe, progress: Progress, most: int) -> 
             progress.remove_task(task)
 
 
-def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any]) -> Group:
-    """What people read: the question, and a table with a column a recipe."""
+def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens: int) -> Group:
+    """What people read: the question, and tables with a column a recipe, as many as the width has room for.
+
+    tokens  video tokens of the prompt
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -248,10 +259,6 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any]) -> Gro
         f"{facts['question']}\n{facts['model']}, {many(facts['frames'], 'frame')}, {many(prompt, 'token')}",
         overflow="fold",
     )
-    table = Table()
-    table.add_column("")
-    for name in answers:
-        table.add_column(name, overflow="fold")
     # On a CPU it is the process that is measured, from its start on: a later column cannot show less.
     peak = "peak memory" if str(facts["device"]).startswith("cuda") else "peak memory (process so far)"
     rows: Sequence[tuple[str, Any]] = (
@@ -261,15 +268,22 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any]) -> Gro
         ("kept", lambda a: number(a.report.kept, ".1%")),
         ("heads", lambda a: ", ".join(f"{name} x {n}" for name, n in sorted(a.report.heads().items()))),
         ("drafted", _drafted),
-        ("video", _pruned),
+        ("video", lambda a: _pruned(video_tokens(a, tokens))),
         ("cache", _cache),
         (peak, lambda a: size(a.report.peak_bytes)),
     )
-    for label, show in rows:
-        cells = [show(answer) for answer in answers.values()]
-        if any(cells):
-            table.add_row(label, *(Text(cell) for cell in cells))
-    return Group(head, table)
+    tables = []
+    for names in columns(list(answers), room=out().width - LABELS, wide=COLUMN):
+        table = Table()
+        table.add_column("")
+        for name in names:
+            table.add_column(name, overflow="fold")
+        for label, show in rows:
+            cells = [show(answers[name]) for name in names]
+            if any(cells):
+                table.add_row(label, *(Text(cell) for cell in cells))
+        tables.append(table)
+    return Group(head, *tables)
 
 
 def _cache(answer: Answer) -> str:
@@ -279,29 +293,46 @@ def _cache(answer: Answer) -> str:
     return f"{size(int(kv['bytes']))}, {int(kv['held'])} of {many(int(kv['seen']), 'token')} held"
 
 
-def _pruned(answer: Answer) -> str:
-    """The video's tokens, and how many a pruner leaves from which layer on."""
-    kv = answer.report.kv
-    if "video" not in kv:
-        return ""
-    cuts = [
-        f"{int(count)} {name.removeprefix('video ')}"
-        for name, count in kv.items()
-        if name.startswith("video ")
-    ]
-    return ", ".join([many(int(kv["video"]), "token"), *cuts])
+def video_tokens(answer: Answer, whole: int) -> dict[str, int]:
+    """Video tokens: the `whole` of the prompt, what a pruner left from which layer on, what a draft's pruner left it."""
+    from mmaccel.core.prune import quota
+
+    told = {"prompt": whole}
+    for name, count in answer.report.kv.items():
+        if name.startswith("video "):
+            told[name.removeprefix("video ")] = int(count)
+    pruner = answer.report.recipe["draft"].get("prune")
+    if pruner is not None:
+        # Every pruner of drafts leaves its quota.
+        told["in the draft"] = quota(pruner["retention"], whole)
+    return told
+
+
+def _pruned(tokens: Mapping[str, int]) -> str:
+    whole, *left = tokens.items()
+    return ", ".join([many(whole[1], "token"), *(f"{count} {name}" for name, count in left)]) if left else ""
 
 
 def _drafted(answer: Answer) -> str:
     draft = answer.report.draft
-    return f"{draft['accepted']} of {draft['proposed']} accepted" if draft.get("rounds") else ""
+    failed = draft.get("failed")
+    if not draft.get("rounds"):
+        return f"nothing: {failed}" if failed else ""
+    told = (
+        f"{draft['accepted']} of {draft['proposed']} accepted in {many(draft['rounds'], 'round')}, "
+        f"{answer.report.accepted_length():.2f} a round, {max(draft['lengths'])} at most"
+    )
+    return f"{told}; stopped: {failed}" if failed else told
 
 
 def as_object(
-    answers: Mapping[str, Answer], facts: Mapping[str, Any], compare: bool = False
+    answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens: int, compare: bool = False
 ) -> dict[str, Any]:
-    """One object: the figures of the first recipe on top; `dense` beside it when compared; `runs` when there are several."""
-    runs = [{"recipe": name, **answer.figures()} for name, answer in answers.items()]
+    """One object: the figures of the first recipe on top; `dense` beside it when compared; `runs` when there are several.
+
+    tokens  video tokens of the prompt
+    """
+    runs = [{"recipe": name, **_figures(answer, tokens)} for name, answer in answers.items()]
     others = [run for run in runs if not (compare and run["recipe"] == "dense")] or runs
     result = {**others[0], **facts}
     if compare:
@@ -309,3 +340,13 @@ def as_object(
     if len(others) > 1:
         result["runs"] = others
     return result
+
+
+def _figures(answer: Answer, tokens: int) -> dict[str, Any]:
+    """The figures of one answer with its cache (bytes, tokens held and seen), video tokens, and accepted tokens a round."""
+    told, report = answer.figures(), answer.report
+    draft = {name: value for name, value in report.draft.items() if name != "sequences"}  # there is one
+    drafted = draft.get("rounds") or draft.get("failed")
+    told["draft"] = {**draft, "accepted_length": report.accepted_length()} if drafted else None
+    cache = {name: int(report.kv[name]) for name in ("bytes", "held", "seen") if name in report.kv}
+    return {**told, "cache": cache, "video_tokens": video_tokens(answer, tokens)}

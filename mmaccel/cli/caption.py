@@ -87,7 +87,10 @@ def caption(
     }
     if as_json:
         proof = None if certificate is None else {"holds": certificate.holds, **certificate.__dict__}
-        print_json({**facts, "text": streamer.text.strip(), **told.to_dict(), "certificate": proof})
+        figures = told.to_dict()
+        # "kept" is a share of attention everywhere else; this is the accepted length of the field.
+        figures["accepted_length"] = figures.pop("kept")
+        print_json({**facts, "text": streamer.text.strip(), **figures, "certificate": proof})
         return
     out().print()
     for line in lines(told, facts, compare):
@@ -116,7 +119,7 @@ def lines(told: Drafted, facts: dict[str, Any], compare: bool) -> list[str]:
         + f"; a plain step that only read weights and cache would give {facts['floor_tokens_per_s']:.0f}",
         f"first   {number(told.ttft_s, '.2f', ' s')}"
         + (f", plain {number(told.plain_ttft_s, '.2f', ' s')}" if compare else ""),
-        f"kept    {told.kept:.2f} a round, {told.a_step:.2f} tokens a target step, {told.streak:.1f} in a row, "
+        f"accepted {told.kept:.2f} tokens a round, {told.a_step:.2f} a target step, {told.streak:.1f} in a row, "
         f"{told.share:.0%} of what was judged",
     ]
     if "window" in counters:

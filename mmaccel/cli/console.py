@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,6 +102,17 @@ def steps(progress: Progress, unit: str = "frames") -> Callable[[str, int, int |
         progress.update(tasks[what], completed=done, total=total, visible=done != total)
 
     return update
+
+
+def columns(names: Sequence[str], room: int, wide: int) -> Iterator[Sequence[str]]:
+    """Names in groups of one table each: a column wants `wide` of the `room` characters; groups are as even as can be."""
+    most = max(1, room // wide)
+    tables = -(-len(names) // most)
+    begin = 0
+    for number in range(tables):
+        count = (len(names) - begin) // (tables - number)
+        yield names[begin : begin + count]
+        begin += count
 
 
 def many(count: int, thing: str) -> str:

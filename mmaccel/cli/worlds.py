@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model, compared, side_by_side, watch
-from mmaccel.cli.console import bars, counter, err, many, number, out, print_json, steps
+from mmaccel.cli.console import bars, columns, counter, err, many, number, out, print_json, steps
 from mmaccel.core.errors import WorldError
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ DEMO_KINDS = ("needle", "order", "combine")
 """What the demonstration asks unless told otherwise."""
 ENOUGH = 0.9
 """The share of right answers under which the demonstration ends with status 1."""
+ASKED, ANSWER = 56, 14
+"""Characters of a table that world, question and truth take, and that a recipe's answers want at least."""
 
 
 def world(
@@ -87,10 +90,10 @@ def demo(
             first = todo[0]
             film.watch(first.world)
             video = watch(str(film.path(first.world)), processor, progress)
-            answers = compared(loaded, processor, video, first.question, chosen, progress, 8)
+            answers, tokens = compared(loaded, processor, video, first.question, chosen, progress, 8)
             facts = {"model": model, "question": first.question, "frames": len(video), "device": place}
             if not as_json:
-                console.print(side_by_side(answers, facts))
+                console.print(side_by_side(answers, facts, tokens))
                 console.print(f"the truth: {first.answer} (world {first.world.seed})\n", highlight=False)
             bar = progress.add_task("worlds", total=len(todo), unit="questions")
             for judged in judge(loaded, processor, chosen, todo, film):
@@ -117,7 +120,8 @@ def demo(
             }
         )
     elif seen:
-        console.print(_table(seen, list(chosen)))
+        for names in columns(list(chosen), room=console.width - ASKED, wide=ANSWER):
+            console.print(_table(seen, names))
         told = f"worlds {', '.join(map(str, used))}"
         if skipped:
             told += f"; without a question of every kind, and skipped: {', '.join(map(str, skipped))}"
@@ -163,7 +167,7 @@ def _told(judged: Judged) -> dict[str, Any]:
     }
 
 
-def _table(seen: list[Judged], recipes: list[str]) -> Table:
+def _table(seen: list[Judged], recipes: Sequence[str]) -> Table:
     from rich.table import Table
     from rich.text import Text
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mmaccel import media
+from mmaccel.cli.console import columns
 from mmaccel.world import World
 
 Call = Callable[..., tuple[int, str, str]]
@@ -30,6 +32,10 @@ def test_ask_gives_one_object(call: Call, clip: str, ov: str) -> None:
         and told["peak_bytes"] > 1 << 20
     )
     assert 1 <= told["new_tokens"] <= 4 and "dense" not in told and "runs" not in told
+    assert told["video_tokens"] == {"prompt": 64 * 16} and told["draft"] is None
+    seen = told["prompt_tokens"] + told["new_tokens"] - 1
+    assert told["cache"] == {"bytes": told["cache"]["bytes"], "held": seen, "seen": seen}
+    assert told["cache"]["bytes"] > 0
 
 
 def test_compare_puts_dense_beside_the_recipe(call: Call, clip: str, ov: str) -> None:
@@ -72,6 +78,26 @@ def test_several_recipes_stand_side_by_side(call: Call, clip: str, ov: str) -> N
     assert told["dense"]["recipe"] == "dense" and told["recipe"] == "a_shape-short"
 
 
+def test_many_recipes_are_several_tables_that_fit(call: Call, clip: str, ov: str) -> None:
+    names = ["dense", "a_shape-short", "grid", "window", "tri_shape"]
+    recipes = [word for name in names for word in ("--recipe", name)]
+    status, out, _ = call("ask", clip, "hi", "--model", ov, *recipes, "--frames", 8, "--max-new-tokens", 1)
+    lines = out.splitlines()
+    assert status == 0 and max(map(len, lines)) <= 120
+    heads = [[cell.strip() for cell in line.split("┃")[2:-1]] for line in lines if line.startswith("┃")]
+    assert heads == [names[:2], names[2:]] and out.count("│ first token ") == 2
+
+
+@pytest.mark.parametrize(
+    ("count", "room", "groups"),
+    [(1, 5, [1]), (3, 30, [3]), (4, 30, [2, 2]), (7, 30, [2, 2, 3]), (2, 9, [1, 1]), (0, 30, [])],
+)
+def test_columns_are_shared_out_evenly(count: int, room: int, groups: list[int]) -> None:
+    names = [str(number) for number in range(count)]
+    found = list(columns(names, room, 10))
+    assert [len(one) for one in found] == groups and [name for one in found for name in one] == names
+
+
 def test_a_yaml_file_is_a_recipe(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("sparse: {name: a_shape, sink: 16, window: 128}\nchunk: 256\ndense_layers: [0]\n")
@@ -101,8 +127,14 @@ def test_a_draft_of_the_same_weights_is_always_right(call: Call, clip: str, ov: 
         assert status == 0 and told["draft"]["proposed"] > 0
         if "a_shape-short" not in extra:
             assert told["draft"]["accepted"] == told["draft"]["proposed"]
+        assert told["draft"]["accepted_length"] * told["draft"]["rounds"] == told["draft"]["accepted"]
         if "--compare" in extra:
             assert told["dense"]["draft"] is None
+    status, out, _ = call(*(one for one in arguments if one != "--json"))
+    told = " ".join(out.replace("│", " ").split())
+    assert status == 0 and re.search(
+        r"drafted (\d+) of \1 accepted in \d+ rounds?, \d+\.\d\d a round, \d+ at most", told
+    )
 
 
 @pytest.mark.parametrize(("option", "frames"), [("--frames", 5), ("--max-frames", 7)])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
+
+from mmaccel.policies.draft._read import PrunedReader
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -27,6 +31,47 @@ def test_ask_names_what_was_pruned(
         "ask", clip, "What colour was the star?", "--model", ov, "--recipe", recipe, "--max-new-tokens", 2
     )
     assert status == 0 and "1024 tokens" in out and told in " ".join(out.split())
+
+
+def test_ask_gives_programs_the_tokens_left(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "pruned.yaml"
+    recipe.write_text("prune: {name: fastv, retention: 0.25, layer: 1}")
+    arguments = ("ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 2, "--json")
+    told = json.loads(call(*arguments)[1])
+    assert told["video_tokens"] == {"prompt": 1024, "from layer 1": 256} and told["cache"]["bytes"] > 0
+
+
+@pytest.mark.parametrize("pruner", ["uv", "attention", "uniform", "random"])
+def test_ask_names_what_the_draft_read(
+    call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pruner: str
+) -> None:
+    read: list[int] = []
+    plain = PrunedReader.keep
+
+    def keep(self: PrunedReader, columns: Tensor) -> None:
+        read.append(columns.numel())
+        plain(self, columns)
+
+    monkeypatch.setattr(PrunedReader, "keep", keep)
+    recipe = tmp_path / "pruned.yaml"
+    fields = f"prune: {{name: {pruner}, retention: 0.07}}"
+    recipe.write_text(f"draft: {{name: sequential, model: {ov}, {fields}}}")
+    arguments = (
+        "ask",
+        clip,
+        "describe the video .",
+        "--model",
+        ov,
+        "--recipe",
+        recipe,
+        "--max-new-tokens",
+        6,
+    )
+    told = json.loads(call(*arguments, "--json")[1])
+    # All that is no video stays.
+    assert told["video_tokens"] == {"prompt": 1024, "in the draft": read[0] - told["prompt_tokens"] + 1024}
+    assert told["video_tokens"]["in the draft"] == 71
+    assert "1024 tokens, 71 in the draft" in call(*arguments)[1]
 
 
 def test_a_draft_s_pruner_is_no_recipe(call: Call, clip: str, ov: str) -> None:

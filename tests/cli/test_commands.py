@@ -167,6 +167,16 @@ def test_demo_fails_when_the_answers_are_wrong(call: Call, ov: str, monkeypatch:
     assert status == 0 and "dense: 100.0% of 6 right" in out
 
 
+def test_demo_of_many_recipes_fits(call: Call, ov: str) -> None:
+    names = ["a_shape", "tri_shape", "grid", "window", "sf_fixed"]
+    recipes = [word for name in names for word in ("--recipe", name)]
+    out = call("demo", "--model", ov, "--worlds", 1, "--frames", 8, "--kinds", "needle", *recipes)[1]
+    lines = out.splitlines()
+    heads = [line.split("┃") for line in lines if line.startswith("┃ world")]
+    assert max(map(len, lines)) <= 120
+    assert [[one.strip() for one in head[4:-1]] for head in heads] == [["dense", *names[:2]], names[2:]]
+
+
 def test_demo_keeps_what_it_has_when_stopped(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from mmaccel.eval import needle
 

@@ -68,3 +68,15 @@ def test_rotation(dtype: torch.dtype, heads: int, size: int, batch: int) -> None
     for said in (got, x * cos[:, None] + turned * sin[:, None]):
         assert bool(((said.double() - first - second).abs() <= room).all())
     assert torch.equal(found[:, :, heads].cpu(), whole[:, :, heads])
+
+
+def test_heads_that_lie_far_apart() -> None:
+    """A head begins more than 2^31 elements after the first; no more than three rows of that memory are touched."""
+    far = 1 << 30
+    x = torch.empty(2 * far + 16, dtype=torch.float16, device=DEVICE).as_strided(
+        (1, 3, 1, 16), (far, far, 16, 1)
+    )
+    x.fill_(1.0)
+    cos, sin = (torch.full((1, 1, 16), value, dtype=torch.float16, device=DEVICE) for value in (0.0, 1.0))
+    pointwise.rotate_(x, cos, sin)
+    assert (x[..., :8] == -1).all() and (x[..., 8:] == 1).all()

@@ -63,7 +63,7 @@ def rotate_kernel(
     cos_2 = tl.load(COS + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin_1 = tl.load(SIN + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin_2 = tl.load(SIN + angle + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
-    at = X + b * x_b + s * x_s + (h * x_h)[:, None] + d[None, :]
+    at = X + b * x_b + s * x_s + (h.to(tl.int64) * x_h)[:, None] + d[None, :]
     there = (h < H)[:, None] & inside[None, :]
     x_1 = tl.load(at, mask=there, other=0.0).to(tl.float32)
     x_2 = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)

@@ -152,3 +152,17 @@ def test_turn(size: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(one, other, **close)
         assert int((one != before[:, :, 1]).any(-1).sum()) == B * G * n
     assert torch.equal(mine[1], theirs[1])
+
+
+def test_tensors_that_are_views() -> None:
+    """Weights, residuals and angles whose rows do not follow each other."""
+    x, residual = drawn(3, 32), drawn(40, 3).T
+    weight, bias = drawn(32, 40).T, drawn(40, 2)[:, 0]
+    told = (x, [weight], [bias], drawn(32, 2)[:, 0], 1e-6, residual)
+    torch.testing.assert_close(rows.project_rows(*told), plain.project_rows(*told))
+    new, places = drawn(1, 2, 4 * 16), torch.tensor([[3, 4]], device=DEVICE)
+    cos, sin = drawn(1, 16, 9).mT, drawn(1, 9, 32, seed=1)[..., ::2]
+    mine, theirs = ([torch.zeros(1, 1, 9, 16, device=DEVICE) for _ in range(2)] for _ in range(2))
+    got = rows.turn_rows(new, cos, sin, places, places, *mine)
+    torch.testing.assert_close(got, plain.turn_rows(new, cos, sin, places, places, *theirs))
+    torch.testing.assert_close(mine, theirs)

@@ -144,7 +144,10 @@ def project_rows(
     widths = [w.shape[0] for w in weight]
     width = widths[0] if gated else sum(widths)
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    x = x.contiguous()
+    # The kernel knows rows that follow each other alone; a model's weights are such, and nothing is copied.
+    x, *weight = (t.contiguous() for t in (x, *weight))
+    bias = [t.contiguous() for t in bias]
+    gain, residual = (None if t is None else t.contiguous() for t in (gain, residual))
     missing = [x] * (3 - len(weight))
     few = rows <= FEW
     block_o = block_o or (16 if few else 32)
@@ -241,8 +244,8 @@ def turn_rows(
     with torch.cuda.device_of(rows):
         turn_kernel[(heads + 2 * G, n, B)](
             rows.contiguous(),
-            cos,
-            sin,
+            cos.contiguous(),
+            sin.contiguous(),
             places.contiguous(),
             columns.contiguous(),
             query,

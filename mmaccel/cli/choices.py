@@ -71,14 +71,27 @@ def _takes_model(name: str) -> bool:
 
 
 def _folder(name: str) -> str:
-    return str(tiny.path(name)) if name in tiny.NAMES else name
+    """The folder of a draft; the word for the one beside the target stays."""
+    from mmaccel.policies.draft._pair import BESIDE
+
+    if name == BESIDE:
+        return name
+    return str(tiny.path(name)) if name in tiny.NAMES else known_model(name)
+
+
+def known_model(name: str) -> str:
+    """A model's name that may be one: shipped, a folder, or on the hub, where every name has an owner and a slash."""
+    if name in tiny.NAMES or "/" in name or Path(name).exists():
+        return name
+    told = UnknownName("model", name, tiny.NAMES)
+    raise ModelError(f"{told} A folder will do too, or a hub name with its owner (owner/name).")
 
 
 def processor(model: str) -> Any:
     """Our processor for a model's name or folder."""
     from mmaccel.models.loading import load_processor
 
-    return load_processor(model)
+    return load_processor(known_model(model))
 
 
 def load(model: str, device: str, dtype: str) -> nn.Module:
@@ -87,6 +100,7 @@ def load(model: str, device: str, dtype: str) -> nn.Module:
 
     from mmaccel.models.loading import load_model
 
+    known_model(model)
     if dtype == "auto":
         return load_model(model, dtype=torch.float32 if device == "cpu" else "auto", device=device)
     return load_model(model, dtype=getattr(torch, dtype), device=device)

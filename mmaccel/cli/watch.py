@@ -78,9 +78,9 @@ def watch(
     chosen = choices.recipe(recipe or RECIPE) if load is None else Recipe.load(recipe_of(load))
     place, kept_in = choices.where(device), choices.dtype(dtype)
     clips = media.clips(video, fps=fps, frames_per_clip=clip, follow=follow, timeout=timeout, format=format)
+    processor = choices.processor(model)
     asked += piped(question or [])
     asked.sort(key=lambda one: float("inf") if one[0] is None else one[0])
-    processor = choices.processor(model)
     session = VideoSession(choices.load(model, place, kept_in), processor, chosen)
     if load is not None:
         session.load(load)

@@ -38,9 +38,26 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "missing draft": (
         ("ask", "CLIP", "hi", "--model", "OV", "--draft", "nodraft"),
-        "model 'nodraft' cannot be loaded; give a folder",
+        "unknown model 'nodraft': did you mean",
     ),
-    "no model": (("ask", "CLIP", "hi", "--model", "nomodel"), "nomodel"),
+    "missing draft folder": (
+        ("ask", "CLIP", "hi", "--model", "OV", "--draft", "./nodraft"),
+        "model './nodraft' cannot be loaded; give a folder",
+    ),
+    "no model": (("ask", "CLIP", "hi", "--model", "nomodel"), "unknown model 'nomodel': there are tiny-ov,"),
+    "near draft": (
+        ("ask", "CLIP", "hi", "--model", "OV", "--draft", "tiny-ov-draf"),
+        "mean 'tiny-ov-draft'?",
+    ),
+    "near model of caption": (
+        ("caption", "CLIP", "--recipe", "std", "--model", "tiny-qwe"),
+        "mean 'tiny-qwen'?",
+    ),
+    "near model of watch": (("watch", "CLIP", "--model", "tiny-qwe"), "did you mean 'tiny-qwen'?"),
+    "near model of search": (
+        ("search", "tiny-qwe", "--video", "CLIP", "--out", "t.json"),
+        "mean 'tiny-qwen'?",
+    ),
     "empty model": (("ask", "CLIP", "hi", "--model", "FOLDER"), "config.json"),
     "no device": (("ask", "CLIP", "hi", "--model", "OV", "--device", "moon"), "'moon' is no device"),
     "absent device": (("ask", "CLIP", "hi", "--model", "OV", "--device", "cuda:99"), "cuda:99 is not there"),
@@ -93,6 +110,24 @@ def test_a_users_error_is_one_sentence(
     assert (status, out) == (2, "")
     assert err.startswith("error: ") and words in err and err.count("\n") == 1, err
     assert err.rstrip().endswith((".", "?", ")")) and "Traceback" not in err
+
+
+def test_a_near_name_of_a_model_asks_no_hub(
+    call: Call, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    asked: list[object] = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *names, **_: asked.append(names) or 1 / 0
+    )
+    monkeypatch.chdir(tmp_path)
+    status, out, err = call("ask", clip, "hi", "--model", "tiny-qwe")
+    assert (status, out, asked) == (2, "", []) and "did you mean 'tiny-qwen'?" in err
+    # What has an owner may be there, and a folder of any name is one.
+    assert "nor a model that the hub gives" in call("ask", clip, "hi", "--model", "tiny/qwe")[2] and asked
+    (tmp_path / "tiny-qwe").mkdir()
+    assert "tiny-qwe has no config.json" in call("ask", clip, "hi", "--model", "tiny-qwe")[2]
 
 
 def test_a_text_file_is_no_video(call: Call, ov: str, tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def list_names(
 
 
 def describe(
-    name: Annotated[str, typer.Argument(help="A policy, a preset, a model, a shape or a backend.")],
+    name: Annotated[
+        str, typer.Argument(help="A policy, a preset, a model, a shape, a backend, or a word of a policy.")
+    ],
 ) -> None:
     """What a name stands for: its text, its fields with types and defaults, or its YAML."""
     found = catalogue()
@@ -62,6 +64,7 @@ def describe(
     told += [_class(kind, name) for kind in DESCRIBED if name in registry(kind)]
     told += [_class("model", name)] if name in registry("model") else []
     told += [_other(kind, name) for kind in ("model", "shape", "backend") if name in found[kind]]
+    told = told or _words(name)
     if not told:
         known = {one for kind in found for one in found[kind]}
         raise UnknownName("name", name, known)
@@ -82,6 +85,41 @@ def _class(kind: str, name: str) -> str:
         shown = [f"  {f.name}: {f.type} = {_default(f)}" for f in fields]
         lines += ["", "fields", *(shown or ["  none"])]
     return "\n".join(lines)
+
+
+def _words(word: str) -> list[str]:
+    """What a word means to policies: a maker of theirs of that name, or a value that the text of a field puts in quotes."""
+    told = []
+    for kind in DESCRIBED:
+        for name, cls in registry(kind).items():
+            maker = vars(cls).get(word)
+            if isinstance(maker, classmethod) and not word.startswith("_"):
+                shape = str(inspect.signature(getattr(cls, word))).replace("'", "")
+                told.append(
+                    f"{word} (of {kind} {name})\n\n{cls.__name__}.{word}{shape}\n{inspect.getdoc(maker) or ''}"
+                )
+            told += [
+                f"{word} (of {kind} {name})\n\n  {field}: {text.removeprefix(field).strip()}"
+                for field, text in _field_texts(cls).items()
+                if f'"{word}"' in text
+            ]
+    return told
+
+
+def _field_texts(cls: type) -> dict[str, str]:
+    """The paragraphs of a class's text that begin with the name of a field, each on one line."""
+    if not dataclasses.is_dataclass(cls):
+        return {}
+    names = {field.name for field in dataclasses.fields(cls)}
+    found: dict[str, str] = {}
+    current = None
+    for line in (inspect.getdoc(cls) or "").splitlines():
+        first = line.split(maxsplit=1)[0].rstrip(",") if line.strip() else ""
+        if line and not line.startswith(" "):
+            current = first if first in names and "  " in line else None
+        if current is not None and line.strip():
+            found[current] = f"{found.get(current, '')} {' '.join(line.split())}".strip()
+    return found
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

@@ -44,6 +44,22 @@ def test_describe_shows_fields_and_presets(call: Call) -> None:
     assert "window (recipe)" in out and "window (kv)" in out
 
 
+def test_describe_knows_the_words_of_policies(call: Call) -> None:
+    status, out, _ = call("describe", "beside")
+    assert status == 0 and all(
+        f"beside (of draft {name})" in out for name in ("parallel", "sequential", "tree")
+    )
+    assert (
+        out.count("\n  model: ") == 3 and "the folder beside the target's with its name and ``-draft``" in out
+    )
+    status, out, _ = call("describe", "averaging")
+    assert status == 0 and "averaging (of prune fastv)" in out
+    assert "FastV.averaging(share: float, depth: int, layer: int = 2)" in out and "on average over" in out
+    for unknown in ("besides", "stages", "_own"):
+        status, out, err = call("describe", unknown)
+        assert (status, out) == (2, "") and f"unknown name {unknown!r}" in err
+
+
 def test_world_writes_a_video_and_its_truth(call: Call, tmp_path: Path) -> None:
     path, truth = tmp_path / "w.mp4", tmp_path / "w.json"
     status, out, _ = call("world", "--seed", 5, "--frames", 20, "--out", path, "--truth", truth)

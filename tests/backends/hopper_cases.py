@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.triton.homes import BOX, FAR, Homes
-from mmaccel.backends.triton.hopper_launch import numbered, viewed
+from mmaccel.backends.triton.hopper_launch import fields, numbered, viewed
+from mmaccel.backends.triton.hopper_walk import FIELDS
 
 from .triton_cases import DEVICE
 
@@ -103,6 +104,16 @@ def test_a_device_that_is_nearly_full_has_room_for_fewer(monkeypatch: pytest.Mon
     homes = made(1 << 30)[3]
     assert 0 < len(homes.keys) == len(homes.values) <= wanted // 2
     assert homes.short is not None and int(homes.short) == wanted - len(homes.keys)
+
+
+def test_lists_of_other_types_are_told_as_the_kernel_reads_them() -> None:
+    """It casts addresses: the portable kernel goes by the types of tensors, and takes any."""
+    place = torch.zeros(1, 1, 128, dtype=torch.int32)
+    runs, index = torch.zeros(1, 1, 2, 5, dtype=torch.int32), torch.arange(2)
+    kind, home = torch.zeros(1, 1, 2, dtype=torch.int8), torch.zeros(1, 2, 2, dtype=torch.int32)
+    told = fields(runs, index, kind, 1, place, place, place, 0, FAR, home)
+    assert told["list"].dtype == torch.int64 and told["index"].dtype == torch.int32
+    assert set(told) == set(FIELDS)
 
 
 def test_numbers_arrive_whole() -> None:

@@ -164,6 +164,8 @@ def fields(
     home: Tensor,
 ) -> dict[str, Any]:
     """What the table says of a span (`hopper_walk.FIELDS`)."""
+    # The table holds addresses alone, which the kernel takes for those of numbers of these types.
+    runs, index = runs.to(torch.int64), index.to(torch.int32)
     # How many blocks are not FULL, before each entry, before each block in order, or, of an index of blocks, in all.
     form = 0 if not by_block else 1 if not len(index) else 2
     unsure = torch.nn.functional.pad((kind != FULL).cumsum(-1, dtype=torch.int32), (1, 0))

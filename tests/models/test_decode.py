@@ -265,9 +265,16 @@ def test_what_does_not_fit_is_told(family):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["off", "sequential", "tree"])
-def test_captured_steps_give_the_plain_tokens(family, strategy):
-    """fp32: the same tokens; and the runner says that it replayed graphs."""
+def test_captured_steps_give_the_plain_tokens(family, strategy, monkeypatch):
+    """fp32: the same tokens, and steps were captured on the way."""
     name, model = family
+    captured, capture = [], decode._Graph._capture
+
+    def noted(graph):
+        capture(graph)
+        captured.append(graph.width)
+
+    monkeypatch.setattr(decode._Graph, "_capture", noted)
     model = model.cuda()
     inputs = {k: v.cuda() for k, v in prompt(name, PROMPTS["video"]).items()}
     want = model.generate(**inputs, max_new_tokens=40, do_sample=False)
@@ -275,6 +282,7 @@ def test_captured_steps_give_the_plain_tokens(family, strategy):
     draft = {"off": Off(), "sequential": Sequential(model=peer, window=3), "tree": Tree(model=peer)}[strategy]
     with mmaccel.accelerate(model, draft=draft) as fast:
         assert torch.equal(fast.generate(**inputs, max_new_tokens=40, do_sample=False), want)
+    assert captured
     model.cpu()
 
 

@@ -41,7 +41,8 @@ class KeySpan:
     """Keys in an order of their own, under one range test.
 
     k_row [b, h, N]: rows of the key tensor, -1 = nothing (padding, or a key that another span owns).
-    q_place [b, h, P], k_place [b, h, N]: coordinates of the range test; lo, hi: its half-open range.
+    q_place [b, h, P], k_place [b, h, N]: coordinates of the range test, those of keys from 0 on; lo, hi: its half-open
+    range. No difference of what is compared exceeds 32 bits where places are told in 32.
     """
 
     k_row: Tensor

@@ -89,7 +89,9 @@ def needle(
     finally:
         # Also when something broke: what was answered is not lost.
         rows, missing = tally.rows(), tally.missing()
-        if as_json:
+        # An error before the first answer is told alone.
+        worth = whole or stopped or any(row["asked"] for row in rows)
+        if worth and as_json:
             print_json(
                 {
                     "model": model,
@@ -103,7 +105,7 @@ def needle(
                     "missing": missing,
                 }
             )
-        else:
+        elif worth:
             out().print(_rows(tally, asked))
     for one in missing if whole else ():
         told = "{asked} of {wanted} {kind} questions at {frames} frames: too few worlds have one.".format(
@@ -265,9 +267,11 @@ def table(
     except KeyboardInterrupt:
         stopped = True
     finally:
-        if as_json:
+        # An error before the first answer is told alone.
+        worth = whole or stopped or bool(lines)
+        if worth and as_json:
             print_json(result())
-        else:
+        elif worth:
             out().print(markdown(lines), markup=False, highlight=False, soft_wrap=True)
     write()
     if stopped:

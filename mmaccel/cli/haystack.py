@@ -11,7 +11,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, number, out, print_json, steps
+from mmaccel.cli.console import bars, many, number, out, print_json, steps
 from mmaccel.cli.evaluate import Seed, Videos, check_segments, lengths_of
 from mmaccel.core.errors import UnknownName, WorldError
 from mmaccel.core.recipe import Recipe
@@ -85,7 +85,7 @@ def haystack(
     place, kept_in = choices.where(device), choices.dtype(dtype)
     processor = choices.processor(model)
     loaded = choices.load(model, place, kept_in)
-    stopped = False
+    stopped, whole = False, False
     try:
         with bars() as progress, Film(videos, steps(progress)) as film:
             per_frame = tokens_per_frame(processor) if documents else 16
@@ -104,10 +104,13 @@ def haystack(
                     for row in shots(loaded, processor, left, iter([(depth, case)]), film):
                         log.write(row)
                     progress.advance(bar)
+        whole = True
     except KeyboardInterrupt:
         stopped = True
     finally:
-        _show(found, settings, yardstick, not stopped, as_json)
+        # Also when something broke: what was answered is not lost.
+        if whole or stopped or found.shots:
+            _show(found, settings, yardstick, log.missed(named), whole, as_json)
     if picture is not None and found.shots:
         from mmaccel.eval.picture import haystack_maps
         from mmaccel.figure import save
@@ -159,6 +162,7 @@ class _Log:
         self.path = path
         self.shots: list[Shot] = []
         self.levels: dict[tuple[str, int], dict[str, Any]] = {}
+        self.shares: dict[tuple[str, int], tuple[float, float]] = {}
         self._seen: set[tuple[str, int, int, str]] = set()
         rows = list(_lines(path)) if path is not None and path.exists() else []
         if not rows:
@@ -172,6 +176,7 @@ class _Log:
             for row in rows[1:]:
                 if "level" in row:
                     self.levels[row["level"], row["frames"]] = row["fields"]
+                    self.shares[row["level"], row["frames"]] = row["share"], row["wanted"]
                 else:
                     self.shots.append(Shot(**row))
         except (KeyError, TypeError) as error:
@@ -194,7 +199,24 @@ class _Log:
 
     def level(self, name: str, frames: int, fields: dict[str, Any], share: float, wanted: float) -> None:
         self.levels[name, frames] = fields
+        self.shares[name, frames] = share, wanted
         self._put({"level": name, "frames": frames, "fields": fields, "share": share, "wanted": wanted})
+
+    def missed(self, named: list[str]) -> list[dict[str, Any]]:
+        """The rivals of `named` that are not near the share they should have, at each length."""
+        from mmaccel.eval.rivals import NEAR, RIVALS
+
+        return [
+            {
+                "rival": name,
+                "frames": frames,
+                "share": share,
+                "wanted": wanted,
+                "budget": RIVALS[name].budget,
+            }
+            for (name, frames), (share, wanted) in self.shares.items()
+            if name in named and abs(share / wanted - 1) > NEAR
+        ]
 
     def _put(self, row: Mapping[str, Any]) -> None:
         if self.path is not None:
@@ -215,7 +237,14 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         raise WorldError(f"--out: {path} is there and holds no haystack; give another file.") from error
 
 
-def _show(found: Haystack, settings: Mapping[str, Any], yardstick: str, whole: bool, as_json: bool) -> None:
+def _show(
+    found: Haystack,
+    settings: Mapping[str, Any],
+    yardstick: str,
+    missed: list[dict[str, Any]],
+    whole: bool,
+    as_json: bool,
+) -> None:
     from rich.table import Table
 
     gaps = {name: found.against(name, yardstick) for name in found.recipes if name != yardstick}
@@ -234,6 +263,7 @@ def _show(found: Haystack, settings: Mapping[str, Any], yardstick: str, whole: b
                     }
                     for name, (mean, half, n) in gaps.items()
                 },
+                "missed": missed,
                 "complete": whole,
             }
         )
@@ -253,3 +283,12 @@ def _show(found: Haystack, settings: Mapping[str, Any], yardstick: str, whole: b
         gap = "" if name not in gaps else f"{100 * gaps[name][0]:+.1f} ± {100 * gaps[name][1]:.1f} points"
         shown.add_row(name, *cells, number(found.mean(name), ".1%"), gap)
     out().print(shown)
+    for one in missed:
+        why = "no budget tried comes nearer" if one["budget"] else "it has no budget"
+        out().print(
+            f"{one['rival']} computes {one['share']:.1%} at {many(one['frames'], 'frame')}, and {yardstick} "
+            f"{one['wanted']:.1%}: {why}.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )

@@ -64,7 +64,7 @@ def stream(
     loaded = choices.load(model, place, kept_in)
     films = worlds_of(frames, worlds, seed)
     found: list[Shot] = []
-    stopped = False
+    stopped, whole = False, False
     file = None if output is None else output.open("w", encoding="utf-8")
     try:
         with bars(not as_json) as progress:
@@ -76,6 +76,7 @@ def stream(
                 if file is not None:
                     file.write(json.dumps(shot.to_dict()) + "\n")
                     file.flush()
+        whole = True
     except KeyboardInterrupt:
         stopped = True
     finally:
@@ -84,10 +85,12 @@ def stream(
         told = rows(found)
         shown = list(dict.fromkeys(entry.name for entry in entries))
         against = [row for other in shown[1:] for row in paired(found, shown[0], other)]
-        if as_json:
+        # An error before the first answer is told alone.
+        worth = whole or stopped or bool(found)
+        if worth and as_json:
             facts = {"model": model, "frames": frames, "worlds": worlds, "window": window, "still": still}
-            print_json({**facts, "seed": seed, "complete": not stopped, "rows": told, "paired": against})
-        else:
+            print_json({**facts, "seed": seed, "complete": whole, "rows": told, "paired": against})
+        elif worth:
             out().print(_table(told))
     if stopped:
         err().print("stopped: these are the answers so far.", highlight=False)

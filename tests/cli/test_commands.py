@@ -239,6 +239,25 @@ def test_what_was_measured_is_printed_when_something_breaks(
     assert not told["complete"] and [line["task"] for line in told["lines"]] == ["V-NIAH"]
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("needle", "--recipe", "mosaic", "--frames", 8),
+        ("caption", "--recipe", "mosaic", "--frames", 8),
+        ("table", "--recipe", "mosaic", "--max-tokens", 128),
+        ("haystack", "--recipe", "mosaic", "--frames", 8, "--depths", 1),
+    ],
+)
+def test_an_error_before_the_first_answer_is_told_alone(
+    call: Call, ov: str, command: tuple[object, ...], form: tuple[str, ...]
+) -> None:
+    status, out, err = call("eval", *command, "--model", ov, "--samples", 1, *form)
+    assert (
+        (status, out) == (2, "") and err.startswith("error: kv 'mosaic' is a memory") and err.count("\n") == 1
+    )
+
+
 def test_version_and_help(call: Call) -> None:
     from mmaccel import __version__
 

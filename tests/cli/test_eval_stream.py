@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
+
+from mmaccel.core.errors import StoreError
 
 
 def test_the_command(call: Callable[..., tuple[int, str, str]], ov: str, tmp_path: Path) -> None:
@@ -38,3 +42,18 @@ def test_the_command(call: Callable[..., tuple[int, str, str]], ov: str, tmp_pat
     ):
         status, out, err = call(*base, *wrong)
         assert status == 2 and out == "" and match in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_an_error_before_the_first_answer_is_told_alone(
+    call: Callable[..., tuple[int, str, str]], ov: str, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...]
+) -> None:
+    from mmaccel.eval import stream
+
+    def broken(*_: object, **__: object) -> Iterator[stream.Shot]:
+        raise StoreError("the host's memory is full.")
+        yield
+
+    monkeypatch.setattr(stream, "shots", broken)
+    status, out, err = call("eval", "stream", "--model", ov, "--frames", 20, "--worlds", 1, *form)
+    assert (status, out, err) == (2, "", "error: the host's memory is full.\n")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,29 @@ class Parts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep the folder from other searches, of this process or another; `RecipeError` if one is at work in it.
+
+        The lock is the system's and ends with the process, however that ends.
+        """
+        self.folder.mkdir(exist_ok=True)
+        handle = os.open(self.folder, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RecipeError(
+                    f"another search is at work in {self.folder}; wait for its end, or give another --out."
+                ) from error
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    self.folder.rmdir()  # only when nothing was done
+        finally:
+            os.close(handle)
 
     def begin(self, about: Mapping[str, Any]) -> None:
         """Start, or go on with what is there if it is about the same; `RecipeError` if it is about something else."""

@@ -91,13 +91,27 @@ def search(
         raise RecipeError(f"the folder {out.parent} does not exist; create it first.")
     if out.is_dir():
         raise RecipeError(f"{out} is a folder; give the name of a file in it.")
+    parts = Parts(out.with_name(out.name + ".parts"))
+    with parts.alone():
+        return _search(model, inputs, out, settings, parts, sample, progress)
+
+
+def _search(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    out: Path,
+    settings: Settings,
+    parts: Parts,
+    sample: Mapping[str, Any] | None,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """`search`, with a folder of its own."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     backend = select.choose(device) if settings.backend == "auto" else settings.backend
     select.get(backend, device)
     depth = adapter_for(model).geometry(model).layers
-    parts = Parts(out.with_name(out.name + ".parts"))
     began = time.perf_counter()
 
     held: list[Inside] = []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mmaccel.search import replayed
+from mmaccel.search.parts import Parts
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -135,6 +136,33 @@ def test_errors_are_one_sentence(
     status, out, err = call(*(given.get(a, a.replace("TMP", str(tmp_path))) for a in arguments))
     assert (status, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
     assert words in err
+
+
+def test_two_searches_share_no_folder(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    how = (
+        "--boundaries",
+        "no_boundary",
+        "--cost",
+        "pairs",
+        "--block",
+        16,
+        "--device",
+        "cpu",
+        "--max-tokens",
+        300,
+    )
+    arguments = ("search", ov, "--video", clip, "--out", path, *how)
+    with Parts(tmp_path / "t.json.parts").alone():
+        status, out, err = call(*arguments)
+        assert (status, out) == (2, "") and not path.exists()
+        told = (
+            f"another search is at work in {tmp_path}/t.json.parts; wait for its end, or give another --out."
+        )
+        assert err == f"error: {told}\n"
+    # Nothing was done in it, and nothing is left.
+    assert list(tmp_path.iterdir()) == []
+    assert call(*arguments)[0] == 0 and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_table_of_another_model_is_refused(

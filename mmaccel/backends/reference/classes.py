@@ -47,7 +47,10 @@ def turned_classes(
 
     k_row, _, number = (t[:, None].expand(B, H, N) for t in keys)
     mine = number == line
-    slash_row = k_row.masked_fill(mine, -1) if vertical else k_row.contiguous()
+    # An operator gives nothing back that it was given, which a view of one head would be.
+    slash_row = (
+        k_row.masked_fill(mine, -1) if vertical else k_row.clone(memory_format=torch.contiguous_format)
+    )
     rank = torch.arange(N, device=keys.device) - starts.gather(
         2, number.long().clamp(max=starts.shape[2] - 1)
     )

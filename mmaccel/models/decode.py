@@ -336,10 +336,14 @@ class _Graph:
     def _capture(self) -> None:
         # Not by `torch.cuda.graph`, which collects garbage and gives the pool back: a sequence captures several.
         with torch.cuda.device(self.ids.device):
-            self.graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                self.out = self._run()
-                self.graph.capture_end()
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    out = self._run()
+                finally:
+                    graph.capture_end()
             torch.cuda.current_stream().wait_stream(side)
+        # Only now: a step that failed would be replayed.
+        self.graph, self.out = graph, out

@@ -301,6 +301,11 @@ def _is_path(value: Any) -> bool:
 
 def _messages(content: Any, images: list[Any], videos: list[Any]) -> list[dict[str, Any]]:
     pieces = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+    if any(not isinstance(piece, Mapping) for piece in pieces):
+        raise ModelError(
+            "content: chat makes one prompt of a text, of pieces or of messages; for several, call the processor with "
+            "text=[...], one written prompt each, and videos=[...]."
+        )
     ahead = [{"type": "image", "image": item} for item in images] + [
         {"type": "video", "video": item} for item in videos
     ]

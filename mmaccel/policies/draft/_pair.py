@@ -37,7 +37,10 @@ def folder_of(name: str, target: ModelView, model: str) -> str:
 def check_model(name: str, model: object) -> None:
     """Raise `RecipeError` unless `model` is a folder's path or a module; `name` is the strategy's."""
     if not model or not isinstance(model, str | nn.Module):
-        raise RecipeError(f"{name}: model is {model!r}; give the draft model's folder, or the loaded model.")
+        raise RecipeError(
+            f"{name}: model is {model!r}; give the draft model's folder, "
+            "a shipped name, 'beside' for the folder next to the target's, or the loaded model."
+        )
 
 
 def same_vocabulary(a: int, b: int) -> bool:

@@ -20,6 +20,7 @@ from mmaccel.core.lower import attend_plan
 from mmaccel.core.plan import AttentionPlan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
+from mmaccel.core.windowed import window_plan
 
 MIN_ROWS = 64
 """A shorter prompt, or last piece of one, is dense."""
@@ -249,9 +250,14 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class StreamRun:
-    """New columns of a stream, on their way through the layers: the memory alone says what they see."""
+    """New columns of a stream, on their way through the layers: the memory alone says what they see.
+
+    kernel  an operator of the schema of `ops.block_attend` for windows over many rows; None: the dense operator, whose masks
+            are written out, and which serves everything else
+    """
 
     state: StreamState
+    kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[B, H, n, D]: attention of the new columns, whose keys the memory has taken in."""
@@ -263,16 +269,24 @@ class StreamRun:
         for first in range(0, rows, step):
             some = query[:, :, first : first + step]
             end = start + first + some.shape[2]
-            out.append(
-                ops.dense_attend(
-                    some,
-                    view.key[:, :, :end],
-                    view.value[:, :, :end],
-                    scale,
-                    start=start + first,
-                    sinks=view.sinks,
-                    window=view.window,
-                    column=view.column,
-                )
-            )
+            out.append(self._part(view, some, view.key[:, :, :end], view.value[:, :, :end], scale))
         return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+    def _part(self, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention of query [B, H, n, D], the last n of the columns of key and value."""
+        heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
+        windowed = view.window is not None and view.window < keys and view.column is None
+        if windowed and self.kernel is not None and rows >= MIN_ROWS and len(query) == 1:
+            plan = window_plan(rows, keys, view.sinks, view.window, heads, query.device)
+            return attend_plan(plan, query, key, value, scale, self.kernel)[0]
+        out: Tensor = ops.dense_attend(
+            query,
+            key,
+            value,
+            scale,
+            start=keys - rows,
+            sinks=view.sinks,
+            window=view.window,
+            column=view.column,
+        )
+        return out

@@ -26,6 +26,7 @@ from mmaccel.core.attention import StreamRun
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import StreamState
 from mmaccel.core.places import Places
+from mmaccel.core.windowed import kernel_for
 from mmaccel.models.family import Family
 from mmaccel.models.pointwise import turning
 
@@ -62,6 +63,7 @@ class Seam(StreamSeam):
         self.pace = family.pace(model)
         first = next(model.parameters())
         self.device, self.dtype = first.device, family.words(model).weight.dtype
+        self._kernel = kernel_for(self.device, self.dtype)
         self.text = family.text(model)
         shared: Any = self.text.config
         self._holders = [m for m in self.text.modules() if getattr(m, "config", None) is shared]
@@ -226,7 +228,7 @@ class Seam(StreamSeam):
         from mmaccel.models.cache import KVCache
 
         depth = self.view.geometry.layers
-        run = StreamRun(state)
+        run = StreamRun(state, self._kernel)
         cache = KVCache(state, depth)
         places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         if self.family.mrope:

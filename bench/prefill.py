@@ -20,9 +20,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attend import CASES, FRAME, NEAR, Case, GivenDiagonals, bench_case, layout_of, shortened
@@ -30,6 +32,7 @@ from steps import Step, run_steps
 from timing import Log, Times, compare
 
 import mmaccel
+from mmaccel.backends import dense
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shapes
@@ -37,6 +40,9 @@ from mmaccel.models import shapes
 SHAPE = "qwen2.5-vl-7b"
 LAYERS = {"model:128k": 28, "model:512k": 2, "model:1m": 1}
 """Layers on which dense prefill is timed; the time of a layer is then counted for each."""
+
+DENSE = {"dense": dense.FASTEST, "dense_flash_2": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]}
+"""Dense attention by the fastest kernel, and by FlashAttention-2, which is timed on one layer."""
 
 
 def layer_step(name: str, case: Case, seconds: float) -> Step:
@@ -122,28 +128,16 @@ class Prompt:
 
 
 LONG = 1 << 19
-"""Tokens from which a run is long enough to be timed once, after one of a sixteenth of its length."""
+"""Tokens from which a run is long enough to be timed once."""
 
 
-def once(
-    run: Callable[[], Any], device: torch.device, repeats: int, before: Callable[[], Any] | None = None
-) -> tuple[dict[str, Any], int | None]:
-    """Seconds of `repeats` runs after one of its own, or of one run after one of `before`; and the peak of memory."""
-    if before is not None:
-        before()
+def seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Of one run, the device waited for."""
+    began = time.perf_counter()
+    run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    if before is None:
-        told = compare({"run": run}, warmup=1, repeats=max(2, repeats), device=device)["run"].row()
-    else:
-        began = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        told = {"median_s": time.perf_counter() - began, "repeats": 1}
-    return told, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return time.perf_counter() - began
 
 
 def shape(options: argparse.Namespace, layers: int | None = None) -> nn.Module:
@@ -154,16 +148,29 @@ def shape(options: argparse.Namespace, layers: int | None = None) -> nn.Module:
 
 
 def timed_prefill(
-    model: nn.Module, tokens: int, recipe: Recipe, options: argparse.Namespace
-) -> tuple[dict[str, Any], int | None, float | None]:
-    """Times, peak of memory and share kept of a prompt's prefill under a recipe."""
-    prompt = Prompt(model, tokens)
-    short = Prompt(model, tokens // 16) if tokens >= LONG else None
-    call, fast = prompt.run(recipe)
+    model: nn.Module, tokens: int, recipe_for: Callable[[int], Recipe], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Times, peak of memory and share kept of a prompt's prefill; recipe_for gives the recipe of so many layers.
+
+    What compiles for a length does so in a run before; a long prompt's is through one layer, and it is timed once.
+    """
+    count = adapter_for(model).geometry(model).layers
+    long = tokens >= LONG and options.shrink == 1
+    thin, layers = (model, count) if not long or count == 1 else (shape(options, 1), 1)
+    call, fast = Prompt(thin, tokens).run(recipe_for(layers))
+    device = next(model.parameters()).device
     with fast:
-        before = short.call(fast) if short is not None else None
-        row, peak = once(call, prompt.device, options.repeats // 3, before)
-        return row, peak, fast.report().kept
+        before = seconds(call, device)
+    del thin, call, fast
+    call, fast = Prompt(model, tokens).run(recipe_for(count))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    with fast:
+        taken = [seconds(call, device) for _ in range(1 if long else max(2, options.repeats // 3))]
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        row = Times(tuple(taken)).row() if len(taken) > 1 else {"median_s": taken[0], "repeats": 1}
+        return {**row, "before_s": before, "kept": fast.report().kept, "peak_bytes": peak}
 
 
 def model_step(name: str, tokens: int, seconds: float) -> Step:
@@ -171,24 +178,44 @@ def model_step(name: str, tokens: int, seconds: float) -> Step:
         n = max(512, tokens // options.shrink)
         model = shape(options)
         view = adapter_for(model).geometry(model)
-        table = dict.fromkeys(range(view.layers), mixed_heads(view.heads, 64, min(1.0, n / tokens)))
         told = dict(case=name, tokens=n, model=SHAPE, layers=view.layers)
-        recipe = Recipe.load(sparse={"name": "per_head", "table": table}, backend=options.backends[0])
-        row, peak, kept = timed_prefill(model, n, recipe, options)
-        log.row(**told, way="sparse", kept=kept, peak_bytes=peak, **row)
+        one = mixed_heads(view.heads, 64, min(1.0, n / tokens))
+
+        def mixed(layers: int) -> Recipe:
+            table = dict.fromkeys(range(layers), one)
+            return Recipe.load(sparse={"name": "per_head", "table": table}, backend=options.backends[0])
+
+        row = timed_prefill(model, n, mixed, options)
+        log.row(**told, way="sparse", **row)
         sparse = row["median_s"]
+        print(f"{name:24} {n} tokens, {sparse:8.2f} s sparse, {row['kept']:.3f} kept", flush=True)
         del model
         if options.no_dense:
             return
-        model = shape(options, LAYERS[name] if options.shrink == 1 else None)
-        row, peak, _ = timed_prefill(model, n, Recipe.load("dense"), options)
-        count = adapter_for(model).geometry(model).layers
-        dense = row["median_s"] * view.layers / count
-        told |= dict(way="dense", layers_timed=count, peak_bytes=peak, speedup=dense / sparse)
-        log.row(**told, **{**row, "median_s": dense})
-        print(f"{name:24} {n} tokens, {sparse:8.2f} s sparse, {dense / sparse:6.2f} x dense", flush=True)
+        for way, kernels in DENSE.items():
+            model = shape(options, LAYERS[name] if way == "dense" else 1)
+            with patch.object(dense, "FASTEST", kernels):
+                row = timed_prefill(model, n, lambda _: Recipe.load("dense"), options)
+            count = adapter_for(model).geometry(model).layers
+            del model
+            taken = row["median_s"] * view.layers / count
+            row |= dict(layers_timed=count, median_s=taken, speedup=taken / sparse)
+            log.row(**told, way=way, **row)
+            print(f"{name:24} {n} tokens, {taken:8.2f} s {way}, {taken / sparse:6.2f} x", flush=True)
 
     return Step(name, seconds, run)
+
+
+def ratio_of(dense_s: Sequence[float], auto_s: Sequence[float]) -> tuple[float, float]:
+    """Median of dense over median of auto, and the lower end of its interval of 95% (a bootstrap of both)."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.tensor(dense_s), torch.tensor(auto_s)
+
+    def drawn(t: torch.Tensor) -> torch.Tensor:
+        return t[torch.randint(len(t), (4000, len(t)), generator=generator)].median(1).values
+
+    ratio = drawn(first) / drawn(second)
+    return float(first.median() / second.median()), float(ratio.quantile(0.025))
 
 
 def short_step(name: str, tokens: int, seconds: float) -> Step:
@@ -203,19 +230,16 @@ def short_step(name: str, tokens: int, seconds: float) -> Step:
             "dense": Recipe.load("dense"),
             "auto": Recipe.load(sparse={"name": "per_head", "table": table}),
         }
-        for _ in range(max(3, options.repeats)):
+        for _ in range(max(3, 2 * options.repeats)):
             for way, recipe in recipes.items():
                 call, fast = prompt.run(recipe)
                 with fast:
                     taken[way] += compare({way: call}, warmup=1, repeats=2, device=prompt.device)[way].seconds
-        pairs = [d / a for d, a in zip(taken["dense"], taken["auto"], strict=True)]
-        ratio = sorted(pairs)
-        low = ratio[max(0, int(0.025 * len(ratio)))]
-        dense = Times(tuple(taken["dense"])).median
-        log.row(
-            case=name, tokens=n, way="auto", **Times(tuple(taken["auto"])).row(), against_s=dense, low=low
-        )
-        print(f"{name:24} {n} tokens, dense / auto {ratio[len(ratio) // 2]:.3f}, low {low:.3f}", flush=True)
+        middle, low = ratio_of(taken["dense"], taken["auto"])
+        against = Times(tuple(taken["dense"])).median
+        told = Times(tuple(taken["auto"])).row()
+        log.row(case=name, tokens=n, way="auto", **told, against_s=against, speedup=middle, low=low)
+        print(f"{name:24} {n} tokens, dense / auto {middle:.3f}, from {low:.3f} on", flush=True)
 
     return Step(name, seconds, run)
 
@@ -224,8 +248,8 @@ def steps() -> list[Step]:
     seconds = {"grid": 40.0}
     first = [layer_step(f"layer:{name}", case, seconds.get(name, 15.0)) for name, case in CASES.items()]
     models = [
-        model_step("model:128k", 1 << 17, 60.0),
-        model_step("model:1m", 1 << 20, 140.0),
+        model_step("model:128k", 1 << 17, 80.0),
+        model_step("model:1m", 1 << 20, 180.0),
         model_step("model:512k", 1 << 19, 80.0),
     ]
     short = [short_step(f"short:{n}k", n << 10, 25.0) for n in (4, 8, 16)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,7 +45,19 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     assert [row for row in rows if "failed" in row] == []
     assert [row["done"] for row in rows if "done" in row] == ["layer:grid_128k", "model:128k"]
     ways = {row["way"]: row for row in rows if row.get("case") == "model:128k"}
-    assert set(ways) == {"sparse", "dense"} and 0 < ways["sparse"]["kept"] < 1
+    assert set(ways) == {"sparse", "dense", "dense_flash_2"} and 0 < ways["sparse"]["kept"] < 1
     assert ways["dense"]["median_s"] > 0 and ways["dense"]["layers_timed"] == 8
     again = run(out, "layer:grid_128k", "sweep:a_shape:8k")
     assert [row["done"] for row in again if "done" in row][2:] == ["sweep:a_shape:8k"]
+
+
+def test_a_ratio_and_where_it_may_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    ratio_of = importlib.import_module("prefill").ratio_of
+    same = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.0]
+    middle, low = ratio_of(same, same)
+    assert middle == 1 and 0.97 < low <= 1
+    middle, low = ratio_of([2 * s for s in same], same)
+    assert middle == pytest.approx(2) and 1.9 < low <= 2
+    # One run that was disturbed says little of the ratio.
+    assert ratio_of(same, [*same[:-1], 9.0])[1] > 0.95

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -104,12 +105,21 @@ def _fast_bytes() -> bool:
 def normalise(frames: Tensor, pixels: Pixels) -> Tensor:
     """Rescale and normalise to float32, in one step where both are asked for."""
     if pixels.do_normalize:
-        mean = torch.tensor(list(pixels.image_mean), device=frames.device)
-        std = torch.tensor(list(pixels.image_std), device=frames.device)
-        if pixels.do_rescale:
-            mean, std = mean * (1.0 / pixels.rescale_factor), std * (1.0 / pixels.rescale_factor)
-        return (frames.to(torch.float32) - mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1))
+        scale = pixels.rescale_factor if pixels.do_rescale else None
+        mean, std = _constants(tuple(pixels.image_mean), tuple(pixels.image_std), scale, frames.device)
+        return (frames.to(torch.float32) - mean).div_(std)
     return frames * pixels.rescale_factor if pixels.do_rescale else frames
+
+
+@lru_cache(64)
+@torch.inference_mode(False)
+def _constants(
+    mean: tuple[float, ...], std: tuple[float, ...], scale: float | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Mean and deviation [C, 1, 1], in bytes where a `scale` is given; sent to the device once, for it waits for them."""
+    both = torch.tensor(list(mean), device=device), torch.tensor(list(std), device=device)
+    shifted, spread = both if scale is None else (one * (1.0 / scale) for one in both)
+    return shifted.view(-1, 1, 1), spread.view(-1, 1, 1)
 
 
 def smart_resize(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:

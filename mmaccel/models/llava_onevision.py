@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmaccel.core.layout import IMAGE, VIDEO
@@ -41,6 +42,17 @@ class LlavaOnevision(Family):
                     length = len(list(group))
                     images.append(Grid(1, side, side, marks=length - side * side))
         return images, videos
+
+    def frames(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        rows = super().frames(model, inputs)
+        videos, count = inputs["pixel_values_videos"].shape[:2]
+        side = model.config.vision_config.image_size // model.config.vision_config.patch_size  # type: ignore[union-attr, operator]
+        if len(rows) > videos * count * math.ceil(side / 2) ** 2:
+            return rows
+        # Earlier releases put the mark behind a video later.
+        mark: Any = self.multimodal(model).image_newline
+        marks = mark.to(rows).expand(videos, 1, -1)
+        return torch.cat([rows.view(videos, -1, rows.shape[1]), marks], 1).flatten(0, 1)
 
     def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
         names = {

@@ -138,6 +138,13 @@ class Processor:
         result = {**self._pad(rows, padding_side), **result}
         return {name: value.to(device) for name, value in result.items()} if device is not None else result
 
+    def pixels(
+        self, frames: Tensor, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        """What the call makes of one video's frames `[T, 3, H, W]`, without a text: pixels, and a grid if it has one."""
+        made, _ = self.style.videos(self.video, self.extra, [frames], {"device": device, "dtype": dtype})
+        return {name: value.to(device) for name, value in made.items()} if device is not None else made
+
     def chat(
         self,
         content: str | Sequence[Mapping[str, Any]],

@@ -69,7 +69,7 @@ class Seam(StreamSeam):
         self._holders = [m for m in self.text.modules() if getattr(m, "config", None) is shared]
         self._shared = shared
         self._split: tuple[Tensor, list[int]] | None = None
-        self._sizes: dict[tuple[int, int], tuple[int, int]] = {}
+        self._units: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
 
     # Pixels.
 
@@ -94,23 +94,31 @@ class Seam(StreamSeam):
     def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         if not self.fits(frames, size):
             frames = self.resized(frames, size)
-        inputs = self._pixels(frames)
-        if self.family.frame_size(self.model, inputs) != self._seen(size):
+        inputs, (seen, unit) = self._pixels(frames), self._unit(size)
+        if self.family.frame_size(self.model, inputs) != seen:
             raise ModelError(
                 f"frames of {frames.shape[3]}x{frames.shape[2]} come to the model in a size that depends on their number; "
                 "set cap_pixels_per_frame to false in the processor's video settings."
             )
         units = frames.shape[0] // self.pace
-        with self._busy(), self._kept():
+        with self._busy():
             rows = self.family.frames(self.model, inputs)
-        inside = int((self.family.layout(self.model, inputs).frame >= 0).sum())
-        return rows[:inside].view(units, inside // units, -1), rows[inside:]
+        inside = units * unit
+        return rows[:inside].view(units, unit, -1), rows[inside:]
 
     def _seen(self, size: tuple[int, int]) -> tuple[int, int]:
-        if size not in self._sizes:
+        return self._unit(size)[0]
+
+    def _unit(self, size: tuple[int, int]) -> tuple[tuple[int, int], int]:
+        """What frames of (height, width) come to: the size in which the model sees them, and the tokens of a unit."""
+        if size not in self._units:
             zeros = torch.zeros(self.pace, 3, *size, dtype=torch.uint8)
-            self._sizes[size] = self.family.frame_size(self.model, self._pixels(zeros))
-        return self._sizes[size]
+            inputs = self.processor(
+                self.processor.video_token, videos=[zeros], add_special_tokens=False, device=self.device
+            )
+            inside = self.family.layout(self.model, inputs).frame >= 0
+            self._units[size] = self.family.frame_size(self.model, inputs), int(inside.sum())
+        return self._units[size]
 
     def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
         from mmaccel.media.preprocess import resize
@@ -118,14 +126,10 @@ class Seam(StreamSeam):
         return resize(frames, size)
 
     def _pixels(self, frames: Tensor) -> dict[str, Tensor]:
-        inputs: dict[str, Tensor] = self.processor(
-            self.processor.video_token,
-            videos=[frames],
-            add_special_tokens=False,
-            device=self.device,
-            dtype=self.dtype,
-        )
-        inputs.pop("attention_mask")
+        if self.device.type == "cuda" and not frames.is_cuda:
+            # Otherwise the host would wait for all that the device has yet to do.
+            frames = frames.pin_memory().to(self.device, non_blocking=True)
+        inputs: dict[str, Tensor] = self.processor.pixels(frames, device=self.device, dtype=self.dtype)
         return inputs
 
     # Text.
@@ -328,17 +332,6 @@ class Seam(StreamSeam):
                 block.__dict__.pop("forward")
                 if forward is not None:
                     block.__dict__["forward"] = forward
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """The multimodal module notes positions of what it sees; put its own back."""
-        held = self.family.multimodal(self.model).__dict__
-        before = held.get("rope_deltas", self)
-        try:
-            yield
-        finally:
-            if before is not self:
-                held["rope_deltas"] = before
 
     def signature(self) -> str:
         digest = hashlib.sha256()

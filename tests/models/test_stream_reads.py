@@ -1,0 +1,53 @@
+"""Frames on their way into a stream: nothing is read back from the device, so that the host runs ahead of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mmaccel.core.attach import adapter_for
+from mmaccel.policies.kv.mosaic.writing import Writer
+from tests.models.streams import FPS, film, open_session, pair
+from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
+from tests.policies.sparse.test_no_reads import NoReads
+
+MEMORIES: dict[str, dict[str, Any]] = {
+    "mosaic": {"name": "mosaic", "frames": 4, "window": 6, "local": 2, "init": 8},
+    "rekv": {"name": "rekv", "frames": 4, "window": 6},
+}
+
+
+@pytest.mark.parametrize("kind", sorted(BUILD))
+def test_features_of_frames_are_those_that_the_model_puts_in_their_places(kind: str) -> None:
+    model = BUILD[kind]()
+    inputs = batch(kind, [prompt(kind, PROMPTS["video"], seed=seed) for seed in (0, 1)])
+    family = adapter_for(model)
+    with torch.no_grad():
+        placed = family.embed(model, inputs)[inputs["input_ids"] == model.config.video_token_id]
+        assert torch.equal(family.frames(model, inputs), placed)
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_pixels_without_a_text_are_those_with_one(name: str) -> None:
+    _, processor = pair(name)
+    frames = film(4)
+    whole = processor(processor.video_token, videos=[frames], add_special_tokens=False)
+    alone = processor.pixels(frames)
+    assert alone and all(torch.equal(whole[each], value) for each, value in alone.items())
+
+
+@pytest.mark.parametrize("memory", sorted(MEMORIES))
+def test_watching_reads_nothing_back(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the clustering, which is the host's own, and is given what has arrived."""
+    with open_session("random-ov", MEMORIES[memory]) as session:
+        session.watch(film(16), fps=FPS)
+        live: Any = session._live
+        monkeypatch.setattr(Writer, "digest", lambda *args: False)
+        monkeypatch.setattr(type(live.state), "idle", lambda self: None)
+        before = live.state.units()
+        frames = film(24)[16:]
+        with NoReads():
+            live.take(frames, [100.0 + i for i in range(8)])
+        assert live.state.units() == before + 8

@@ -6,16 +6,21 @@ Each row is one way of one case: the median of runs timed by CUDA events (by the
 apart, the pairs in listed blocks, useful TFLOP/s (4 * head size for each of those pairs; of causal pairs for dense). Ways
 of a case see the same tensors. What cannot run is a row too, with the reason. `--tokens` makes every case that long and
 its budgets shorter alike: a smoke test, no result.
+
+`--beside FILE` times ways of others in the same run: FILE has a function ``ways(query, key, value, facts)`` that yields
+(name, run), with facts of the case: its `name`, `tokens`, fields of the pattern as `sparse`, its `plan`, and where lines
+are kept the `columns` and `diagonals` [B, H, K] that ours computes. Such a way says itself what it counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +139,11 @@ class GivenDiagonals(VerticalSlash):
     """
 
     pitch: int = 0
+    chosen: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def _columns(self, score: Tensor, at: Tensor) -> Tensor:
+        self.chosen["columns"] = super()._columns(score, at)
+        return self.chosen["columns"]
 
     def _diagonals(self, score: Tensor, at: Tensor) -> Tensor:
         found = super()._diagonals(score, at)
@@ -141,7 +151,8 @@ class GivenDiagonals(VerticalSlash):
         if self.pitch:
             # Without the two before the first: to look for what is negative would wait for the device.
             given = (given[:, None] * self.pitch + torch.arange(-2, 3, device=score.device)).flatten()[2:]
-        return given[: found.shape[2]].clamp(max=score.shape[2] - 1).expand_as(found)
+        self.chosen["diagonals"] = given[: found.shape[2]].clamp(max=score.shape[2] - 1).expand_as(found)
+        return self.chosen["diagonals"]
 
 
 def pattern_of(case: Case, frame: int) -> SparsePattern:
@@ -224,6 +235,14 @@ def kernels(names: Sequence[str], device: torch.device) -> Iterator[tuple[str, C
             yield name, select.get(name, device)
 
 
+def failed(log: Log, told: dict[str, Any], error: Exception) -> None:
+    """Write down what could not run, and why."""
+    torch.cuda.empty_cache() if torch.cuda.is_available() else None
+    why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    log.row(**told, failed=why)
+    print(f"{told['case']:24} {told['way']:20} {why[:80]}", flush=True)
+
+
 def measured(
     log: Log, told: dict[str, Any], run: Run, how: dict[str, Any], pairs: float, size: int
 ) -> float | None:
@@ -231,18 +250,23 @@ def measured(
     try:
         times = timed(run, **how)
     except Exception as error:
-        torch.cuda.empty_cache() if torch.cuda.is_available() else None
-        row = {
-            **told,
-            "failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-        }
-        log.row(**row)
-        print(f"{told['case']:24} {told['way']:20} {row['failed'][:80]}", flush=True)
+        failed(log, told, error)
         return None
     rate = 4 * size * pairs / times.median / 1e12
     log.row(**told, **times.row(), tflops=rate)
     print(f"{told['case']:24} {told['way']:20} {times.median * 1e3:10.3f} ms {rate:7.3g} TFLOP/s", flush=True)
     return times.median
+
+
+def ways_of(path: str) -> Callable[..., Iterator[tuple[str, Run]]]:
+    """The function `ways` of a Python file."""
+    spec = importlib.util.spec_from_file_location("beside", path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"--beside: {path} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[..., Iterator[tuple[str, Run]]] = module.ways
+    return found
 
 
 def bench_case(name: str, case: Case, options: argparse.Namespace, log: Log) -> None:
@@ -306,6 +330,14 @@ def bench_case(name: str, case: Case, options: argparse.Namespace, log: Log) -> 
         except Exception:  # `measured` meets it again, and writes it down
             pass
         measured(log, row, run, how, listed, size)
+    if options.ways is not None:
+        facts = dict(name=name, tokens=case.tokens, sparse=case.sparse, plan=plan)
+        facts |= getattr(pattern, "chosen", {})
+        try:
+            for way, run in options.ways(query, key, value, facts):
+                measured(log, dict(told, way=way), run, how, 0, size)
+        except Exception as error:
+            failed(log, dict(told, way="beside"), error)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -326,7 +358,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--dense-all", type=int, default=1 << 18, help="above, dense is timed on one group's heads"
     )
+    parser.add_argument(
+        "--beside", metavar="FILE", help="ways of others to time too: a Python file, see above"
+    )
     options = parser.parse_args(argv)
+    options.ways = ways_of(options.beside) if options.beside else None
     if options.backends is None:
         runs = [
             n for n, reason in select.usable(options.device).items() if reason is None and n != "reference"

@@ -5,9 +5,9 @@
 Of `--frames` frames kept for `--layers` layers, `--retrieve` are asked for in runs of 1, 4 and 16 neighbours, other ones at
 each layer, as a question does; a row gives the seconds of the whole question, GB/s, and the copies it took. Ways: "pieces"
 (a copy for the keys and one for the values of each frame), "copies" (a copy for each run), "gather" (one launch a layer,
-the index from the host), "index" (the same, the index already on the device), "auto". Then double buffering: layers that
-compute for as long as their transfer takes, with and without it. Rows are printed as JSON and added to `--out`. Without a
-CUDA device, sizes are small and figures say nothing.
+the index from the host), "index" (the same, the index already on the device), "auto". Then layers that compute for as long
+as their transfer takes, their frames fetched ahead or not, through what mosaic fetches with. Rows are printed as JSON and
+added to `--out`. Without a CUDA device, sizes are small and figures say nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from timing import Log, compare, measure
 
-from mmaccel.policies.kv.store import HostStore, Ticket
+from mmaccel.policies.kv.mosaic.fetching import Fetcher, Window
+from mmaccel.policies.kv.store import HostStore
 
 RUNS = (1, 4, 16)
 WAYS = ("pieces", "copies", "gather", "index", "auto")
@@ -107,7 +108,9 @@ def rows_of(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
 
 
 def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Layers with as much to compute as to bring: each way of waiting, and the share that came before it was waited for."""
+    """A question's layers with as much to compute as to bring, through what the memory brings them with: the next layer's
+    frames fetched ahead, or each when it is needed; and the share of those fetched ahead that came before they were waited
+    for."""
     asked = chosen(options, 4)
     alone = measure(question(store, asked, "auto"), warmup=1, repeats=3, device=options.device).median
     busy = torch.randn(options.work, options.work, device=options.device, dtype=torch.bfloat16)
@@ -117,41 +120,37 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
 
     one = measure(product, warmup=3, repeats=9, device=options.device).median
     products = max(1, round(alone / options.layers / one))
-    slots, tickets = store.slots(2, len(asked[0])), list[Ticket]()
+    fetcher = Fetcher(store, options.layers, options.window, room=0)
+    shape = 1, options.groups, options.window * options.tokens, options.size
+    pair = tuple(torch.zeros(shape, dtype=store.shape.dtype, device=options.device) for _ in range(2))
+    window = Window(options.frames, options.frames + options.window, pair)  # type: ignore[arg-type]
+    wanted = [torch.tensor(units, device=options.device) for units in asked]
+    rest, out = wanted[0][:0], store.buffer(len(asked[0]))
 
-    def buffered() -> None:
-        ticket = slots.fetch_async(0, asked[0])
-        for layer in range(options.layers):
-            mine = ticket
-            if layer + 1 < options.layers:
-                ticket = slots.fetch_async(layer + 1, asked[layer + 1])
-            with mine:
+    def brought(ahead: bool) -> Callable[[], None]:
+        def run() -> None:
+            for layer, entries in enumerate(wanted):
+
+                def launch(layer: int = layer) -> None:
+                    if ahead and layer + 1 < options.layers:
+                        fetcher.prefetch(layer + 1, wanted[layer + 1], window)
+
+                fetcher.bring(layer, entries, rest, out, window, launch)
                 for _ in range(products):
                     product()
-            tickets.append(mine)
 
-    def waiting() -> None:
-        for layer, units in enumerate(asked):
-            store.fetch(layer, units)
-            for _ in range(products):
-                product()
+        return run
 
     def computing() -> None:
         for _ in range(products * options.layers):
             product()
 
-    works = {"buffered": buffered, "waiting": waiting, "computing": computing}
+    works = {"ahead": brought(True), "waiting": brought(False), "computing": computing}
     times = compare(works, warmup=options.warmup, repeats=options.repeats, device=options.device)
-    early = [(ticket.slack() or 0.0) >= 0 for ticket in tickets]
+    counted = fetcher.counts()
+    early = counted["in_time"] / max(1.0, counted["covered"])
     return [
-        dict(
-            case="overlap",
-            way=way,
-            against_s=alone,
-            products=products,
-            early=sum(early) / len(early),
-            **times[way].row(),
-        )
+        dict(case="overlap", way=way, against_s=alone, products=products, early=early, **times[way].row())
         for way in works
     ]
 
@@ -171,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("size", 128, "head size"),
         ("chunk", 16, "frames that go out together"),
         ("slab-mib", 256, "MiB of a slab"),
+        ("window", 76, "frames that each layer has on the device"),
         ("work", 2048, "side of the matrices of the computing layers"),
         ("repeats", 9, "timed runs"),
         ("warmup", 2, "runs before"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -35,8 +37,8 @@ class Cache:
         if self.room and len(entries):
             count = min(self.room, len(entries))
             place = self._sources.place(("cache", layer), count)
-            units = in_units(rows, self._sources.store.shape.tokens)
-            place.copy_(units[:, :, len(entries) - count :].permute(2, 0, 1, 3, 4))
+            units = in_units(rows, self._sources.store.shape.tokens)[:, :, len(entries) - count :]
+            self._sources.store.lanes.compute.run(partial(_copy, place, units.permute(2, 0, 1, 3, 4)))
             self._entries[layer], self._told = entries[len(entries) - count :], None
 
     def holds(self) -> bool:
@@ -62,6 +64,10 @@ class Cache:
     def flush(self) -> None:
         """Forget everything."""
         self._entries, self._told = {}, None
+
+
+def _copy(place: Tensor, units: Tensor) -> None:
+    place.copy_(units)
 
 
 NEVER = torch.iinfo(torch.long).max

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmaccel.policies.kv.mosaic.buffers import grown
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
+from mmaccel.policies.kv.store.wire import on_device
 
 STAGE = 4
 """The first stage stops when its visual clusters hold so many times what is to be retrieved."""
@@ -108,6 +109,11 @@ class Index:
         self.absent[list(entries)] = True
         self._ready = None
 
+    @property
+    def behind(self) -> int:
+        """Units that have been clustered since the last `refresh`."""
+        return self._tree.units - self._units
+
     def refresh(self) -> None:
         """Bring over what has changed in the hierarchy."""
         if self._tree.units != self._units or bool(self._tree.semantic.dirty.any()):
@@ -119,17 +125,16 @@ class Index:
                 setattr(self, name, grown(getattr(self, name), 1, level.used, share=SPARE))
             members = level.contents(layer, cluster)
             time = members.clamp_min(0).sum(1) / level.size[layer, cluster].clamp_min(1)
-            at = layer.to(self._device), cluster.to(self._device)
-            key, value = means(layer, members)
-            self.key[at] = key.to(self.key)
+            at = self._sent(layer), self._sent(cluster)
+            self.key[at] = self._sent(means(self._tree.summaries.key, layer, members), self.key)
             if self._reps == "medoid":
                 nearest = self._medoids(layer, cluster, members)
-                time, kept = nearest.float(), self._tree.summaries
-                value = kept.value[nearest, layer]
-                self.pseudo[at] = kept.key[nearest, layer].to(self.pseudo)
-            if self._reps != "none":
-                self.value[at] = value.to(self.value)
-            self.time[at] = time.to(self.time)
+                time, kept = nearest, self._tree.summaries
+                self.value[at] = self._sent(kept.value[nearest, layer], self.value)
+                self.pseudo[at] = self._sent(kept.key[nearest, layer], self.pseudo)
+            elif self._reps == "mean":
+                self.value[at] = self._sent(means(self._tree.summaries.value, layer, members), self.value)
+            self.time[at] = self._sent(time, self.time)
         self._refresh_visual()
 
     def _medoids(self, layer: Tensor, cluster: Tensor, members: Tensor) -> Tensor:
@@ -148,10 +153,12 @@ class Index:
         units = level.contents(torch.zeros_like(cluster), cluster)
         entries = units[:, :, None] * parts + torch.arange(parts)
         entries = entries.masked_fill(units[:, :, None] < 0, -1).flatten(1)
-        at = cluster.to(self._device)
-        for layer in range(self._tree.layers):
-            key, _ = self._tree.summaries.means(torch.full_like(cluster, layer), entries)
-            self.visual_key[layer, at] = key.to(self.visual_key)
+        means = [self._tree.summaries.key_mean(some[some >= 0]) for some in entries]
+        self.visual_key[:, self._sent(cluster)] = self._sent(torch.stack(means, 1), self.visual_key)
+
+    def _sent(self, x: Tensor, like: Tensor | None = None) -> Tensor:
+        """`x` of the host on the device, in the type of `like`; nothing waits for it."""
+        return on_device(x if like is None else x.to(like.dtype), self._device)
 
     def prepare(self, end: int, budget: int | None = None) -> _There:
         """What searches among the entries below `end` need; with a `budget`, what `rest` does too."""

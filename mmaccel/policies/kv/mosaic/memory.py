@@ -103,7 +103,10 @@ class MosaicMemory(StreamMemory):
         self._digest(keep=1)
 
     def _digest(self, keep: int = 0) -> None:
-        if self.writer.digest(self.window, keep, self.policy.batch_match):
+        """Cluster what has arrived but for the last `keep` passes; all of it also comes into the index."""
+        self.writer.digest(self.window, keep, self.policy.batch_match)
+        # In between nobody asks, and clusters change often; but what has changed must not become too much.
+        if self.index.behind > BEHIND * bool(keep):
             self.index.refresh()
 
     def idle(self) -> None:
@@ -114,7 +117,7 @@ class MosaicMemory(StreamMemory):
 
     def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
         if layer == 0 and first + count > self.tree.units:
-            self._digest()
+            self.writer.digest(self.window, 0, self.policy.batch_match)
         entries = range(first * self.parts, (first + count) * self.parts)
         lost = self.writer.gone(layer, entries, key, value)
         if lost:
@@ -376,6 +379,9 @@ class MosaicMemory(StreamMemory):
     def close(self) -> None:
         self.store.close()
 
+
+BEHIND = 256
+"""Units by which the index may be behind the clusters, about."""
 
 COUNTED = (
     "eager_splits",

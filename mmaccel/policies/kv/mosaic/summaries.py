@@ -98,18 +98,17 @@ class Summaries:
         rows = self.key[entries.clamp_min(0), layer[:, None]].to(self.work)
         return self._points(rows, self.centre[1][layer][:, None])
 
-    def means(self, layer: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean key and value [b, d] over `entries` [b, m] (-1: none) at `layer` [b], in the working precision."""
+    def means(self, rows: Tensor, layer: Tensor, entries: Tensor) -> Tensor:
+        """Of `key` or `value` the mean [b, d] over `entries` [b, m] (-1: none) at `layer` [b], in the working precision."""
         # One after the other, so that what a mean is does not depend on what else is computed beside it.
         row, col = (entries >= 0).nonzero(as_tuple=True)
-        at = entries[row, col], layer[row]
-        size = (entries >= 0).sum(1, keepdim=True).clamp_min(1)
-        key, value = (
-            torch.zeros(len(layer), rows.shape[2], dtype=self.work).index_add_(0, row, rows[at].to(self.work))
-            / size
-            for rows in (self.key, self.value)
-        )
-        return key, value
+        some = rows[entries[row, col], layer[row]].to(self.work)
+        total = torch.zeros(len(layer), rows.shape[2], dtype=self.work).index_add_(0, row, some)
+        return total / (entries >= 0).sum(1, keepdim=True).clamp_min(1)
+
+    def key_mean(self, entries: Tensor) -> Tensor:
+        """[L, d]: the mean key over `entries` [m] at every layer, in the working precision."""
+        return self.key[entries].to(self.work).sum(0) / max(1, len(entries))
 
     def key_rows(self, layer: int, entries: Tensor) -> Tensor:
         """[n, d] float32: the mean keys at `layer` of `entries` [n], which are on the device and unknown to the host."""

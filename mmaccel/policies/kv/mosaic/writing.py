@@ -61,27 +61,11 @@ class Writer:
 
         Those of a visual cluster lie together in the store. So do buffered ones: what their splits go by is their mean keys.
         """
-        p = self._store.shape.tokens
-        lost: list[int] = []
-        first = entries.start
-        for group, some in self._runs(entries):
-            rows = slice((some.start - first) * p, (some.stop - first) * p)
-            lost += self._store.put(layer, some, key[:, :, rows], value[:, :, rows], group)
-        return lost
-
-    def _runs(self, entries: range) -> list[tuple[int | None, range]]:
-        """Consecutive entries of one visual cluster each, with its number."""
-        tree, parts = self._tree, self._tree.summaries.parts
-        if not tree.started:
-            return [(None, entries)]
-        owner = tree.visual.owner[0, torch.arange(entries.start, entries.stop) // parts].tolist()
-        found: list[tuple[int | None, range]] = []
-        start = entries.start
-        for at, entry in enumerate(entries):
-            if at + 1 == len(owner) or owner[at + 1] != owner[at]:
-                found.append((owner[at], range(start, entry + 1)))
-                start = entry + 1
-        return found
+        tree, groups = self._tree, None
+        if tree.started:
+            units = torch.arange(entries.start, entries.stop) // tree.summaries.parts
+            groups = tree.visual.owner[0, units].tolist()
+        return self._store.put(layer, entries, key, value, groups)
 
     def clear(self) -> None:
         """Forget what has not been clustered."""

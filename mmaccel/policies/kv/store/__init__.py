@@ -2,7 +2,6 @@
 
 from mmaccel.policies.kv.store.cost import Way
 from mmaccel.policies.kv.store.host import HostStore, Spill
-from mmaccel.policies.kv.store.slots import Slots, Ticket
 from mmaccel.policies.kv.store.sources import Sources
 
-__all__ = ["HostStore", "Slots", "Sources", "Spill", "Ticket", "Way"]
+__all__ = ["HostStore", "Sources", "Spill", "Way"]

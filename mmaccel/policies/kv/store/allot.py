@@ -118,7 +118,7 @@ class Allotment:
 
 
 def runs(slots: list[int], per: int) -> list[tuple[int, int]]:
-    """Ascending slots as runs ``(start, end)`` of positions in the list: consecutive, and within one slab of `per` slots."""
+    """Slots as runs ``(start, end)`` of positions in the list: consecutive, and within one slab of `per` slots."""
     found: list[tuple[int, int]] = []
     begin = 0
     for i in range(1, len(slots) + 1):

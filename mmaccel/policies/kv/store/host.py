@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -16,10 +18,10 @@ from mmaccel.policies.kv.store.allot import Allotment
 from mmaccel.policies.kv.store.cost import Way
 from mmaccel.policies.kv.store.lanes import Lanes, Mark, lanes_of
 from mmaccel.policies.kv.store.slabs import SLAB_BYTES, Shape, Slabs
-from mmaccel.policies.kv.store.slots import Slots
 from mmaccel.policies.kv.store.table import Table
 from mmaccel.policies.kv.store.wire import Wire, check_way, in_units
 
+Group = int | None
 Spill = Literal["refuse", "disk", "drop_oldest"]
 """When the host may hold no more: refuse, write to files, or forget the oldest units."""
 
@@ -81,26 +83,30 @@ class HostStore:
         self._default: Way = way
         self.lanes = lanes or lanes_of(self.device)
         place = None if folder is None else Path(folder)
-        pinned = self.device.type == "cuda"
-        self._slabs = Slabs(self.shape, pinned, slab_bytes, cap, spill == "disk", place)
+        self._slabs = Slabs(self.shape, self.device.type == "cuda", slab_bytes, cap, spill == "disk", place)
         self._allotment = Allotment(self._slabs.align(extent))
         self._wire = Wire(self.shape, self._slabs, self.lanes, self.device)
         self._table = Table(layers, self.device)
-        self._closed = False
-        self._dropped = 0
+        self._closed, self._dropped = False, 0
 
     def put(
-        self, layer: int, units: Sequence[int], key: Tensor, value: Tensor, group: int | None = None
+        self,
+        layer: int,
+        units: Sequence[int],
+        key: Tensor,
+        value: Tensor,
+        group: Group | Sequence[Group] = None,
     ) -> list[int]:
         """Store `units` of a layer; key, value [G, n * P, D] (or with a batch of 1 before), unit after unit.
 
         Gives the units that were forgotten to make room, in all layers: none unless spill="drop_oldest". A unit that the
         layer holds already is refused; so are tensors of another size, and whatever does not fit: nothing is stored then.
 
-        group   a number of 0 or more: units of a layer with the same one lie together
+        group   a number of 0 or more, of all units or of each: units of a layer with the same one lie together
         """
         self._open()
         units = [int(unit) for unit in units]
+        groups = [group] * len(units) if group is None or isinstance(group, int) else list(group)
         key, value = (self.shape.side(name, t, len(units)) for name, t in (("key", key), ("value", value)))
         if len(set(units)) < len(units) or any(unit < 0 for unit in units):
             raise StoreError("host store: units to store are different numbers from 0 on; number each once.")
@@ -118,8 +124,8 @@ class HostStore:
                     packed[:, side] = in_units(tensor, self.shape.tokens).transpose(0, 1)
 
             self.lanes.compute.run(pack)
-            slots, gone = self._take(layer, units, group)
-            self._table.set(layer, units, slots, group)
+            slots, gone = self._take(layer, units, groups)
+            self._table.set(layer, units, slots, groups)
             self._wire.write(slots, packed)
         return gone
 
@@ -207,10 +213,6 @@ class HostStore:
         """Of what was gathered, `units` units of one layer came from the host."""
         self._wire.crossed(units)
 
-    def slots(self, count: int = 2, units: int = 0) -> Slots:
-        """`count` buffers on the device for double buffering, with room for `units` units to begin with."""
-        return Slots(self, self.lanes, count, units)
-
     def buffer(self, units: int) -> Tensor:
         """[2, G, n * P, D] on the device, room for `units` units, to be written in any mode."""
         with torch.inference_mode(False):
@@ -228,9 +230,7 @@ class HostStore:
         while self._allotment.free < units * self.shape.layers:
             if self._grow():
                 continue
-            self._check_capacity(units)
-            if not self._forget_oldest(gone, keep=()):
-                raise self._full()
+            self._forget_oldest(units, gone, keep=())
         return gone
 
     def drop(self, units: Iterable[int], layer: int | None = None) -> None:
@@ -345,32 +345,33 @@ class HostStore:
                 )
         return slots
 
-    def _take(self, layer: int, units: list[int], group: int | None) -> tuple[list[int], list[int]]:
-        """Slots for `units`, and the units that had to go for them."""
-        owner, gone = (layer, group), list[int]()
+    def _take(self, layer: int, units: list[int], groups: list[Group]) -> tuple[list[int], list[int]]:
+        """Slots for `units`, and the units that had to go for them; when there is no room, nothing is taken."""
+        slots, gone = list[int](), list[int]()
+        try:
+            for group, some in groupby(zip(groups, units, strict=True), key=itemgetter(0)):
+                slots += self._room_for((layer, group), len(list(some)), units, gone)
+        except StoreError:
+            self._allotment.give(slots)
+            raise
+        return slots, gone
+
+    def _room_for(self, owner: Hashable, count: int, units: list[int], gone: list[int]) -> list[int]:
+        """`count` slots for an owner, who stores some of `units`; those forgotten for them are added to `gone`."""
         while True:
-            slots = self._allotment.take(owner, len(units))
-            if slots is not None:
-                return slots, gone
             full: StoreError | None = None
+            slots = self._allotment.take(owner, count)
             try:
-                if self._grow():
+                if slots is None and self._grow():
                     continue
             except StoreError as error:
                 full = error
-            slots = self._allotment.take(owner, len(units), crowd=True)
+            slots = self._allotment.take(owner, count, crowd=True) if slots is None else slots
             if slots is not None:
-                return slots, gone
+                return slots
             if full is not None:
                 raise full
-            self._check_capacity(len(units))
-            if not self._forget_oldest(gone, keep=units):
-                raise self._full()
-
-    def _check_capacity(self, units: int) -> None:
-        """Raise before anything is forgotten for a chunk that would not fit into an empty store."""
-        if self._allotment.size < units * self.shape.layers:
-            raise self._full()
+            self._forget_oldest(len(units), gone, keep=units)
 
     def _grow(self) -> bool:
         if not self._slabs.grow():
@@ -379,17 +380,16 @@ class HostStore:
         self._wire.forget()
         return True
 
-    def _forget_oldest(self, gone: list[int], keep: Sequence[int]) -> bool:
-        """Drop the unit of the least number from all layers, if the spill says so and there is one."""
-        if self.spill != "drop_oldest":
-            return False
-        oldest = self._table.oldest(keep)
+    def _forget_oldest(self, units: int, gone: list[int], keep: Sequence[int]) -> None:
+        """Drop the unit of the least number from all layers, for a chunk of `units`; where the spill does not say so, or such
+        a chunk would not fit into an empty store, raise."""
+        fits = self.spill == "drop_oldest" and self._allotment.size >= units * self.shape.layers
+        oldest = self._table.oldest(keep) if fits else None
         if oldest is None:
-            return False
+            raise self._full()
         self.drop([oldest])
         gone.append(oldest)
         self._dropped += 1
-        return True
 
     def _full(self) -> StoreError:
         held = self._table.held()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,8 +73,9 @@ class Shape:
 class Slabs:
     """Slabs of `per` slots of one unit and layer each; slot s is entry ``s % per`` of slab ``s // per``.
 
-    Memory is taken slab by slab up to `cap` bytes, and never the last `SPARE` of what the host has; files after that, with
-    `disk`, each of its full length from the start, so that a disk that fills up later harms nothing that was stored.
+    Memory is taken slab by slab up to `cap` bytes, and never the last `SPARE` of what the host has; pinned memory one slab
+    ahead of need. Files after that, with `disk`, each of its full length from the start, so that a disk that fills up later
+    harms nothing that was stored.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Slabs:
         self._bytes = slab_bytes if cap is None else _fitting(slab_bytes, cap, least)
         self.per = max(1, self._bytes // shape.nbytes)
         self.slabs: list[Tensor] = []
+        self._ahead: _Ahead | None = None
         self.files: list[Path] = []
         self.in_memory = 0
         self._remove = weakref.finalize(self, _remove, self.files, [])
@@ -97,11 +101,15 @@ class Slabs:
 
     def grow(self) -> bool:
         """One slab more; False when memory is used up and there is no disk. Raises `StoreError` when the disk is full."""
-        if not self.files and self._room():
-            made = self._memory()
+        if not self.files and (self._ahead is not None or self._room()):
+            made = self._memory() if self._ahead is None else self._ahead.result()
+            self._ahead = None
             if made is not None:
                 self.slabs.append(made)
                 self.in_memory += 1
+                # Pinning a slab takes a tenth of a second, and a stream fills one in less: not while frames wait.
+                if self._pinned and self._room():
+                    self._ahead = _Ahead(self._memory)
                 return True
         if not self._disk:
             return False
@@ -125,8 +133,10 @@ class Slabs:
 
     def close(self) -> None:
         """Let go of the memory, and remove the files."""
+        if self._ahead is not None:
+            self._ahead.result()
         self.slabs.clear()
-        self.in_memory = 0
+        self.in_memory, self._ahead = 0, None
         # PyTorch keeps pinned memory that was let go of, where it can tell it not to.
         empty = getattr(torch.accelerator, "empty_host_cache", None)
         if self._pinned and empty is not None:
@@ -178,6 +188,24 @@ class Slabs:
     def _cut(self, raw: Tensor) -> Tensor:
         used = raw[: self.per * self._shape.nbytes]
         return used.view(self._shape.dtype).view(self.per, *self._shape.unit)
+
+
+class _Ahead:
+    """What `make` gives, made by a thread of its own."""
+
+    def __init__(self, make: Callable[[], Tensor | None]) -> None:
+        self._made: Tensor | None = None
+
+        def work() -> None:
+            self._made = make()
+
+        self._thread = threading.Thread(target=work, name="mmaccel-slab", daemon=True)
+        self._thread.start()
+
+    def result(self) -> Tensor | None:
+        """It, once it is there."""
+        self._thread.join()
+        return self._made
 
 
 def _fitting(slab_bytes: int, cap: int, least: int) -> int:

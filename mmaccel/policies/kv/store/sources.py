@@ -68,8 +68,12 @@ class Sources:
         """Lay the units of the window, [1, G, n * P, D], where the gather reads them."""
         tokens = self.store.shape.tokens
         held = self.place(WINDOW, key.shape[2] // tokens)
-        for side, rows in enumerate((key, value)):
-            held[:, side] = in_units(rows[0], tokens).transpose(0, 1)
+
+        def lay() -> None:
+            for side, rows in enumerate((key, value)):
+                held[:, side] = in_units(rows[0], tokens).transpose(0, 1)
+
+        self.store.lanes.compute.run(lay)
 
     def table(self, layer: int, first: int, count: int) -> Tensor:
         """[count + 1] where the units below `count` are, those from `first` on in the window; the last entry is of no unit.

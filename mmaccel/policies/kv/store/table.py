@@ -23,11 +23,13 @@ class Table:
         self.group: Numbers = self.slot.copy()
         self._copy: Tensor | None = None
 
-    def set(self, layer: int, units: Sequence[int], slots: Sequence[int], group: int | None) -> None:
-        """Units of a layer lie in `slots` from now on."""
+    def set(
+        self, layer: int, units: Sequence[int], slots: Sequence[int], groups: Sequence[int | None]
+    ) -> None:
+        """Units of a layer lie in `slots` from now on, each in a group."""
         self._widen(max(units, default=-1) + 1)
         self.slot[layer, units] = slots
-        self.group[layer, units] = -1 if group is None else group
+        self.group[layer, units] = [-1 if group is None else group for group in groups]
         self._copy = None
 
     def unset(self, layer: int, units: Sequence[int]) -> list[int]:

@@ -40,17 +40,16 @@ class Wire:
         )
         self.seconds = {"seconds_in": 0.0, "seconds_out": 0.0}
 
-    def write(self, slots: Sequence[int], packed: Tensor) -> None:
+    def write(self, slots: list[int], packed: Tensor) -> None:
         """Units `packed` [n, 2, G, P, D], made on the compute lane, into `slots`."""
         wire = self._lanes.wire
         wire.wait(self._lanes.compute.mark())
         wire.uses(packed)
         began = wire.mark(timed=True)
-        order = sorted(range(len(slots)), key=slots.__getitem__)
-        found = runs([slots[i] for i in order], self._slabs.per)
+        found = runs(slots, self._slabs.per)
         for begin, end in found:
-            entry = self._slabs.entry(slots[order[begin]], slots[order[begin]] + end - begin)
-            wire.run(partial(_store, entry, packed, order[begin:end]))
+            entry = self._slabs.entry(slots[begin], slots[begin] + end - begin)
+            wire.run(partial(_copy, entry, packed[begin:end]))
         self._note("seconds_out", began, wire.mark(timed=True))
         self._count(puts=1, copies_out=len(found), bytes_out=len(slots) * self._shape.nbytes)
 
@@ -220,19 +219,10 @@ def in_units(tensor: Tensor, tokens: int) -> Tensor:
 
 
 def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
-    """Long numbers of the host on `device`, without waiting for what it computes."""
+    """A tensor of the host, or long numbers, on `device`, without waiting for what that computes."""
     here = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
     pinned = device.type == "cuda" and here.numel() > 0
     return here.pin_memory().to(device, non_blocking=True) if pinned else here.to(device)
-
-
-def _store(entry: Tensor, packed: Tensor, order: list[int]) -> None:
-    """Units `order` of `packed` into a run of slots."""
-    first = order[0]
-    if order == list(range(first, first + len(order))):
-        _copy(entry, packed[first : first + len(order)])
-    else:
-        _copy(entry, packed.index_select(0, on_device(order, packed.device)))
 
 
 def _copy(to: Tensor, source: Tensor) -> None:

@@ -1,0 +1,82 @@
+"""Slabs that are made one ahead of need."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel.core.errors import StoreError
+from mmaccel.policies.kv.store import HostStore
+
+from .units import LAYERS, UNIT_BYTES, check, contents, fill, open_store
+
+
+def ahead(
+    monkeypatch: pytest.MonkeyPatch, cap: int | None = None, fail: int = 100
+) -> tuple[HostStore, list[str]]:
+    """A store of 4 slots a slab, as if pinned; and the threads that made its slabs, of which the `fail`-th fails."""
+    store = open_store(4, cap=cap)
+    slabs, made = store._slabs, list[str]()
+
+    def memory() -> Tensor | None:
+        made.append(threading.current_thread().name)
+        raw = torch.empty(slabs._bytes, dtype=torch.uint8)
+        return None if len(made) == fail else slabs._cut(raw)
+
+    slabs._pinned = True
+    monkeypatch.setattr(slabs, "_memory", memory)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: None, raising=False)
+    return store, made
+
+
+def test_the_next_slab_is_there_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, made = ahead(monkeypatch)
+    for unit in range(12):
+        fill(store, [unit])
+    # Each slab holds 4 units of a layer, and the blocks of one layer lie together.
+    assert len(store._slabs.slabs) == 9 and len(made) == 10
+    assert made[0] == "MainThread" and set(made[1:]) == {"mmaccel-slab"}
+    for layer in range(LAYERS):
+        check(store, layer, list(range(12)))
+    assert store.host_bytes() == 9 * 4 * UNIT_BYTES, "one that is ahead holds nothing yet"
+    store.close()
+    assert not store._slabs.slabs and store._slabs._ahead is None
+
+
+def test_none_is_made_beyond_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, made = ahead(monkeypatch, cap=3 * 4 * UNIT_BYTES)
+    fill(store, [0, 1, 2, 3])
+    with pytest.raises(StoreError, match="its cap of"):
+        store.put(0, [4], *contents(0, [4]))
+    assert len(made) == 3
+
+
+def test_one_that_cannot_be_made_is_told_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, made = ahead(monkeypatch, fail=4)
+    fill(store, [0, 1, 2, 3])
+    with pytest.raises(StoreError, match="full with 4"):
+        store.put(0, [4], *contents(0, [4]))
+    check(store, 0, [3, 0])
+    # Nor is that the end: the next may be had.
+    store.put(0, [4], *contents(0, [4]))
+    check(store, 0, [4])
+    store.close()
+
+
+def test_groups_of_one_put_lie_together_and_a_refused_one_takes_nothing() -> None:
+    store = open_store(16, cap=16 * UNIT_BYTES)
+    store.put(0, range(6), *contents(0, list(range(6))), group=[7, 7, None, 3, 3, 7])
+    assert [store.group_of(0, unit) for unit in range(6)] == [7, 7, None, 3, 3, 7]
+    check(store, 0, [5, 2, 0, 3, 1, 4])
+    copies = store.counters()["copies_in"]
+    check(store, 0, [0, 1, 5])
+    assert store.counters()["copies_in"] == copies + 1, "three of a group are one copy"
+    free = store._allotment.free
+    with pytest.raises(StoreError, match="full"):
+        store.put(0, range(6, 20), *contents(0, list(range(6, 20))), group=[0] * 5 + [1] * 9)
+    assert store._allotment.free == free and store.units(0) == list(range(6))
+    store.put(0, range(6, 16), *contents(0, list(range(6, 16))), group=[0] * 5 + [1] * 5)
+    check(store, 0, list(range(16)))

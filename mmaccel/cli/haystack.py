@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,9 @@ from mmaccel.core.recipe import Recipe
 
 if TYPE_CHECKING:
     from mmaccel.eval.cases import Case, Film
-    from mmaccel.eval.haystack import Haystack
+    from mmaccel.eval.haystack import Gap, Haystack
+    from mmaccel.eval.haystack_log import Log
+    from mmaccel.eval.rivals import Rival
 
 Recipes = Annotated[list[str] | None, typer.Option("--recipe", help="A name or a YAML file; several.")]
 Rivals = Annotated[
@@ -35,6 +36,10 @@ def haystack(
         str | None,
         typer.Option("--level", help="The recipe whose share rivals get (default: the last --recipe)."),
     ] = None,
+    compress: Annotated[
+        str | None,
+        typer.Option("--compress", help="Drop tokens before every method: visionzip, as its paper has it."),
+    ] = None,
     frames: Annotated[str, typer.Option("--frames", help="Lengths in frames, with commas.")] = "128,512,2048",
     depths: Annotated[int, typer.Option("--depths", min=1, help="Stretches a video is divided into.")] = 5,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Questions of each cell.")] = 4,
@@ -48,6 +53,10 @@ def haystack(
         Path | None,
         typer.Option("--out", help="Write each answer, as JSON lines, to this file; go on where it stopped."),
     ] = None,
+    rows: Annotated[
+        list[Path] | None,
+        typer.Option("--rows", help="Ask nothing: show and draw what such files hold together; several."),
+    ] = None,
     picture: Annotated[
         Path | None, typer.Option("--picture", help="Draw the maps: .svg, .png or .pdf.")
     ] = None,
@@ -55,186 +64,196 @@ def haystack(
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Needle in a haystack by length and depth, for recipes and for rivals at the same share of attention."""
-    from mmaccel.eval.cases import Film, checked_seed, tokens_per_frame
-    from mmaccel.eval.haystack import Haystack, haystack_cases, shots
-    from mmaccel.eval.rivals import RIVALS
+    """Needle in a haystack by length and depth, for recipes and for rivals at the same share of attention.
 
-    checked_seed(seed)
-    lengths = lengths_of(frames)
-    check_segments(lengths, segments if documents else 1)
+    Patterns are followed also where dense attention would be faster. Processes with seeds far apart and files of their own
+    share the work, and --rows puts their files together.
+    """
+    from mmaccel.eval.haystack import Haystack
+    from mmaccel.eval.haystack_log import Log
+
     for path, option in ((output, "--out"), (picture, "--picture")):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise WorldError(f"{option}: {path} is no place for a file; name a file in a folder that exists.")
-    fixed = choices.recipes(recipe or ["dense", "searched"], model)
-    named = list(RIVALS) if rival == ["all"] else list(rival or [])
-    for one in named:
-        if one not in RIVALS:
-            raise UnknownName("rival", one, RIVALS)
-        if one in fixed:
-            raise WorldError(
-                f"--rival: {one!r} is a --recipe too; rename the recipe's file or leave one of them out."
-            )
-    yardstick = level or list(fixed)[-1]
-    if yardstick not in fixed:
-        raise UnknownName("recipe of --level", yardstick, fixed)
-
-    settings = {"model": model, "documents": segments if documents else 0, "depths": depths, "seed": seed}
-    log = _Log(output, settings)
-    found = Haystack(depths, log.shots)
-    place, kept_in = choices.where(device), choices.dtype(dtype)
-    processor = choices.processor(model)
-    loaded = choices.load(model, place, kept_in)
+    if rows:
+        log = Log.gathered(rows)
+        found = Haystack(log.settings["depths"], log.shots)
+        _show(found, log.settings, level or "searched", log.missed(), True, as_json)
+        _draw(found, picture)
+        return
+    run = _Run(
+        model=model,
+        recipes=list(recipe or ["dense", "searched"]),
+        rivals=list(rival or []),
+        level=level,
+        compress=compress,
+        documents=segments if documents else 0,
+        depths=depths,
+        samples=samples,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+    )
+    lengths = lengths_of(frames)
+    check_segments(lengths, segments if documents else 1)
+    run.load(output)
+    found = Haystack(depths, run.log.shots)
     stopped, whole = False, False
     try:
-        with bars() as progress, Film(videos, steps(progress)) as film:
-            per_frame = tokens_per_frame(processor) if documents else 16
-            for length in lengths:
-                options = {"documents": segments if documents else 0, "tokens_per_frame": per_frame}
-                asked = list(haystack_cases(length, depths, samples, seed, **options))
-                bar = progress.add_task(f"{length:>5}", total=len(asked), unit="questions")
-                if not asked:
-                    continue
-                told = steps(progress, "methods")
-                methods = fixed | _levelled(
-                    named, fixed[yardstick], log, loaded, processor, asked[0][1], film, told
-                )
-                for depth, case in asked:
-                    left = {n: r for n, r in methods.items() if not log.has(n, case)}
-                    for row in shots(loaded, processor, left, iter([(depth, case)]), film):
-                        log.write(row)
-                    progress.advance(bar)
+        run.ask(lengths, videos)
         whole = True
     except KeyboardInterrupt:
         stopped = True
     finally:
         # Also when something broke: what was answered is not lost.
         if whole or stopped or found.shots:
-            _show(found, settings, yardstick, log.missed(named), whole, as_json)
+            _show(found, run.settings, run.level, run.log.missed(), whole, as_json)
+    _draw(found, picture)
+    if stopped:
+        raise typer.Exit(130)
+
+
+class _Run:
+    """What is asked of what: checked when it is made, before anything is loaded."""
+
+    log: Log
+    loaded: Any
+    processor: Any
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        recipes: list[str],
+        rivals: list[str],
+        level: str | None,
+        compress: str | None,
+        documents: int,
+        depths: int,
+        samples: int,
+        seed: int,
+        device: str,
+        dtype: str,
+    ) -> None:
+        from mmaccel.backends import select
+        from mmaccel.eval.cases import checked_seed
+        from mmaccel.eval.rivals import PRUNERS, RIVALS
+
+        checked_seed(seed)
+        if compress is not None and compress not in PRUNERS:
+            raise UnknownName("method of --compress", compress, PRUNERS)
+        self.model, self.depths, self.samples, self.seed = model, depths, samples, seed
+        self.documents, self.compress = documents, compress
+        self.place, self.dtype = choices.where(device), choices.dtype(dtype)
+        # A backend by name never takes dense attention where it would be faster.
+        self.more: dict[str, Any] = {"backend": select.choose(self.place)}
+        if compress is not None:
+            self.more["prune"] = RIVALS[compress].make(1.0)["prune"]
+        fixed = choices.recipes(recipes, model)
+        self.level = level or list(fixed)[-1]
+        if self.level not in fixed:
+            raise UnknownName("recipe of --level", self.level, fixed)
+        known = {name: one for name, one in RIVALS.items() if compress is None or name not in PRUNERS}
+        known |= _less(fixed[self.level], model)
+        self.rivals = known if rivals == ["all"] else {}
+        for one in rivals if rivals != ["all"] else []:
+            if one not in known:
+                raise UnknownName("rival", one, known)
+            self.rivals[one] = known[one]
+        for one in self.rivals:
+            if one in fixed:
+                raise WorldError(
+                    f"--rival: {one!r} is a --recipe too; rename the recipe's file or leave one of them out."
+                )
+        self.fixed = {name: Recipe.load(one, **self.more) for name, one in fixed.items()}
+        self.settings = {
+            "model": model,
+            "documents": documents,
+            "depths": depths,
+            "compress": compress,
+            "seed": seed,
+        }
+
+    def load(self, output: Path | None) -> None:
+        """The model, its processor and the file."""
+        from mmaccel.eval.haystack_log import Log, environment
+
+        self.processor = choices.processor(self.model)
+        self.loaded = choices.load(self.model, self.place, self.dtype)
+        kept = str(next(self.loaded.parameters()).dtype).removeprefix("torch.")
+        self.log = Log(output, self.settings, environment(self.place, kept))
+
+    def ask(self, lengths: list[int], videos: Path | None) -> None:
+        """Every question that the file lacks, to every method; length by length."""
+        from mmaccel.eval.cases import Film, tokens_per_frame
+        from mmaccel.eval.haystack import haystack_cases, shots
+
+        with bars() as progress, Film(videos, steps(progress)) as film:
+            per_frame = tokens_per_frame(self.processor) if self.documents else 16
+            for length in lengths:
+                options = {"documents": self.documents, "tokens_per_frame": per_frame}
+                asked = list(haystack_cases(length, self.depths, self.samples, self.seed, **options))
+                bar = progress.add_task(f"{length:>5}", total=len(asked), unit="questions")
+                if not asked:
+                    continue
+                methods = self.fixed | self._levelled(asked[0][1], film, steps(progress, "methods"))
+                for depth, case in asked:
+                    left = {n: r for n, r in methods.items() if not self.log.has(n, case)}
+                    for row in shots(self.loaded, self.processor, left, iter([(depth, case)]), film):
+                        self.log.write(row)
+                    progress.advance(bar)
+
+    def _levelled(self, case: Case, film: Film, told: Any) -> dict[str, Recipe]:
+        """The rivals at the share that the yardstick computes on the first prompt of a length."""
+        from mmaccel.eval.answer import ask, prompt
+        from mmaccel.eval.rivals import computed, level
+
+        length = case.world.frames
+        todo = [name for name in self.rivals if (name, length) not in self.log.levels]
+        if todo:
+            inputs = prompt(self.processor, case.content(film.watch(case.world)), self.loaded)
+
+            def measure(fields: Mapping[str, Any] | Recipe) -> float:
+                chosen = fields if isinstance(fields, Recipe) else Recipe.load({**fields, **self.more})
+                share = computed(ask(self.loaded, self.processor, inputs, chosen, max_new_tokens=1).report)
+                assert share is not None
+                return share
+
+            wanted = min(1.0, measure(self.fixed[self.level]))
+            for done, name in enumerate(todo):
+                told("level", done, len(todo))
+                self.log.level(name, length, *level(self.rivals[name], wanted, measure), wanted)
+            told("level", len(todo), len(todo))
+        return {name: Recipe.load({**self.log.levels[name, length], **self.more}) for name in self.rivals}
+
+
+def _less(recipe: Recipe, model: str) -> dict[str, Rival]:
+    """A searched recipe less its boundaries and its tail; nothing for another recipe."""
+    from mmaccel.eval.rivals import ablated
+    from mmaccel.models.loading import resolve
+    from mmaccel.policies.sparse.head_table import choices as patterns
+    from mmaccel.policies.sparse.head_table import read_table
+    from mmaccel.policies.sparse.per_head import FILE, SHIPPED, PerHead
+    from mmaccel.search.table import narrowed
+
+    pattern = recipe.sparse
+    if not isinstance(pattern, PerHead) or not isinstance(pattern.table, str):
+        return {}
+    path = Path(resolve(model)) / FILE if pattern.table == SHIPPED else Path(pattern.table)
+    if not path.is_file():
+        return {}
+    table = read_table(path)
+    if "no_boundary" not in table.get("space", {}):
+        return {}
+    return ablated(patterns(table), narrowed(table, ["no_boundary"]), table["block"], recipe.dense_tail)
+
+
+def _draw(found: Haystack, picture: Path | None) -> None:
     if picture is not None and found.shots:
         from mmaccel.eval.picture import haystack_maps
         from mmaccel.figure import save
 
         save(haystack_maps(found), picture)
-    if stopped:
-        raise typer.Exit(130)
-
-
-def _levelled(
-    named: list[str],
-    yardstick: Recipe,
-    log: _Log,
-    model: Any,
-    processor: Any,
-    case: Case,
-    film: Film,
-    told: Any,
-) -> dict[str, Recipe]:
-    """The rivals at the share that the yardstick computes on the first prompt of a length."""
-    from mmaccel.eval.answer import ask, prompt
-    from mmaccel.eval.rivals import RIVALS, computed, level
-
-    length = case.world.frames
-    todo = [name for name in named if (name, length) not in log.levels]
-    if todo:
-        inputs = prompt(processor, case.content(film.watch(case.world)), model)
-
-        def measure(fields: Mapping[str, Any] | Recipe) -> float:
-            chosen = fields if isinstance(fields, Recipe) else Recipe.load(fields)
-            share = computed(ask(model, processor, inputs, chosen, max_new_tokens=1).report)
-            assert share is not None
-            return share
-
-        wanted = min(1.0, measure(yardstick))
-        for done, name in enumerate(todo):
-            told("level", done, len(todo))
-            log.level(name, length, *level(RIVALS[name], wanted, measure), wanted)
-        told("level", len(todo), len(todo))
-    return {name: Recipe.load(log.levels[name, length]) for name in named}
-
-
-class _Log:
-    """The answers so far, and the file they are in: settings, then levels and answers as they come."""
-
-    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
-        from mmaccel.eval.haystack import Shot
-
-        self.path = path
-        self.shots: list[Shot] = []
-        self.levels: dict[tuple[str, int], dict[str, Any]] = {}
-        self.shares: dict[tuple[str, int], tuple[float, float]] = {}
-        self._seen: set[tuple[str, int, int, str]] = set()
-        rows = list(_lines(path)) if path is not None and path.exists() else []
-        if not rows:
-            self._put({"settings": dict(settings)})
-            return
-        try:
-            if rows[0]["settings"] != settings:
-                raise WorldError(
-                    f"--out: {path} holds a run with other settings ({rows[0]['settings']}); give another file."
-                )
-            for row in rows[1:]:
-                if "level" in row:
-                    self.levels[row["level"], row["frames"]] = row["fields"]
-                    self.shares[row["level"], row["frames"]] = row["share"], row["wanted"]
-                else:
-                    self.shots.append(Shot(**row))
-        except (KeyError, TypeError) as error:
-            raise WorldError(f"--out: {path} is there and holds no haystack; give another file.") from error
-        self._seen = {self._key(shot.recipe, shot) for shot in self.shots}
-
-    @staticmethod
-    def _key(recipe: str, at: Any) -> tuple[str, int, int, str]:
-        world = getattr(at, "world", at)
-        return recipe, world.frames, world.seed, at.question
-
-    def has(self, recipe: str, case: Case) -> bool:
-        return self._key(recipe, case) in self._seen
-
-    def write(self, row: list[Any]) -> None:
-        for shot in row:
-            self.shots.append(shot)
-            self._seen.add(self._key(shot.recipe, shot))
-            self._put(shot.to_dict())
-
-    def level(self, name: str, frames: int, fields: dict[str, Any], share: float, wanted: float) -> None:
-        self.levels[name, frames] = fields
-        self.shares[name, frames] = share, wanted
-        self._put({"level": name, "frames": frames, "fields": fields, "share": share, "wanted": wanted})
-
-    def missed(self, named: list[str]) -> list[dict[str, Any]]:
-        """The rivals of `named` that are not near the share they should have, at each length."""
-        from mmaccel.eval.rivals import NEAR, RIVALS
-
-        return [
-            {
-                "rival": name,
-                "frames": frames,
-                "share": share,
-                "wanted": wanted,
-                "budget": RIVALS[name].budget,
-            }
-            for (name, frames), (share, wanted) in self.shares.items()
-            if name in named and abs(share / wanted - 1) > NEAR
-        ]
-
-    def _put(self, row: Mapping[str, Any]) -> None:
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file; a last line that was cut off while it was written is taken away."""
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text and whole:
-        path.write_text(whole, encoding="utf-8")
-    try:
-        for line in whole.splitlines():
-            yield json.loads(line)
-    except ValueError as error:
-        raise WorldError(f"--out: {path} is there and holds no haystack; give another file.") from error
 
 
 def _show(
@@ -247,21 +266,28 @@ def _show(
 ) -> None:
     from rich.table import Table
 
-    gaps = {name: found.against(name, yardstick) for name in found.recipes if name != yardstick}
+    from mmaccel.eval.haystack import interval
+
+    gaps = {
+        name: found.against(name, yardstick)
+        for name in found.recipes
+        if name != yardstick and yardstick in found.recipes
+    }
     if as_json:
         print_json(
             {
                 **settings,
                 "rows": found.rows(),
                 "mean": {name: found.mean(name) for name in found.recipes},
+                "interval": {name: list(interval(*found.share(name))) for name in found.recipes},
                 "against": {
                     name: {
                         "recipe": yardstick,
-                        "difference": mean,
-                        "interval": None if n < 2 else half,
-                        "asked": n,
+                        "difference": gap.mean,
+                        "interval": [gap.low, gap.high],
+                        "asked": gap.asked,
                     }
-                    for name, (mean, half, n) in gaps.items()
+                    for name, gap in gaps.items()
                 },
                 "missed": missed,
                 "complete": whole,
@@ -280,8 +306,7 @@ def _show(
         for frames in found.lengths:
             row = rows.get((name, frames), {"accuracy": None, "kept": None})
             cells.append(f"{number(row['accuracy'], '.1%')} ({number(row['kept'], '.0%')})")
-        gap = "" if name not in gaps else f"{100 * gaps[name][0]:+.1f} ± {100 * gaps[name][1]:.1f} points"
-        shown.add_row(name, *cells, number(found.mean(name), ".1%"), gap)
+        shown.add_row(name, *cells, number(found.mean(name), ".1%"), _points(gaps.get(name)))
     out().print(shown)
     for one in missed:
         why = "no budget tried comes nearer" if one["budget"] else "it has no budget"
@@ -292,3 +317,10 @@ def _show(
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _points(gap: Gap | None) -> str:
+    """A gap in points, with its interval."""
+    if gap is None:
+        return ""
+    return f"{100 * gap.mean:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"

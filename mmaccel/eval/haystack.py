@@ -22,6 +22,8 @@ from mmaccel.world import Document, World
 
 MOST_WORLDS = 400
 """So many worlds are tried at a length; more would not fill a depth that the first ones left open."""
+Z = 1.96
+"""Standard deviations of a 95% interval."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,42 @@ def shots(
             ]
 
 
+@dataclass(frozen=True)
+class Gap:
+    """How much more often one is right than another: the mean difference, its 95% interval, the number of questions."""
+
+    mean: float
+    low: float
+    high: float
+    asked: int
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[bool, bool]]) -> Gap:
+        """Of answers to the same questions, right or wrong, in pairs.
+
+        The interval is that of Agresti and Min (2005) for paired shares: half a question is added to each of the four
+        outcomes, so that it has a width also where the two never differ.
+        """
+        count = len(pairs)
+        if not count:
+            return cls(0.0, -1.0, 1.0, 0)
+        ahead = sum(mine and not its for mine, its in pairs) + 0.5
+        behind = sum(its and not mine for mine, its in pairs) + 0.5
+        middle = (ahead - behind) / (count + 2)
+        half = Z * math.sqrt((ahead + behind) / (count + 2) - middle**2) / math.sqrt(count + 2)
+        return cls((ahead - behind) / count, max(-1.0, middle - half), min(1.0, middle + half), count)
+
+
+def interval(right: int, asked: int) -> tuple[float, float]:
+    """The 95% interval of a share right (Wilson)."""
+    if not asked:
+        return 0.0, 1.0
+    share, spread = right / asked, Z**2 / asked
+    middle = (share + spread / 2) / (1 + spread)
+    half = Z * math.sqrt(share * (1 - share) / asked + spread / (4 * asked)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
 @dataclass
 class Haystack:
     """What was asked so far, and the figures that follow from it."""
@@ -132,25 +170,21 @@ class Haystack:
         told = [s.kept for s in self._of(recipe) if s.frames == frames and s.kept is not None]
         return sum(told) / len(told) if told else None
 
-    def against(self, recipe: str, other: str) -> tuple[float, float, int]:
-        """How much more often `recipe` is right than `other` on the questions both were asked: (mean difference, half the
-        width of its 95% interval, questions). Questions are paired; the interval is the normal one of the paired difference.
-        """
+    def against(self, recipe: str, other: str) -> Gap:
+        """How much more often `recipe` is right than `other`, over the questions both were asked."""
         mine, its = (
             {(s.frames, s.seed, s.question): s.right for s in self._of(name)} for name in (recipe, other)
         )
-        gaps = [float(mine[at]) - float(its[at]) for at in mine.keys() & its.keys()]
-        count = len(gaps)
-        if not count:
-            return 0.0, math.inf, 0
-        mean = sum(gaps) / count
-        if count == 1:
-            return mean, math.inf, 1
-        spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / (count - 1))
-        return mean, 1.96 * spread / math.sqrt(count), count
+        return Gap.of([(mine[at], its[at]) for at in mine.keys() & its.keys()])
+
+    def share(self, recipe: str) -> tuple[int, int]:
+        """Right and asked, over everything."""
+        mine = self._of(recipe)
+        return sum(shot.right for shot in mine), len(mine)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One mapping a recipe and length, JSON-ready: tokens, accuracy, right and asked of each depth, kept."""
+        """One mapping a recipe and length, JSON-ready: tokens, accuracy and its interval, right and asked of each depth,
+        kept."""
         rows = []
         for recipe in self.recipes:
             cells = self.cells(recipe)
@@ -165,6 +199,7 @@ class Haystack:
                         "frames": frames,
                         "tokens": round(sum(shot.tokens for shot in mine) / len(mine)),
                         "accuracy": sum(shot.right for shot in mine) / len(mine),
+                        "interval": list(interval(sum(shot.right for shot in mine), len(mine))),
                         "right": [right for right, _ in by_depth],
                         "asked": [asked for _, asked in by_depth],
                         "kept": self.kept(recipe, frames),

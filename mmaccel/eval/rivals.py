@@ -2,7 +2,9 @@
 
 The rows of MMInference's Table 2, whose budgets stand for 128k tokens and more, and two that compute less by dropping
 tokens: here the budgets of a method grow or shrink together until a prompt takes as much attention as it should. A method
-without a budget (the strided and fixed patterns) stays as it is, and says what it computes.
+without a budget (the strided pattern) stays as it is, and says what it computes. Rivals run as their papers have them: no
+row is dense beside what the pattern itself sees (`dense_tail` is 0). What a searched table loses without its boundaries, or
+without that tail, is a rival too (`ablated`).
 """
 
 from __future__ import annotations
@@ -19,27 +21,38 @@ Fields = dict[str, Any]
 ROUNDS = 12
 NEAR = 0.02
 """A budget is good when the share it gives is this close, relative to the share wanted."""
+BUDGETS = ("sink", "window", "vertical", "slash")
+"""The fields of a searched pattern that grow and shrink; a grid has none."""
 
 
 def _tokens(count: float) -> int:
     return max(1, round(count))
 
 
+def _sparse(name: str, **fields: Any) -> Fields:
+    return {"sparse": {"name": name, **fields}, "dense_tail": 0}
+
+
 def _a_shape(m: float) -> Fields:
-    return {"sparse": {"name": "a_shape", "sink": _tokens(128 * m), "window": _tokens(4096 * m)}}
+    return _sparse("a_shape", sink=_tokens(128 * m), window=_tokens(4096 * m))
 
 
 def _tri_shape(m: float) -> Fields:
-    return {"sparse": {"name": "tri_shape", "sink": _tokens(128 * m), "window": _tokens(4096 * m)}}
+    return _sparse("tri_shape", sink=_tokens(128 * m), window=_tokens(4096 * m))
+
+
+def _sf_fixed(m: float) -> Fields:
+    # Table 2 has one column a frame, the least there is; more of them are what Child et al. grow it by.
+    return _sparse("sf_fixed", summary=_tokens(m))
 
 
 def _minference(m: float) -> Fields:
-    return {"sparse": {"name": "vertical_slash", "vertical": _tokens(1000 * m), "slash": _tokens(6144 * m)}}
+    return _sparse("vertical_slash", vertical=_tokens(1000 * m), slash=_tokens(6144 * m))
 
 
 def _block_topk(m: float) -> Fields:
     # The budget by weight is off: what is computed is then set by the number of blocks alone.
-    return {"sparse": {"name": "block_topk", "budget": 1.0, "top": _tokens(64 * m), "sink": _tokens(128 * m)}}
+    return _sparse("block_topk", budget=1.0, top=_tokens(64 * m), sink=_tokens(128 * m))
 
 
 def _visionzip(m: float) -> Fields:
@@ -61,14 +74,48 @@ class Rival:
 RIVALS: Mapping[str, Rival] = {
     "a_shape": Rival(_a_shape),
     "tri_shape": Rival(_tri_shape),
-    "sf_fixed": Rival(lambda m: {"sparse": "sf_fixed"}, budget=False),
-    "sf_strided": Rival(lambda m: {"sparse": "sf_strided"}, budget=False),
+    "sf_fixed": Rival(_sf_fixed),
+    "sf_strided": Rival(lambda m: _sparse("sf_strided"), budget=False),
     "minference": Rival(_minference),
     "block_topk": Rival(_block_topk),
     "visionzip": Rival(_visionzip),
     "fastv": Rival(_fastv),
 }
 """Name -> method."""
+
+PRUNERS = tuple(name for name, rival in RIVALS.items() if "prune" in rival.make(1.0))
+"""Those that drop tokens."""
+
+Table = Mapping[int, Mapping[int, Mapping[str, Any]]]
+"""Layer -> head -> pattern."""
+
+
+def ablated(own: Table, bare: Table, block: int, tail: int) -> dict[str, Rival]:
+    """Ours, less something: `own` is the searched table, `bare` the one that the same search gives without boundaries.
+
+    without_boundaries  the bare table, its budgets grown or shrunk together; the last `tail` rows dense, as ours
+    without_tail        the searched table on every row, as it is
+    without_both        the bare table on every row
+    """
+
+    def fields(table: Table, m: float, rows: int) -> Fields:
+        grown = {
+            layer: {head: _grown(pattern, m) for head, pattern in heads.items()}
+            for layer, heads in table.items()
+        }
+        return {"sparse": {"name": "per_head", "block": block, "table": grown}, "dense_tail": rows}
+
+    return {
+        "without_boundaries": Rival(lambda m: fields(bare, m, tail)),
+        "without_tail": Rival(lambda m: fields(own, 1.0, 0), budget=False),
+        "without_both": Rival(lambda m: fields(bare, m, 0)),
+    }
+
+
+def _grown(pattern: Mapping[str, Any], m: float) -> Fields:
+    # The lines of a grid share a name with budgets, and are on or off.
+    counts = {name for name, value in pattern.items() if name in BUDGETS and not isinstance(value, bool)}
+    return {name: _tokens(value * m) if name in counts else value for name, value in pattern.items()}
 
 
 def computed(report: Report) -> float | None:
@@ -102,10 +149,15 @@ def level(rival: Rival, wanted: float, measure: Callable[[Fields], float]) -> tu
         return fields, measure(fields)
     low, high = math.log(1 / 256), math.log(64.0)
     best: tuple[float, Fields, float] | None = None
+    known: list[tuple[Fields, float]] = []
     for _ in range(ROUNDS):
         middle = (low + high) / 2
         fields = rival.make(math.exp(middle))
-        share = measure(fields)
+        # Small budgets are whole tokens: many multiples are one recipe.
+        share = next((share for one, share in known if one == fields), None)
+        if share is None:
+            share = measure(fields)
+            known.append((fields, share))
         gap = abs(share / wanted - 1)
         if best is None or gap < best[0]:
             best = gap, fields, share

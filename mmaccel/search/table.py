@@ -70,6 +70,22 @@ def replayed(table: Mapping[str, Any]) -> dict[str, Any]:
     return {**again, "target": scale.target()}
 
 
+def narrowed(table: Mapping[str, Any], kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
+    """Layer -> head -> pattern: what the table's own figures choose among some of its boundary types alone."""
+    space = {
+        kind: [
+            Candidate(tuple(one["rows"]), one["pattern"], one["cost"], one["state"], one["share"])
+            for one in table["space"][kind]
+        ]
+        for kind in kinds
+    }
+    block, tolerance = table["block"], table["tolerance"]
+    return {
+        number: {h: decided(space, head, block, tolerance)["pattern"] for h, head in enumerate(layer)}
+        for number, layer in enumerate(table["layers"])
+    }
+
+
 def agreement(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """The share of heads to which two tables of a model give the same boundary type and the same main pattern, by name."""
     pairs = [

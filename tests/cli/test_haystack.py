@@ -42,19 +42,62 @@ def test_a_rival_that_misses_its_share_is_told(call: Call, ov: str, tmp_path: Pa
         "--recipe",
         "a_shape-short",
         "--rival",
-        "sf_fixed",
+        "sf_strided",
         "--rival",
         "tri_shape",
     ]
     words += ["--frames", "48", "--depths", "1", "--samples", "1", "--out", str(tmp_path / "rows.jsonl")]
     (missed,) = json.loads(call(*words, "--json")[1])["missed"]
-    assert (missed["rival"], missed["frames"], missed["budget"]) == ("sf_fixed", 48, False)
+    assert (missed["rival"], missed["frames"], missed["budget"]) == ("sf_strided", 48, False)
     assert missed["share"] < 0.9 * missed["wanted"]
     # The second time both shares come out of the file.
     share, wanted = f"{missed['share']:.1%}", f"{missed['wanted']:.1%}"
-    told = f"sf_fixed computes {share} at 48 frames, and a_shape-short {wanted}: it has no budget."
+    told = f"sf_strided computes {share} at 48 frames, and a_shape-short {wanted}: it has no budget."
     out = call(*words)[1]
     assert told in out.splitlines() and "tri_shape computes" not in out
+
+
+def test_processes_share_the_work(call: Call, ov: str, tmp_path: Path) -> None:
+    words = ["eval", "haystack", "--model", ov, "--recipe", "dense", "--recipe", "a_shape-short"]
+    words += ["--frames", "48", "--depths", "1", "--samples", "1", "--compress", "visionzip"]
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for seed, file in enumerate(files):
+        assert call(*words, "--seed", 10 * seed, "--out", file)[0] == 0
+    first = json.loads(files[0].read_text().splitlines()[0])
+    assert set(first["environment"]) >= {"command", "device", "dtype", "torch"}
+    assert first["settings"]["compress"] == "visionzip"
+    given = ["--rows", files[0], "--rows", files[1], "--level", "a_shape-short"]
+    told = json.loads(call("eval", "haystack", *given, "--picture", tmp_path / "maps.svg", "--json")[1])
+    assert [(row["recipe"], row["asked"]) for row in told["rows"]] == [("dense", [2]), ("a_shape-short", [2])]
+    assert told["against"]["dense"]["asked"] == 2 and "<svg" in (tmp_path / "maps.svg").read_text()
+    # Two thirds of the video tokens are dropped before both.
+    assert all(row["kept"] < 0.3 for row in told["rows"])
+    # One file after the other is a file too; answers that stand in it twice count once.
+    both = tmp_path / "both.jsonl"
+    both.write_text("".join(file.read_text() for file in [*files, files[0]]))
+    assert (
+        json.loads(call("eval", "haystack", *given[4:], "--rows", both, "--json")[1])["rows"] == told["rows"]
+    )
+    other = tmp_path / "other.jsonl"
+    assert call(*words[:-2], "--out", other)[0] == 0
+    status, out, err = call("eval", "haystack", *given, "--rows", other)
+    assert (status, out) == (2, "") and err.startswith("error: --rows:") and "other settings" in err
+
+
+def test_a_searched_recipe_is_asked_without_its_boundaries(call: Call, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    words = ["eval", "haystack", "--recipe", "searched", "--frames", "48", "--depths", "1", "--samples", "1"]
+    for name in ("without_boundaries", "without_tail", "without_both"):
+        words += ["--rival", name]
+    told = json.loads(call(*words, "--documents", "--out", rows, "--json")[1])
+    found = {row["recipe"]: row["kept"] for row in told["rows"]}
+    assert abs(found["without_boundaries"] / found["searched"] - 1) < 0.05
+    assert found["without_tail"] < found["searched"] - 0.01
+    levels = {row["level"]: row for row in map(json.loads, rows.read_text().splitlines()) if "level" in row}
+    patterns = levels["without_boundaries"]["fields"]["sparse"]["table"]
+    names = {pattern["name"] for heads in patterns.values() for pattern in heads.values()}
+    assert names <= {"grid", "a_shape", "vertical_slash"}
+    assert levels["without_tail"]["fields"]["sparse"]["table"] != patterns
 
 
 @pytest.mark.parametrize(
@@ -63,6 +106,10 @@ def test_a_rival_that_misses_its_share_is_told(call: Call, ov: str, tmp_path: Pa
         (["--rival", "a_shap"], "unknown rival 'a_shap'"),
         (["--recipe", "a_shape", "--rival", "a_shape"], "is a --recipe too"),
         (["--level", "grid"], "unknown recipe of --level 'grid'"),
+        (["--compress", "a_shape"], "unknown method of --compress 'a_shape'"),
+        (["--compress", "visionzip", "--rival", "fastv"], "unknown rival 'fastv'"),
+        (["--recipe", "a_shape", "--rival", "without_tail"], "unknown rival 'without_tail'"),
+        (["--rows", "no/where.jsonl"], "--rows: there is no file no/where.jsonl"),
         (["--documents", "--frames", "33"], "33 does not divide into 4 segments"),
         (["--out", "no/where.jsonl"], "--out: no/where.jsonl is no place for a file"),
     ],

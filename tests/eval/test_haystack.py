@@ -12,9 +12,9 @@ import torch
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.eval.haystack import Haystack, Shot, haystack_cases
+from mmaccel.eval.haystack import Gap, Haystack, Shot, haystack_cases, interval
 from mmaccel.eval.picture import haystack_maps
-from mmaccel.eval.rivals import RIVALS, Fields, Rival, computed, level
+from mmaccel.eval.rivals import PRUNERS, RIVALS, Fields, Rival, ablated, computed, level
 
 
 @pytest.mark.parametrize("documents", [0, 4])
@@ -58,6 +58,41 @@ def test_every_budget_makes_a_recipe(name: str, m: float) -> None:
     assert name in (recipe.sparse.name, recipe.prune.name if recipe.prune is not None else "minference")
 
 
+def test_rivals_have_no_dense_rows_of_ours() -> None:
+    assert PRUNERS == ("visionzip", "fastv")
+    assert all(RIVALS[name].make(1.0).get("dense_tail") == 0 for name in RIVALS if name not in PRUNERS)
+
+
+def test_ours_less_something() -> None:
+    own = {0: {0: {"name": "k_boundary", "text": {"name": "a_shape", "sink": 10, "window": 40}}}}
+    bare = {
+        0: {
+            0: {"name": "a_shape", "block": 64, "sink": 10, "window": 40},
+            1: {"name": "grid", "vertical": True},
+        }
+    }
+    made = ablated(own, bare, 64, 32)
+    assert {name: rival.budget for name, rival in made.items()} == {
+        "without_boundaries": True,
+        "without_tail": False,
+        "without_both": True,
+    }
+    grown = made["without_boundaries"].make(2.0)
+    assert grown["dense_tail"] == 32 and made["without_both"].make(2.0) == {**grown, "dense_tail": 0}
+    assert grown["sparse"]["table"][0] == {
+        0: {"name": "a_shape", "block": 64, "sink": 20, "window": 80},
+        1: {"name": "grid", "vertical": True},
+    }
+    assert made["without_tail"].make(2.0)["sparse"]["table"] == own
+    assert Recipe.load(grown).sparse.name == "per_head"
+
+
+def test_the_interval_of_a_share() -> None:
+    # Newcombe (1998), Table I: 81 of 263 by Wilson's score method.
+    assert interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert interval(0, 0) == (0.0, 1.0) and interval(50, 50)[1] == pytest.approx(1.0)
+
+
 def test_dropped_tokens_are_attention_not_computed() -> None:
     report = Meter().report({}, "reference", {}, torch.device("cpu"))
     told = replace(report, kept=0.5, patterns=(("dense",),) * 4, prompt_tokens=100)
@@ -78,10 +113,16 @@ def test_the_figures() -> None:
     found = Haystack(3, _shots("a", [True] * 6 + [False] * 6) + _shots("b", [True] * 12, 0.5))
     assert found.cells("a")[64, 0] == (1, 2) and found.mean("a") == 0.5 and found.mean("b") == 1.0
     assert found.kept("a", 64) == pytest.approx(0.1) and found.mean("c") is None
-    mean, half, count = found.against("a", "b")
-    # Six differences of -1 and six of 0.
-    assert (mean, count) == (-0.5, 12) and half == pytest.approx(1.96 * math.sqrt(3 / 11) / math.sqrt(12))
-    assert found.against("a", "nobody") == (0.0, math.inf, 0)
+    gap = found.against("a", "b")
+    # Six differences of -1 and six of 0; Agresti and Min: 0.5 and 6.5 of 14 differ.
+    half = 1.96 * math.sqrt((7 / 14 - (6 / 14) ** 2) / 14)
+    assert (gap.mean, gap.asked) == (-0.5, 12)
+    assert (gap.low, gap.high) == pytest.approx((-6 / 14 - half, -6 / 14 + half))
+    assert found.against("a", "nobody") == Gap(0.0, -1.0, 1.0, 0)
+    # Two that never differ are not known to be equal.
+    same = found.against("a", "a")
+    assert same.mean == 0 and same.high == -same.low == pytest.approx(1.96 / 14)
+    assert found.share("a") == (6, 12)
     row = found.rows()[0]
     assert (row["recipe"], row["frames"], row["right"], row["asked"]) == ("a", 64, [1, 1, 1], [2, 2, 2])
 

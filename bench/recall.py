@@ -1,12 +1,13 @@
 """Planted heads at a model's shape: what each method recalls of dense attention, and how far its output is, at equal FLOPs.
 
     python bench/recall.py --device cuda --out bench/results/recall_h200_202611.jsonl
+    python bench/recall.py --rows grid.jsonl local.jsonl --out all.jsonl   # heads that several processes judged, as one file
 
 A head is planted in its queries and keys: lines at multiples of a frame, lines that follow the place in the frame through
 a change of resolution, columns, a neighbourhood, and kinds of these that hold for one modality or one pair of modalities
 only; a sink and noise lie over every head. The pattern of "searched" is found by the search (Algorithm 4) on one draw of a
-head at the first length; every method then meets other draws, at every length. Rivals get the share of pairs that the
-searched pattern lists there.
+head at the first length; every method then meets other draws, at every length, shortest first. Rivals get the share of
+pairs that the searched pattern lists there; the strided pattern has no budget and lists what it lists.
 
 recall   the softmax weight that falls on the pairs a method computes, mean over sampled rows: exp(lse - dense lse)
 error    norm of (out - dense) over the norm of dense, over the sampled rows
@@ -15,11 +16,15 @@ error    norm of (out - dense) over the norm of dense, over the sampled rows
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import math
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +39,8 @@ from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.sparse import SparsePattern
-from mmaccel.eval.rivals import RIVALS, level
+from mmaccel.eval.rivals import PRUNERS, RIVALS, level
+from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.per_head import LayerHeads
 from mmaccel.search.algorithm import decided, kinds_of, levelled, scored
 from mmaccel.search.kinds import KINDS
@@ -49,7 +55,17 @@ HEADS = 2
 SAMPLED = 1024
 """Rows on which recall and error are taken."""
 ISLANDS = 32
+USUAL = 1 << 14
+"""Gains are for this many tokens. In longer prompts what does not recur stands out by so much more as there is more
+background, so that the parts of a head weigh against one another as they do here."""
 TOLERANCE = 0.05
+
+
+def normal(shape: tuple[int, ...], rng: torch.Generator, device: torch.device) -> Tensor:
+    """Normal draws on the device, by the device where it is no CPU: a million tokens have hundreds of millions of them."""
+    if device.type != "cpu":
+        rng = torch.Generator(device).manual_seed(int(torch.randint(1 << 62, (), generator=rng)))
+    return torch.randn(shape, generator=rng, device=device)
 
 
 @dataclass
@@ -67,6 +83,10 @@ class Canvas:
 
     def draw(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.rng).to(self.device)
+
+    def once(self, gain: float) -> float:
+        """The gain of what is there once, however long the prompt."""
+        return gain + max(0.0, math.log(self.n / USUAL))
 
     def add(self, query: Tensor, key: Tensor) -> None:
         """One dimension."""
@@ -92,9 +112,7 @@ class Canvas:
         """Noise in the dimensions that are left; query and key, so that scores come out after the usual scale."""
         left = SIZE - self.used
         for x in (self.query, self.key):
-            x[:, self.used :] = (
-                torch.randn(self.n, left, generator=self.rng).to(self.device) * (noise / left**0.5) ** 0.5
-            )
+            x[:, self.used :] = normal((self.n, left), self.rng, self.device) * (noise / left**0.5) ** 0.5
         return self.query * SIZE**0.25, self.key * SIZE**0.25
 
 
@@ -132,8 +150,8 @@ def placed(layout: TokenLayout, frame: int) -> Place:
 
 def common(c: Canvas, p: Place, local: float, width: float) -> None:
     """A sink, and a neighbourhood."""
-    c.add(torch.ones_like(p.at), 5.0 * (p.at < 4))
-    c.line(p.at, nearby(6, width, c), local, 0.0, torch.ones_like(p.at), torch.ones_like(p.at))
+    c.add(torch.ones_like(p.at), c.once(5.0) * (p.at < 4))
+    c.line(p.at, nearby(6, width, c), c.once(local), 0.0, torch.ones_like(p.at), torch.ones_like(p.at))
 
 
 def lines(c: Canvas, p: Place) -> None:
@@ -157,7 +175,7 @@ def columns(c: Canvas, p: Place) -> None:
     """Some columns anywhere, and a wide neighbourhood."""
     common(c, p, 6.0, 256.0)
     chosen = (c.draw(p.at.numel()) < 200 / p.at.numel()).float()
-    c.add(torch.ones_like(p.at), 8.0 * chosen)
+    c.add(torch.ones_like(p.at), c.once(8.0) * chosen)
 
 
 def local(c: Canvas, p: Place) -> None:
@@ -167,21 +185,21 @@ def local(c: Canvas, p: Place) -> None:
 
 def by_query(c: Canvas, p: Place) -> None:
     """Video follows its frames, text looks nearby and at columns of everything (a Q-boundary)."""
-    c.add(torch.ones_like(p.at), 5.0 * (p.at < 4))
-    c.line(p.rank, nearby(6, 32.0, c), 8.0, 0.0, p.text, torch.ones_like(p.at))
+    c.add(torch.ones_like(p.at), c.once(5.0) * (p.at < 4))
+    c.line(p.rank, nearby(6, 32.0, c), c.once(8.0), 0.0, p.text, torch.ones_like(p.at))
     c.line(p.cell.clamp(min=0), periods(40, p.frame, c), 10.0, 0.0, p.video, p.video)
     chosen = (c.draw(p.at.numel()) < 200 / p.at.numel()).float()
-    c.add(p.text, 8.0 * chosen)
+    c.add(p.text, c.once(8.0) * chosen)
 
 
 def by_pair(c: Canvas, p: Place) -> None:
     """Video follows its frames in video and columns in text; text its neighbourhood in text and columns in video."""
-    c.add(torch.ones_like(p.at), 5.0 * (p.at < 4))
-    c.line(p.rank, nearby(6, 32.0, c), 9.0, 0.0, p.text, p.text)
+    c.add(torch.ones_like(p.at), c.once(5.0) * (p.at < 4))
+    c.line(p.rank, nearby(6, 32.0, c), c.once(9.0), 0.0, p.text, p.text)
     c.line(p.cell.clamp(min=0), periods(40, p.frame, c), 10.0, 0.0, p.video, p.video)
     chosen = (c.draw(p.at.numel()) < 200 / p.at.numel()).float()
-    c.add(p.text, 8.0 * chosen * p.video)
-    c.add(p.video, 8.0 * chosen * p.text)
+    c.add(p.text, c.once(8.0) * chosen * p.video)
+    c.add(p.video, c.once(8.0) * chosen * p.text)
 
 
 PLANTED: Mapping[str, tuple[Callable[[Canvas, Place], None], bool, bool]] = {
@@ -224,11 +242,11 @@ def draw(name: str, n: int, frame: int, seed: int, dtype: torch.dtype, device: t
         paint(canvas, place)
         made.append(tuple(x.to(dtype) for x in canvas.finish()))
     query, key = (torch.stack(x)[None] for x in zip(*made, strict=True))
-    value = torch.randn(1, HEADS, n, SIZE, generator=rng).to(device, dtype)
+    value = normal((1, HEADS, n, SIZE), rng, device).to(dtype)
     return Inside(0, query, key, value, SIZE**-0.5, layout)
 
 
-def searched(inside: Inside, backend: str) -> SparsePattern:
+def searched(inside: Inside, backend: str) -> LayerHeads:
     """What the search chooses for each head of one draw, all candidates at the target's listed pairs."""
     bench, block = Bench(inside, backend), 64
     modalities = present(inside.layout)
@@ -269,13 +287,65 @@ def judged(
     if plan is None:
         return {"kept": 1.0, "recall": 1.0, "error": 0.0}
     out, lse = attend_plan(plan, inside.query, inside.key, inside.value, inside.scale, kernel)
-    recall = torch.exp(lse[0][:, rows].float() - dense[1]).clamp(max=1)
+    # Heads that a plan leaves dense have no log-sum-exp.
+    recall = torch.exp(lse[0][:, rows].float() - dense[1]).clamp(max=1).nan_to_num(1.0)
     wrong = (out[0][:, rows].float() - dense[0]).flatten(1).norm(dim=1)
     return {
         "kept": float(plan.listed_pairs().mean()) / (n * (n + 1) / 2),
         "recall": float(recall.mean()),
         "error": float((wrong / dense[0].flatten(1).norm(dim=1)).mean()),
     }
+
+
+def listed(fields: Mapping[str, Any], inside: Inside) -> float:
+    """The share of causal pairs that a rival lists."""
+    pattern, n = Recipe.load(fields).sparse, inside.layout.length
+    if isinstance(pattern, BlockTopK):
+        # How many blocks it keeps does not hang on which; to look which takes seconds at a million tokens.
+        return pattern.bound(n, n) * pattern.block**2 / (n * (n + 1) / 2)
+    plan = pattern.plan(inside.query, inside.key, inside.layout, inside.layout)
+    return 1.0 if plan is None else float(plan.listed_pairs().mean()) / (n * (n + 1) / 2)
+
+
+def methods(ours: SparsePattern, inside: Inside, kernel: Any) -> Iterator[tuple[str, dict[str, float]]]:
+    """Ours and every rival at its share, judged on the same rows."""
+    n = inside.layout.length
+    rows = torch.randperm(n, generator=torch.Generator().manual_seed(2))[:SAMPLED].sort().values
+    rows = rows.to(inside.query.device)
+    dense = exact(inside, rows)
+    mine = judged(ours, inside, rows, dense, kernel)
+    yield "searched", mine
+    for rival, how in RIVALS.items():
+        if rival in PRUNERS:
+            continue  # there is no model here whose tokens could be dropped
+        fields, _ = level(how, min(1.0, mine["kept"]), partial(listed, inside=inside))
+        yield rival, judged(Recipe.load(fields).sparse, inside, rows, dense, kernel)
+
+
+def means(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The mean over the heads that were judged, for each method and length."""
+    held: dict[tuple[int, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        held[row["tokens"], row["method"]].append(row)
+    for (n, method), some in held.items():
+        mean = {name: sum(row[name] for row in some) / len(some) for name in ("kept", "recall", "error")}
+        yield {"case": "mean", "tokens": n, "method": method, "heads": [row["case"] for row in some], **mean}
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    kept, recall, error = (f"{row[name]:.4f}" for name in ("kept", "recall", "error"))
+    return "{case:16} {tokens:8} {method:12}".format(**row) + f" kept {kept} recall {recall} error {error}"
+
+
+def together(paths: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The environments and the rows of several files, without their means; a line that was cut is left out."""
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    rows = [row for row in found if row.get("case", "mean") != "mean"]
+    return [row for row in found if "environment" in row], rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -289,55 +359,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", nargs="+", choices=list(PLANTED), default=list(PLANTED))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", nargs="+", help="judge nothing: put the rows of these files together")
     options = parser.parse_args(argv)
+    if options.rows:
+        about, rows = together(options.rows)
+        with Path(options.out).open("w", encoding="utf-8") as file:
+            for line in [*about, *rows, *means(rows)]:
+                file.write(json.dumps(line) + "\n")
+        print("\n".join(shown(row) for row in means(rows)))
+        return
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backend = select.choose(device) if options.backend == "auto" else options.backend
     kernel = select.get(backend, device)
     log = Log(options.out, device)
     print(environment(device))
-    total: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
-    for name in options.heads:
-        ours = searched(draw(name, options.tokens[0], options.frame, options.seed, dtype, device), backend)
-        for n in options.tokens:
+    found: list[dict[str, Any]] = []
+    ours: dict[str, LayerHeads] = {}
+    for n in options.tokens:
+        for name in options.heads:
+            if name not in ours:
+                began = time.perf_counter()
+                first = draw(name, options.tokens[0], options.frame, options.seed, dtype, device)
+                ours[name] = searched(first, backend)
+                del first
+                print(f"{name:16} searched in {time.perf_counter() - began:.1f} s", flush=True)
             inside = draw(name, n, options.frame, options.seed + 1, dtype, device)
-            rows = (
-                torch.randperm(n, generator=torch.Generator().manual_seed(2))[:SAMPLED]
-                .sort()
-                .values.to(device)
-            )
-            dense = exact(inside, rows)
-            found = {"searched": judged(ours, inside, rows, dense, kernel)}
-
-            def share(fields: Mapping[str, Any], inside: Inside = inside, n: int = n) -> float:
-                plan = Recipe.load(fields).sparse.plan(inside.query, inside.key, inside.layout, inside.layout)
-                return 1.0 if plan is None else float(plan.listed_pairs().mean()) / (n * (n + 1) / 2)
-
-            for rival, how in RIVALS.items():
-                if "prune" in how.make(1.0):
-                    continue  # there is no model here whose tokens could be dropped
-                fields, _ = level(how, min(1.0, found["searched"]["kept"]), share)
-                found[rival] = judged(Recipe.load(fields).sparse, inside, rows, dense, kernel)
-            chosen = {str(h): repr(p) for h, p in ours.named.items()}
-            for method, row in found.items():
-                log.row(
-                    case=name,
-                    tokens=n,
-                    method=method,
-                    **row,
-                    **({"pattern": chosen} if method == "searched" else {}),
-                )
-                total[method, n].append(row)
-                print(
-                    f"{name:16} {n:8} {method:12} " + " ".join(f"{k} {v:.4f}" for k, v in row.items()),
-                    flush=True,
-                )
-    for (method, n), rows_ in total.items():
-        mean = {k: sum(row[k] for row in rows_) / len(rows_) for k in rows_[0]}
-        log.row(case="mean", tokens=n, method=method, **mean)
-        print(
-            f"{'mean':16} {n:8} {method:12} " + " ".join(f"{k} {v:.4f}" for k, v in mean.items()), flush=True
-        )
+            chosen = {str(h): repr(p) for h, p in ours[name].named.items()}
+            for method, figures in methods(ours[name], inside, kernel):
+                row = {"case": name, "tokens": n, "method": method, **figures}
+                found.append(row)
+                log.row(**row, **({"pattern": chosen} if method == "searched" else {}))
+                print(shown(row), flush=True)
+    for row in means(found):
+        log.row(**row)
+        print(shown(row), flush=True)
 
 
 if __name__ == "__main__":

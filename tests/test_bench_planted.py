@@ -74,6 +74,17 @@ def test_searched_heads_meet_rivals_at_their_share(recall: Any, tmp_path: Path) 
     assert (
         set(found) == {"searched", *recall.RIVALS} - {"visionzip", "fastv"} and found["searched"]["pattern"]
     )
+    means = [row for row in rows[1:] if row["case"] == "mean"]
+    assert {row["method"]: row["recall"] for row in means} == {m: row["recall"] for m, row in found.items()}
+    # The rows of two processes, the second cut off while it wrote.
+    other, both = tmp_path / "other.jsonl", tmp_path / "both.jsonl"
+    cut = {**found["searched"], "case": "local", "recall": 0.0}
+    other.write_text(json.dumps(rows[0]) + "\n" + json.dumps(cut) + "\n" + json.dumps(cut)[:20])
+    recall.main(["--rows", str(out), str(other), "--out", str(both)])
+    told = [json.loads(line) for line in both.read_text().splitlines()]
+    assert [set(row) for row in told[:2]] == [{"environment"}] * 2
+    mean = next(row for row in told if row.get("case") == "mean" and row["method"] == "searched")
+    assert mean["heads"] == ["grid", "local"] and mean["recall"] == found["searched"]["recall"] / 2
     assert all(0 < row["recall"] <= 1 and row["kept"] > 0 for row in found.values())
     near = [row for row in found.values() if row["kept"] <= 1.05 * found["searched"]["kept"]]
     assert len(near) >= 3 and max(near, key=lambda row: row["recall"])["method"] == "searched"

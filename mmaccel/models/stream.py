@@ -28,7 +28,7 @@ from mmaccel.core.kv import StreamState
 from mmaccel.core.places import Places
 from mmaccel.core.windowed import kernel_for
 from mmaccel.models.family import Family
-from mmaccel.models.pointwise import turning
+from mmaccel.models.pointwise import in_chunks, turning
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
@@ -286,11 +286,13 @@ class Seam(StreamSeam):
         # Where a module's own code can be told so, it does not even multiply by one.
         layers: list[Any] = list(self.family.layers(self.model))
         undo = turning([layer.self_attn for layer in layers], left)
+        unfuse = in_chunks(self.family.pointwise(self.model))
         try:
             for module in self._holders:
                 module.config = own
             yield
         finally:
+            unfuse()
             undo()
             hook.remove()
             for module, config in before:

@@ -381,8 +381,8 @@ class HostStore:
         return True
 
     def _forget_oldest(self, units: int, gone: list[int], keep: Sequence[int]) -> None:
-        """Drop the unit of the least number from all layers, for a chunk of `units`; where the spill does not say so, or such
-        a chunk would not fit into an empty store, raise."""
+        """Drop the unit of the least number from all layers, for a chunk of `units`; raise where the spill does not say so,
+        or such a chunk would not fit into an empty store."""
         fits = self.spill == "drop_oldest" and self._allotment.size >= units * self.shape.layers
         oldest = self._table.oldest(keep) if fits else None
         if oldest is None:

@@ -55,7 +55,7 @@ def test_none_is_made_beyond_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_that_cannot_be_made_is_told_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, made = ahead(monkeypatch, fail=4)
+    store, _ = ahead(monkeypatch, fail=4)
     fill(store, [0, 1, 2, 3])
     with pytest.raises(StoreError, match="full with 4"):
         store.put(0, [4], *contents(0, [4]))

@@ -1,283 +1,243 @@
-"""Decode steps and the pipeline at published shapes, random weights, on CUDA devices.
+"""Decode steps, drafting and pruned drafts at published shapes, random weights, on CUDA devices.
 
-    python bench/decode_gpu.py steps --shapes qwen2.5-vl-7b qwen2.5-vl-32b --out bench/results/steps_h200_202601.jsonl
-    python bench/decode_gpu.py pipeline --draft qwen2.5-vl-7b --target qwen2.5-vl-32b --keep 0.81
+    python bench/decode_gpu.py pipeline --out bench/results/pipeline_h200x2_202601.jsonl
+    python bench/decode_gpu.py steps prune flash prefill batch --target qwen2.5-vl-7b --out ...
+    python bench/decode_gpu.py pipeline --device cpu --layers 1 --target qwen2.5-vl-3b --draft qwen2.5-vl-3b --shrink 64 ...
 
-`steps`: the median time of a captured step of one and of several rows after so many columns, beside the time in which the
-device reads the weights and the cache once at the rate measured here.
+Parts, each of some steps whose rows are written as they are made:
 
-`pipeline`: replayed acceptance. Every step of both models is real; only the verdict is drawn: the draft says the number
-after the last, and the target says the same with probability `keep`. The draft runs in a second process, on the second
-device where there is one. Beside it: drafting in turns, decoding alone, and what the simulator says of the measured steps.
+steps     a captured step of one and of several rows, beside the time in which the device reads weights and cache once
+pipeline  a draft on the second device ahead of its target: alone, the pipeline at two windows and at the measured one, in
+          turns, trees, all with replayed acceptance (see replayed.py); then whole, through `generate`, prefill and pruning
+          included; a model that drafts for itself after 256k columns; a batch
+sharded   the target spread over both devices, both ways round
+prune     a step after all columns and after a tenth of them, beside the ratio of the bytes that they read; and eagerly
+flash     a step of the model by transformers' own code without and with a flash kernel, beside the captured one
+prefill   seconds to read a video and to say a token after it, at several lengths
+batch     several sequences in turns
+
+A step that fails or outlasts its time leaves the others alone; one whose row is in the file is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
+import signal
 import sys
-import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).parent))
-from timing import Log, environment, measure
+import replayed
+from pipeline import SEATS, SELF, Bench, pipeline_part, read_and_say, sharded_part, tell, timed_step
+from replayed import after, decode, warm
+from steps import Step, run_steps
+from timing import Log, measure
 
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.draft import DraftState, Prompt
-from mmaccel.core.generate import speculate
-from mmaccel.core.worker import READY, Wire
-from mmaccel.eval import acceptance, simulate
-from mmaccel.models import shapes
-from mmaccel.models.decode import StaticRunner
-from mmaccel.policies.draft import Off, Parallel, _remote
-from mmaccel.policies.draft._writer import Writer
-from mmaccel.policies.draft.parallel import Pipeline
-from mmaccel.policies.draft.sequential import Drafter
+from mmaccel.eval import simulate
+from mmaccel.models.runner import HFRunner
+from mmaccel.policies.draft import Off
 
-VOCAB = 150_000
+LENGTHS = (8 << 10, 16 << 10, 24 << 10, 32 << 10)
+"""Tokens of video at which prefill and flash kernels are timed."""
+PRUNED = (25_088, 100_352, SELF)
+"""Columns of which a draft keeps a tenth."""
 
 
-class Counting(StaticRunner):
-    """A model at work whose answers are written over: the number after the last, or, with chance, another."""
+def steps_part(bench: Bench) -> Iterator[Step]:
+    def run(options: argparse.Namespace, log: Log) -> None:
+        for columns in (bench.columns, SELF // options.shrink):
+            for row in timed_step(
+                bench, bench.target, columns, (1, 4, 5, 6), case="step", shape=options.target
+            ):
+                tell(log, **row)
 
-    def __init__(self, *given: Any, keep: float = 1.0, seed: int = 0, **choices: Any) -> None:
-        super().__init__(*given, **choices)
-        self.keep, self.dice = keep, torch.Generator().manual_seed(seed)
-
-    def step(self, ids: Tensor, branches: Any = None) -> Tensor:
-        real = super().step(ids, branches)
-        right = torch.rand(ids.shape[1], generator=self.dice) < self.keep
-        said = (ids[0] + torch.where(right, 1, 2).to(ids.device)) % VOCAB
-        # The real logits are read, so that nothing of the step can be left out.
-        return real[..., :1] * 0 + torch.nn.functional.one_hot(said, VOCAB).to(real)[None]
+    yield Step("steps", 60.0, run)
 
 
-def build(
-    shape: str, given: argparse.Namespace, context: int, rows: tuple[int, ...], device: str, keep: float = 1.0
-) -> Counting:
-    """A model of a shape at work after `context` columns, its cache filled with small numbers."""
-    model = shapes.build(
-        shape, layers=given.layers, vision_layers=1, dtype=torch.bfloat16, device=device
-    ).eval()
-    family, cache = adapter_for(model), DynamicCache()
-    for layer, size in enumerate(sizes(family, model, context)):
-        cache.update(
-            *(torch.empty(size, dtype=model.dtype, device=device).normal_(0, 0.02) for _ in range(2)), layer
+def prune_part(bench: Bench) -> Iterator[Step]:
+    """What pruning at 0.9 makes of a step of the target's own shape, and what drafting for itself could gain with it."""
+
+    def captured(columns: int) -> Callable[[argparse.Namespace, Log], None]:
+        def run(options: argparse.Namespace, log: Log) -> None:
+            model, whole = bench.target, columns // options.shrink
+            held = whole // 10
+            (all_of,) = timed_step(bench, model, whole, (1,), case="prune all", shape=options.target)
+            (some,) = timed_step(bench, model, held, (1,), case="prune tenth", shape=options.target)
+            ratio = all_of["median_s"] / some["median_s"]
+            read = all_of["floor_s"] / some["floor_s"]
+            costs = simulate.Costs(step=all_of["median_s"], draft=some["median_s"])
+            for row in (all_of, some):
+                tell(log, **row)
+            gain = simulate.best(0.9, costs, parallel=True)
+            told = {"ratio": ratio, "byte_ratio": read, "of_bytes": ratio / read, "self_gain_at_0.9": gain}
+            tell(log, case="prune", shape=options.target, columns=[whole, held], **told)
+
+        return run
+
+    def eager(options: argparse.Namespace, log: Log) -> None:
+        found = []
+        for columns in (bench.columns, bench.columns // 10):
+            found.append(plain_step(bench, columns, 1))
+        tell(
+            log,
+            case="prune eager",
+            shape=options.target,
+            columns=[bench.columns, bench.columns // 10],
+            seconds=found,
+            ratio=found[0] / found[1],
         )
-    runner = Counting(model, family, cache, rows, keep=keep, seed=given.seed)
-    return runner
+
+    for columns in PRUNED:
+        yield Step(f"prune:{columns}", 35.0 if columns == PRUNED[0] else 12.0, captured(columns))
+    yield Step("prune:eager", 10.0, eager)
 
 
-def sizes(family: Any, model: Any, context: int) -> list[tuple[int, ...]]:
-    """The keys of each layer, as many as its values."""
-    shape = family.geometry(model)
-    return [(1, shape.kv_heads, context, shape.head_dim)] * shape.layers
+def plain_step(bench: Bench, columns: int, rows: int) -> float:
+    """Seconds of a step by transformers' own code and cache, which grows by copies."""
+    model = bench.target
+    held = after(model, columns)
+    runner = HFRunner(model, adapter_for(model), held.cache)
+    ids = torch.ones(1, rows, dtype=torch.long, device=bench.device)
+
+    def run() -> None:
+        with torch.no_grad():
+            runner.step(ids)
+        runner.truncate(columns)
+
+    return measure(run, warmup=2, repeats=bench.given.repeats, device=bench.device).median
 
 
-def steps(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each shape, context and number of rows."""
-    found = []
-    rate = acceptance.read_rate(given.device, 1 << given.read_log2)
-    for shape in given.shapes:
-        for context in given.contexts:
-            runner = build(shape, given, context, tuple(given.rows), given.device)
-            for rows in given.rows:
-                ids = torch.ones(1, rows, dtype=torch.long, device=given.device)
+def flash_part(bench: Bench) -> Iterator[Step]:
+    """A step without a flash kernel (scores of all columns in memory), with one, and ours."""
 
-                def run(runner: Counting = runner, ids: Tensor = ids, context: int = context) -> None:
-                    StaticRunner.step(runner, ids)
-                    runner.truncate(context)
+    def run(options: argparse.Namespace, log: Log) -> None:
+        model: Any = bench.target
+        for length in LENGTHS:
+            columns = length // options.shrink
+            for rows in (1, 6):
+                row: dict[str, Any] = {
+                    "case": "flash",
+                    "shape": options.target,
+                    "columns": columns,
+                    "rows": rows,
+                }
+                for way, name in (("without_s", "eager"), ("with_s", "sdpa")):
+                    model.set_attn_implementation(name)
+                    row[way] = plain_step(bench, columns, rows)
+                (own,) = timed_step(bench, model, columns, (rows,))
+                tell(log, **row, captured_s=own["median_s"], gain=row["without_s"] / row["with_s"])
 
-                times = measure(run, warmup=3, repeats=given.repeats, device=given.device)
-                keys = sizes(runner.family, runner.model, context)
-                cache = 2 * sum(math.prod(size) for size in keys) * runner.model.dtype.itemsize
-                floor = acceptance.floor_s(runner.model, cache, rate)
-                row = {"case": "step", "shape": shape, "context": context, "rows": rows, "floor_s": floor}
-                found.append({**row, "read_rate": rate, **times.row(), "of_floor": times.median / floor})
-            del runner
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-    return found
+    yield Step("flash", 30.0, run)
 
 
-def serve(wire: Wire, options: dict[str, Any]) -> None:
-    """The second process: a draft of a shape that counts."""
-    given = argparse.Namespace(**json.loads(options["model"]))
-    runner = build(given.draft, given, given.draft_context, (1, 2, 4), options["device"])
-    warm(runner, (1, 2, 4))
-    wire.send(READY, options["vocab"])
+def prefill_part(bench: Bench) -> Iterator[Step]:
+    def at(length: int) -> Callable[[argparse.Namespace, Log], None]:
+        def run(options: argparse.Namespace, log: Log) -> None:
+            inputs = replayed.question(options.target, length // options.shrink, options.device)
+            tell(log, case="prefill", shape=options.target, **read_and_say(bench.target, inputs))
 
-    class Ready(Writer):
-        def read(self, inputs: Any, *rest: Any, **more: Any) -> None:
-            self._prompt, self._warp = inputs["input_ids"][0].cpu(), None
-            self._after_prompt = torch.nn.functional.one_hot((self._prompt[-1] + 1) % VOCAB, VOCAB)
-            runner.truncate(given.draft_context)
-            self._origin = runner.length()
+        return run
 
-    _remote.serve_writer(wire, lambda: Ready(runner, options["device"], VOCAB))
+    for length in LENGTHS:
+        yield Step(f"prefill:{length}", 15.0, at(length))
 
 
-def warm(runner: Counting, rows: tuple[int, ...]) -> None:
-    """Compile and capture every step: the first of a width is run as it is written, the second captured."""
-    length = runner.length()
-    for count in [count for count in rows for _ in range(2)]:
-        runner.step(torch.ones(1, count, dtype=torch.long, device=runner.model.device))
-        runner.truncate(length)
+def batch_part(bench: Bench) -> Iterator[Step]:
+    def run(options: argparse.Namespace, log: Log) -> None:
+        tokens = max(24, bench.tokens // 4)
+        base = 0.0
+        for count in (1, *SEATS):
+            runners = [after(bench.target, bench.columns, keep=0.9) for _ in range(count)]
+            for runner in runners:
+                warm(runner, (1,), bench.device)
+            drafts: Any = [Off().open(None) for _ in runners]  # type: ignore[arg-type]
+            row = decode(runners, drafts, [bench.columns, 0], tokens, 1)
+            base = base or row["tokens_per_s"]
+            told = {
+                "case": "batch alone",
+                "shape": options.target,
+                "sequences": count,
+                "columns": bench.columns,
+            }
+            tell(log, **told, **row, speedup=row["tokens_per_s"] / base)
+
+    yield Step("batch", 20.0, run)
 
 
-class Rounds:
-    """What the loop wrote down."""
-
-    def __init__(self) -> None:
-        self.rounds: list[tuple[int, int]] = []
-        self.failed: list[str] = []
-
-    def round(self, proposed: int, accepted: int) -> None:
-        self.rounds.append((proposed, accepted))
-
-    def draft_failed(self, reason: str) -> None:
-        self.failed.append(reason)
+PARTS: dict[str, Callable[[Bench], Iterator[Step]]] = {
+    "pipeline": pipeline_part,
+    "sharded": sharded_part,
+    "steps": steps_part,
+    "prune": prune_part,
+    "flash": flash_part,
+    "prefill": prefill_part,
+    "batch": batch_part,
+}
 
 
-def decode(target: Counting, draft: DraftState, context: int, tokens: int) -> dict[str, Any]:
-    """One generation after the assumed prompt, in seconds after its first token."""
-    device = target.model.device
-    target.truncate(context)
-    target.dice.manual_seed(1)
-    ids = torch.full((1, 4), 7, device=device)
-    said = Prompt(inputs={"input_ids": ids}, ids=ids, max_new_tokens=tokens)
-    draft.begin(said)
-    first = torch.nn.functional.one_hot(ids[:, -1] + 1, VOCAB).float()
-    time.sleep(0.5)  # the start-up window is written under a prefill that is not run here
-    meter = Rounds()
-    began = time.perf_counter()
-    speculate(target, draft, said, first, stop=lambda out: out.shape[1] >= 4 + tokens, meter=meter)
-    seconds = time.perf_counter() - began
-    kept = sum(kept for _, kept in meter.rounds)
-    return {
-        "tokens": tokens,
-        "steps": len(meter.rounds),
-        "seconds": seconds,
-        "tokens_per_s": (tokens - 1) / seconds,
-        "kept": kept / max(len(meter.rounds), 1),
-        "failed": meter.failed,
-        "counters": draft.counters(),
-    }
+class Overrun(BaseException):
+    """A step outlasted its time; no handler of errors on the way may take it for a draft's."""
 
 
-def pipeline(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Alone, in turns, at once; and the simulator."""
-    context = given.contexts[0]
-    given.draft_context = given.draft_context or context
-    target = build(
-        given.target, given, context, (1, given.window, given.window + 1), given.device, given.keep
-    )
-    warm(target, (1, given.window, given.window + 1))
-    found = []
-    alone = decode(target, Off().open(None), context, given.tokens)  # type: ignore[arg-type]
-    found.append({"case": "alone", **alone})
-    worker = _remote.start("decode_gpu:serve", options(given), 120.0)
-    try:
-        worker.wait(READY, 1200.0)
-        choice = Parallel(model="shape", window=given.window)
-        state = Pipeline(_remote.Remote(worker, VOCAB), choice, [target.model.device])
-        once = decode(target, state, context, given.tokens)
-    finally:
-        worker.close()
-    found.append(
-        {
-            "case": "parallel",
-            "window": given.window,
-            **once,
-            "speedup": once["tokens_per_s"] / alone["tokens_per_s"],
-        }
-    )
-    draft = build(given.draft, given, given.draft_context, (1, 2, 4), given.device)
-    warm(draft, (1, 2, 4))
-    own = Given(draft, given.draft_context)
-    turns = decode(target, own.open(given.window), context, given.tokens)
-    found.append(
-        {
-            "case": "sequential",
-            "window": given.window,
-            **turns,
-            "speedup": turns["tokens_per_s"] / alone["tokens_per_s"],
-        }
-    )
-    costs = simulate.Costs(step=1 / alone["tokens_per_s"], draft=once["counters"]["draft_step_s"])
-    told = {
-        kind: simulate.speedup(given.keep, given.window, costs, parallel=kind == "parallel")
-        for kind in ("parallel", "sequential")
-    }
-    last = {"case": "verdict", "keep": given.keep, "replayed": True, "c": costs.ratio, "simulated": told}
-    found.append({**last, "of_simulated": found[1]["speedup"] / told["parallel"]})
-    return found
+def limited(step: Step) -> Step:
+    """`step`, broken off when it takes three times what it should."""
+    seconds = 20 + 3 * step.seconds
+
+    def late(*_: object) -> None:
+        raise Overrun
+
+    def run(options: argparse.Namespace, log: Log) -> None:
+        before = signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            step.run(options, log)
+        except Overrun:
+            raise TimeoutError(f"took more than {seconds:g} s") from None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    return Step(step.name, step.seconds, run)
 
 
-class Given:
-    """A draft in turns over a runner whose prompt is assumed."""
-
-    def __init__(self, runner: Counting, context: int) -> None:
-        self.runner, self.context = runner, context
-
-    def open(self, window: int) -> Drafter:
-        runner, context = self.runner, self.context
-
-        class Ready(Drafter):
-            def begin(self, prompt: Prompt) -> None:
-                runner.truncate(context)
-                self._warp, self._generator = None, None
-                self._ids, self._left = prompt.ids[0], prompt.max_new_tokens
-                self._pending = self._ids[:0]
-
-        return Ready(runner, runner.model.device, window, VOCAB)
-
-
-def options(given: argparse.Namespace) -> dict[str, Any]:
-    """What the second process is told."""
-    other = given.device
-    if given.device.startswith("cuda") and torch.cuda.device_count() > 1:
-        other = "cuda:1"
-    plain = {k: v for k, v in vars(given).items() if isinstance(v, int | float | str | bool | None)}
-    return {"model": json.dumps(plain), "device": other, "vocab": VOCAB}
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["steps", "pipeline"])
-    parser.add_argument("--shapes", nargs="*", default=["qwen2.5-vl-7b"])
-    parser.add_argument("--draft", default="qwen2.5-vl-7b")
+    parser.add_argument("parts", nargs="+", choices=list(PARTS))
+    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
     parser.add_argument("--target", default="qwen2.5-vl-32b")
-    parser.add_argument("--contexts", type=int, nargs="*", default=[25_088])
+    parser.add_argument("--draft", default="qwen2.5-vl-7b")
     parser.add_argument(
-        "--draft-context", type=int, default=0, help="columns the draft holds; 0: as many as the target"
+        "--context", type=int, default=25_088, help="columns of a step and of the pipeline's target"
     )
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 6])
-    parser.add_argument("--window", type=int, default=5)
-    parser.add_argument("--keep", type=float, default=0.81)
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=[5, 4], help="the first is that of rivals too"
+    )
+    parser.add_argument("--keep", type=float, default=0.81, help="chance that a drafted token is kept")
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument(
+        "--draws", type=int, default=3, help="generations of a way, each with verdicts of its own"
+    )
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--only", nargs="+", help="steps, or the beginnings of their names")
+    parser.add_argument("--limit", type=float, default=520.0, help="seconds in all")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--read-log2", type=int, default=31)
+    parser.add_argument("--layers", type=int, help="fewer layers: a smoke test")
+    parser.add_argument("--shrink", type=int, default=1, help="divide all lengths: a smoke test")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out")
-    given = parser.parse_args()
-    log = Log(given.out, given.device) if given.out else None
-    print(json.dumps({"environment": environment(given.device)}))
-    for row in (steps if given.what == "steps" else pipeline)(given):
-        print(json.dumps(row), flush=True)
-        if log is not None:
-            log.row(**row)
+    options = parser.parse_args(argv)
+    bench = Bench(options)
+    try:
+        run_steps([limited(step) for part in options.parts for step in PARTS[part](bench)], options)
+    finally:
+        bench.stop()
 
 
 if __name__ == "__main__":

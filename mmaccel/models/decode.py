@@ -21,6 +21,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.room import with_room
 from mmaccel.models.runner import HFRunner
+from mmaccel.models.spread import Handed
 
 if TYPE_CHECKING:
     from mmaccel.models.family import Family
@@ -36,39 +37,41 @@ DEVICES = ("cuda",)
 
 
 class Step(nn.Module):
-    """The language model of a Qwen2-like family over new rows, as one function of tensors of fixed shapes.
+    """Layers of a Qwen2-like family over new rows, as one function of tensors of fixed shapes, on one device.
 
+    layers   the decoder layers that this device computes; a model on one device has all of them in one step
     buffers  keys and values [B, G, capacity, D] of each layer, which the step writes to
     angles   cosines and sines [B, capacity, D] of each place of the text
+    words    the embedding; None: what comes in are hidden states
+    ends     the last norm and the head; None: what goes out are hidden states
 
     The weights are the model's own.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        family: Family,
+        layers: Sequence[Any],
+        scale: float,
         buffers: Sequence[tuple[Tensor, Tensor]],
         angles: tuple[Tensor, Tensor],
+        words: Any = None,
+        ends: tuple[Any, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.scale = family.geometry(model).head_dim ** -0.5
+        self.scale = scale
         self.cos, self.sin = angles
         self.buffers_of = list(buffers)
         # Held in a tuple: these are the model's own modules, not parts of this one.
-        self.parts: tuple[Any, ...] = (
-            model.get_input_embeddings(),  # type: ignore[operator]
-            list(family.layers(model)),
-            family.text(model).norm,
-            model.get_output_embeddings(),  # type: ignore[operator]
-        )
+        self.parts: tuple[Any, ...] = (words, list(layers), ends)
 
-    def forward(self, ids: Tensor, columns: Tensor, places: Tensor, sees: Tensor | None = None) -> Tensor:
-        """Logits [B, n, V] of `ids` [B, n], which take the columns `columns` [B, n] and stand at `places` [B, n]; `sees` [n]
-        is that of `ops.decode_attend`."""
-        embedding, layers, norm, head = self.parts
-        B, n = ids.shape
-        x = embedding(ids).flatten(0, 1)
+    def forward(self, given: Tensor, columns: Tensor, places: Tensor, sees: Tensor | None = None) -> Tensor:
+        """Logits [B, n, V], or hidden states [B * n, E], of `given`, which are ids [B, n] or hidden states.
+
+        The rows take the columns `columns` [B, n] and stand at `places` [B, n]; `sees` [n] is that of `ops.decode_attend`.
+        """
+        words, layers, ends = self.parts
+        B, n = columns.shape
+        x = given if words is None else words(given).flatten(0, 1)
         for layer, (key, value) in zip(layers, self.buffers_of, strict=True):
             own, mlp = layer.self_attn, layer.mlp
             rows = _project(x, [own.q_proj, own.k_proj, own.v_proj], layer.input_layernorm)
@@ -77,7 +80,7 @@ class Step(nn.Module):
             x = _project(out.transpose(1, 2).reshape(B * n, -1), [own.o_proj], residual=x)
             wide = _project(x, [mlp.gate_proj, mlp.up_proj], layer.post_attention_layernorm, gated=True)
             x = _project(wide, [mlp.down_proj], residual=x)
-        return _project(x, [head], norm).view(B, n, -1)
+        return x if ends is None else _project(x, [ends[1]], ends[0]).view(B, n, -1)
 
 
 def _project(
@@ -158,12 +161,12 @@ class Moved:
 
 
 def admits(model: nn.Module, family: Family, cache: Any) -> bool:
-    """Whether the steps of `model` after `cache` can be captured: on one CUDA device, of layers that `Step` computes, with
-    no module that others put or hooked in, and with a memory that is written in place."""
+    """Whether the steps of `model` after `cache` can be captured: on CUDA devices, each layer on one of them and the ends on
+    one, of layers that `Step` computes, with no module that others put or hooked in, and with a memory that is written in
+    place."""
     from transformers import DynamicCache
 
-    first = next(model.parameters())
-    if first.device.type not in DEVICES or any(p.device != first.device for p in model.parameters()):
+    if any(p.device.type not in DEVICES for p in model.parameters()):
         return False
     owner, state = attached(model), getattr(cache, "state", None)
     if state is None and type(cache) is not DynamicCache:
@@ -182,8 +185,16 @@ def admits(model: nn.Module, family: Family, cache: Any) -> bool:
             type(linear) is nn.Linear
             for linear in (*(own for layer in layers for own in _linear(layer)), head)
         )
-        and not any(module._forward_hooks or module._forward_pre_hooks for module in inner)
+        and all(_alone(layer) for layer in layers)
+        and len({p.device for end in ends for p in end.parameters()}) == 1
+        and not any(module._forward_hooks for module in inner)
+        and all(isinstance(hook, Handed) for module in inner for hook in module._forward_pre_hooks.values())
     )
+
+
+def _alone(layer: nn.Module) -> bool:
+    """Whether a layer lies on one device."""
+    return len({p.device for p in layer.parameters()}) == 1
 
 
 def _linear(layer: Any) -> list[nn.Module]:
@@ -210,12 +221,12 @@ class StaticRunner(HFRunner):
         self.rows = sorted(set(rows))
         state = getattr(cache, "state", None)
         self.memory: Memory = Moved(cache) if state is None else state
-        self.module: Step | None = None
-        self.graphs: dict[tuple[int, bool], _Graph] = {}
+        self.modules: list[Step] = []
+        self.graphs: dict[tuple[int, bool], list[_Graph]] = {}
         self.pool: Any = None
 
     def prefill(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.module = None
+        self.modules = []
         return super().prefill(*args, **kwargs)
 
     @torch.no_grad()
@@ -225,32 +236,55 @@ class StaticRunner(HFRunner):
         if width is None or (branches and width - count + branches.sees.shape[1] > ops.WINDOW):
             self.settle()
             return super().step(ids, branches)
-        step = self.lay(width)
+        steps = self.lay(width)
         self._last = count
         key = (width, branches is not None)
-        graph = self.graphs.get(key)
-        if graph is None:
-            graph = self.graphs[key] = _Graph(step, *key, self.pool)
-        logits = graph(ids, held, branches)
+        if key not in self.graphs:
+            self.graphs[key] = [_Graph(step, *key, self.pool) for step in steps]
+        out = ids
+        for graph in self.graphs[key]:
+            out = graph(out, held, count, branches)
         self.memory.wrote(count)
-        return logits
+        return out[:, :count].clone()
 
-    def lay(self, room: int) -> Step:
-        """The step over buffers with room for `room` more columns; captures do not outlive the buffers they were made of."""
+    def lay(self, room: int) -> list[Step]:
+        """The steps, device after device, over buffers with room for `room` more columns; captures do not outlive the
+        buffers they were made of."""
         buffers = self.memory.buffers(room)
-        held = self.module
-        if held is not None and all(a[0] is b[0] for a, b in zip(buffers, held.buffers_of, strict=True)):
-            return held
+        laid = [pair for step in self.modules for pair in step.buffers_of]
+        if laid and all(a[0] is b[0] for a, b in zip(buffers, laid, strict=True)):
+            return self.modules
         self.graphs.clear()
         # One for all captures: none is at work beside another, and what each gives is copied at once.
         self.pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
-        first = buffers[0][0]
+        family, model = self.family, self.model
+        words, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+        home, like = words.weight.device, buffers[0][0]
         # Text after the prompt stands at the same place on every axis.
-        places = torch.arange(first.shape[2], device=first.device) + self.delta
-        axes = places.expand(3, -1) if self.family.mrope else places
-        cos, sin = self.family.angles(self.model, axes, first.dtype)
-        self.module = Step(self.model, self.family, buffers, (cos[0].contiguous(), sin[0].contiguous()))
-        return self.module
+        places = torch.arange(like.shape[2], device=home) + self.delta
+        axes = places.expand(3, -1) if family.mrope else places
+        angles = [angle[0].contiguous() for angle in family.angles(model, axes, like.dtype)]
+        scale = family.geometry(model).head_dim ** -0.5
+        runs: list[tuple[torch.device, list[int]]] = [(home, [])]
+        for number, (key, _) in enumerate(buffers):
+            if key.device != runs[-1][0]:
+                runs.append((key.device, []))
+            runs[-1][1].append(number)
+        if runs[-1][0] != home:
+            runs.append((home, []))
+        layers: list[Any] = list(family.layers(model))
+        self.modules = [
+            Step(
+                [layers[number] for number in numbers],
+                scale,
+                [buffers[number] for number in numbers],
+                (angles[0].to(device), angles[1].to(device)),
+                words if place == 0 else None,
+                (family.text(model).norm, head) if place == len(runs) - 1 else None,
+            )
+            for place, (device, numbers) in enumerate(runs)
+        ]
+        return self.modules
 
     def accept(self, path: Tensor) -> None:
         if self._moved is None:
@@ -293,7 +327,7 @@ class _Graph:
     def __init__(self, step: Step, width: int, tree: bool, pool: Any) -> None:
         device = step.cos.device
         self.step, self.width, self.tree, self.pool = step, width, tree, pool
-        self.ids = torch.zeros(1, width, dtype=torch.long, device=device)
+        self.given: Tensor | None = None
         self.start = torch.zeros(1, 1, dtype=torch.long, device=device)
         self.rows = torch.arange(width, device=device)[None]
         self.depth = self.rows.clone()
@@ -301,28 +335,33 @@ class _Graph:
         self.graph: Any = None
         self.out: Any = None
 
-    def __call__(self, ids: Tensor, held: int, branches: Branches | None) -> Tensor:
-        """Logits [1, n, V] of `ids` [1, n] after `held` columns."""
-        count = ids.shape[1]
-        self.ids[:, :count] = ids
+    def __call__(self, given: Tensor, held: int, count: int, branches: Branches | None) -> Tensor:
+        """What the step makes of `given`, ids [1, count] or hidden states [width, E], after `held` columns: logits
+        [1, width, V] or hidden states, in a tensor that the next call writes over."""
+        if self.given is None:
+            shape = (1, self.width) if given.dtype == torch.long else tuple(given.shape)
+            self.given = torch.zeros(shape, dtype=given.dtype, device=self.start.device)
+        # From another device: its stream is waited for, and the host is not.
+        (self.given[:, :count] if given.dtype == torch.long else self.given).copy_(given)
         self.start.fill_(held)
         if branches is not None:
             before = branches.sees.shape[1] - count
             self.depth[0, :count] = branches.depth.to(self.depth.device) - before
             self.sees.copy_(self._words(branches))
-        if self.graph is None and self.out is not None and self.ids.is_cuda:
+        if self.graph is None and self.out is not None and self.start.is_cuda:
             self._capture()
         if self.graph is None:
             self.out = self._run()
         else:
             self.graph.replay()
-        return self.out[:, :count].clone()  # type: ignore[no-any-return]
+        return self.out  # type: ignore[no-any-return]
 
     def _run(self) -> Tensor:
+        assert self.given is not None
         columns = self.start + self.rows
         if not self.tree:
-            return self.step(self.ids, columns, columns)  # type: ignore[no-any-return]
-        return self.step(self.ids, columns, self.start + self.depth, self.sees)  # type: ignore[no-any-return]
+            return self.step(self.given, columns, columns)  # type: ignore[no-any-return]
+        return self.step(self.given, columns, self.start + self.depth, self.sees)  # type: ignore[no-any-return]
 
     def _words(self, branches: Branches) -> Tensor:
         """[width] long, on the host: what each row sees of the last columns; rows of padding see all."""
@@ -335,7 +374,7 @@ class _Graph:
 
     def _capture(self) -> None:
         # Not by `torch.cuda.graph`, which collects garbage and gives the pool back: a sequence captures several.
-        with torch.cuda.device(self.ids.device):
+        with torch.cuda.device(self.start.device):
             graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):

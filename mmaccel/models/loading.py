@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from mmaccel.core.errors import ModelError
 from mmaccel.models import tiny
+from mmaccel.models.spread import spread
 
 
 def resolve(name: str | Path) -> str:
@@ -18,9 +20,16 @@ def resolve(name: str | Path) -> str:
 
 
 def load_model(
-    name: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu"
+    name: str | Path,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    devices: Sequence[torch.device | str] | None = None,
 ) -> nn.Module:
-    """An unmodified transformers model in evaluation mode. Raises `ModelError` when the folder holds none."""
+    """An unmodified transformers model in evaluation mode. Raises `ModelError` when the folder holds none.
+
+    With `devices` its layers are spread over these, in order, and all else is on the first: see `spread.spread`. It is read
+    into host memory before.
+    """
     from safetensors import SafetensorError
     from transformers import AutoModelForImageTextToText
 
@@ -36,7 +45,10 @@ def load_model(
         raise ModelError(
             f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({first[:200]})."
         ) from error
-    return model.to(device).eval()
+    if devices is not None:
+        spread(model, devices)
+        return model.eval()  # type: ignore[no-any-return]
+    return model.to(device).eval()  # type: ignore[no-any-return]
 
 
 def load_processor(name: str | Path) -> Any:

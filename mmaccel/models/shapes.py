@@ -6,6 +6,7 @@ Sizes as published in each checkpoint's config.json.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,20 +66,56 @@ def build(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    devices: Sequence[torch.device | str] | None = None,
 ) -> nn.Module:
-    """A model of a published shape with random weights, made on `device` directly, in evaluation mode."""
+    """A model of a published shape with random weights, made on `device` directly, in evaluation mode.
+
+    With `devices` its layers are spread over these (see `spread.spread`), each made where it lies.
+    """
     from transformers import AutoModelForImageTextToText
 
     conf = config(name, layers, vision_layers)
+    first = device if devices is None else devices[0]
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
-            model: nn.Module = AutoModelForImageTextToText.from_config(conf, dtype=dtype)
+        if devices is None or len(devices) == 1:
+            with torch.device(first):
+                model: nn.Module = AutoModelForImageTextToText.from_config(conf, dtype=dtype)
+        else:
+            model = _spread(conf, config(name, 1, vision_layers), dtype, [torch.device(d) for d in devices])
     finally:
         torch.set_default_dtype(before)
     return model.eval()
+
+
+def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch.device]) -> nn.Module:
+    """The model of `conf`, of which `shallow` is one layer, with each layer made on the device that it is to lie on."""
+    from transformers import AutoModelForImageTextToText
+
+    from mmaccel.core.attach import adapter_for
+    from mmaccel.models.spread import hand_over, shares
+
+    with torch.device(devices[0]):
+        model: Any = AutoModelForImageTextToText.from_config(shallow, dtype=dtype)
+    family: Any = adapter_for(model)
+    text = family.text(model)
+    first = text.layers[0]
+    depth = conf.text_config.num_hidden_layers
+    # What every part holds is this one configuration: it learns of the layers that are to come.
+    text.config.num_hidden_layers = model.config.text_config.num_hidden_layers = depth
+    text.config.layer_types = model.config.text_config.layer_types = conf.text_config.layer_types
+    size = sum(p.nbytes for p in first.parameters())
+    ends = sum(p.nbytes for p in model.parameters()) - size
+    chosen = [devices[which] for which in shares([size] * depth, ends, len(devices))]
+    for number, device in enumerate(chosen[1:], 1):
+        with torch.device(device):
+            layer = type(first)(text.config, number)
+        layer.apply(model._init_weights)
+        text.layers.append(layer)
+    hand_over(model, chosen, devices[0])
+    return model  # type: ignore[no-any-return]
 
 
 def _text(shape: Shape, depth: int, **more: Any) -> dict[str, Any]:

@@ -1,0 +1,262 @@
+"""Replayed acceptance: models of published shapes at real work, whose verdicts are drawn.
+
+A `Counting` model runs every step whole, and then its answer is written over: it says the number after the last token. A
+target says it with chance `keep`, on its own for each row; otherwise it says the one after that, with the same chance, and
+so on. A draft says it always, and ranks the numbers after it in order, which is what a tree of branches is made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mmaccel.core.adapter import Runner
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.draft import DraftState, Prompt
+from mmaccel.core.generate import Speculation, lockstep
+from mmaccel.core.worker import READY, Wire, Worker
+from mmaccel.models import decode as decoding
+from mmaccel.models import drafting, shapes
+from mmaccel.models.decode import ROWS, StaticRunner
+from mmaccel.models.runner import HFRunner
+from mmaccel.policies.draft import _remote
+from mmaccel.policies.draft._writer import Writer
+
+VOCAB = 150_000
+START = 7
+"""The last token of every prompt."""
+RANKS = 4
+"""Numbers after the last token that may be said."""
+LATER = 30
+"""Tokens of text after a video."""
+
+
+class Counting(StaticRunner):
+    """A model at work whose answers are written over; see above. `keep` None: a draft, which is always right."""
+
+    def __init__(self, *given: Any, keep: float | None = None, seed: int = 0, **choices: Any) -> None:
+        super().__init__(*given, **choices)
+        self.keep = keep
+        self.dice = torch.Generator().manual_seed(seed)
+
+    def prefill(self, inputs: Mapping[str, Any], *rest: Any, **more: Any) -> Tensor:
+        return self._said(super().prefill(inputs, *rest, **more)[None], inputs["input_ids"][:, -1:])[0]
+
+    def step(self, ids: Tensor, branches: Any = None) -> Tensor:
+        return self._said(super().step(ids, branches), ids)
+
+    def _said(self, real: Tensor, ids: Tensor) -> Tensor:
+        """`real` [1, n, V], written over: what follows `ids` [1, n]."""
+        after = (ids[0, :, None] + 1 + torch.arange(RANKS, device=ids.device)) % VOCAB
+        real.zero_()
+        worth = torch.arange(RANKS, 0, -1, device=real.device, dtype=real.dtype)
+        real[0].scatter_(1, after, worth.expand(len(after), RANKS))
+        if self.keep is not None and self.keep < 1:
+            missed = torch.rand(len(after), generator=self.dice).log() / math.log(1 - self.keep)
+            rank = missed.long().clamp(max=RANKS - 1).to(ids.device)
+            real[0].scatter_(1, after.gather(1, rank[:, None]), float(2 * RANKS))
+        return real
+
+
+def model_of(shape: str, device: str, layers: int | None = None, devices: Sequence[str] = ()) -> nn.Module:
+    """A model of a shape in bfloat16, random weights, with one layer of vision; `devices` to spread its layers over."""
+    more: dict[str, Any] = {"devices": devices} if devices else {"device": device}
+    return shapes.build(shape, layers=layers, vision_layers=1, dtype=torch.bfloat16, **more)
+
+
+def after(model: nn.Module, columns: int, rows: Sequence[int] = ROWS, **choices: Any) -> Counting:
+    """`model` at work after `columns` assumed columns: its cache is filled with small numbers."""
+    family, cache = adapter_for(model), DynamicCache()
+    shape = family.geometry(model)
+    size = (1, shape.kv_heads, columns, shape.head_dim)
+    for number, layer in enumerate(family.layers(model)):
+        like = next(layer.parameters())
+        pair = (torch.empty(size, dtype=like.dtype, device=like.device).normal_(0, 0.02) for _ in range(2))
+        cache.update(*pair, number)
+    return Counting(model, family, cache, rows, **choices)
+
+
+def cache_bytes(model: nn.Module, columns: int) -> int:
+    """What `columns` columns hold in all layers."""
+    shape = adapter_for(model).geometry(model)
+    each = shape.kv_heads * shape.head_dim * next(model.parameters()).dtype.itemsize
+    return 2 * shape.layers * columns * each
+
+
+def warm(runner: Runner, rows: Sequence[int], device: torch.device) -> None:
+    """Compile and capture every step: the first of a width is run as it is written, the second captured."""
+    length = runner.length()
+    for count in [count for count in rows for _ in range(3)]:
+        runner.step(torch.ones(1, count, dtype=torch.long, device=device))
+        runner.truncate(length)
+    wait(device)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def question(shape: str, tokens: int, device: str) -> dict[str, Tensor]:
+    """A prompt for a Qwen shape: a video of about `tokens` tokens, 196 a step of two frames, and some text after it."""
+    conf = shapes.config(shape)
+    steps = max(1, tokens // 196)
+    vision = conf.vision_config
+    patch_size = 3 * vision.temporal_patch_size * vision.patch_size**2
+    grid = [steps, 28, 28]
+    video = torch.full((1, steps * 196), conf.video_token_id)
+    text = torch.full((1, LATER), START)
+    ids = torch.cat([text, video, text], 1).to(device)
+    pixels = torch.zeros(math.prod(grid), patch_size, dtype=torch.bfloat16, device=device)
+    pixels.normal_(0, 1, generator=torch.Generator(device).manual_seed(0))
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values_videos": pixels,
+        "video_grid_thw": torch.tensor([grid], device=device),
+        "second_per_grid_ts": torch.tensor([1.0], device=device),
+    }
+
+
+@contextmanager
+def replaying(target: nn.Module, keep: float, seed: int) -> Iterator[None]:
+    """While inside, the runners that `generate` opens are counting ones, `target`'s with chance `keep`."""
+
+    def opened(model: nn.Module, family: Any, cache: Any) -> HFRunner:
+        if not decoding.admits(model, family, cache):
+            raise RuntimeError("steps of this model cannot be captured.")
+        return Counting(model, family, cache, keep=keep if model is target else None, seed=seed)
+
+    everywhere = patch.object(decoding, "DEVICES", ("cuda", "cpu"))
+    with (
+        patch.object(decoding, "open_runner", opened),
+        patch.object(drafting, "open_runner", opened),
+        everywhere,
+    ):
+        yield
+
+
+class Rounds:
+    """What the loop wrote down."""
+
+    def __init__(self) -> None:
+        self.rounds: list[tuple[int, int]] = []
+        self.failed: list[str] = []
+
+    def round(self, proposed: int, accepted: int) -> None:
+        self.rounds.append((proposed, accepted))
+
+    def draft_failed(self, reason: str) -> None:
+        self.failed.append(reason)
+
+
+def assumed(columns: int, tokens: int, seat: int, device: torch.device) -> Prompt:
+    """The prompt of a sequence that is taken to have been read; its draft holds `columns`."""
+    ids = torch.full((1, 4), START, device=device)
+    return Prompt(inputs={"input_ids": ids, "assumed": [columns, seat]}, ids=ids, max_new_tokens=tokens)
+
+
+def decode(
+    targets: Sequence[Counting], drafts: Sequence[DraftState], columns: Sequence[int], tokens: int, seed: int
+) -> dict[str, Any]:
+    """One generation a target, in turns, after assumed prompts; seconds count from the first tokens. `columns`: what each
+    target and each draft holds."""
+    device = targets[0].model.device
+    meters, sequences = [], []
+    for seat, (target, draft) in enumerate(zip(targets, drafts, strict=True)):
+        target.truncate(columns[0])
+        target.dice.manual_seed(seed + 1000 * seat)
+        said = assumed(columns[1], tokens, seat, device)
+        draft.begin(said)
+        meters.append(Rounds())
+        first = torch.nn.functional.one_hot(said.ids[:, -1] + 1, VOCAB).float()
+        end = said.ids.shape[1] + tokens
+        sequences.append(
+            Speculation(
+                target, draft, said, first, stop=lambda out, end=end: out.shape[1] >= end, meter=meters[-1]
+            )
+        )
+    time.sleep(0.5)  # the start-up windows are written under prefills that are not run here
+    for sequence in sequences:
+        sequence.advance()
+    wait(device)
+    began = time.perf_counter()
+    lockstep(sequences)
+    seconds = time.perf_counter() - began
+    rounds = [one for meter in meters for one in meter.rounds]
+    return {
+        "tokens": tokens * len(targets),
+        "steps": len(rounds),
+        "seconds": seconds,
+        "tokens_per_s": (tokens - 1) * len(targets) / seconds,
+        "a_step": (tokens - 1) * len(targets) / len(rounds),
+        "failed": [reason for meter in meters for reason in meter.failed],
+        "counters": drafts[0].counters(),
+    }
+
+
+def serve(wire: Wire, options: dict[str, Any]) -> None:
+    """The second process: a counting draft of a shape, for prompts that are assumed and for real ones."""
+    given = argparse.Namespace(**json.loads(options["model"]))
+    device = torch.device(options["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    model = model_of(given.draft, options["device"], given.layers)
+    held: dict[tuple[int, int], Counting] = {}
+    wire.send(READY, options["vocab"])
+
+    class Either(Writer):
+        def read(self, inputs: Any, *rest: Any, **more: Any) -> None:
+            if "assumed" not in inputs:
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                super().read(inputs, *rest, **more)
+                return
+            columns, seat = inputs["assumed"]
+            if (columns, seat) not in held:
+                held[columns, seat] = after(model, columns)
+                warm(held[columns, seat], (1, 2, 4), device)
+            self._runner = held[columns, seat]
+            self._prompt, self._warp = inputs["input_ids"][0].cpu(), None
+            self._after_prompt = torch.nn.functional.one_hot((self._prompt[-1] + 1) % VOCAB, VOCAB)
+            self._runner.truncate(columns)
+            self._origin = columns
+
+    def fresh() -> Either:
+        return Either(Counting(model, adapter_for(model), DynamicCache()), options["device"], VOCAB)
+
+    _remote.serve_writer(wire, fresh, options["device"])
+
+
+def second_process(given: argparse.Namespace, device: str) -> Worker:
+    """The draft's process; it loads while the caller goes on."""
+    plain = {k: v for k, v in vars(given).items() if isinstance(v, int | float | str | bool | None)}
+    return _remote.start(
+        "replayed:serve", {"model": json.dumps(plain), "device": device, "vocab": VOCAB}, 120.0
+    )
+
+
+def make_ready(worker: Worker, columns: int, seats: int) -> None:
+    """Have the second process fill and capture what sequences of `columns` need, so that nothing of it is timed."""
+    for seat in range(seats):
+        said = assumed(columns, 0, seat, torch.device("cpu"))
+        remote = _remote.Remote(worker, VOCAB)
+        remote.begin(said.inputs, None, False, False)
+        remote.ask(0, [], 4)
+        if remote.collect(180.0) is None:
+            raise RuntimeError("the draft's process was not ready in time.")
+        remote.close()

@@ -1,0 +1,125 @@
+"""A model over several devices, layer by layer: where one device does not hold all of it.
+
+The decoder layers lie in runs, one a device, in the order of the devices; all else (vision tower, embeddings, last norm,
+head) is on the first, where a prompt comes in and logits come out. From run to run goes the hidden state: `Handed` moves
+it, and what all layers are given beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.attention import Run
+from mmaccel.core.errors import ModelError
+
+
+class Handed:
+    """A pre-hook of a module: its arguments come to `device`; named ones, which all layers are given, once for all there.
+
+    memo  for each device and argument what came last, and the same moved; shared by all layers of a model
+    ends  whether no layer comes after this module: nothing is kept then
+    """
+
+    def __init__(
+        self, device: torch.device, memo: dict[tuple[torch.device, str], tuple[Any, Any]], ends: bool
+    ) -> None:
+        self.device, self._memo, self._ends = device, memo, ends
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        held = tuple(self._moved(x) for x in args)
+        named = {name: self._kept(name, x) for name, x in kwargs.items()}
+        if self._ends:
+            self._memo.clear()
+        return held, named
+
+    def _kept(self, name: str, x: Any) -> Any:
+        source, moved = self._memo.get((self.device, name), (None, None))
+        if source is not x or x is None:
+            moved = self._moved(x)
+            self._memo[self.device, name] = x, moved
+        return moved
+
+    def _moved(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.to(self.device, non_blocking=True)
+        if isinstance(x, tuple):
+            return tuple(self._moved(one) for one in x)
+        if isinstance(x, Run) and x.layout.device != self.device:
+            return replace(x, layout=x.layout.to(self.device))
+        return x
+
+
+def shares(sizes: Sequence[int], ends: int, count: int) -> list[int]:
+    """For each layer, of `sizes` bytes, which of `count` devices it lies on; the first also holds `ends` bytes.
+
+    In order, each device with at least one layer, and as even as whole layers allow.
+    """
+    whole, before = ends + sum(sizes), ends
+    found: list[int] = []
+    for number, size in enumerate(sizes):
+        middle = before + size / 2
+        device = min(int(middle * count / whole), count - 1)
+        least = count - (len(sizes) - number)
+        most = (found[-1] + 1) if found else 0
+        found.append(min(max(device, least, found[-1] if found else 0), most))
+        before += size
+    return found
+
+
+def spread(model: nn.Module, devices: Sequence[torch.device | str]) -> Callable[[], None]:
+    """Move the layers of `model` over `devices`, and all else to the first. The returned call takes the hooks up again, and
+    leaves the weights where they are. Raises `ModelError` for fewer layers than devices."""
+    family: Any = adapter_for(model)
+    layers = family.layers(model)
+    places = [torch.device(device) for device in devices]
+    if not 1 <= len(places) <= len(layers):
+        raise ModelError(
+            f"devices: {len(places)} for a model of {len(layers)} layers; give one or more, at most one a layer."
+        )
+    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
+    ends = sum(p.nbytes for p in model.parameters()) - sum(sizes)
+    chosen = [places[which] for which in shares(sizes, ends, len(places))]
+    # One layer after the other, so that no device ever holds more than its own.
+    for layer, place in zip(layers, chosen, strict=True):
+        layer.to(place)
+    _rest_to(model, layers, places[0])
+    return hand_over(model, chosen, places[0])
+
+
+def hand_over(model: nn.Module, chosen: Sequence[torch.device], first: torch.device) -> Callable[[], None]:
+    """Lay the hooks for layers that lie on `chosen`, the last norm on `first`."""
+    family: Any = adapter_for(model)
+    memo: dict[tuple[torch.device, str], tuple[Any, Any]] = {}
+    if all(place == first for place in chosen):
+        return lambda: None
+    modules = [*zip(family.layers(model), chosen, strict=True), (family.text(model).norm, first)]
+    handles = [
+        module.register_forward_pre_hook(
+            Handed(place, memo, module is modules[-1][0]), with_kwargs=True, prepend=True
+        )
+        for module, place in modules
+    ]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _rest_to(model: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:
+    """Move what is no decoder layer, buffers included."""
+    inside = {id(module) for module in layers.modules()}
+    for module in model.modules():
+        if id(module) in inside:
+            continue
+        for own in module.parameters(recurse=False):
+            own.data = own.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

@@ -1,6 +1,6 @@
 """What pruners cost on the trained tiny pairs: drafts that see less, lossy targets, and where the kept tokens lie.
 
-    python bench/pruning.py --model tiny-ov --captions 100 --frames 128 --out bench/results/pruning_tiny-ov_202611.jsonl
+    python bench/pruning.py --model tiny-ov --captions 100 --jobs 12 --out bench/results/pruning_tiny-ov_202611.jsonl
 
 Rows of `what`: "draft" (accepted lengths and rate of a draft whose prompt is pruned, by pruner and share kept, with paired
 intervals against uv), "lossy" (the share of a pruned model's own text that the whole model would have written), "frames"
@@ -11,9 +11,13 @@ Text is the target's greedy caption; every way sees the same captions.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +87,77 @@ def lossy(share: float) -> dict[str, TokenPruner]:
     }
 
 
+class Share:
+    """The captions of one process: its models, and what came of each way and share kept."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, device = options, torch.device(options.device)
+        self.target = load_model(options.model, device=device, dtype=torch.float32)
+        name = options.draft or f"{options.model}-draft"
+        self.draft = load_model(name, device=device, dtype=torch.float32)
+        self.processor = load_processor(options.model)
+
+    def caption(self, number: int) -> Found:
+        """What came of caption `number`."""
+        options, found = self.options, Found()
+        case = next(islice(caption_cases(options.frames, options.captions, options.seed), number, None))
+        with Film() as film:
+            inputs = prompt(self.processor, case.content(film.watch(case.world)), self.target)
+        said, _ = write(self.target, inputs, None, options.tokens)
+        for share in options.kept:
+            _draft(self.target, self.draft, inputs, said, share, options.window, found)
+        for share in options.lossy:
+            _lossy(self.target, inputs, share, options.tokens, found)
+        return found
+
+
+@dataclass
+class Found:
+    """Of one caption, by way and share kept: accepted length and rate; tokens, agreed, average share; kept by frame."""
+
+    speculated: dict[tuple[str, float], tuple[float, float]] = field(default_factory=dict)
+    judged: dict[tuple[str, float], tuple[int, int, float]] = field(default_factory=dict)
+    lying: dict[tuple[str, float], list[int]] = field(default_factory=dict)
+
+
+_share: Share | None = None
+
+
+def _begin(options: argparse.Namespace) -> None:
+    global _share
+    torch.set_num_threads(1)
+    _share = Share(options)
+
+
+def _caption(number: int) -> tuple[int, Found]:
+    assert _share is not None
+    return number, _share.caption(number)
+
+
+def captions(options: argparse.Namespace) -> Iterator[tuple[int, Found]]:
+    """What came of each caption, as it comes; several processes, one thread each, where `jobs` is more than 1."""
+    if options.jobs == 1:
+        share = Share(options)
+        yield from ((number, share.caption(number)) for number in range(options.captions))
+        return
+    with multiprocessing.get_context("spawn").Pool(options.jobs, _begin, (options,)) as pool:
+        yield from pool.imap_unordered(_caption, range(options.captions))
+
+
+def collect(options: argparse.Namespace) -> list[Found]:
+    """What came of the captions, in their order, of as many as `seconds` leave time for."""
+    began, found = time.monotonic(), {}
+    coming = captions(options)
+    for number, one in coming:
+        found[number] = one
+        told = time.monotonic() - began
+        print(f"caption {number + 1}, {len(found)} of {options.captions} after {told:.0f} s", flush=True)
+        if options.seconds is not None and told > options.seconds:
+            break
+    coming.close()
+    return [found[number] for number in sorted(found)]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -96,29 +171,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=512, help="the longest caption")
     parser.add_argument("--window", type=int, default=5)
-    parser.add_argument("--kept", type=float, nargs="+", default=list(KEPT), help="shares of the video kept")
+    parser.add_argument(
+        "--kept", type=float, nargs="+", default=list(KEPT), help="shares of the video kept, for drafts"
+    )
+    parser.add_argument(
+        "--lossy", type=float, nargs="*", default=[0.1], help="the same, for the target itself"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes, which take captions in turns")
+    parser.add_argument("--seconds", type=float, help="no more captions are waited for after that")
     options = parser.parse_args(argv)
-    device = torch.device(options.device)
-    target = load_model(options.model, device=device, dtype=torch.float32)
-    draft = load_model(options.draft or f"{options.model}-draft", device=device, dtype=torch.float32)
-    processor = load_processor(options.model)
-    log = Log(options.out, device)
-    # By way and share kept, for each caption: accepted length, rate; or tokens, agreed; frames and shares.
+    log = Log(options.out, torch.device(options.device))
+    every = collect(options)
     speculated: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
     judged: dict[tuple[str, float], list[tuple[int, int, float]]] = defaultdict(list)
     lying: dict[tuple[str, float], list[list[int]]] = defaultdict(list)
-    with Film() as film:
-        for number, case in enumerate(caption_cases(options.frames, options.captions, options.seed)):
-            inputs = prompt(processor, case.content(film.watch(case.world)), target)
-            said, _ = write(target, inputs, None, options.tokens)
-            for share in options.kept:
-                _draft(target, draft, inputs, said, share, options.window, speculated, lying)
-                _lossy(target, inputs, share, options.tokens, judged, lying)
-            print(f"caption {number + 1} of {options.captions}: {len(said)} tokens", flush=True)
+    for one in every:
+        for whole, part in ((speculated, one.speculated), (judged, one.judged), (lying, one.lying)):
+            for key, value in part.items():
+                whole[key].append(value)  # type: ignore[attr-defined]
     common = {
         "model": options.model,
         "frames": options.frames,
-        "captions": options.captions,
+        "captions": len(every),
         "seed": options.seed,
     }
     for (name, share), found in speculated.items():
@@ -141,29 +215,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _draft(
-    target: nn.Module,
-    draft: nn.Module,
-    inputs: Any,
-    said: Any,
-    share: float,
-    window: int,
-    found: Any,
-    lying: Any,
+    target: nn.Module, draft: nn.Module, inputs: Any, said: Any, share: float, window: int, found: Found
 ) -> None:
     depth = len(adapter_for(target).layers(target))
     layout, kept = chosen(target, inputs, drafts(share, depth))
     for name, agree in draft_agrees(draft, inputs, said, kept).items():
         lengths = rounds(agree, window)
-        found[name, share].append((sum(lengths) / len(lengths), float(agree.float().mean())))
-        lying[name, share].append(by_frame(layout, kept[name]))
+        found.speculated[name, share] = sum(lengths) / len(lengths), float(agree.float().mean())
+        found.lying[name, share] = by_frame(layout, kept[name])
 
 
-def _lossy(target: nn.Module, inputs: Any, share: float, limit: int, judged: Any, lying: Any) -> None:
+def _lossy(target: nn.Module, inputs: Any, share: float, limit: int, found: Found) -> None:
     for name, pruner in lossy(share).items():
         text, _ = write(target, inputs, Recipe(prune=pruner), limit)
         layout, columns, held = left(target, inputs, pruner)
-        judged[name, share].append((len(text), int(agrees(target, inputs, text).sum()), held))
-        lying[name, share].append(by_frame(layout, columns))
+        found.judged[name, share] = len(text), int(agrees(target, inputs, text).sum()), held
+        found.lying[name, share] = by_frame(layout, columns)
 
 
 def _stretches(counts: Sequence[int]) -> list[float]:

@@ -333,7 +333,7 @@ class StreamMemory(StreamState):
 
     def restore(self, mark: Any) -> None:
         self._count, self._first, self._base, self._headed, heads, rings = mark
-        self._heads, self._rings = list(heads), list(rings)
+        self._heads, self._rings, self._turned_heads = list(heads), list(rings), {}
         self._piece = None
         self._new, self._fresh = [None] * len(self._new), [None] * len(self._fresh)
         self._asked = [None] * len(self._asked)
@@ -349,6 +349,7 @@ class StreamMemory(StreamState):
     def nbytes(self) -> int:
         tensors = [t for pair in (*self._heads, *self._rings) if pair is not None for t in pair]
         tensors += [t for one in self._asked if one is not None for t in (one.key, one.value)]
+        tensors += [turned for _, turned in self._turned_heads.values()]
         return sum(tensor.nbytes for tensor in tensors)
 
     def counters(self) -> dict[str, float]:

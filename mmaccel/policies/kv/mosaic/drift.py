@@ -17,6 +17,10 @@ class Drift:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing was asked yet."""
         self._known: dict[int, Tensor] = {}
         self._seen: dict[int, Tensor] = {}
         self._before: tuple[int, Tensor] | None = None

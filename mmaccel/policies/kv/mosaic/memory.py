@@ -333,6 +333,7 @@ class MosaicMemory(StreamMemory):
     def reset(self) -> None:
         self.writer.clear()
         self.tree.clear()
+        self.drift.clear()
         self.index.absent = self.index.absent[:0]
         self.index.refresh()
         empty: list[Any] = [None] * self.geometry.layers

@@ -52,3 +52,11 @@ def test_a_question_that_broke_off_tells_nothing_of_layers_it_did_not_reach() ->
     drift.settle()
     drift.next(1, states(6), PIECE)
     assert torch.equal(drift.next(0, states(7), PIECE), states(7))
+
+
+def test_of_another_stream_nothing_is_known() -> None:
+    drift = Drift()
+    ask(drift, states(8), [states(9)[0, 0]])
+    assert not torch.equal(drift.next(0, states(8), PIECE), states(8))
+    drift.clear()
+    assert torch.equal(drift.next(0, states(8), PIECE), states(8))

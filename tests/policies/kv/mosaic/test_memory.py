@@ -10,7 +10,7 @@ import torch
 
 from mmaccel.core.errors import ModelError, RecipeError, StoreError
 from mmaccel.policies.kv.mosaic import Mosaic
-from tests.policies.kv.mosaic.driven import GEOMETRY, LAYERS, TOKENS, Driven
+from tests.policies.kv.mosaic.driven import GEOMETRY, GROUPS, HEAD, LAYERS, SIZE, TOKENS, Driven
 from tests.policies.kv.mosaic.scenes import audit, partition
 
 
@@ -371,3 +371,22 @@ def test_a_guess_that_a_layer_does_not_need_is_given_up() -> None:
         guessed.clear()
         driven.ask(name)
     assert driven.counters["fetch_guessed"] > 0 and not state.fetcher._ahead
+
+
+def test_what_is_held_counts_the_head_as_it_was_turned() -> None:
+    driven = Driven(window=9)
+    state = driven.state
+    kept = state.nbytes()
+    driven.watch(3)
+    rows = LAYERS * GROUPS * SIZE * 8
+    more = state.nbytes() - kept
+    assert more == rows * (HEAD + 3 * 3 * TOKENS)
+    state.reset()
+    assert state.nbytes() == kept - 2 * rows * HEAD
+
+
+def test_a_stream_begun_anew_knows_nothing_of_the_old_one() -> None:
+    driven = watched()
+    driven.ask(1)
+    driven.state.reset()
+    assert not driven.state.drift._known and not driven.state.tree.started and not driven.state.units()

@@ -1,0 +1,152 @@
+"""Fetching ahead under lanes that run late: nothing is read before it is there, or overwritten while it is read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel.policies.kv.mosaic.fetching import Fetcher, Window
+from mmaccel.policies.kv.store import HostStore
+from mmaccel.policies.kv.store.lanes import Mark
+from tests.policies.kv.store.lanes_sim import SimLane, SimLanes
+from tests.policies.kv.store.units import LAYERS, contents, fill, open_store
+
+FIRST, COUNT, ROOM = 12, 16, 4
+"""Units on the host, units in all, and units that a layer keeps."""
+
+
+class Replay:
+    """Questions through layers that fetch for the next one, each of which reads what it asked for when its turn comes."""
+
+    def __init__(self, store: HostStore, seed: int, hold_up: Callable[[], None] = lambda: None) -> None:
+        self.store, self.draw, self.hold_up = store, random.Random(seed), hold_up
+        self.fetcher = Fetcher(store, LAYERS, COUNT - FIRST, ROOM)
+        device = store.device
+        self.windows = [
+            Window(
+                FIRST, COUNT, tuple(t[None].to(device) for t in contents(layer, list(range(FIRST, COUNT))))
+            )  # type: ignore[arg-type]
+            for layer in range(LAYERS)
+        ]
+        self.seen: list[tuple[int, list[int], Tensor]] = []
+
+    def units(self, end: int, most: int) -> list[int]:
+        return sorted(self.draw.sample(range(end), self.draw.randint(1, most)))
+
+    def ask(self) -> None:
+        wanted = [self.units(FIRST + 2, 6) for _ in range(LAYERS)]
+        for layer, units in enumerate(wanted):
+            later = wanted[layer + 1] if layer + 1 < LAYERS else []
+            # Some of what will be wanted, and some that will not.
+            guess = sorted({*self.draw.sample(later, len(later) // 2), *self.units(FIRST, 3)})
+
+            def launch(layer: int = layer, guess: list[int] = guess, later: list[int] = later) -> None:
+                if later and self.draw.random() < 0.8:
+                    self.fetcher.prefetch(layer + 1, self.told([*guess, -1]), self.windows[layer])
+
+            rest = list(range(max(units) + 1, COUNT))[-2:]
+            out = self.store.buffer(len(units) + len(rest))
+            self.hold_up()
+            self.fetcher.bring(layer, self.told(units), self.told(rest), out, self.windows[layer], launch)
+            self.read(layer, [*units, *rest], out)
+        self.fetcher.drop()
+
+    def told(self, units: list[int]) -> Tensor:
+        return torch.tensor(units, dtype=torch.long, device=self.store.device)
+
+    def read(self, layer: int, units: list[int], out: Tensor) -> None:
+        kept = torch.full_like(out, -7)
+
+        def work() -> None:
+            self.hold_up()
+            kept.copy_(out)
+            # Its memory is another's by now.
+            out.fill_(-9)
+
+        self.store.lanes.compute.run(work)
+        self.seen.append((layer, units, kept))
+
+    def right(self) -> bool:
+        """Whether every reader saw what it asked for."""
+        return all(
+            torch.equal(kept.cpu(), torch.stack(contents(layer, units))) for layer, units, kept in self.seen
+        )
+
+
+def replay(seed: int, questions: int = 4) -> bool:
+    lanes = SimLanes(seed)
+    store = open_store(16, lanes=lanes)
+    fill(store, list(range(FIRST)))
+    lanes.drain()
+    one = Replay(store, seed)
+    for _ in range(questions):
+        one.ask()
+    lanes.drain()
+    counted = one.fetcher.counts()
+    assert counted["covered"] > 0 and counted["missing"] > 0 and counted["cached"] > 0
+    return one.right()
+
+
+def test_readers_see_what_they_asked_for() -> None:
+    assert all(replay(seed) for seed in range(30))
+
+
+class Deaf:
+    """A lane that waits for nothing."""
+
+    def __init__(self, lane: SimLane) -> None:
+        self.run, self.mark, self.uses = lane.run, lane.mark, lane.uses
+
+    def wait(self, mark: Mark) -> None:
+        return
+
+
+def compute_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is read before it is there, and a window written while the last layer's is read."""
+    monkeypatch.setattr(SimLanes, "compute", property(lambda self: Deaf(self._compute)))
+
+
+def the_wire_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather reads a window, or what a layer keeps, before it is laid there."""
+    monkeypatch.setattr(SimLanes, "wire", property(lambda self: Deaf(self._wire)))
+
+
+@pytest.mark.parametrize("fault", [compute_waits_for_nothing, the_wire_waits_for_nothing])
+def test_a_missing_wait_is_caught(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    assert not all(replay(seed) for seed in range(30))
+
+
+@pytest.mark.gpu
+def test_random_delays_on_a_device() -> None:
+    """The streams held up at random: every reader still sees what it asked for."""
+    store = open_store(64, device="cuda", slab_bytes=2**20)
+    for layer in range(LAYERS):
+        key, value = (t.cuda() for t in contents(layer, list(range(FIRST))))
+        store.put(layer, range(FIRST), key, value)
+        # What was put has been packed.
+        key.fill_(7)
+        value.fill_(7)
+    busy, draw = torch.randn(1024, 1024, device="cuda"), random.Random(1)
+
+    def hold_up() -> None:
+        with torch.cuda.stream(
+            store.lanes.wire.stream if draw.random() < 0.5 else torch.cuda.current_stream()
+        ):  # type: ignore[attr-defined]
+            for _ in range(draw.randint(0, 3)):
+                torch.mm(busy, busy)
+
+    one = Replay(store, 0, hold_up)
+    for _ in range(100):
+        one.ask()
+    assert one.right()
+    counted, wired = one.fetcher.counts(), store.counters()
+    assert counted["covered"] > 0 and counted["missing"] > 0 and counted["cached"] > 0
+    assert wired["bytes_in"] > 0 and wired["seconds_in"] > 0 and wired["gathers"] >= 100 * LAYERS
+    store.close()

@@ -132,7 +132,7 @@ def flash_part(bench: Bench) -> Iterator[Step]:
                 (own,) = timed_step(bench, model, columns, (rows,))
                 tell(log, **row, captured_s=own["median_s"], gain=row["without_s"] / row["with_s"])
 
-    yield Step("flash", 30.0, run)
+    yield Step("flash", 20.0, run)
 
 
 def prefill_part(bench: Bench) -> Iterator[Step]:
@@ -144,7 +144,7 @@ def prefill_part(bench: Bench) -> Iterator[Step]:
         return run
 
     for length in LENGTHS:
-        yield Step(f"prefill:{length}", 15.0, at(length))
+        yield Step(f"prefill:{length}", 8.0, at(length))
 
 
 def batch_part(bench: Bench) -> Iterator[Step]:

@@ -420,6 +420,8 @@ def sharded_part(bench: Bench) -> Iterator[Step]:
         bench.drop("runner", "draft", "small")
         bench.stop()
         model = bench.target
+        whole = read_and_say(model, replayed.question(options.target, bench.columns, options.device))
+        tell(log, case="sharded end", shape=options.target, devices=[options.device], **whole)
         for devices in ([options.device, bench.other], [bench.other, options.device]):
             undo = spreading.spread(model, devices)
             try:
@@ -437,7 +439,7 @@ def sharded_part(bench: Bench) -> Iterator[Step]:
 
 
 def read_and_say(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Seconds to read a prompt, and to say a token after it, by our own loop."""
+    """Seconds to read a prompt, and to say a token after it, by our own loop; and the first tokens that are said."""
     from mmaccel.core.attach import accelerate
 
     taken: list[float] = []
@@ -446,10 +448,11 @@ def read_and_say(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str,
             runner = fast.view.runner()
             replayed.wait(model.device)
             began = time.perf_counter()
-            runner.prefill(inputs)
+            logits = runner.prefill(inputs)
             replayed.wait(model.device)
             taken.append(time.perf_counter() - began)
-        step = measure(
-            lambda: runner.step(one(model.device)), warmup=3, repeats=7, device=model.device
-        ).median
-    return {"prompt": inputs["input_ids"].shape[1], "prefill_s": min(taken), "step_s": step}
+        said = [int(logits.argmax())]
+        for _ in range(4):
+            said.append(int(runner.step(torch.full((1, 1), said[-1], device=model.device))[0, -1].argmax()))
+        step = measure(lambda: runner.step(one(model.device)), repeats=7, device=model.device).median
+    return {"prompt": inputs["input_ids"].shape[1], "prefill_s": min(taken), "step_s": step, "said": said}

@@ -353,7 +353,8 @@ class _Graph:
         if self.graph is None:
             self.out = self._run()
         else:
-            self.graph.replay()
+            with torch.cuda.device(self.start.device):
+                self.graph.replay()
         return self.out  # type: ignore[no-any-return]
 
     def _run(self) -> Tensor:

@@ -43,7 +43,9 @@ def best_window(step_s: float, draft_s: float, keep: float, most: int) -> tuple[
 class Pace:
     """Running means of what a step takes, and of the share of drafted tokens that is kept; recent rounds count most.
 
-    Context grows with every token, and both times with it: the means forget at `rate` a round.
+    Context grows with every token, and both times with it: the means forget at `rate` a round. The first steps of a sequence
+    may take several times what others take, since they are compiled and captured: a time of less than half the mean starts
+    it anew, and one of more than twice the mean counts as twice.
     """
 
     rate: float = 0.2
@@ -56,12 +58,16 @@ class Pace:
     def step(self, seconds: float) -> None:
         """One target step."""
         self.rounds += 1
-        self.step_s = seconds if self.rounds == 1 else self.step_s + self.rate * (seconds - self.step_s)
+        self.step_s = self._mean(self.step_s, seconds)
 
     def drafted(self, seconds: float, count: int) -> None:
         """`count` draft steps took `seconds` together."""
-        each = seconds / count
-        self.draft_s = each if not self.draft_s else self.draft_s + self.rate * (each - self.draft_s)
+        self.draft_s = self._mean(self.draft_s, seconds / count)
+
+    def _mean(self, before: float, now: float) -> float:
+        if now < before / 2 or not before:
+            return now
+        return before + self.rate * (min(now, 2 * before) - before)
 
     def told(self, kept: int, refused: bool) -> None:
         """Of a window `kept` tokens were kept before the first that was refused, if one was."""

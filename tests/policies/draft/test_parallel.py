@@ -290,6 +290,20 @@ def test_a_pace_follows_what_it_is_told() -> None:
     assert pace.keep == pytest.approx(0.5, abs=0.02)
 
 
+def test_a_pace_forgets_steps_that_were_compiled_and_captured() -> None:
+    """Two slow steps, then even ones; and later a slow one again, after which the window would be of another size."""
+    pace = Pace()
+    for seconds in (3.0, 0.06, 0.02, 0.02, 0.02):
+        pace.step(seconds)
+        pace.drafted(seconds, 1)
+    assert pace.step_s == pytest.approx(0.02) and pace.draft_s == pytest.approx(0.02)
+    pace.step(3.0)
+    assert pace.step_s == pytest.approx(0.024)
+    for _ in range(20):
+        pace.step(0.04)
+    assert pace.step_s == pytest.approx(0.04, rel=0.02), "a step that takes longer from now on is believed"
+
+
 def test_the_window_follows_the_measured_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     target = bigram(torch.eye(5).roll(1, 1))
     state = pipeline(target, target, 5, most=9)

@@ -26,13 +26,14 @@ from mmaccel.backends import ops
 LIMIT = 10.0
 """Seconds that measuring may take."""
 
-STARTS = {"triton": 4.0, "flex": 20.0}
+STARTS = {"triton": 4.0, "flash": 6.0, "flex": 20.0}
 """Seconds a backend takes to compile, about; one for which there is no time is not tried."""
 
 LENGTHS = (4096, 16384)
 """Tokens of the two prompts that are timed."""
 
 BLOCK = 64
+"""Tokens of a block unless a pattern says otherwise."""
 
 Bench = Callable[[Callable[[], Any], torch.device], float]
 """Runs something as often as it wants and says how many seconds one run takes."""
@@ -121,8 +122,10 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     limit: float = LIMIT,
     lengths: tuple[int, int] = LENGTHS,
+    block: int = BLOCK,
 ) -> Costs:
-    """Time dense attention, the backends in their order, and `plan(tokens)()`, in about `limit` seconds."""
+    """Time dense attention, the backends in their order on blocks of `block` tokens, and `plan(tokens)()`, in about `limit`
+    seconds."""
     began = clock()
     tensors = {n: _tensors(shape, n, device) for n in lengths}
     scale = shape.size**-0.5
@@ -150,8 +153,8 @@ def measure(
             continue
 
         def blocks(n: int, kernel: Callable[..., Any] = kernel) -> tuple[float, Callable[[], Any]]:
-            listed, arguments = near_blocks(n, shape.heads, device)
-            return listed * BLOCK**2, lambda: kernel(*tensors[n], *arguments, scale)
+            listed, arguments = near_blocks(n, shape.heads, device, block)
+            return listed * block**2, lambda: kernel(*tensors[n], *arguments, scale)
 
         try:
             found[name] = line(blocks)
@@ -170,9 +173,9 @@ def _tensors(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor
     return draw(shape.heads), draw(shape.groups), draw(shape.groups)
 
 
-def near_blocks(n: int, heads: int, device: torch.device) -> tuple[int, tuple[Any, ...]]:
-    """A part in which each block of queries lists the eighth of the blocks that is nearest; with how many it lists."""
-    m = n // BLOCK
+def near_blocks(n: int, heads: int, device: torch.device, size: int = BLOCK) -> tuple[int, tuple[Any, ...]]:
+    """A part in which each block of `size` queries lists the nearest eighth of the blocks; with how many it lists."""
+    m = n // size
     block = torch.arange(m, device=device)
     table = (block[:, None] >= block) & (block[:, None] - block < max(1, m // 8))
     row, index = (t.repeat(heads) for t in table.nonzero(as_tuple=True))
@@ -181,10 +184,10 @@ def near_blocks(n: int, heads: int, device: torch.device) -> tuple[int, tuple[An
     first = torch.arange(heads, device=device)[:, None] * m
     offset = ends[first + torch.arange(m + 1, device=device)][None]
     kind = torch.where(row == index, ops.TEST, ops.FULL).to(torch.int8)
-    place = torch.arange(m * BLOCK, dtype=torch.int32, device=device).view(1, 1, -1)
+    place = torch.arange(m * size, dtype=torch.int32, device=device).view(1, 1, -1)
     rows = place.expand(1, heads, -1).contiguous()
     lists = ([offset], [index.to(torch.int32)], [kind])
-    return len(row), (rows, [rows], [place], [place], [0], [2**31 - 1], *lists, BLOCK, BLOCK)
+    return len(row), (rows, [rows], [place], [place], [0], [2**31 - 1], *lists, size, size)
 
 
 class Store:
@@ -226,7 +229,9 @@ def key_of(device: torch.device, shape: Shape, backends: tuple[str, ...], label:
     """What costs depend on, as text."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     sizes = f"{shape.heads} heads, {shape.groups} groups, size {shape.size}, {str(shape.dtype).removeprefix('torch.')}"
-    versions = " ".join(f"{package} {_version(package)}" for package in ("torch", "triton", "mmaccel"))
+    versions = " ".join(
+        f"{package} {_version(package)}" for package in ("torch", "triton", "flash-attn-4", "mmaccel")
+    )
     return " | ".join((name, sizes, versions, "+".join(backends), label))
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from mmaccel.backends.ops import ABSENT, FULL, define, lse_dtype, placed, ragged
+from mmaccel.backends.ops import ABSENT, FULL, define, lse_dtype, placed
+from mmaccel.backends.tables import table as table_of
 
 
 def usable(device: torch.device) -> str | None:
@@ -47,8 +48,7 @@ def block_attend(
 ) -> tuple[Tensor, Tensor]:
     """See `mmaccel.backends.ops.block_attend`. Compiled on CUDA; eager on CPU, where compiled flex gives no lse."""
     B, H = query.shape[:2]
-    told = [ragged(*one) for one in zip(offset, index, kind, strict=True)]
-    lists = [one[0] for one in told], [one[1] for one in told], [one[2] for one in told]
+    lists = offset, index, kind
     mask, k_rows = block_mask(q_row, k_row, q_place, k_place, lo, hi, *lists, block_q, block_k, (B, H))
     flex = _compiled() if query.is_cuda else flex_attention
     out, aux = flex(
@@ -84,18 +84,6 @@ def gather(x: Tensor, row: Tensor, heads: int = 0) -> Tensor:
     return x.reshape(B * X * S, D).index_select(0, address.reshape(-1)).view(B, count, -1, D)
 
 
-def _table(offset: Tensor, index: Tensor, kind: Tensor, n_blocks: int) -> Tensor:
-    """[b, h, M, n_blocks] int8: the kind of each listed block, -1 elsewhere."""
-    b, h, m1 = offset.shape
-    begin, end = offset[..., :-1].reshape(-1), offset[..., 1:].reshape(-1)
-    # Lists lie one after another in `index`; what follows the last is slack, and falls into a row that is cut off.
-    entry = torch.arange(index.shape[0], device=index.device)
-    row = torch.searchsorted(end.contiguous(), entry, right=True)
-    table = torch.full((begin.shape[0] + 1, n_blocks), -1, dtype=torch.int8, device=index.device)
-    table[row, index.long()] = kind
-    return table[:-1].view(b, h, m1 - 1, n_blocks)
-
-
 def block_mask(
     q_row: Tensor,
     k_row: Sequence[Tensor],
@@ -117,7 +105,7 @@ def block_mask(
     k_rows = torch.cat([t.expand(B, H if own else 1, -1) for t in k_row], -1)
     lists = zip(offset, index, kind, k_row, strict=True)
     table = torch.cat(
-        [_table(o, i, f, r.shape[-1] // block_k).expand(B, H, -1, -1) for o, i, f, r in lists], -1
+        [table_of(o, i, f, r.shape[-1] // block_k).expand(B, H, -1, -1) for o, i, f, r in lists], -1
     )
     lengths = torch.tensor([t.shape[-1] for t in k_place], device=device)
     owner = torch.repeat_interleave(torch.arange(len(lo), device=device), lengths)

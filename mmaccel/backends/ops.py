@@ -23,6 +23,7 @@ from mmaccel.backends.index import slash_runs as slash_runs
 from mmaccel.backends.index import stride_scores as stride_scores
 from mmaccel.backends.index import strongest as strongest
 from mmaccel.backends.index import turned_classes as turned_classes
+from mmaccel.backends.natural import counted as counted
 
 FULL, ABSENT, TEST = 0, 1, 2
 """Kinds of listed block: no test needed; some keys absent (a vector mask); range test for each pair."""

@@ -27,10 +27,11 @@ BACKENDS = {
     "reference": "mmaccel.backends.reference",
     "flex": "mmaccel.backends.flex",
     "triton": "mmaccel.backends.triton",
+    "flash": "mmaccel.backends.flash",
 }
 """Name to module; each has ``usable(device) -> str | None`` and ``op``, a custom operator of the flat schema."""
 
-PREFERENCE = {"cuda": ("triton", "flex", "reference"), "cpu": ("reference", "flex")}
+PREFERENCE = {"cuda": ("triton", "flash", "flex", "reference"), "cpu": ("reference", "flex")}
 """Order in which "auto" looks where nothing is measured, and in which it measures; fastest first."""
 
 
@@ -75,6 +76,7 @@ def decide(
     *,
     plan: Callable[[int], Callable[[], Any]] | None = None,
     label: str = "",
+    block: int = cost.BLOCK,
     measure: bool | None = None,
     store: Store | None = None,
     **how: Any,
@@ -82,6 +84,7 @@ def decide(
     """The backend for `name` ("auto", or one by name, which stands) on `device`, for layers of `shape`.
 
     plan     tokens -> something that plans a layer of that many, timed with the rest; `label` tells it from others
+    block    the edge of the pattern's blocks: what a backend does not serve in such blocks is not chosen
     measure  whether "auto" measures; by default on CUDA alone
     store    where costs are kept, the user's cache folder by default
     how      for `cost.measure`
@@ -99,11 +102,11 @@ def decide(
         return Choice("reference", "no other computes in float64")
     kept = store if store is not None else Store()
     tried = tuple(n for n in names if n != "reference") or names
-    key = cost.key_of(device, shape, tried, label)
+    key = cost.key_of(device, shape, tried, f"{label} in blocks of {block}")
     costs = kept.get(key)
     again = costs is not None
     if costs is None or not costs.sparse:
-        costs = cost.measure(device, shape, {n: get(n, device) for n in tried}, plan, **how)
+        costs = cost.measure(device, shape, {n: get(n, device) for n in tried}, plan, block=block, **how)
         kept.put(key, costs)
     if not costs.sparse:
         return Choice("reference", ", ".join(f"{n}: {reason}" for n, reason in costs.untried.items()), None)

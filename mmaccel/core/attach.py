@@ -168,7 +168,7 @@ def choose_backend(recipe: Recipe, view: ModelView) -> select.Choice:
 
     label = f"{recipe.sparse.name} {hashlib.sha256(repr(pattern).encode()).hexdigest()[:12]}"
     shape = select.Shape(sizes.heads, sizes.kv_heads, sizes.head_dim, dtype)
-    return select.decide(recipe.backend, device, shape, plan=plan, label=label)
+    return select.decide(recipe.backend, device, shape, plan=plan, label=label, block=pattern.block)
 
 
 def attached(model: nn.Module) -> Accelerated | None:

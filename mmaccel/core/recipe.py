@@ -33,7 +33,7 @@ class Recipe:
     draft       the draft strategy
     prune       a token pruner, or None
     backend     "auto" (chosen once, when the recipe is attached; on CUDA by measured cost, and dense wherever a pattern
-                would not win), or one by name ("reference", "flex", "triton"), which never falls back
+                would not win), or one by name ("reference", "flex", "triton", "flash"), which never falls back
     chunk       prefill in chunks of this many tokens; None runs the whole prompt at once
     dense_tail  the last this many rows of a prompt see every key: the question's rows decide the answer and cost next to
                 nothing. 0 runs the pattern on every row, as the paper's baselines do

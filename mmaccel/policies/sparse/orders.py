@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmaccel.backends import ops
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import FAR
 
@@ -36,6 +37,9 @@ def natural(
     B, S = chosen.shape
     n = S if size is None else size
     n += -n % block if n else block
+    if member is None and size is None and not layout.padded:
+        ends = torch.nn.functional.pad(layout.position.long(), (0, n - S), value=FAR)
+        return Order(ops.counted(B, S, n, chosen.device), ends)
     # Tokens that are not chosen, and those past `size`, fall into a last column that is cut off.
     slot = torch.where(chosen, chosen.long().cumsum(1) - 1, n).clamp(max=n)
     index = torch.arange(S, device=chosen.device, dtype=torch.int32).expand(B, S)

@@ -1,0 +1,41 @@
+"""One part of an attention plan through flash-attn 4: block lists as its block tensors, places as its mask."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.backends.ops import define
+
+
+def usable(device: torch.device) -> str | None:
+    """Why this backend cannot run on `device`; None when it can. flash-attn itself is not imported to tell."""
+    if device.type != "cuda":
+        return "flash-attn 4 runs on cuda"
+    if not _installed():
+        return "it needs flash-attn 4 (pip install flash-attn-4)"
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        return "it needs a Hopper GPU"
+    return None
+
+
+def _installed() -> bool:
+    # Of version 2 the package has the same name, and no `cute`.
+    try:
+        return all(find_spec(name) is not None for name in ("flash_attn.cute", "cutlass"))
+    except ImportError:
+        return False
+
+
+def _block_attend(*args: Any) -> tuple[Tensor, Tensor]:
+    from mmaccel.backends.flash.attend import block_attend
+
+    return block_attend(*args)
+
+
+op = define("block_attend_flash", _block_attend)

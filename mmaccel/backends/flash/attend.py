@@ -1,0 +1,181 @@
+"""From the flat operator to calls of flash-attn 4: rows in the order of the part, lists as its block tensors.
+
+Where all lists are runs of blocks in their order, neighbours go together into tiles of 128 by 128, and each query keeps to
+the run of its own block. Other lists are told tile by tile, and their blocks, of 64 or 128, are tiles as they are. A tile
+whose blocks are all FULL is not tested; the rest are, also blocks of kind ABSENT, whose present pairs pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.backends.flash.limits import Lists, Tiles, lengthened, limits, side_by_side
+from mmaccel.backends.natural import in_order
+from mmaccel.backends.ops import placed, room_for
+from mmaccel.backends.tables import finer, rooms, table, tiled
+from mmaccel.core.errors import RecipeError
+
+LEAST = 64
+"""The smallest edge of a tile."""
+
+SIZES = (64, 80, 96, 128)
+"""Head sizes that are served."""
+
+ROOM = 1 << 26
+"""Pairs of blocks whose table is held at a time, about 30 bytes each while it is made, 8 after: heads go in turns."""
+
+MOST = 1 << 28
+"""Pairs of blocks of one head and all sequences beyond which nothing is made: a million tokens in blocks of 64."""
+
+
+def block_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_row: Tensor,
+    k_row: Sequence[Tensor],
+    q_place: Sequence[Tensor],
+    k_place: Sequence[Tensor],
+    lo: Sequence[int],
+    hi: Sequence[int],
+    offset: Sequence[Tensor],
+    index: Sequence[Tensor],
+    kind: Sequence[Tensor],
+    block_q: int,
+    block_k: int,
+    scale: float,
+    rows: int = 0,
+    *,
+    pack: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `mmaccel.backends.ops.block_attend`. Reads nothing on the host; every size comes from shapes.
+
+    pack    the heads of a group go into one tile where all share their lists
+
+    Raises `RecipeError` for what flash-attn 4, or the room for its block tensors, does not serve.
+    """
+    B, H, n, _ = query.shape
+    blocks = [t.shape[-1] // block_k for t in k_row]
+    lists = [Lists(*one) for one in zip(offset, index, kind, blocks, strict=True)]
+    plain = all(one.plain for one in lists)
+    refuse(query, value, block_q, block_k, plain, B * (q_row.shape[-1] // block_q) * sum(blocks))
+    if min(query.numel(), key.numel(), q_row.numel()) == 0:
+        out, lse = room_for(query, value, q_row.shape[-1], rows)
+        return out.zero_(), lse.fill_(-torch.inf)
+    if scale <= 0:
+        # The kernel takes the largest score before it scales, which a positive scale alone allows.
+        query, scale = query * scale, 1.0
+
+    tiles = Tiles.of(block_q, block_k, plain)
+    q_own = rows == n and in_order(q_row, n)
+    k_own = len(k_row) == 1 and in_order(k_row[0], key.shape[2])
+    k_rows = side_by_side([lengthened(t, tiles.keys, -1) for t in k_row])
+    q = query.transpose(1, 2) if q_own else gathered(query, lengthened(q_row, tiles.queries, -1), H)
+    k, v = (t.transpose(1, 2) if k_own else gathered(t, k_rows, H) for t in (key, value))
+    tests = limits(q_place, k_row, k_place, lo, hi, lists, tiles, (block_q, block_k))
+    group = H // k.shape[2]
+    outs, sums = [], []
+    for heads in turns(lists, H, group):
+        tensors = block_tensors([one.of(heads) for one in lists], tiles, q.shape[1], k.shape[1])
+        mine = [over(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
+        its = slice(heads.start // group, (heads.stop - 1) // group + 1)
+        some = q[:, :, heads], k[:, :, its], v[:, :, its]
+        out, lse = call(*some, tensors, tiles, mine, scale, pack)
+        outs.append(out)
+        sums.append(lse)
+    out, lse = side_by_side(outs, 2).transpose(1, 2), side_by_side(sums, 1)
+    if q_own:
+        return out, lse
+    out, lse = out[:, :, : q_row.shape[-1]], lse[..., : q_row.shape[-1]]
+    if rows:
+        return placed(out, lse, q_row, rows)
+    blind = (q_row < 0).expand(lse.shape)
+    return out.masked_fill(blind[..., None], 0.0).contiguous(), lse.masked_fill(blind, -torch.inf)
+
+
+def refuse(query: Tensor, value: Tensor, block_q: int, block_k: int, plain: bool, pairs: int) -> None:
+    """Raise for what is not served; `pairs` of blocks of one head and all sequences."""
+    size = query.shape[-1]
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        why = f"computes in float16 or bfloat16, not in {str(query.dtype).removeprefix('torch.')}"
+    elif size not in SIZES or value.shape[-1] != size:
+        why = f"serves heads of {', '.join(map(str, SIZES))}, not of {size} and {value.shape[-1]}"
+    elif not plain and min(block_q, block_k) < LEAST:
+        why = f"serves these lists in blocks of {LEAST} or more, not of {block_q} by {block_k}"
+    elif pairs > MOST:
+        why = f"holds a table of at most {MOST} pairs of blocks a head, and this prompt has {pairs}"
+    else:
+        return
+    raise RecipeError(f"backend: 'flash' {why}; choose 'triton'.")
+
+
+def gathered(x: Tensor, row: Tensor, heads: int) -> Tensor:
+    """Rows `row` [b, h, n] of x [B, X, S, D]: [B, n, X, D], or [B, n, heads, D] where each head has rows of its own."""
+    B, X = x.shape[:2]
+    count = X if row.shape[1] == 1 else heads
+    batch = torch.arange(B, device=x.device)[:, None, None]
+    source = torch.arange(count, device=x.device) // (count // X)
+    return x.transpose(1, 2)[batch, row.clamp(min=0).transpose(1, 2).long(), source]
+
+
+def turns(lists: Sequence[Lists], heads: int, group: int) -> Iterator[slice]:
+    """The heads whose tables are made together: all, if they share their lists, or as many as there is room for, whole
+    groups of `group` that share keys or a part of one."""
+    step = heads
+    if any(one.heads > 1 for one in lists):
+        pairs = max(one.offset.shape[0] for one in lists) * sum(one.blocks for one in lists)
+        rows = lists[0].offset.shape[2] - (lists[0].offset.dim() == 3)
+        most = max(ROOM // (pairs * rows), 1)
+        step = most // group * group or max(s for s in range(1, most + 1) if group % s == 0)
+    for first in range(0, heads, step):
+        yield slice(first, min(first + step, heads))
+
+
+def block_tensors(lists: Sequence[Lists], tiles: Tiles, n_query: int, n_key: int) -> tuple[Tensor, ...]:
+    """Of the tiles of `n_query` queries and `n_key` keys how many are tested [b, h, M] and which [b, h, M, N], and the
+    same of those that are not, all int32; the spans one after another."""
+    told = [tiled(finer(table(*one), *tiles.cut), *tiles.joined) for one in lists]
+    rows, columns = -(-n_query // tiles.queries), -(-n_key // tiles.keys)
+    listed, full = (side_by_side([pair[i] for pair in told])[:, :, :rows, :columns] for i in (0, 1))
+    return *rooms(listed & ~full), *rooms(full)
+
+
+def over(t: Tensor, batch: int, heads: int) -> Tensor:
+    """t [b, h, ...] over all sequences and heads: of stride 0 where they share it, so that kernels know it alike."""
+    lead = tuple(0 if t.shape[i] == 1 else t.stride(i) for i in (0, 1))
+    return t.as_strided((batch, heads, *t.shape[2:]), (*lead, *t.stride()[2:]), t.storage_offset())
+
+
+def call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: Sequence[Tensor],
+    tiles: Tiles,
+    tests: list[Tensor],
+    scale: float,
+    pack: bool,
+) -> tuple[Tensor, Tensor]:
+    """out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]."""
+    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    from mmaccel.backends.flash.within import within
+
+    found: Any = flash_attn_func(
+        query,
+        key,
+        value,
+        softmax_scale=scale,
+        mask_mod=within,
+        aux_tensors=tests,
+        block_sparse_tensors=BlockSparseTensorsTorch(*tensors, block_size=(tiles.queries, tiles.keys)),
+        pack_gqa=pack and tensors[0].shape[1] == 1,
+        return_lse=True,
+    )
+    out, lse = found[:2]
+    return out, lse

@@ -1,0 +1,60 @@
+"""What flash-attn 4 does with block tensors and a mask, written out over all pairs, for devices on which it cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mmaccel.backends.flash.limits import Tiles
+
+from .oracle import log_sum_exp, masked
+
+
+def written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: Sequence[Tensor],
+    tiles: Tiles,
+    tests: list[Tensor],
+    scale: float,
+    pack: bool,
+) -> tuple[Tensor, Tensor]:
+    """As `mmaccel.backends.flash.attend.call`. A tile that is listed twice is a fault."""
+    mask = seen(query.shape[:3], key.shape[1], tensors, tiles, tests)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    out = masked(q.float(), k.float(), v.float(), mask, scale).to(query.dtype)
+    return out.transpose(1, 2), log_sum_exp(q.float(), k.float(), mask, scale)
+
+
+def seen(
+    shape: Sequence[int], n_key: int, tensors: Sequence[Tensor], tiles: Tiles, tests: list[Tensor]
+) -> Tensor:
+    """[B, H, n, N] bool: the pairs that are computed, for `shape` (B, n, H)."""
+    B, n, H = shape
+    rows, columns = -(-n // tiles.queries), -(-n_key // tiles.keys)
+    least, most, *spans = tests
+    k = torch.arange(n_key)
+    inside = torch.zeros(B, H, n, n_key, dtype=torch.bool)
+    for span in spans:
+        place, begin, end = (t[..., :n, None] for t in span.unbind(2))
+        inside |= (
+            (begin <= k)
+            & (k < end)
+            & (least[:, :, None, :n_key] <= place)
+            & (place < most[:, :, None, :n_key])
+        )
+    told = []
+    for count, index in (tensors[:2], tensors[2:]):
+        assert count.dtype == index.dtype == torch.int32
+        assert count.shape[2:] == (rows,) and index.shape[2:] == (rows, columns)
+        entry = torch.arange(columns) < count[..., None]
+        table = torch.zeros(*index.shape[:3], columns + 1, dtype=torch.int32)
+        table.scatter_add_(-1, torch.where(entry, index.long(), columns), torch.ones_like(index))
+        told.append(table[..., :-1].expand(B, H, -1, -1))
+    tested, full = (t.repeat_interleave(tiles.queries, 2).repeat_interleave(tiles.keys, 3) for t in told)
+    assert int((tested + full).max()) <= 1
+    wide = slice(0, n), slice(0, n_key)
+    return (full.bool()[:, :, *wide]) | (tested.bool()[:, :, *wide] & inside)

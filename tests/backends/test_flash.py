@@ -1,0 +1,311 @@
+"""What is made for flash-attn 4, without it: block tensors, what tested tiles compare, turns of heads, and refusals.
+
+Its kernel is written out over all pairs (`flash_cases`); `test_flash_gpu` runs the real one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmaccel.backends import cost, flash, select
+from mmaccel.backends.flash import attend
+from mmaccel.backends.flash.limits import Lists, Tiles
+from mmaccel.backends.natural import counted, in_order
+from mmaccel.backends.ops import FULL, TEST
+from mmaccel.backends.tables import finer, rooms, table, tiled
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.lists import BlockLists, BlockRuns
+from mmaccel.core.lower import attend_plan
+from mmaccel.core.plan import AttentionPlan
+from mmaccel.policies.sparse import AShape
+from tests.policies.sparse.scenes import Scene
+from tests.policies.sparse.test_no_reads import NoReads
+
+from .flash_cases import written_out
+from .oracle import budget, flat
+from .plans import PATTERNS, SCENE, random_plan
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The kernel written out; what it was called with. Head sizes of small scenes are let through."""
+    found: list[tuple[Any, ...]] = []
+
+    def told(*args: Any) -> tuple[Tensor, Tensor]:
+        found.append(args)
+        return written_out(*args)
+
+    monkeypatch.setattr(attend, "call", told)
+    monkeypatch.setattr(attend, "SIZES", (16, SCENE.size))
+    return found
+
+
+def planned(name: str, block: int, start: int) -> tuple[AttentionPlan, tuple[Tensor, ...]]:
+    scene = Scene(SCENE.sequences, start, SCENE.heads, SCENE.groups, SCENE.size, SCENE.seed)
+    tensors = tuple(t.half() for t in scene.tensors(torch.float32))
+    layout = scene.layout()
+    plan = replace(PATTERNS[name], block=block).plan(*tensors[:2], layout.take(slice(start, None)), layout)
+    assert plan is not None
+    return plan, tensors
+
+
+def check(plan: AttentionPlan, tensors: Sequence[Tensor], scale: float = 0.2, **named: Any) -> None:
+    mask = plan.to_mask()
+    out, lse = attend_plan(plan, *tensors, scale, lambda *args: attend.block_attend(*args, **named))
+    exact, allowed = budget(*tensors, mask, scale)
+    assert out.shape == exact.shape and out.dtype == tensors[0].dtype and lse.dtype == torch.float32
+    assert float((out.double() - exact).abs().max()) <= allowed
+    blind = ~mask.any(-1).expand(lse.shape)
+    assert (out[blind] == 0).all() and torch.equal(lse == -torch.inf, blind)
+
+
+@pytest.mark.parametrize("start", [0, 70])
+@pytest.mark.parametrize("block", [64, 128, 256])
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_patterns(name: str, block: int, start: int, calls: list[tuple[Any, ...]]) -> None:
+    check(*planned(name, block, start))
+    assert calls
+
+
+@pytest.mark.parametrize("name", ["a_shape", "grid", "grid_free", "k_boundary"])
+@pytest.mark.parametrize("block", [16, 32])
+def test_small_blocks_in_their_order_go_together(name: str, block: int, calls: list[tuple[Any, ...]]) -> None:
+    check(*planned(name, block, 0))
+    assert {(args[4].queries, args[4].keys) for args in calls} == {(128, 128)}
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 2**16),
+    lead=st.sampled_from(["", "b", "h", "bh"]),
+    blocks=st.sampled_from([(64, 64), (128, 64), (64, 128), (128, 256)]),
+    scale=st.sampled_from([0.25, -0.3]),
+)
+def test_random_plans(seed: int, lead: str, blocks: tuple[int, int], scale: float) -> None:
+    """Shuffled rows, lists of their own, several spans; a row at a time through rooms for one head."""
+    plan = random_plan(seed, lead=lead, n_query=150, n_key=300, blocks=blocks)
+    rng = torch.Generator().manual_seed(seed)
+    shapes = ((4, 150), (2, 300), (2, 300))
+    tensors = tuple(torch.randn(2, h, n, 16, generator=rng).half() for h, n in shapes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "call", written_out)
+        patch.setattr(attend, "SIZES", (16,))
+        check(plan, tensors, scale)
+        patch.setattr(attend, "ROOM", 1)
+        check(plan, tensors, scale)
+
+
+def test_the_part_has_an_order_of_its_own(calls: list[tuple[Any, ...]]) -> None:
+    """Without `rows`, what is given back is in the part's order, and what its fake says."""
+    plan = random_plan(4, n_query=150, n_key=300, blocks=(64, 64))
+    tensors = tuple(torch.randn(2, h, n, 16).half() for h, n in ((4, 150), (2, 300), (2, 300)))
+    arguments = (*tensors, *flat(plan.parts[0], plan), 0.2)
+    out, lse = attend.block_attend(*arguments)
+    wide, sums = attend.block_attend(*arguments, 150)
+    row = plan.parts[0].q_row.long()
+    there = row >= 0
+    picked = wide.gather(2, row.clamp(min=0)[..., None].expand(out.shape))
+    assert torch.equal(out, picked.masked_fill(~there[..., None], 0.0))
+    assert torch.equal(lse, sums.gather(2, row.clamp(min=0)).masked_fill(~there, -torch.inf))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        for rows, real in ((0, (out, lse)), (150, (wide, sums))):
+            for fake, one in zip(flash.op(*arguments, rows), real, strict=True):
+                assert (one.shape, one.dtype, one.stride()) == (fake.shape, fake.dtype, fake.stride())
+
+
+def test_rows_in_their_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -> None:
+    """Queries are read where they lie, and keys too where there is one span; a permuted order is gathered."""
+    scene = Scene(SCENE.sequences[:1], 0, 4, 2, 16)
+    tensors = tuple(t.half() for t in scene.tensors(torch.float32))
+    layout = scene.layout()
+    for pattern, queries, keys in (
+        (AShape(sink=0, window=40, block=64), True, True),
+        (AShape(sink=9, window=40, block=64), True, False),
+        (PATTERNS["grid"], False, False),
+    ):
+        plan = pattern.plan(*tensors[:2], layout, layout)
+        assert plan is not None
+        calls.clear()
+        check(plan, tensors)
+        assert [args[0].data_ptr() == tensors[0].data_ptr() for args in calls] == [queries] * len(calls)
+        assert [args[1].data_ptr() == tensors[1].data_ptr() for args in calls] == [keys] * len(calls)
+
+
+def test_an_order_is_known_while_it_lives() -> None:
+    row = counted(2, 5, 8, torch.device("cpu"))
+    assert row.tolist() == [[0, 1, 2, 3, 4, -1, -1, -1]] * 2
+    assert in_order(row[:, None], 5) and not in_order(row[:, None], 6)
+    assert not in_order(row[:, None, :5], 5) and not in_order(row.clone()[:, None], 5)
+    assert not in_order(row[1:, None], 5) and not in_order(row[:1, None], 5)
+
+
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_nothing_is_read_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call on: the kernel itself is left out."""
+    plan, tensors = planned(name, 64, 0)
+    monkeypatch.setattr(attend, "SIZES", (SCENE.size,))
+
+    def nothing(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(query), query.new_empty(*query.transpose(1, 2).shape[:3], dtype=torch.float32)
+
+    monkeypatch.setattr(attend, "call", nothing)
+    with NoReads():
+        attend_plan(plan, *tensors, 0.2, attend.block_attend)
+
+
+@pytest.mark.parametrize("lead", ["", "b", "h", "bh"])
+def test_tables_of_lists_one_after_another(lead: str) -> None:
+    plan = random_plan(7, lead=lead, n_query=150, n_key=300)
+    for span in plan.parts[0].spans:
+        n = span.k_row.shape[-1] // plan.block_k
+        lists = span.lists
+        assert isinstance(lists, BlockLists)
+        want = lists.table(n)
+        slack = torch.cat([lists.index, lists.index[:3]]), torch.cat([lists.kind, lists.kind[:3]])
+        assert torch.equal(table(lists.offset, *slack, n), want)
+        if "h" in lead:
+            some = Lists(lists.offset, lists.index, lists.kind, n).of(slice(1, 3))
+            assert torch.equal(table(*some), want[:, 1:3])
+
+
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_tables_of_runs(name: str) -> None:
+    plan, _ = planned(name, 16, 0)
+    seen = 0
+    for part in plan.parts:
+        for span in part.spans:
+            if isinstance(span.lists, BlockRuns):
+                n, lists = span.k_row.shape[-1] // 16, span.lists
+                assert torch.equal(table(lists.row, lists.entries, lists.kind, n), lists.table(n))
+                seen += 1
+    assert seen
+
+
+@given(seed=st.integers(0, 2**16), queries=st.sampled_from([1, 2, 8]), keys=st.sampled_from([1, 2, 4]))
+def test_tiles_of_blocks(seed: int, queries: int, keys: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    m, n = (int(torch.randint(1, 12, (), generator=rng)) for _ in range(2))
+    kinds = torch.randint(-1, 3, (1, 2, m, n), generator=rng, dtype=torch.int8)
+    kinds[:, :, : m // 2] = FULL
+    listed, full = tiled(kinds, queries, keys)
+    for h in range(2):
+        for i in range(-(-m // queries)):
+            for j in range(-(-n // keys)):
+                tile = kinds[0, h, i * queries : (i + 1) * queries, j * keys : (j + 1) * keys]
+                assert listed[0, h, i, j] == (tile >= 0).any()
+                assert full[0, h, i, j] == ((tile == FULL).all() and tile.shape[1] == keys)
+    count, index = rooms(listed)
+    assert count.dtype == index.dtype == torch.int32
+    for row, (c, i) in zip(
+        listed.flatten(0, 2), zip(count.flatten(), index.flatten(0, 2), strict=True), strict=True
+    ):
+        assert i[: int(c)].tolist() == row.nonzero().flatten().tolist()
+    parts = finer(kinds, queries, keys)
+    assert torch.equal(parts, kinds.repeat_interleave(queries, 2).repeat_interleave(keys, 3))
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "room", "want"),
+    [
+        (8, 4, 10, [range(8)]),
+        (8, 4, 4, [range(4), range(4, 8)]),
+        (8, 4, 3, [range(i, i + 2) for i in range(0, 8, 2)]),
+        (14, 7, 6, [range(i, i + 1) for i in range(14)]),
+        (12, 2, 5, [range(0, 4), range(4, 8), range(8, 12)]),
+    ],
+)
+def test_turns_are_of_whole_groups_or_of_a_part_of_one(
+    heads: int, group: int, room: int, want: list[range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend, "ROOM", room * 5 * 7)
+    lists = Lists(torch.zeros(1, heads, 6, dtype=torch.long), torch.zeros(3), torch.zeros(3), 7)
+    assert [range(s.start, s.stop) for s in attend.turns([lists], heads, group)] == want
+    shared = Lists(lists.offset[:, :1], lists.entries, lists.kind, 7)
+    assert list(attend.turns([shared], heads, group)) == [slice(0, heads)]
+
+
+def test_tiles() -> None:
+    assert Tiles.of(64, 64, True) == Tiles(128, 128, (2, 2), (1, 1))
+    assert Tiles.of(16, 256, True) == Tiles(128, 128, (8, 1), (1, 2))
+    assert Tiles.of(64, 64, False) == Tiles(64, 64, (1, 1), (1, 1))
+    assert Tiles.of(256, 128, False) == Tiles(128, 128, (1, 1), (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "blocks", "why"),
+    [
+        (64, torch.float32, 64, "computes in float16 or bfloat16, not in float32"),
+        (24, torch.float16, 64, "serves heads of 64, 80, 96, 128, not of 24 and 24"),
+        (64, torch.float16, 32, "serves these lists in blocks of 64 or more, not of 32 by 32"),
+    ],
+)
+def test_refusals(size: int, dtype: torch.dtype, blocks: int, why: str) -> None:
+    plan = random_plan(1, n_query=64, n_key=128, blocks=(blocks, blocks))
+    tensors = (torch.zeros(2, h, n, size, dtype=dtype) for h, n in ((4, 64), (2, 128), (2, 128)))
+    with pytest.raises(RecipeError, match=re.escape(f"backend: 'flash' {why}; choose 'triton'.")):
+        attend.block_attend(*tensors, *flat(plan.parts[0], plan), 0.2)
+
+
+def test_a_table_has_a_bound() -> None:
+    one = torch.zeros(1, 1, 1, 64).half()
+    attend.refuse(one, one, 64, 64, False, (1 << 20) ** 2 // 64**2)
+    with pytest.raises(RecipeError, match="at most 268435456 pairs of blocks a head"):
+        attend.refuse(one, one, 64, 64, False, (1 << 20) ** 2 // 64**2 + 1)
+
+
+def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flash.usable(torch.device("cpu")) == "flash-attn 4 runs on cuda"
+    monkeypatch.setattr(flash, "_installed", lambda: False)
+    assert flash.usable(CUDA) == "it needs flash-attn 4 (pip install flash-attn-4)"
+    monkeypatch.setattr(flash, "_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert flash.usable(CUDA) == "no CUDA device is visible"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for capability, why in (
+        ((8, 0), "it needs a Hopper GPU"),
+        ((9, 0), None),
+        ((10, 0), "it needs a Hopper GPU"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert flash.usable(CUDA) == why
+
+
+def test_auto_passes_over_what_is_refused(
+    calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal while costs are measured leaves the backend untried; blocks are those of the pattern."""
+    monkeypatch.setattr(attend, "SIZES", (64,))
+    backends = {"reference": select.get("reference", "cpu"), "flash": attend.block_attend}
+    how = dict(lengths=(256, 512), bench=lambda run, device: (run(), 1.0)[1])
+    shape = select.Shape(2, 1, 64, torch.float16)
+    costs = cost.measure(torch.device("cpu"), shape, backends, block=64, **how)
+    assert set(costs.sparse) == {"reference", "flash"} and calls
+    for other, block in ((shape, 32), (replace(shape, dtype=torch.float32), 64)):
+        costs = cost.measure(torch.device("cpu"), other, backends, block=block, **how)
+        assert set(costs.sparse) == {"reference"} and "RecipeError" in costs.untried["flash"]
+
+
+def test_kinds_agree_with_the_range() -> None:
+    """A block that is not tested elsewhere is tested here where it goes into a tested tile: it must pass its own test."""
+    for name in PATTERNS:
+        plan, _ = planned(name, 16, 0)
+        for part in plan.parts:
+            for span in part.spans:
+                kinds = span.lists.table(span.k_row.shape[-1] // 16)
+                gap = span.q_place[..., :, None] - span.k_place[..., None, :]
+                present = (part.q_row >= 0)[..., :, None] & (span.k_row >= 0)[..., None, :]
+                wide = kinds.repeat_interleave(16, 2).repeat_interleave(16, 3)
+                untested = present & (wide >= 0) & (wide != TEST)
+                assert (~untested | ((gap >= span.lo) & (gap < span.hi))).all()

@@ -1,0 +1,72 @@
+"""flash-attn 4 against exact attention: every pattern, orders of every kind, the heads it serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel.backends import flash, select
+from mmaccel.backends.flash.attend import block_attend
+from mmaccel.core.lower import attend_plan
+from mmaccel.core.plan import AttentionPlan
+from mmaccel.policies.sparse import AShape
+from tests.policies.sparse.scenes import Scene
+
+from .oracle import budget, log_sum_exp
+from .plans import PATTERNS, SCENE, random_plan
+
+WHY = flash.usable(torch.device("cuda"))
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(WHY is not None, reason=WHY or "it runs here")]
+
+
+def check(plan: AttentionPlan, tensors: tuple[Tensor, ...], scale: float, kernel: Any) -> None:
+    mask = plan.to_mask()
+    out, lse = attend_plan(plan, *tensors, scale, kernel)
+    exact, allowed = budget(*tensors, mask, scale)
+    assert float((out.double() - exact).abs().max()) <= allowed
+    blind = ~mask.any(-1).expand(lse.shape)
+    assert (out[blind] == 0).all() and torch.equal(lse == -torch.inf, blind)
+    query, key, _ = tensors
+    wide = log_sum_exp(query.double(), key.double(), mask, scale)[~blind]
+    plain = float((log_sum_exp(query, key, mask, scale)[~blind].double() - wide).abs().max())
+    error = float((lse[~blind].double() - wide).abs().max())
+    assert error <= 2 * plain + torch.finfo(torch.float32).eps * float(wide.abs().max())
+
+
+@pytest.mark.parametrize("start", [0, 70])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("name", list(PATTERNS))
+def test_patterns(name: str, block: int, start: int) -> None:
+    scene = Scene(SCENE.sequences, start, SCENE.heads, SCENE.groups, 128, SCENE.seed)
+    tensors = tuple(t.to("cuda", torch.bfloat16) for t in scene.tensors(torch.float32))
+    layout = scene.layout().to("cuda")
+    plan = replace(PATTERNS[name], block=block).plan(*tensors[:2], layout.take(slice(start, None)), layout)
+    assert plan is not None
+    check(plan, tensors, 128**-0.5, select.get("flash", "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(64, torch.float16), (80, torch.bfloat16), (96, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("lead", ["", "bh"])
+def test_random_plans(lead: str, size: int, dtype: torch.dtype) -> None:
+    plan = random_plan(size, lead=lead, n_query=300, n_key=700, blocks=(64, 64))
+    rng = torch.Generator().manual_seed(size)
+    shapes = ((4, 300), (2, 700), (2, 700))
+    tensors = tuple(torch.randn(2, h, n, size, generator=rng).to("cuda", dtype) for h, n in shapes)
+    check(plan.to("cuda"), tensors, size**-0.5, block_attend)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_heads_of_a_group_in_one_tile(pack: bool) -> None:
+    scene = Scene(SCENE.sequences, 0, 14, 2, 128, 3)
+    tensors = tuple(t.to("cuda", torch.bfloat16) for t in scene.tensors(torch.float32))
+    layout = scene.layout().to("cuda")
+    plan = AShape(sink=9, window=30, block=64).plan(*tensors[:2], layout, layout)
+    assert plan is not None
+    check(plan, tensors, 0.1, partial(block_attend, pack=pack))

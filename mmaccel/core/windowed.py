@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import select
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range
 
 BLOCK = 128
@@ -17,8 +18,12 @@ BLOCK = 128
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """What computes windows of many rows without a mask, where there is something better than masks."""
-    served = dtype in (torch.float16, torch.bfloat16) and select.usable(device)["triton"] is None
-    return select.get("triton", device) if served else None
+    if dtype not in (torch.float16, torch.bfloat16):
+        return None
+    try:
+        return select.get("triton", device)
+    except RecipeError:
+        return None
 
 
 @lru_cache(64)

@@ -11,7 +11,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.policies.kv.mosaic.writing import Writer
 from tests.models.streams import FPS, film, open_session, pair
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
-from tests.policies.sparse.test_no_reads import NoReads
+from tests.policies.kv.test_question_reads import Counted
 
 MEMORIES: dict[str, dict[str, Any]] = {
     "mosaic": {"name": "mosaic", "frames": 4, "window": 6, "local": 2, "init": 8},
@@ -39,7 +39,9 @@ def test_pixels_without_a_text_are_those_with_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("memory", sorted(MEMORIES))
-def test_watching_reads_nothing_back(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_reads_nothing_back_and_launches_little(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All but the clustering, which is the host's own, and is given what has arrived."""
     with open_session("random-ov", MEMORIES[memory]) as session:
         session.watch(film(16), fps=FPS)
@@ -48,6 +50,9 @@ def test_watching_reads_nothing_back(memory: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(type(live.state), "idle", lambda self: None)
         before = live.state.units()
         frames = film(24)[16:]
-        with NoReads():
+        with Counted() as counted:
             live.take(frames, [100.0 + i for i in range(8)])
         assert live.state.units() == before + 8
+        # Of a clip, however long: a tower of one layer, and two layers of which each gives units to the store.
+        launched = sum(counted.launched.values())
+        assert 100 < launched <= 200, counted.launched.most_common()

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-_made: WeakValueDictionary[tuple[torch.device, int, int], Tensor] = WeakValueDictionary()
-"""Device, address and number of rows -> what `counted` made and somebody still holds."""
+_made: dict[tuple[torch.device, int], tuple[ref[Tensor], int]] = {}
+"""Device and address -> what was made there, as long as somebody holds it, and how many rows are in it."""
 
 
 def counted(batch: int, n: int, width: int, device: torch.device) -> Tensor:
     """[batch, width] int32: the rows 0 .. n - 1, and -1 past the last. Nobody writes to it."""
     row = torch.arange(width, dtype=torch.int32, device=device)
-    row = row.masked_fill(row >= n, -1).repeat(batch, 1)
-    _made[row.device, row.data_ptr(), n] = row
+    return _told(row.masked_fill(row >= n, -1).repeat(batch, 1), n)
+
+
+def first_rows(row: Tensor, n: int) -> Tensor:
+    """`row` without what is no row below n: -1 stands there."""
+    kept = torch.where(row < n, row, -1)
+    known = rows_in_order(row)
+    return kept if known is None else _told(kept, min(n, known))
+
+
+def rows_in_order(row: Tensor) -> int | None:
+    """How many rows `row` [b, width] or [b, 1, width] holds in their order, with -1 behind them; None if that is not known
+    to be all that it holds."""
+    made, n = _made.get((row.device, row.data_ptr()), (None, 0))
+    known = made() if made is not None else None
+    return n if known is not None and known.numel() == row.numel() and row.is_contiguous() else None
+
+
+def _told(row: Tensor, n: int) -> Tensor:
+    name = row.device, row.data_ptr()
+    _made[name] = ref(row, lambda _: _made.pop(name, None)), n
     return row
-
-
-def in_order(row: Tensor, n: int) -> bool:
-    """Whether `row` [b, 1, width] is what `counted` made for n rows; False where that is not known."""
-    made = _made.get((row.device, row.data_ptr(), n))
-    return made is not None and made.numel() == row.numel() and row.is_contiguous()

@@ -24,6 +24,7 @@ from mmaccel.backends.index import stride_scores as stride_scores
 from mmaccel.backends.index import strongest as strongest
 from mmaccel.backends.index import turned_classes as turned_classes
 from mmaccel.backends.natural import counted as counted
+from mmaccel.backends.natural import first_rows as first_rows
 
 FULL, ABSENT, TEST = 0, 1, 2
 """Kinds of listed block: no test needed; some keys absent (a vector mask); range test for each pair."""

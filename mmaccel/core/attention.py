@@ -197,7 +197,7 @@ class Run:
         if plan is None or not tail:
             return plan
         head = rows - tail
-        parts = tuple(replace(p, q_row=torch.where(p.q_row < head, p.q_row, -1)) for p in plan.parts)
+        parts = tuple(replace(p, q_row=ops.first_rows(p.q_row, head)) for p in plan.parts)
         dense = replace(plan.dense, rows=head) if plan.dense is not None else None
         return replace(plan, parts=parts, dense=dense)
 

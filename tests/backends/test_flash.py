@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.backends import cost, flash, select
+from mmaccel.backends import cost, flash, natural, select
 from mmaccel.backends.flash import attend
 from mmaccel.backends.flash.limits import Lists, Tiles
-from mmaccel.backends.natural import counted, in_order
+from mmaccel.backends.natural import counted, first_rows, rows_in_order
 from mmaccel.backends.ops import FULL, TEST
 from mmaccel.backends.tables import finer, rooms, table, tiled
 from mmaccel.core.errors import RecipeError
@@ -142,12 +142,32 @@ def test_rows_in_their_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -
         assert [args[1].data_ptr() == tensors[1].data_ptr() for args in calls] == [keys] * len(calls)
 
 
+def test_the_first_rows_of_an_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -> None:
+    """As where the last rows of a prompt are dense: they are zero, and nothing is gathered."""
+    scene = Scene(SCENE.sequences[:1], 0, 4, 2, 16)
+    tensors = tuple(t.half() for t in scene.tensors(torch.float32))
+    layout = scene.layout()
+    for pattern, own in ((AShape(sink=9, window=40, block=64), True), (PATTERNS["grid"], False)):
+        plan = pattern.plan(*tensors[:2], layout, layout)
+        assert plan is not None
+        parts = tuple(replace(p, q_row=first_rows(p.q_row, 90)) for p in plan.parts)
+        calls.clear()
+        check(replace(plan, parts=parts), tensors)
+        assert [args[0].data_ptr() == tensors[0].data_ptr() for args in calls] == [own] * len(calls)
+
+
 def test_an_order_is_known_while_it_lives() -> None:
     row = counted(2, 5, 8, torch.device("cpu"))
     assert row.tolist() == [[0, 1, 2, 3, 4, -1, -1, -1]] * 2
-    assert in_order(row[:, None], 5) and not in_order(row[:, None], 6)
-    assert not in_order(row[:, None, :5], 5) and not in_order(row.clone()[:, None], 5)
-    assert not in_order(row[1:, None], 5) and not in_order(row[:1, None], 5)
+    assert rows_in_order(row) == rows_in_order(row[:, None]) == 5
+    few = first_rows(row[:, None], 3)
+    assert few.tolist() == [[[0, 1, 2, -1, -1, -1, -1, -1]]] * 2
+    assert rows_in_order(few) == 3 and rows_in_order(first_rows(row, 7)) == 5
+    for other in (row[:, :5], row[:1], row[1:], row.clone(), row.T, first_rows(row.clone(), 3)):
+        assert rows_in_order(other) is None
+    known = len(natural._made)
+    del row
+    assert len(natural._made) == known - 1 and rows_in_order(few) == 3
 
 
 @pytest.mark.parametrize("name", list(PATTERNS))

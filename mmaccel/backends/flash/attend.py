@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.flash.limits import Lists, Tiles, lengthened, limits, side_by_side
-from mmaccel.backends.natural import in_order
+from mmaccel.backends.natural import rows_in_order
 from mmaccel.backends.ops import placed, room_for
 from mmaccel.backends.tables import finer, rooms, table, tiled
 from mmaccel.core.errors import RecipeError
@@ -71,8 +71,9 @@ def block_attend(
         query, scale = query * scale, 1.0
 
     tiles = Tiles.of(block_q, block_k, plain)
-    q_own = rows == n and in_order(q_row, n)
-    k_own = len(k_row) == 1 and in_order(k_row[0], key.shape[2])
+    here = rows_in_order(q_row)
+    q_own = here is not None and rows == n <= q_row.shape[-1]
+    k_own = len(k_row) == 1 and rows_in_order(k_row[0]) == key.shape[2]
     k_rows = side_by_side([lengthened(t, tiles.keys, -1) for t in k_row])
     q = query.transpose(1, 2) if q_own else gathered(query, lengthened(q_row, tiles.queries, -1), H)
     k, v = (t.transpose(1, 2) if k_own else gathered(t, k_rows, H) for t in (key, value))
@@ -89,6 +90,8 @@ def block_attend(
         sums.append(lse)
     out, lse = side_by_side(outs, 2).transpose(1, 2), side_by_side(sums, 1)
     if q_own:
+        # The rows past the last that the part has were computed with the rest.
+        out[:, :, here:], lse[:, :, here:] = 0.0, -torch.inf
         return out, lse
     out, lse = out[:, :, : q_row.shape[-1]], lse[..., : q_row.shape[-1]]
     if rows:

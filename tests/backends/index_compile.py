@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from mmaccel.backends.triton import classes, estimate, estimate_grid, slashes, strides, strongest
+from mmaccel.backends.triton import classes, estimate, estimate_grid, runs, slashes, strides, strongest, work
 
 from .triton_compile import Compiled, Elsewhere, used
 
@@ -48,6 +48,9 @@ def main(capability: int) -> None:
         (slashes, "rows_kernel"),
         (slashes, "gaps_kernel"),
         (classes, "turned_kernel"),
+        (work, "work_kernel"),
+        (runs, "paired_kernel"),
+        (runs, "unsure_kernel"),
     ]
     kernels = {name: Compiled(getattr(module, name)) for module, name in taken}
     for module, name in taken:
@@ -58,6 +61,10 @@ def main(capability: int) -> None:
     strongest.strongest(torch.zeros(1, 28, N), long[:, 0], 1000, False)
     strides.stride_scores(torch.zeros(2, 1, 28, N), long[:, 0], 8, 1024, "contrast")
     slashes.keys_without(numbers(1, N), kept, 64)
+    lists = long.new_zeros(1, 28, 9, 5)
+    work.Work.even([lists[..., 1], lists[:, :1, :, 1]], 1, 28, 9, 1, 264)
+    runs.paired(lists)
+    runs.unsure(numbers(1, 1, 64).to(torch.int8))
     slashes.slash_runs(
         kept, numbers(3, 3), numbers(1, 64), numbers(1, 64), numbers(3, 1, 64),
         numbers(1, 9), numbers(1, 9, 2, 2), numbers(1, 9), 64,

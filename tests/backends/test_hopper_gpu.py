@@ -13,9 +13,10 @@ from mmaccel.backends.triton import hopper_launch
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.sparse import SparsePattern
-from mmaccel.policies.sparse import AShape, Boundary2D, Grid, VerticalSlash
+from mmaccel.policies.sparse import AShape, BlockTopK, Boundary2D, Grid, QBoundary, VerticalSlash
 from tests.policies.sparse.scenes import Scene, sequence
 
+from .joint_plans import TABLES, joint_plan
 from .plans import random_plan
 from .triton_cases import block_attend, check, draw
 
@@ -54,6 +55,21 @@ def test_heads_that_share_lists_share_tiles(heads: tuple[int, int]) -> None:
     check(plan, draw(plan, heads[1], 128, 3), torch.bfloat16, scale=128**-0.5)
 
 
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("second", TABLES)
+@pytest.mark.parametrize("first", TABLES)
+def test_lists_that_differ_between_neighbours(
+    first: str, second: str, size: int, chunk: int | None, launched: list[Any]
+) -> None:
+    """Equal, disjoint and empty ones, of odd numbers of query blocks, keys absent, in several spans."""
+    for names, n_query in (((first,), 300), ((first, second), 640), ((first, second, "random"), 300)):
+        plan = joint_plan(len(names), names, n_query=n_query)
+        kernel = partial(block_attend, chunk=chunk)
+        check(plan, draw(plan, 2, size, 1), torch.bfloat16, scale=size**-0.5, kernel=kernel)
+    assert all(named["joint"] for named in launched)
+
+
 SCENE = Scene(
     (sequence([(TEXT, [50]), (VIDEO, [96] * 9), (TEXT, [1]), (VIDEO, [96] * 3), (TEXT, [140])]),),
     0,
@@ -70,6 +86,9 @@ SCENE = Scene(
         Grid(block=64),
         Grid(stride="free", block=64),
         VerticalSlash(vertical=100, slash=300, block=128),
+        VerticalSlash(vertical=100, slash=6, block=64),
+        BlockTopK(budget=0.3, sink=0, block=64),
+        QBoundary(text=VerticalSlash(slash=6), video=VerticalSlash(slash=6), block=64),
         Boundary2D(default=AShape(sink=70, window=300), pairs={"video>video": Grid()}, block=64),
     ],
     ids=lambda p: type(p).__name__,
@@ -108,11 +127,12 @@ def test_short_of_room_for_copies_the_portable_kernel_computes(
     monkeypatch: pytest.MonkeyPatch, chunk: int | None
 ) -> None:
     monkeypatch.setattr(hopper_launch, "SHARE", torch.cuda.get_device_properties(0).total_memory // (1 << 17))
-    plan = random_plan(4, n_query=300, n_key=700, blocks=(128, 64))
-    check(
-        plan,
-        draw(plan, 2, 128, 4),
-        torch.bfloat16,
-        scale=128**-0.5,
-        kernel=partial(block_attend, chunk=chunk),
-    )
+    for block in (128, 64):
+        plan = random_plan(4, n_query=300, n_key=700, blocks=(block, 64))
+        check(
+            plan,
+            draw(plan, 2, 128, 4),
+            torch.bfloat16,
+            scale=128**-0.5,
+            kernel=partial(block_attend, chunk=chunk),
+        )

@@ -11,6 +11,8 @@ from mmaccel.backends import ops
 
 from .test_triton import run
 
+FILES = ("tests/backends/lists_cases.py", "tests/backends/work_cases.py")
+
 
 def test_the_operators_keep_their_contracts() -> None:
     row = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
@@ -25,7 +27,7 @@ def test_the_operators_keep_their_contracts() -> None:
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
-    out = run("pytest", "tests/backends/lists_cases.py", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
+    out = run("pytest", *FILES, *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
     assert " passed" in out
 
 
@@ -34,5 +36,5 @@ def test_interpreted() -> None:
 def test_compiled() -> None:
     quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     here = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    out = run("pytest", "tests/backends/lists_cases.py", *quiet, PYTEST_ADDOPTS="", CUDA_VISIBLE_DEVICES=here)
+    out = run("pytest", *FILES, *quiet, PYTEST_ADDOPTS="", CUDA_VISIBLE_DEVICES=here)
     assert " passed" in out

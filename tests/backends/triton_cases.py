@@ -19,7 +19,8 @@ from torch import Tensor
 
 from mmaccel.backends import ops
 from mmaccel.backends import triton as backend
-from mmaccel.backends.triton.attend import WAVES, Work, block_attend, paired
+from mmaccel.backends.triton.attend import block_attend
+from mmaccel.backends.triton.work import WAVES, Work
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.lists import BlockLists
@@ -256,36 +257,11 @@ def test_a_row_is_split_where_lists_are_uneven() -> None:
     if INTERPRETED:
         work = Work.even([span.lists.count], 1, 1, 3, 1, 1)
         assert int(work.chunk) == 32
-        assert work.first.diff().tolist() == [1, 2, 1] and work.item.tolist() == [0, 1, 1, 2] + [3] * (
-            WAVES - 1
-        )
+        assert work.pieces.tolist() == [1, 2, 1]
+        assert work.item[:4].tolist() == [[1, 0], [1, 1], [0, 0], [2, 0]]
+        assert work.item[4:, 0].tolist() == [-1] * (WAVES - 1)
         whole = check(plan, tensors, kernel=partial(block_attend, chunk=99))
         torch.testing.assert_close(lse, whole[1], rtol=0, atol=1e-5)
-
-
-@given(
-    st.lists(st.integers(0, 400), min_size=1, max_size=12),
-    st.integers(1, 9),
-    st.sampled_from([1, 2, 7]),
-    st.integers(0, 20),
-)
-def test_work_fits_the_room_that_is_made_for_it(
-    lengths: list[int], chunk: int, tiles: int, slack: int
-) -> None:
-    """Sizes come from the host alone: every piece has its program, and every piece of a split row its slot."""
-    count = torch.tensor(lengths).view(1, 1, -1)
-    spare = (sum(lengths) + slack) // chunk
-    given_size = Work.of([count], 1, 1, len(lengths), torch.tensor(chunk), spare)
-    even = Work.even([count, 0 * count], 1, 1, len(lengths), tiles, chunk)
-    assert even.items == len(lengths) + WAVES * chunk // tiles
-    assert int(even.chunk) == max(32, -(-sum(lengths) * tiles // (WAVES * chunk)))
-    for work in (given_size, even):
-        pieces = [max(1, -(-n // int(work.chunk))) for n in lengths]
-        want = [row for row, count in enumerate(pieces) for _ in range(count)]
-        assert work.item.tolist() == want + [len(lengths)] * (work.items - len(want))
-        held = [count if count > 1 else 0 for count in pieces]
-        assert sum(held) <= work.slots
-        assert work.slot.tolist() == [sum(held[:row]) for row in range(len(held))]
 
 
 @pytest.mark.parametrize("lead", ["", "bh"])
@@ -363,24 +339,3 @@ def test_two_blocks_of_queries_as_one(name: str, start: int) -> None:
     check_served(
         wide, list(scene.tensors(torch.float32)), block_attend, plan.dense.heads if plan.dense else ()
     )
-
-
-@given(seed=st.integers(0, 2**16))
-def test_a_pair_holds_what_both_hold(seed: int) -> None:
-    rng = torch.Generator().manual_seed(seed)
-    draw = [torch.randint(0, 9, (1, 2, 5), generator=rng) for _ in range(4)]
-    count = draw[1]
-    head = torch.minimum(draw[2], count)
-    tail = torch.minimum(torch.maximum(draw[3], head), count)
-    row = torch.stack([draw[0], count, head, tail, torch.zeros_like(count)], -1)
-    two = paired(row)
-    for h in range(2):
-        for m in range(3):
-            mine = [row[0, h, i].tolist() for i in (2 * m, 2 * m + 1) if i < 5]
-            held = [set(range(b, b + c)) for b, c, *_ in mine]
-            sure = [set(range(b + n, b + f)) for b, _, n, f, _ in mine]
-            begin, length, near, end, _ = two[0, h, m].tolist()
-            assert set().union(*held) <= set(range(begin, begin + length))
-            everyone = len(mine) == 2 and all(held)
-            wanted = sure[0] & sure[1] if everyone else set()
-            assert set(range(begin + near, begin + end)) == wanted

@@ -13,19 +13,15 @@ import triton
 from torch import Tensor
 
 from mmaccel.backends.ops import room_for
-from mmaccel.backends.triton import hopper_launch
+from mmaccel.backends.triton import hopper_launch, joint
 from mmaccel.backends.triton.homes import lead
 from mmaccel.backends.triton.kernel import attend_kernel, merge_kernel
+from mmaccel.backends.triton.runs import paired
+from mmaccel.backends.triton.work import LEAST_CHUNK, Work, places_on
 from mmaccel.core.errors import RecipeError
-
-LEAST_CHUNK = 32
-"""Listed blocks under which splitting a row costs more than it evens out."""
 
 PAIRS = 200 << 10
 """Bytes of shared memory from which two blocks of queries go together: earlier devices run out of registers."""
-
-WAVES = 8
-"""A row is split where one of its tiles is more than 1 / WAVES of what a place on the device computes in all."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +93,7 @@ def block_attend(
     plain = tuple(int(i.shape[0] == 0) for i in index)
     lists = H if any(t.shape[1] > 1 for t in (q_row, *k_row, *q_place, *k_place, *offset)) else 1
     alone = lists > 1 or (H // G) % 2
+    bare = kernel is attend_kernel and config is None
     if rows and alone and block_q <= 64 and all(plain) and _shared(query.device) >= PAIRS:
         # Lists that are runs of blocks in their order differ little between neighbours: two share what they load, if they
         # cannot share it with another head.
@@ -117,36 +114,47 @@ def block_attend(
     q_place, k_place = ([_lined(t.to(places)) for t in ts] for ts in (q_place, k_place))
     offset = [o if o.stride()[2:] == (5, 1) else o.contiguous() for o in offset]
     kind = [_lined(k) for k in kind]
+    scale *= math.log2(math.e)
+    short: Tensor | None = None
+    if (
+        bare
+        and rows
+        and lists == H
+        and not all(plain)
+        and joint.suits(query, key, value, block_q, block_k, places)
+    ):
+        told = list(zip(offset, index, kind, by_block, k_row, q_place, k_place, lo, hi, strict=True))
+        short = joint.attend((query, key, value), q_row, told, scale, chunk, (out, lse))
+        if short is None:
+            return out, lse
     strides = tuple(
         tuple(stride for t in span for stride in lead(t))
         for span in zip(k_row, q_place, k_place, offset, kind, strict=True)
     )
     longest = sum(t.shape[-1] // block_k for t in k_row)
-    split = longest > (LEAST_CHUNK if chunk is None else chunk)
+    # What is computed here only if another kernel could not is computed whole.
+    split = short is None and longest > (LEAST_CHUNK if chunk is None else chunk)
     work = None
     if split:
         counts = [o[..., 1] for o in offset]
         if chunk is None:
-            work = Work.even(counts, B, lists, M, tiles, _places(query.device))
+            work = Work.even(counts, B, lists, M, tiles, places_on(query.device))
         else:
-            # Filled, not copied: a copy from the host would be waited for.
-            most = offset[0].new_full((), chunk)
-            work = Work.of(counts, B, lists, M, most, list_rows * longest // chunk)
+            work = Work.of(counts, B, lists, M, chunk, list_rows * longest // chunk)
     pieces = work.slots * tiles * tall * pack if work is not None else 0
     part_out = query.new_empty(pieces, DV, dtype=torch.float32)
     part_lse = query.new_empty(pieces, dtype=torch.float32)
-    tables = (work.item, work.first, work.slot, work.chunk) if work is not None else (lse, lse, lse, lse)
+    tables = (work.item, work.pieces, work.slot, work.chunk) if work is not None else (lse, lse, lse, lse)
 
     items = work.items if work is not None else list_rows
     layout = dict(GROUP=group, LISTS=lists, BLOCK_Q=block_q, ROWS=tall, PACK=pack, PLACED=bool(rows))
     sizes = dict(DV=DV, BLOCK_DV=value_size)
     ends = (*out.stride()[:3], *lse.stride()[:2])
     given = (out, lse, part_out, part_lse, *tables, q_row, *lead(q_row))
-    scale *= math.log2(math.e)
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        short: Tensor | None = None
-        bare = kernel is attend_kernel and config is None
-        engine = bare and hopper_launch.suits(query, key, value, tall * pack, block_k, places)
+        engine = (
+            bare and short is None and hopper_launch.suits(query, key, value, tall * pack, block_k, places)
+        )
         if engine:
             homes = hopper_launch.copies(key, value, k_row, k_place, H)
             spans = [
@@ -171,7 +179,7 @@ def block_attend(
                 homes,
                 spans,
                 given,
-                (*ends, M, list_rows),
+                (*ends, M),
                 scale,
                 SPLIT=split,
                 BLOCK_K=block_k,
@@ -206,7 +214,6 @@ def block_attend(
                 *value.stride(),
                 *ends,
                 M,
-                list_rows,
                 scale,
                 D=D,
                 BLOCK_K=block_k,
@@ -223,7 +230,7 @@ def block_attend(
             merge_kernel[(list_rows, tiles)](
                 part_out,
                 part_lse,
-                work.first,
+                work.pieces,
                 work.slot,
                 out,
                 lse,
@@ -236,72 +243,6 @@ def block_attend(
                 num_warps=8 if tall * pack > 64 else 4,
             )
     return out, lse
-
-
-@dataclass(frozen=True)
-class Work:
-    """The pieces of split rows, in tables made on the device.
-
-    item [items] the list row of each program, past the last row where there is none; first [rows + 1] the first program
-    of each row; slot [rows] where the pieces of a split row begin; chunk [] the most blocks of a piece. items and slots
-    bound both from host numbers: a row of n blocks makes ceil(n / chunk) pieces, at least one, and a split one fewer than
-    2 n / chunk.
-    """
-
-    item: Tensor
-    first: Tensor
-    slot: Tensor
-    chunk: Tensor
-    items: int
-    slots: int
-
-    @classmethod
-    def even(cls, counts: Sequence[Tensor], B: int, lists: int, M: int, tiles: int, places: int) -> Work:
-        """Pieces of which none is more than 1 / WAVES of what one of `places` computes: how many there are is bounded,
-        though how many blocks are listed is not known here."""
-        total = counts[0].new_zeros(())
-        for c in counts:
-            total = total + c.sum() * (B // c.shape[0]) * (lists // c.shape[1])
-        even = WAVES * places
-        chunk = ((total * tiles + (even - 1)) // even).clamp(min=LEAST_CHUNK)
-        return cls.of(counts, B, lists, M, chunk, even // tiles)
-
-    @classmethod
-    def of(cls, counts: Sequence[Tensor], B: int, lists: int, M: int, chunk: Tensor, spare: int) -> Work:
-        """Pieces of at most `chunk` blocks; the sum of the lengths [b, h, M] is at most `spare` chunks."""
-        length = counts[0].new_zeros(B, lists, M)
-        for c in counts:
-            length += c
-        pieces = ((length.reshape(-1) + (chunk - 1)) // chunk).clamp_(min=1)
-        first = torch.nn.functional.pad(pieces.cumsum(0), (1, 0))
-        held = torch.where(pieces > 1, pieces, 0)
-        items = pieces.shape[0] + spare
-        item = torch.searchsorted(
-            first[1:], torch.arange(items, device=first.device), right=True, out_int32=True
-        )
-        return cls(item, first, held.cumsum(0) - held, chunk, items, 2 * spare)
-
-
-def paired(row: Tensor) -> Tensor:
-    """[b, h, ceil(M / 2), 5]: the lists of two neighbours as one, of lists [b, h, M, 5] that are runs of blocks in order.
-
-    What one of them reaches and the other does not is tested pair by pair, and no pair of it passes.
-    """
-    b, h, M, _ = row.shape
-    two = torch.nn.functional.pad(row, (0, 0, 0, M % 2)).view(b, h, -1, 2, 5)
-    begin, count = two[..., 0] + two[..., 4], two[..., 1]
-    some = count > 0
-    far = torch.iinfo(torch.int64).max // 2
-    first = torch.where(some, begin, far).amin(-1)
-    last = torch.where(some, begin + count, -far).amax(-1)
-    near, end = (begin + two[..., 2]).amax(-1), (begin + two[..., 3]).amin(-1)
-    length = (last - first).clamp(min=0)
-    first = torch.where(length > 0, first, 0)
-    # Rows of a block without a list see nothing of their neighbour's.
-    head = torch.where(some.all(-1), (near - first).clamp(min=0), length)
-    tail = torch.where(some.all(-1), (end - first).clamp(min=0), length)
-    head, tail = torch.minimum(head, length), torch.minimum(tail, length)
-    return torch.stack([first, length, head, tail, torch.zeros_like(first)], -1)
 
 
 def _as_runs(offset: Tensor) -> Tensor:
@@ -318,12 +259,6 @@ def _lined(t: Tensor) -> Tensor:
 def _reach(t: Tensor) -> int:
     """The largest offset inside one head of one sequence."""
     return (t.shape[2] - 1) * t.stride(2) + (t.shape[3] - 1) * t.stride(3)
-
-
-@cache
-def _places(device: torch.device) -> int:
-    """Programs that run at a time, about."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @cache

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mmaccel.backends.triton.hopper_walk import consume, produce, rows_of
 
 
-@gluon.jit(do_not_specialize=["M", "list_rows", "n_spans"])
+@gluon.jit(do_not_specialize=["M", "n_spans"])
 def hopper_kernel(
     k_own,
     v_own,
@@ -27,7 +27,7 @@ def hopper_kernel(
     PART_OUT,
     PART_LSE,
     ITEM,
-    FIRST,
+    PIECES,
     SLOT,
     CHUNK,
     q_row,
@@ -45,7 +45,6 @@ def hopper_kernel(
     lse_b,
     lse_h,
     M,
-    list_rows,
     n_spans,
     scale,
     GROUP: gl.constexpr,
@@ -68,13 +67,11 @@ def hopper_kernel(
     row, piece, pieces = gl.num_programs(0) - 1 - gl.program_id(0), 0, 1
     first, last = gl.to_tensor(0), gl.to_tensor(2147483647)
     if SPLIT:
-        item = gl.load(FIRST + list_rows).to(gl.int32) - 1 - gl.program_id(0)
-        if item < 0:
+        row = gl.load(ITEM + 2 * gl.program_id(0))
+        if row < 0:
             return
-        row = gl.load(ITEM + item)
-        begun = gl.load(FIRST + row).to(gl.int32)
-        piece, pieces = item - begun, gl.load(FIRST + row + 1).to(gl.int32) - begun
-        chunk = gl.load(CHUNK).to(gl.int32)
+        piece, pieces = gl.load(ITEM + 2 * gl.program_id(0) + 1), gl.load(PIECES + row)
+        chunk = gl.load(CHUNK)
         first, last = piece * chunk, piece * chunk + chunk
     tile = gl.program_id(1)
     m = row % M
@@ -118,9 +115,9 @@ def hopper_kernel(
     mbarrier.arrive(v_full.index(0), count=1)
 
     barriers = (k_full, k_free, v_full, v_free)
-    slot, split = gl.to_tensor(0), gl.to_tensor(0)
+    slot, split = gl.full([], 0, gl.int64), gl.to_tensor(0)
     if SPLIT:
-        slot = ((gl.load(SLOT + row) + piece) * gl.num_programs(1) + tile) * 128
+        slot = ((gl.load(SLOT + row).to(gl.int64) + piece) * gl.num_programs(1) + tile) * 128
         split = (pieces > 1).to(gl.int32)
     stores = (OUT, LSE, PART_OUT, PART_LSE, out_b, out_h, out_s, lse_b, lse_h)
     rings, mine_of = (k_ring, v_ring), (first, last, slot, split)

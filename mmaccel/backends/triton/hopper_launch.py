@@ -13,13 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.ops import FULL
 from mmaccel.backends.triton.homes import BOX, Homes, lead
+from mmaccel.backends.triton.runs import unsure
 
 ROWS = 128
 """Rows of a tile."""
 
 STAGES = 2
+
+JOINT = 3
+"""Neighbouring query blocks of a tile of `hopper_joint`."""
+
+PLACES = {2: 6, 3: 5}
+"""Places of its ring of key blocks, as many as fit shared memory."""
+
+LAG = 3
+"""Steps for which its groups go on without giving free the values of their last block."""
 
 SHARE = 8
 """Copies of keys and values take 1 / SHARE of the device's memory at the most."""
@@ -96,15 +105,18 @@ def launch(
     given: Sequence[Any],
     sizes: Sequence[int],
     scale: float,
+    *,
+    joint: int = 0,
     **shape: Any,
 ) -> None:
     """tensors: query, key and value; spans: of each a tensor or number by the names of `hopper_walk.FIELDS`; given: the
     outputs, the tables of split rows, and the queries' rows with their strides, as `kernel.attend_kernel` takes them; sizes:
-    the strides of the outputs, query blocks and list rows."""
+    the strides of the outputs and query blocks; joint: query blocks of a tile of `hopper_joint`, whose sizes end with the
+    tiles of a head, or 0."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from mmaccel.backends.triton import hopper, hopper_walk
+    from mmaccel.backends.triton import hopper, hopper_joint, hopper_walk
 
     query, key, value = tensors
     seen, beside = viewed(key), viewed(value)
@@ -122,7 +134,11 @@ def launch(
     # Where nothing may be copied there is nothing to see, and nothing looks.
     apart = [engine(t, (len(t) * BOX, D), D) for t in (homes.keys, homes.values)] if len(homes.keys) else own
     out, lse, part_out, part_lse, *tables, q_row, q_row_b, q_row_h = given
-    hopper.hopper_kernel[grid](
+    how: dict[str, Any] = dict(STAGES=STAGES)
+    if joint:
+        how = dict(GROUPS=joint, STAGES=PLACES[joint], LAG=LAG)
+    kernel = hopper_joint.joint_kernel if joint else hopper.hopper_kernel
+    kernel[grid](
         *own,
         *apart,
         numbered([_field(span[name]) for span in spans for name in hopper_walk.FIELDS], query.device),
@@ -145,7 +161,7 @@ def launch(
         scale,
         D=D,
         GATED=homes.short is not None,
-        STAGES=STAGES,
+        **how,
         **shape,
         num_warps=4,
     )
@@ -162,16 +178,18 @@ def fields(
     lo: int,
     hi: int,
     home: Tensor,
+    *,
+    each: bool = False,
 ) -> dict[str, Any]:
-    """What the table says of a span (`hopper_walk.FIELDS`)."""
+    """What the table says of a span (`hopper_walk.FIELDS`); with `each`, of an index too it says which blocks are unsure."""
     # The table holds addresses alone, which the kernel takes for those of numbers of these types.
     runs, index = runs.to(torch.int64), index.to(torch.int32)
     # How many blocks are not FULL, before each entry, before each block in order, or, of an index of blocks, in all.
-    form = 0 if not by_block else 1 if not len(index) else 2
-    unsure = torch.nn.functional.pad((kind != FULL).cumsum(-1, dtype=torch.int32), (1, 0))
-    unsure = unsure[..., -1:] if form == 2 else unsure
+    form = 0 if not by_block else 1 if each or not len(index) else 2
+    counts = unsure(kind)
+    counts = counts[..., -1:] if form == 2 else counts
     found: dict[str, Any] = dict(index=index if len(index) else 0, form=form, lo=lo, hi=hi, home=home)
-    named = dict(list=runs, unsure=unsure, q_place=q_place, k_place=k_place)
+    named = dict(list=runs, unsure=counts, q_place=q_place, k_place=k_place)
     for name, t in named.items():
         found |= {name: t, f"{name}_b": lead(t)[0], f"{name}_h": lead(t)[1]}
     # The homes of an order that all heads share are those of each group; others are of each head.

@@ -33,14 +33,14 @@ WIDTH = gl.constexpr(len(FIELDS))
 
 
 @gluon.jit
-def _told(span, field: gl.constexpr):
+def told(span, field: gl.constexpr):
     return gl.load(span + field)
 
 
 @gluon.jit
 def _list(span, b, h, m, begun, first, last, PER: gl.constexpr):
     """A list row's run in a span, which of its entries are this program's, and in how many steps."""
-    at = _told(span, 0).to(gl.pointer_type(gl.int64)) + b * _told(span, 1) + h * _told(span, 2) + m * 5
+    at = told(span, 0).to(gl.pointer_type(gl.int64)) + b * told(span, 1) + h * told(span, 2) + m * 5
     begin, count = gl.load(at), gl.load(at + 1).to(gl.int32)
     head, tail = gl.load(at + 2).to(gl.int32), gl.load(at + 3).to(gl.int32)
     shift = gl.load(at + 4).to(gl.int32)
@@ -72,9 +72,9 @@ def _pair(index, begin, e, high, shift, PER: gl.constexpr):
 def _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER: gl.constexpr):
     """From which step to which nothing need be tested; past the last, twice, where that cannot be told of a whole run."""
     first, past = gl.maximum(head, low), gl.minimum(tail, high)
-    counts = _told(span, 4).to(gl.pointer_type(gl.int32)) + b * _told(span, 5) + h * _told(span, 6)
+    counts = told(span, 4).to(gl.pointer_type(gl.int32)) + b * told(span, 5) + h * told(span, 6)
     past = gl.maximum(past, first)
-    form = _told(span, 7)
+    form = told(span, 7)
     if form == WHOLE:
         unsure = gl.load(counts)
     else:
@@ -127,9 +127,9 @@ def produce(
         begin, count, head, tail, shift, low, high, steps = _list(span, b, h, m, begun, first, last, PER)
         begun += count
         if steps > 0:
-            index = _told(span, 3)
-            homes = _told(span, 16).to(gl.pointer_type(gl.int32))
-            homes += b * _told(span, 17) + h * _told(span, 18) + g * _told(span, 19)
+            index = told(span, 3)
+            homes = told(span, 16).to(gl.pointer_type(gl.int32))
+            homes += b * told(span, 17) + h * told(span, 18) + g * told(span, 19)
             for j in range(steps):
                 left, right = _pair(index, begin, low + j * PER, high, shift, PER)
                 if PER == 1:
@@ -190,6 +190,12 @@ def _products(q, rings, barriers, weights, nothing, acc, step, STAGES: gl.conste
 
 
 @gluon.jit
+def partly(p):
+    """[64, 4]: the sums of what each of the four threads that share a row of p [64, n] holds of it."""
+    return gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def _softmax(
     score,
     acc,
@@ -208,12 +214,64 @@ def _softmax(
     floor = gl.where(top == float("-inf"), 0.0, top)
     p = gl.exp2(score * scale - gl.expand_dims(floor, 1))
     fade = gl.exp2(peak - floor)
-    total = total * fade + gl.sum(p, 1)
+    total = total * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout)), 1) + partly(
+        p
+    )
     p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_free.index(step % STAGES), count=1)
     acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, o_layout)), 1)
     return p, acc, top, total
+
+
+@gluon.jit
+def finish(
+    acc,
+    peak,
+    total,
+    b,
+    rows,
+    slot,
+    split,
+    stores,
+    which: gl.constexpr,
+    D: gl.constexpr,
+    PLACED: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
+    """Normalise and store the 64 rows of a group, or under SPLIT a piece of them."""
+    line: gl.constexpr = peak.type.layout
+    o_layout: gl.constexpr = acc.type.layout
+    out_line: gl.constexpr = gl.SliceLayout(1, o_layout)
+    head_of, mine, at_place, at = rows
+    OUT, LSE, PART_OUT, PART_LSE, out_b, out_h, out_s, lse_b, lse_h = stores
+    d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
+    seen = total > 0
+    sum_log = peak + gl.log2(gl.where(seen, total, 1.0))
+    share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0), out_line)
+    if SPLIT:
+        if split != 0:
+            r = which * 64 + gl.arange(0, 64, line)
+            gl.store(PART_LSE + slot + r, gl.where(seen, sum_log, float("-inf")))
+            o = (slot + which * 64 + gl.arange(0, 64, out_line)) * D
+            gl.store(PART_OUT + gl.expand_dims(o, 1) + gl.expand_dims(d, 0), acc * gl.expand_dims(share, 1))
+    if (SPLIT == 0) | (split == 0):
+        seen = seen & (at >= 0)
+        row, held = at_place, mine
+        if PLACED:
+            row, held = gl.maximum(at, 0), mine & (at >= 0)
+        row = row.to(gl.int64)
+        lse = gl.where(seen, sum_log * 0.6931471805599453, float("-inf"))
+        gl.store(LSE + b * lse_b + head_of * lse_h + row, lse, mask=held)
+        out_at = b * out_b + head_of * out_h + row * out_s
+        out_at, held = gl.convert_layout(out_at, out_line), gl.convert_layout(held, out_line)
+        out = gl.where(gl.expand_dims(share > 0, 1), acc * gl.expand_dims(share, 1), 0.0)
+        out = gl.where(gl.expand_dims(gl.convert_layout(at, out_line) >= 0, 1), out, 0.0)
+        gl.store(
+            OUT + gl.expand_dims(out_at, 1) + gl.expand_dims(d, 0),
+            out.to(OUT.dtype.element_ty),
+            mask=gl.expand_dims(held, 1),
+        )
 
 
 @gluon.jit
@@ -244,15 +302,14 @@ def consume(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     line: gl.constexpr = gl.SliceLayout(1, s_layout)
-    out_line: gl.constexpr = gl.SliceLayout(1, o_layout)
     b, h = place[0], place[1]
     m = place[3]
     head_of, mine, at_place, at = rows_of(place, which, line, shape)
     n = gl.arange(0, 128, gl.SliceLayout(0, s_layout))
     peak = gl.full([64], float("-inf"), gl.float32, line)
-    total = gl.full([64], 0.0, gl.float32, line)
     acc = gl.full([64, D], 0.0, gl.float32, o_layout)
     nothing = gl.full([64, 128], 0.0, gl.float32, s_layout)
+    total = partly(nothing)
     weights = gl.convert_layout(nothing.to(q_buf.dtype), p_layout)
     q = q_buf.index(which)
     step, begun = 0, 0
@@ -261,14 +318,14 @@ def consume(
         begin, count, head, tail, shift, low, high, steps = _list(span, b, h, m, begun, first, last, PER)
         begun += count
         if steps > 0:
-            index = _told(span, 3)
-            places = _told(span, 8).to(gl.pointer_type(gl.int32)) + b * _told(span, 9) + h * _told(span, 10)
-            lo = _told(span, 14).to(gl.int32)
-            width = (_told(span, 15).to(gl.int32) - lo).to(gl.uint32)
+            index = told(span, 3)
+            places = told(span, 8).to(gl.pointer_type(gl.int32)) + b * told(span, 9) + h * told(span, 10)
+            lo = told(span, 14).to(gl.int32)
+            width = (told(span, 15).to(gl.int32) - lo).to(gl.uint32)
             # Counted from the lower end of the range, what is outside is above its width on either side; rows before all
             # keys stand right before the first, from where the place of an absent key is still told from one in the range.
             q_place = gl.maximum(gl.load(places + at_place) - lo, -1)
-            places = _told(span, 11).to(gl.pointer_type(gl.int32)) + b * _told(span, 12) + h * _told(span, 13)
+            places = told(span, 11).to(gl.pointer_type(gl.int32)) + b * told(span, 12) + h * told(span, 13)
             from_step, to_step = _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER)
             for turn_of in range(2):
                 # Steps that are tested and then steps that are not, twice: the head of a run, and its tail.
@@ -299,32 +356,5 @@ def consume(
     mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
     acc = warpgroup_mma(weights, v_ring.index(step % STAGES), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-
-    OUT, LSE, PART_OUT, PART_LSE, out_b, out_h, out_s, lse_b, lse_h = stores
-    d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
-    seen = total > 0
-    sum_log = peak + gl.log2(gl.where(seen, total, 1.0))
-    share = gl.convert_layout(gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0), out_line)
-    if SPLIT:
-        if split != 0:
-            r = which * 64 + gl.arange(0, 64, line)
-            gl.store(PART_LSE + slot + r, gl.where(seen, sum_log, float("-inf")))
-            o = (slot + which * 64 + gl.arange(0, 64, out_line)) * D
-            gl.store(PART_OUT + gl.expand_dims(o, 1) + gl.expand_dims(d, 0), acc * gl.expand_dims(share, 1))
-    if (SPLIT == 0) | (split == 0):
-        seen = seen & (at >= 0)
-        row, held = at_place, mine
-        if PLACED:
-            row, held = gl.maximum(at, 0), mine & (at >= 0)
-        row = row.to(gl.int64)
-        lse = gl.where(seen, sum_log * 0.6931471805599453, float("-inf"))
-        gl.store(LSE + b * lse_b + head_of * lse_h + row, lse, mask=held)
-        out_at = b * out_b + head_of * out_h + row * out_s
-        out_at, held = gl.convert_layout(out_at, out_line), gl.convert_layout(held, out_line)
-        out = gl.where(gl.expand_dims(share > 0, 1), acc * gl.expand_dims(share, 1), 0.0)
-        out = gl.where(gl.expand_dims(gl.convert_layout(at, out_line) >= 0, 1), out, 0.0)
-        gl.store(
-            OUT + gl.expand_dims(out_at, 1) + gl.expand_dims(d, 0),
-            out.to(OUT.dtype.element_ty),
-            mask=gl.expand_dims(held, 1),
-        )
+    total = gl.convert_layout(gl.sum(total, 1), line)
+    finish(acc, peak, total, b, (head_of, mine, at_place, at), slot, split, stores, which, D, PLACED, SPLIT)

@@ -153,7 +153,7 @@ def _walk(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["M", "list_rows"])
+@triton.jit(do_not_specialize=["M"])
 def attend_kernel(
     Q,
     K,
@@ -164,7 +164,7 @@ def attend_kernel(
     PART_OUT,
     PART_LSE,
     ITEM,
-    FIRST,
+    PIECES,
     SLOT,
     CHUNK,
     q_row,
@@ -199,7 +199,6 @@ def attend_kernel(
     lse_b,
     lse_h,
     M,
-    list_rows,
     scale,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -228,15 +227,13 @@ def attend_kernel(
         if tl.load(SHORT) == 0:
             return
     if SPLIT:
-        item = tl.load(FIRST + list_rows).to(tl.int32) - 1 - tl.program_id(0)
-        if item < 0:
+        row = tl.load(ITEM + 2 * tl.program_id(0))
+        if row < 0:
             return
-        chunk = tl.load(CHUNK).to(tl.int32)
-        row = tl.load(ITEM + item)
-        begun = tl.load(FIRST + row).to(tl.int32)
-        piece, pieces = item - begun, tl.load(FIRST + row + 1).to(tl.int32) - begun
+        chunk = tl.load(CHUNK)
+        piece, pieces = tl.load(ITEM + 2 * tl.program_id(0) + 1), tl.load(PIECES + row)
     else:
-        row = list_rows - 1 - tl.program_id(0)
+        row = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = tl.program_id(1)
     b, h, g, head, mine, place, at = _tile(
         tile, row, q_row, q_row_b, q_row_h, M, GROUP, LISTS, BLOCK_Q, ROWS, PACK
@@ -336,7 +333,7 @@ def attend_kernel(
 
     if SPLIT:
         if pieces > 1:
-            slot = (tl.load(SLOT + row) + piece) * tl.num_programs(1) + tile
+            slot = (tl.load(SLOT + row).to(tl.int64) + piece) * tl.num_programs(1) + tile
             r = slot * (ROWS * PACK) + tl.arange(0, ROWS * PACK)
             seen = total > 0
             tl.store(PART_LSE + r, tl.where(seen, peak + tl.log2(tl.where(seen, total, 1.0)), float("-inf")))
@@ -351,7 +348,7 @@ def attend_kernel(
 def merge_kernel(
     PART_OUT,
     PART_LSE,
-    FIRST,
+    PIECES,
     SLOT,
     OUT,
     LSE,
@@ -375,7 +372,7 @@ def merge_kernel(
 ):
     """The pieces of a tile put together by their log-sum-exps; a tile that was not split is left alone."""
     row, tile = tl.program_id(0), tl.program_id(1)
-    pieces = (tl.load(FIRST + row + 1) - tl.load(FIRST + row)).to(tl.int32)
+    pieces = tl.load(PIECES + row)
     if pieces < 2:
         return
     b, h, g, head, mine, place, at = _tile(
@@ -385,7 +382,7 @@ def merge_kernel(
     peak = tl.full([ROWS * PACK], float("-inf"), tl.float32)
     total = tl.zeros([ROWS * PACK], tl.float32)
     acc = tl.zeros([ROWS * PACK, BLOCK_DV], tl.float32)
-    slot = tl.load(SLOT + row)
+    slot = tl.load(SLOT + row).to(tl.int64)
     for piece in range(pieces):
         r = ((slot + piece) * tl.num_programs(1) + tile) * (ROWS * PACK) + tl.arange(0, ROWS * PACK)
         lse = tl.load(PART_LSE + r)

@@ -1,0 +1,170 @@
+"""The splitting of long rows of lists into pieces, and the order in which programs take them."""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LEAST_CHUNK = 32
+"""Listed blocks under which splitting a row costs more than it evens out."""
+
+WAVES = 8
+"""A row is split where one of its tiles is more than 1 / WAVES of what a place on the device computes in all."""
+
+CLASSES = 8
+"""Lengths of pieces that are told apart in their order."""
+
+
+@triton.jit
+def _lengths(counts, strides, row, inside, M, LISTS: tl.constexpr):
+    """How many blocks the lists of some rows hold in all spans."""
+    b, h, m = row // M // LISTS, row // M % LISTS, row % M
+    length = tl.zeros_like(row)
+    for s in tl.static_range(len(counts)):
+        at = b * strides[s][0] + h * strides[s][1] + m * strides[s][2]
+        length += tl.load(counts[s] + at, mask=inside, other=0).to(tl.int64)
+    return length
+
+
+@triton.jit
+def _pieces(length, inside, chunk, CLASSES: tl.constexpr):
+    """How many pieces a row makes, and their class: the longest are 0."""
+    pieces = tl.where(inside, tl.maximum((length + chunk - 1) // chunk, 1), 0)
+    order = CLASSES - 1 - tl.minimum(tl.minimum(length, chunk) * CLASSES // chunk, CLASSES - 1)
+    return pieces, order
+
+
+@triton.jit
+def work_kernel(
+    counts,
+    strides,
+    ITEM,
+    PIECES,
+    SLOT,
+    CHUNK,
+    M,
+    list_rows,
+    items,
+    tiles,
+    even,
+    chunk,
+    LISTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    LEAST: tl.constexpr,
+    CLASSES: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """One program makes all the tables; a chunk of its own choice under EVEN."""
+    every = tl.arange(0, STEP)
+    steps = (list_rows + STEP - 1) // STEP
+    chunk = tl.zeros([], tl.int64) + chunk
+    if EVEN:
+        total = tl.zeros([], tl.int64)
+        for step in range(steps):
+            row = (step * STEP + every).to(tl.int64)
+            total += tl.sum(_lengths(counts, strides, row, row < list_rows, M, LISTS))
+        chunk = tl.maximum((total * tiles + even - 1) // even, LEAST)
+    tl.store(CHUNK, chunk)
+    begun, held = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    for kind in range(CLASSES):
+        for step in range(steps):
+            row = (step * STEP + every).to(tl.int64)
+            inside = row < list_rows
+            length = _lengths(counts, strides, row, inside, M, LISTS)
+            pieces, order = _pieces(length, inside, chunk, CLASSES)
+            mine = inside & (order == kind)
+            own = tl.where(mine, pieces, 0)
+            at = begun + tl.cumsum(own, 0) - own
+            begun += tl.sum(own)
+            split = tl.where(own > 1, own, 0)
+            slot = held + tl.cumsum(split, 0) - split
+            held += tl.sum(split)
+            tl.store(PIECES + row, own, mask=mine)
+            tl.store(SLOT + row, slot, mask=mine)
+            for piece in range(tl.max(own)):
+                tl.store(ITEM + 2 * (at + piece), row, mask=mine & (piece < own))
+                tl.store(ITEM + 2 * (at + piece) + 1, tl.zeros_like(row) + piece, mask=mine & (piece < own))
+    # Programs without work.
+    for at in range(begun, items, STEP):
+        tl.store(ITEM + 2 * (at + every), tl.full([STEP], -1, tl.int64), mask=at + every < items)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The pieces of split rows, in tables made on the device; the longest first, so that none is the tail of a launch.
+
+    item [items, 2] int32 the list row of each program and which of its pieces, -1 where there is none; pieces [rows] int32;
+    slot [rows] int32 where the pieces of a split row begin; chunk [] int32 the most blocks of a piece. items and slots bound
+    both from host numbers: a row of n blocks makes ceil(n / chunk) pieces, at least one, and a split one fewer than
+    2 n / chunk.
+    """
+
+    item: Tensor
+    pieces: Tensor
+    slot: Tensor
+    chunk: Tensor
+    slots: int
+
+    @property
+    def items(self) -> int:
+        """How many programs there may be."""
+        return len(self.item)
+
+    @classmethod
+    def even(cls, counts: Sequence[Tensor], B: int, lists: int, M: int, tiles: int, places: int) -> Work:
+        """Pieces of which none is more than 1 / WAVES of what one of `places` computes: how many there are is bounded,
+        though how many blocks are listed is not known here. counts: of each span [1 or B, 1 or lists, M]."""
+        even = WAVES * places
+        return cls._made(counts, B, lists, M, even // tiles, tiles=tiles, even=even, chunk=0)
+
+    @classmethod
+    def of(cls, counts: Sequence[Tensor], B: int, lists: int, M: int, chunk: int, spare: int) -> Work:
+        """Pieces of at most `chunk` blocks; the sum of the lengths [b, h, M] is at most `spare` chunks."""
+        return cls._made(counts, B, lists, M, spare, tiles=1, even=0, chunk=chunk)
+
+    @classmethod
+    def _made(
+        cls,
+        counts: Sequence[Tensor],
+        B: int,
+        lists: int,
+        M: int,
+        spare: int,
+        *,
+        tiles: int,
+        even: int,
+        chunk: int,
+    ) -> Work:
+        rows = B * lists * M
+        sizes = (2 * (rows + spare), rows, rows, 1)
+        tables = torch.empty(sum(sizes), dtype=torch.int32, device=counts[0].device).split(sizes)
+        item, pieces, slot, most = tables
+        strides = tuple(
+            (c.stride(0) if c.shape[0] > 1 else 0, c.stride(1) if c.shape[1] > 1 else 0, c.stride(2))
+            for c in counts
+        )
+        step = min(4096, triton.next_power_of_2(rows))
+        work_kernel[(1,)](
+            *(tuple(counts), strides, item, pieces, slot, most, M, rows, rows + spare, tiles, even, chunk),
+            LISTS=lists,
+            EVEN=even > 0,
+            LEAST=LEAST_CHUNK,
+            CLASSES=CLASSES,
+            STEP=step,
+            num_warps=8,
+        )
+        return cls(item.view(-1, 2), pieces, slot, most[0], 2 * spare)
+
+
+@cache
+def places_on(device: torch.device) -> int:
+    """Programs that run at a time, about."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -1,0 +1,91 @@
+"""What is made of lists before a launch: pairs, tests that are needed, pieces and their order; `test_lists.py` runs them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmaccel.backends.triton.runs import paired, unsure
+from mmaccel.backends.triton.work import CLASSES, WAVES, Work
+from mmaccel.core.plan import FULL
+
+from .triton_cases import DEVICE
+
+
+@given(
+    st.lists(st.integers(0, 400), min_size=1, max_size=12),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 7]),
+    st.integers(0, 20),
+)
+def test_work_fits_the_room_that_is_made_for_it(
+    lengths: list[int], chunk: int, tiles: int, slack: int
+) -> None:
+    """Sizes come from the host alone: every piece has its program, and every piece of a split row its slot."""
+    count = torch.tensor(lengths, device=DEVICE).view(1, 1, -1)
+    spare = (sum(lengths) + slack) // chunk
+    given_size = Work.of([count], 1, 1, len(lengths), chunk, spare)
+    even = Work.even([count, 0 * count], 1, 1, len(lengths), tiles, chunk)
+    assert even.items == len(lengths) + WAVES * chunk // tiles
+    assert int(even.chunk) == max(32, -(-sum(lengths) * tiles // (WAVES * chunk)))
+    for work in (given_size, even):
+        most = int(work.chunk)
+        pieces = [max(1, -(-n // most)) for n in lengths]
+        assert work.pieces.tolist() == pieces
+        found = work.item.tolist()
+        mine = [tuple(one) for one in found if one[0] >= 0]
+        assert sorted(mine) == [(row, piece) for row, count in enumerate(pieces) for piece in range(count)]
+        assert [row for row, _ in found[len(mine) :]] == [-1] * (work.items - len(mine))
+        # The longest first: nothing that takes long is begun when the rest is done.
+        classes = [min(lengths[row], most) * CLASSES // most for row, _ in mine]
+        assert classes == sorted(classes, reverse=True)
+        slots = [work.slot[row].item() + piece for row, piece in mine if pieces[row] > 1]
+        assert sorted(slots) == list(range(len(slots))) and len(slots) <= work.slots
+
+
+def test_work_adds_the_lists_of_spans_that_share_them() -> None:
+    """A span without heads, one without sequences, and one of all: more rows than a program holds at once."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [
+        torch.randint(0, 30, size, generator=generator, dtype=torch.int64)
+        for size in ((1, 1, 900), (1, 3, 900), (2, 3, 900))
+    ]
+    work = Work.of([c.to(DEVICE) for c in counts], 2, 3, 900, 40, 6000)
+    length = sum(c.expand(2, 3, 900) for c in counts).flatten()
+    want = (-(-length // 40)).clamp(min=1)
+    assert torch.equal(work.pieces.cpu().long(), want)
+    taken = work.item[work.item[:, 0] >= 0].cpu().long()
+    assert len(taken) == want.sum() and torch.equal(taken[:, 0].bincount(), want)
+
+
+@given(seed=st.integers(0, 2**16))
+def test_a_pair_holds_what_both_hold(seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    draw = [torch.randint(0, 9, (1, 2, 5), generator=rng) for _ in range(4)]
+    count = draw[1]
+    head = torch.minimum(draw[2], count)
+    tail = torch.minimum(torch.maximum(draw[3], head), count)
+    row = torch.stack([draw[0], count, head, tail, torch.zeros_like(count)], -1)
+    two = paired(row.to(DEVICE))
+    for h in range(2):
+        for m in range(3):
+            mine = [row[0, h, i].tolist() for i in (2 * m, 2 * m + 1) if i < 5]
+            held = [set(range(b, b + c)) for b, c, *_ in mine]
+            sure = [set(range(b + n, b + f)) for b, _, n, f, _ in mine]
+            begin, length, near, end, _ = two[0, h, m].tolist()
+            assert set().union(*held) <= set(range(begin, begin + length))
+            everyone = len(mine) == 2 and all(held)
+            wanted = sure[0] & sure[1] if everyone else set()
+            assert set(range(begin + near, begin + end)) == wanted
+
+
+@pytest.mark.parametrize("size", [(1,), (2100,), (2, 3, 70), (1, 2, 4097)])
+def test_blocks_that_need_a_test_are_counted(size: tuple[int, ...]) -> None:
+    kind = torch.randint(0, 3, size, generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    want = torch.nn.functional.pad((kind != FULL).cumsum(-1, dtype=torch.int32), (1, 0))
+    assert torch.equal(unsure(kind.to(DEVICE)).cpu(), want)
+    if len(size) == 3:
+        shared = kind[:1].expand(5, -1, -1)
+        assert torch.equal(unsure(shared.to(DEVICE)).cpu(), want[:1].expand(5, -1, -1))

@@ -32,7 +32,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import replayed
-from pipeline import SEATS, SELF, Bench, pipeline_part, read_and_say, sharded_part, tell, timed_step
+from pair import SEATS, SELF, Bench, read_and_say, tell, timed_step
+from pipeline import pipeline_part, sharded_part
 from replayed import after, decode, warm
 from steps import Step, run_steps
 from timing import Log, measure

@@ -1,41 +1,44 @@
-"""The parts of `decode_gpu.py` in which a draft works beside its target: what they share, and their steps."""
+"""The parts of `decode_gpu.py` in which a draft works beside its target, and in which a target lies on two devices."""
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import replayed
-from replayed import after, cache_bytes, decode, make_ready, model_of, second_process, warm
+from pair import (
+    SEATS,
+    SELF,
+    Bench,
+    InTrees,
+    InTurns,
+    against,
+    median,
+    one,
+    piped,
+    read_and_say,
+    seeds,
+    tell,
+    timed_step,
+)
+from replayed import after, cache_bytes, decode, warm
 from steps import Step
 from timing import Log, measure
 
-from mmaccel.core.draft import DraftState, Prompt
-from mmaccel.core.worker import READY, Worker
+from mmaccel.core.attach import accelerate
+from mmaccel.core.draft import DraftState
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.worker import Worker
 from mmaccel.eval import acceptance, simulate
 from mmaccel.models import spread as spreading
-from mmaccel.models.decode import StaticRunner
-from mmaccel.policies.draft import Off, Parallel, Tree, _remote
-from mmaccel.policies.draft.parallel import Pipeline
-from mmaccel.policies.draft.sequential import Drafter
-from mmaccel.policies.draft.tree import _Gardener
-
-SELF = 256 << 10
-"""Columns after which a model drafts for itself."""
-SEATS = (2, 4)
-"""Sequences of a batch."""
+from mmaccel.policies.draft import Off, Parallel, Sequential, Tree
+from mmaccel.policies.prune import AttentionPrune, UVPrune
 
 
 class Elsewhere(Parallel):
@@ -46,139 +49,6 @@ class Elsewhere(Parallel):
     def _worker(self, target: Any) -> Worker:
         assert Elsewhere.held is not None
         return Elsewhere.held
-
-
-class InTurns(Drafter):
-    """A draft in turns whose prompt is assumed."""
-
-    def begin(self, prompt: Prompt) -> None:
-        runner: Any = self._runner
-        runner.truncate(prompt.inputs["assumed"][0])
-        self._warp, self._generator = None, None
-        self._ids, self._left = prompt.ids[0], prompt.max_new_tokens
-        self._pending = self._ids[:0]
-
-
-class InTrees(_Gardener):
-    """A tree whose prompt is assumed."""
-
-    def begin(self, prompt: Prompt) -> None:
-        runner: Any = self._runner
-        runner.truncate(prompt.inputs["assumed"][0])
-        self._pending = prompt.ids[0, :0]
-
-
-class Bench:
-    """What steps share: models, the draft's process, and the figures that others are held against."""
-
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given = given
-        self.device = torch.device(given.device)
-        count = torch.cuda.device_count() if self.device.type == "cuda" else 1
-        self.other = f"cuda:{(self.device.index or 0) + 1}" if count > 1 else given.device
-        self.columns = max(given.context // given.shrink, 64)
-        self.pruned = self.columns // 10 + 2 * replayed.LATER
-        self.tokens = max(given.tokens // given.shrink, 24)
-        self.worker: Worker | None = None
-        self.found: dict[str, Any] = {}
-
-    @cached_property
-    def rate(self) -> float:
-        return acceptance.read_rate(self.device, 1 << (31 if self.device.type == "cuda" else 24))
-
-    @cached_property
-    def target(self) -> nn.Module:
-        """The target alone on its device; of the pipeline's and of every other part."""
-        if self.given.parts[0] == "pipeline":
-            self.start()  # it loads while this process does
-        return quiet(model_of(self.given.target, self.given.device, self.given.layers))
-
-    @cached_property
-    def draft(self) -> nn.Module:
-        """The draft in this process, on the second device; its own process has gone by then."""
-        self.stop()
-        return model_of(self.given.draft, self.other, self.given.layers)
-
-    @cached_property
-    def small(self) -> nn.Module:
-        """The draft's shape as a target."""
-        return model_of(self.given.draft, self.given.device, self.given.layers)
-
-    @cached_property
-    def runner(self) -> replayed.Counting:
-        """The target after its columns."""
-        found = after(self.target, self.columns, keep=self.given.keep)
-        warm(found, (1, *self.given.windows), self.device)
-        return found
-
-    def start(self) -> Worker:
-        """The draft's process, which is kept."""
-        if self.worker is None:
-            self.worker = second_process(self.given, self.other)
-            self.heard = False
-        return self.worker
-
-    def ready(self, columns: int, seats: int = 1) -> Worker:
-        """The same, ready for sequences whose draft holds `columns`."""
-        worker = self.start()
-        if not self.heard:
-            worker.wait(READY, 240.0)
-            self.heard = True
-        make_ready(worker, columns, seats)
-        return worker
-
-    def stop(self) -> None:
-        if self.worker is not None:
-            self.worker.close()
-        self.worker = None
-
-    def drop(self, *names: str) -> None:
-        """Free what is no longer needed."""
-        for name in names:
-            self.__dict__.pop(name, None)
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def used(self) -> list[int] | None:
-        """Bytes taken on each device, by all processes."""
-        if self.device.type != "cuda":
-            return None
-        told = (torch.cuda.mem_get_info(n) for n in range(torch.cuda.device_count()))
-        return [total - free for free, total in told]
-
-
-def tell(log: Log, **row: Any) -> None:
-    """Write and print a row."""
-    log.row(**row)
-    print(json.dumps(row), flush=True)
-
-
-def quiet(model: nn.Module) -> nn.Module:
-    """No token ends what the model says."""
-    config: Any = model.generation_config
-    config.eos_token_id, config.pad_token_id = None, 0
-    return model
-
-
-def timed_step(
-    bench: Bench, model: nn.Module, columns: int, rows: Sequence[int], **told: Any
-) -> list[dict[str, Any]]:
-    """A row for a captured step of each number of rows after `columns`."""
-    runner = after(model, columns)
-    floor = acceptance.floor_s(model, cache_bytes(model, columns), bench.rate)
-    found = []
-    for count in rows:
-        ids = torch.ones(1, count, dtype=torch.long, device=model.device)
-
-        def run(ids: torch.Tensor = ids) -> None:
-            StaticRunner.step(runner, ids)
-            runner.truncate(columns)
-
-        times = measure(run, warmup=3, repeats=bench.given.repeats, device=model.device)
-        row = {**told, "columns": columns, "rows": count, "floor_s": floor, "read_rate": bench.rate}
-        found.append({**row, **times.row(), "of_floor": times.median / floor})
-    return found
 
 
 def pipeline_part(bench: Bench) -> Iterator[Step]:
@@ -265,60 +135,6 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
     yield from end_steps(bench, ("sequential", "specvlm", "eager"), shape)
 
 
-def one(device: torch.device) -> torch.Tensor:
-    """One token to run."""
-    return torch.ones(1, 1, dtype=torch.long, device=device)
-
-
-def seeds(given: argparse.Namespace) -> list[int]:
-    return list(range(1, given.draws + 1))
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
-
-
-def piped(
-    bench: Bench,
-    runners: list[replayed.Counting],
-    worker: Worker,
-    window: int | None,
-    columns: int,
-    held: int,
-    seed: int,
-    tokens: int = 0,
-) -> dict[str, Any]:
-    """One generation of each runner by the pipeline, whose draft holds `held` columns."""
-    choice = Parallel(model="shape", window=window)
-    devices = [runners[0].model.device]
-    states = [Pipeline(_remote.Remote(worker, replayed.VOCAB), choice, devices) for _ in runners]
-    return decode(runners, states, [columns, held], tokens or bench.tokens, seed)
-
-
-def against(rows: list[dict[str, Any]], alone: float, keep: float) -> dict[str, Any]:
-    """Several draws of one way, beside decoding alone (tokens a second) and what the simulator says of the steps' times."""
-    last = rows[-1]
-    pace, window = median([row["tokens_per_s"] for row in rows]), round(last["counters"]["window"])
-    draft = median([row["counters"]["draft_step_s"] for row in rows])
-    kept = median([row["counters"]["keep_rate"] for row in rows])
-    costs = simulate.Costs(step=1 / alone, draft=draft)
-    expected = simulate.speedup(keep, window, costs, parallel=True)
-    return {
-        **last,
-        "window": window,
-        "tokens_per_s": pace,
-        "each_per_s": [row["tokens_per_s"] for row in rows],
-        "speedup": pace / alone,
-        "c": costs.ratio,
-        "draft_step_s": draft,
-        "simulated": expected,
-        "of_simulated": pace / alone / expected,
-        "kept_share": kept,
-        "simulated_at_kept": simulate.speedup(kept, window, costs, parallel=True),
-        "simulated_best": simulate.best(keep, costs, parallel=True),
-    }
-
-
 def self_steps(bench: Bench) -> Iterator[Step]:
     given = bench.given
 
@@ -354,11 +170,6 @@ def self_steps(bench: Bench) -> Iterator[Step]:
 
 def end_steps(bench: Bench, kinds: Sequence[str], shape: dict[str, Any]) -> Iterator[Step]:
     """The whole way of a prompt, through `generate`: pixels, prefill, pruning, captures, decoding."""
-    from mmaccel.core.attach import accelerate
-    from mmaccel.core.recipe import Recipe
-    from mmaccel.policies.draft import Sequential
-    from mmaccel.policies.prune import AttentionPrune, UVPrune
-
     given = bench.given
 
     def strategy(kind: str) -> Any:
@@ -436,23 +247,3 @@ def sharded_part(bench: Bench) -> Iterator[Step]:
             tell(log, case="sharded end", shape=options.target, devices=devices, **whole)
 
     yield Step("sharded", 70.0, run)
-
-
-def read_and_say(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Seconds to read a prompt, and to say a token after it, by our own loop; and the first tokens that are said."""
-    from mmaccel.core.attach import accelerate
-
-    taken: list[float] = []
-    with accelerate(model) as fast:
-        for _ in range(2):
-            runner = fast.view.runner()
-            replayed.wait(model.device)
-            began = time.perf_counter()
-            logits = runner.prefill(inputs)
-            replayed.wait(model.device)
-            taken.append(time.perf_counter() - began)
-        said = [int(logits.argmax())]
-        for _ in range(4):
-            said.append(int(runner.step(torch.full((1, 1), said[-1], device=model.device))[0, -1].argmax()))
-        step = measure(lambda: runner.step(one(model.device)), repeats=7, device=model.device).median
-    return {"prompt": inputs["input_ids"].shape[1], "prefill_s": min(taken), "step_s": step, "said": said}

@@ -19,6 +19,7 @@ from mmaccel.core.draft import Warp
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import registry
 from mmaccel.core.worker import OWN, READY, Message, Wire, Worker, beating, inbox
+from mmaccel.policies.draft._parcel import pack, unpack
 from mmaccel.policies.draft._writer import Writer, Written
 
 BEGIN, KEEP, WRITE, WROTE, END = OWN, OWN + 1, OWN + 2, OWN + 3, OWN + 4
@@ -47,17 +48,15 @@ class Remote:
     def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None:
         """Send the prompt; with `pruned` it is run when `keep` has told which columns."""
         # Lists too, which some processors give for seconds of frames; what is neither is no input of a model.
-        told = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in inputs.items() if _travels(x)}
-        held = io.BytesIO()
-        torch.save({"inputs": told, "warp": _packed(warp)}, held)
+        told = {name: x for name, x in inputs.items() if _travels(x)}
         for message in self._worker.drain():
             self._hand_on(message)
         self._open[self._number] = self
-        self._worker.send(BEGIN, self._number, int(pruned), int(compact), blob=held.getvalue())
+        self._worker.send(BEGIN, self._number, int(pruned), int(compact), blob=pack(told, _packed(warp)))
 
     def keep(self, columns: Tensor) -> None:
         self._worker.send(KEEP, self._number, *columns.tolist()) if columns.numel() < 1 << 15 else (
-            self._worker.send(KEEP, self._number, blob=columns.cpu().long().numpy().tobytes())
+            self._worker.send(KEEP, self._number, blob=[columns.cpu().long().numpy().tobytes()])
         )
 
     def ask(self, length: int, fix: Sequence[int], count: int) -> None:
@@ -128,29 +127,28 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
 @torch.no_grad()
 def serve_writer(wire: Wire, fresh: Any, device: str = "cpu") -> None:
     """Answer until the wire breaks; `fresh` opens a `Writer` for each sequence, whose logits are on `device`."""
-    waiting: dict[
-        int, tuple[dict[str, Any], bool]
-    ] = {}  # prompts whose columns are not told yet, and whether compact
+    # Prompts whose columns are not told yet: inputs, sampling, whether compact.
+    waiting: dict[int, tuple[dict[str, Any], bytes, bool]] = {}
     writers: dict[int, Writer] = {}
     for message in inbox(wire):
         number = message.numbers[0]
         if message.kind == BEGIN:
-            held = torch.load(io.BytesIO(message.blob), weights_only=True)
+            inputs, warp = unpack(message.blob)
             pruned, compact = message.numbers[1:]
             if pruned:
-                waiting[number] = held, bool(compact)
+                waiting[number] = inputs, warp, bool(compact)
                 continue
             with beating(wire):
                 writers[number] = fresh()
-                writers[number].read(held["inputs"], warp=_unpacked(held["warp"], device))
+                writers[number].read(inputs, warp=_unpacked(warp, device))
         elif message.kind == KEEP and number in waiting:
             columns = torch.tensor(message.numbers[1:], dtype=torch.long)
             if message.blob:
-                columns = torch.frombuffer(bytearray(message.blob), dtype=torch.long)
-            held, short = waiting.pop(number)
+                columns = torch.frombuffer(message.blob, dtype=torch.long)
+            inputs, warp, short = waiting.pop(number)
             with beating(wire):
                 writers[number] = fresh()
-                writers[number].read(held["inputs"], columns, short, _unpacked(held["warp"], device))
+                writers[number].read(inputs, columns, short, _unpacked(warp, device))
         elif message.kind == WRITE and number in writers:
             _, length, count, *fix = message.numbers
             with beating(wire):
@@ -168,7 +166,7 @@ def _travels(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
-def _packed(warp: Warp | None) -> Tensor:
+def _packed(warp: Warp | None) -> bytes:
     """The sampling in force, or nothing where it cannot travel: the draft then takes its raw maximum, which costs speed."""
     held = io.BytesIO()
     try:
@@ -183,12 +181,12 @@ def _packed(warp: Warp | None) -> Tensor:
             stacklevel=2,
         )
         held = io.BytesIO()
-    return torch.tensor(list(held.getvalue()), dtype=torch.uint8)
+    return held.getvalue()
 
 
-def _unpacked(packed: Tensor, device: str) -> Warp | None:
+def _unpacked(packed: bytes, device: str) -> Warp | None:
     """The sampling, with the tensors it holds on the draft's device."""
-    if not packed.numel():
+    if not packed:
         return None
-    warp: Warp = torch.load(io.BytesIO(bytes(packed.tolist())), map_location=device, weights_only=False)
+    warp: Warp = torch.load(io.BytesIO(packed), map_location=device, weights_only=False)
     return warp

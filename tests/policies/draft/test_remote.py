@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import signal
 import socket
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,8 +25,9 @@ from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.generate import Speculation, lockstep, speculate
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import registry
-from mmaccel.core.worker import OWN, READY, Message, Wire, Worker
+from mmaccel.core.worker import OWN, READY, Blob, Message, Wire, Worker
 from mmaccel.policies.draft import _remote
+from mmaccel.policies.draft._parcel import ALIGN, SMALL, pack, unpack
 from mmaccel.policies.draft._writer import Writer
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit
@@ -173,10 +173,9 @@ def test_the_process_frees_what_it_holds_of_a_sequence_that_is_over() -> None:
 
     process, wire = threading.Thread(target=serve), Wire(ours)
     process.start()
-    blob = io.BytesIO()
-    torch.save({"inputs": {"input_ids": torch.tensor([[1, 0]])}, "warp": _remote._packed(None)}, blob)
+    blob = pack({"input_ids": torch.tensor([[1, 0]])}, _remote._packed(None))
     for number in (1, 2):
-        wire.send(_remote.BEGIN, number, 0, 0, blob=blob.getvalue())
+        wire.send(_remote.BEGIN, number, 0, 0, blob=blob)
         wire.send(_remote.WRITE, number, 0, 2)
         answer = wire.receive(10.0)
         assert answer is not None and answer.numbers[0] == number
@@ -261,7 +260,7 @@ def test_a_process_that_takes_nothing_is_not_waited_for_for_ever() -> None:
     os.kill(worker.process.pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(DraftError, match="cannot be reached"):
-        worker.send(OWN, 1, 0, 0, blob=bytes(1 << 23))
+        worker.send(OWN, 1, 0, 0, blob=[bytes(1 << 23)])
     assert time.monotonic() - began < 10
     assert not worker.alive and worker.process.poll() is not None
 
@@ -312,20 +311,47 @@ def test_what_travels_with_the_prompt() -> None:
         def drain(self) -> list[Message]:
             return []
 
-        def send(self, kind: int, *numbers: int, blob: bytes = b"") -> None:
-            self.held = torch.load(io.BytesIO(blob), weights_only=True)
+        def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
+            self.inputs, self.warp = unpack(bytearray(b"".join(blob)))
 
     worker: Any = Listening()
     ids = torch.tensor([[1, 2]])
     given = {"input_ids": ids, "second_per_grid_ts": [0.5, 1.0], "streamer": object(), "use_cache": None}
     _remote.Remote(worker, VOCAB).begin(given, Halved(torch.tensor([2.0])), False, False)
-    assert worker.held["inputs"].keys() == {"input_ids", "second_per_grid_ts"}
-    assert worker.held["inputs"]["second_per_grid_ts"] == [0.5, 1.0]
-    warp = _remote._unpacked(worker.held["warp"], "meta")
+    assert worker.inputs.keys() == {"input_ids", "second_per_grid_ts"}
+    assert worker.inputs["second_per_grid_ts"] == [0.5, 1.0]
+    warp = _remote._unpacked(worker.warp, "meta")
     assert isinstance(warp, Halved) and warp.by.is_meta, "its tensors are where the draft's logits are"
     with pytest.warns(MmaccelWarning, match="give logits processors that can be pickled"):
         _remote.Remote(worker, VOCAB).begin(given, lambda ids, logits: logits, False, False)
-    assert _remote._unpacked(worker.held["warp"], "cpu") is None
+    assert _remote._unpacked(worker.warp, "cpu") is None
+
+
+def test_a_prompt_arrives_as_it_was_sent() -> None:
+    """All types, views, tensors of no size and of no axes; large ones are not copied out, and begin where they should."""
+    g = torch.Generator().manual_seed(0)
+    large = torch.randn(2, SMALL // 2, generator=g).to(torch.bfloat16)
+    given = {
+        "input_ids": torch.tensor([[1, 2, 3]]),
+        "mask": torch.tensor([True, False, True]),
+        "large": large,
+        "view": torch.randn(5, 7, generator=g).half()[:, ::2],
+        "none": torch.empty(0, 3),
+        "one": torch.tensor(2.5, dtype=torch.float64),
+        "seconds": [0.1, 2],
+        "also": large[:, 1:],
+    }
+    blob = bytearray(b"".join(pack(given, b"more")))
+    inputs, more = unpack(blob)
+    assert more == b"more" and list(inputs) == list(given) and inputs["seconds"] == [0.1, 2]
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor):
+            assert inputs[name].dtype == x.dtype and torch.equal(inputs[name], x)
+    base = torch.frombuffer(blob, dtype=torch.uint8).data_ptr()
+    for name in ("large", "also"):
+        place = inputs[name].data_ptr() - base
+        assert 0 < place < len(blob) and place % ALIGN == 0
+    assert not 0 <= inputs["input_ids"].data_ptr() - base < len(blob), "it would hold the whole prompt"
 
 
 @dataclass

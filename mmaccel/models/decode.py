@@ -20,6 +20,7 @@ from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.room import with_room
+from mmaccel.models import spread
 from mmaccel.models.runner import HFRunner
 from mmaccel.models.spread import Handed
 
@@ -265,13 +266,7 @@ class StaticRunner(HFRunner):
         axes = places.expand(3, -1) if family.mrope else places
         angles = [angle[0].contiguous() for angle in family.angles(model, axes, like.dtype)]
         scale = family.geometry(model).head_dim ** -0.5
-        runs: list[tuple[torch.device, list[int]]] = [(home, [])]
-        for number, (key, _) in enumerate(buffers):
-            if key.device != runs[-1][0]:
-                runs.append((key.device, []))
-            runs[-1][1].append(number)
-        if runs[-1][0] != home:
-            runs.append((home, []))
+        laid_out = spread.runs([key.device for key, _ in buffers], home)
         layers: list[Any] = list(family.layers(model))
         self.modules = [
             Step(
@@ -280,9 +275,9 @@ class StaticRunner(HFRunner):
                 [buffers[number] for number in numbers],
                 (angles[0].to(device), angles[1].to(device)),
                 words if place == 0 else None,
-                (family.text(model).norm, head) if place == len(runs) - 1 else None,
+                (family.text(model).norm, head) if place == len(laid_out) - 1 else None,
             )
-            for place, (device, numbers) in enumerate(runs)
+            for place, (device, numbers) in enumerate(laid_out)
         ]
         return self.modules
 

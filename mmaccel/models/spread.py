@@ -72,6 +72,19 @@ def shares(sizes: Sequence[int], ends: int, count: int) -> list[int]:
     return found
 
 
+def runs(places: Sequence[torch.device], home: torch.device) -> list[tuple[torch.device, list[int]]]:
+    """The layers that lie on `places`, by their numbers, in runs of one device; the first and the last run are at `home`,
+    without layers where these begin or end elsewhere."""
+    found: list[tuple[torch.device, list[int]]] = [(home, [])]
+    for number, place in enumerate(places):
+        if place != found[-1][0]:
+            found.append((place, []))
+        found[-1][1].append(number)
+    if found[-1][0] != home:
+        found.append((home, []))
+    return found
+
+
 def spread(model: nn.Module, devices: Sequence[torch.device | str]) -> Callable[[], None]:
     """Move the layers of `model` over `devices`, and all else to the first. The returned call takes the hooks up again, and
     leaves the weights where they are. Raises `ModelError` for fewer layers than devices."""

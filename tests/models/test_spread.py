@@ -1,0 +1,180 @@
+"""A model over several devices says what it says on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+import mmaccel
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.draft import Proposal
+from mmaccel.core.errors import ModelError
+from mmaccel.models import decode, shapes, spread
+from mmaccel.models.decode import StaticRunner
+from mmaccel.policies.draft import Off, Sequential
+from tests.models.tiny_random import BUILD, PROMPTS, prompt
+
+CPU, OTHER = torch.device("cpu"), torch.device("cpu:0")
+"""Two names of the one device that is always there: hooks and runs are laid as for two."""
+
+
+@pytest.fixture(params=sorted(BUILD))
+def family(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    model = BUILD[request.param](layers=3)
+    model.generation_config.eos_token_id = None
+    return request.param, model
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(0, 500), st.integers(1, 8))
+def test_layers_are_dealt_out_in_order(sizes: list[int], ends: int, count: int) -> None:
+    count = min(count, len(sizes))
+    chosen = spread.shares(sizes, ends, count)
+    assert chosen == sorted(chosen) and set(chosen) == set(range(count))
+
+
+def test_layers_are_dealt_out_evenly() -> None:
+    # Ends that weigh two layers leave the first device two fewer.
+    assert spread.shares([10] * 10, 20, 2) == [0] * 4 + [1] * 6
+    assert spread.shares([10] * 9, 0, 3) == [0] * 3 + [1] * 3 + [2] * 3
+    assert spread.shares([10] * 3, 1000, 3) == [0, 1, 2]
+
+
+def test_runs_begin_and_end_at_home() -> None:
+    assert spread.runs([CPU, CPU], CPU) == [(CPU, [0, 1])]
+    assert spread.runs([CPU, OTHER, OTHER], CPU) == [(CPU, [0]), (OTHER, [1, 2]), (CPU, [])]
+    assert spread.runs([OTHER, CPU], CPU) == [(CPU, []), (OTHER, [0]), (CPU, [1])]
+
+
+def test_it_says_what_it_says_on_one_device(family: tuple[str, Any]) -> None:
+    name, model = family
+    inputs = prompt(name, PROMPTS["video"])
+    want = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    undo = spread.spread(model, [CPU, OTHER])
+    layers, norm = adapter_for(model).layers(model), adapter_for(model).text(model).norm
+    hooked = [bool(module._forward_pre_hooks) for module in (*layers, norm)]
+    assert hooked == [True] * 4
+    peer = BUILD[name](seed=1)
+    for draft in (Off(), Sequential(model=peer, window=3, prune="uv")):
+        with mmaccel.accelerate(model, draft=draft) as fast:
+            assert torch.equal(fast.generate(**inputs, max_new_tokens=12, do_sample=False), want)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), want)
+    (memo,) = {id(hook._memo): hook._memo for hook in norm._forward_pre_hooks.values()}.values()
+    assert not memo, "what was handed over is kept no longer than the pass"
+    undo()
+    assert not any(module._forward_pre_hooks for module in (*layers, norm))
+
+
+def test_fewer_layers_than_devices_is_told(family: tuple[str, Any]) -> None:
+    with pytest.raises(ModelError, match="at most one a layer"):
+        spread.spread(family[1], ["cpu"] * 4)
+    with pytest.raises(ModelError, match="give one or more"):
+        spread.spread(family[1], [])
+
+
+def in_runs(monkeypatch: pytest.MonkeyPatch, *first: int) -> None:
+    """Steps in as many runs as numbers, of the layers from these on."""
+
+    def runs(places: Any, home: torch.device) -> list[tuple[torch.device, list[int]]]:
+        ends = [*first[1:], len(places)]
+        return [(home, list(range(a, b))) for a, b in zip(first, ends, strict=True)]
+
+    monkeypatch.setattr(spread, "runs", runs)
+
+
+@pytest.mark.parametrize("first", [(0, 1), (0, 2, 3), (0, 0, 3)])
+@torch.no_grad()
+def test_a_step_in_runs_is_the_step(
+    family: tuple[str, Any], first: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains, shorter ones than the width, and trees: what a run gives is what the next one takes, all rows of it."""
+    name, model = family
+    inputs = prompt(name, PROMPTS["interleaved"])
+    tree = Proposal(torch.tensor([5, 6, 7, 8]), parents=torch.tensor([-1, -1, 0, 1])).branches()
+    told = []
+    for split in (False, True):
+        if split:
+            in_runs(monkeypatch, *first)
+        runner = StaticRunner(model, adapter_for(model), DynamicCache(), (1, 4, 8))
+        runner.prefill(inputs)
+        said = [runner.step(torch.tensor(ids)) for ids in ([[7]], [[9, 3]], [[4, 5, 6, 7]], [[2]])]
+        said.append(runner.step(torch.tensor([[4, 5, 6, 7, 8]]), tree))
+        runner.accept(torch.tensor([0, 2, 4]))
+        said.append(runner.step(torch.tensor([[3]])))
+        assert len(runner.modules) == (len(first) if split else 1)
+        told.append(said)
+    for one, other in zip(*told, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_a_hook_hands_over() -> None:
+    """Tensors, tuples of them and runs come to the device; named arguments once for all layers there."""
+    memo: dict[Any, Any] = {}
+    meta = torch.device("meta")
+    one, other, last = (spread.Handed(meta, memo, ends) for ends in (False, False, True))
+    hidden, angles = torch.ones(2), (torch.ones(3), torch.ones(3))
+    named = {"position_embeddings": angles, "past_key_values": object(), "attention_mask": None}
+    (moved,), first = one(torch.nn.Identity(), (hidden,), dict(named))
+    _, second = other(torch.nn.Identity(), (moved,), dict(named))
+    assert moved.is_meta and all(angle.is_meta for angle in first["position_embeddings"])
+    assert second["position_embeddings"] is first["position_embeddings"]
+    assert first["past_key_values"] is named["past_key_values"] and first["attention_mask"] is None
+    assert memo
+    last(torch.nn.Identity(), (moved,), {})
+    assert not memo
+
+
+def test_a_shape_is_made_where_its_layers_lie() -> None:
+    """The same modules, layer by layer, as one that is made at once; and its steps may be captured."""
+    more: dict[str, Any] = {"layers": 3, "vision_layers": 1, "dtype": torch.float32}
+    model = shapes.build("llava-onevision-0.5b", devices=[CPU, OTHER], **more)
+    whole = shapes.build("llava-onevision-0.5b", **more)
+    assert {n: p.shape for n, p in model.named_parameters()} == {
+        n: p.shape for n, p in whole.named_parameters()
+    }
+    text = adapter_for(model).text(model)
+    assert text.config.num_hidden_layers == 3 and [layer.self_attn.layer_idx for layer in text.layers] == [
+        0,
+        1,
+        2,
+    ]
+    assert all(
+        float(layer.mlp.up_proj.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+        for layer in text.layers
+    )
+    ids = torch.tensor([[3, 4, 5]])
+    out = model.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
+    assert out.shape == (1, 6)
+
+
+def test_hooks_of_ours_do_not_keep_steps_from_being_captured(
+    family: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = family
+    monkeypatch.setattr(decode, "DEVICES", ("cpu",))
+    spread.spread(model, [CPU, OTHER])
+    assert decode.admits(model, adapter_for(model), DynamicCache())
+    adapter_for(model).layers(model)[1].register_forward_pre_hook(lambda *_: None)
+    assert not decode.admits(model, adapter_for(model), DynamicCache())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_devices_say_what_one_says(family: tuple[str, Any], order: tuple[int, int]) -> None:
+    """fp32, captured steps, with and without a draft."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("it needs two devices")
+    name, model = family
+    places = [f"cuda:{number}" for number in order]
+    model.to(places[0])
+    inputs = {k: v.to(places[0]) for k, v in prompt(name, PROMPTS["video"]).items()}
+    want = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    spread.spread(model, places)
+    assert {str(p.device) for p in model.parameters()} == set(places)
+    for draft in (Off(), Sequential(model=BUILD[name](seed=1).to("cuda:1"), window=3)):
+        with mmaccel.accelerate(model, draft=draft) as fast:
+            assert torch.equal(fast.generate(**inputs, max_new_tokens=24, do_sample=False), want)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmaccel.backends import natural
 from mmaccel.backends.triton.homes import BOX, FAR, Homes
 from mmaccel.backends.triton.hopper_launch import fields, numbered, viewed
 from mmaccel.backends.triton.hopper_walk import FIELDS
@@ -57,6 +58,32 @@ def test_every_key_is_where_its_home_says() -> None:
     natural, own, cut = homes.home
     assert (natural[..., :-1] >= 0).all() and (natural[..., -1] < -1).all() and (own[..., :-1] < -1).all()
     assert (cut < -1).sum(-1).eq(2).all()
+
+
+@pytest.mark.parametrize("n", [256, 320])
+def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside another span and alone, it is where it would be found; what reaches beyond the keys is copied as ever."""
+    rng = torch.Generator().manual_seed(1)
+    key, value = (torch.randn(B, G, S, D, generator=rng).to(DEVICE) for _ in range(2))
+    known = natural.counted(B, min(n, S), n, torch.device(DEVICE))[:, None]
+    place = torch.arange(n, dtype=torch.int32, device=DEVICE).view(1, 1, n)
+    for beside in ([], [orders()[1].to(DEVICE)]):
+        places = [
+            place,
+            *(torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320) for _ in beside),
+        ]
+        told, found = (
+            Homes.of(key, value, [row, *beside], places, HEADS, 1 << 30) for row in (known, known.clone())
+        )
+        for a, b in zip(told.home, found.home, strict=True):
+            assert torch.equal(a.expand_as(b), b)
+        for a, b in zip(told.place, found.place, strict=True):
+            assert torch.equal(a.expand_as(b), b)
+        copied = int((found.home[0] < -1).sum()) + sum(int((home < -1).sum()) for home in found.home[1:])
+        assert torch.equal(told.keys[:copied], found.keys[:copied])
+    if n < S:
+        monkeypatch.setattr("mmaccel.backends.triton.homes.home_kernel", None)
+        assert len(Homes.of(key, value, [known], [place], HEADS, 1 << 30).keys) == 0
 
 
 def test_nothing_beyond_the_keys_is_read() -> None:

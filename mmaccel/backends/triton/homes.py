@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmaccel.backends.natural import rows_in_order
+
 BOX = 64
 """Keys of a block of the copy engine."""
 
@@ -133,7 +135,8 @@ def copy_kernel(
 class Homes:
     """Where a span's keys are.
 
-    home    for each span [b, x, blocks of 64] int32, x the groups where all heads share its keys, or else the heads: the row
+    home    for each span [b, x, blocks of 64] int32, x the groups where all heads share its keys, or else the heads (1 for
+            what stands in the order of the tensor): the row
             in the tensor, or -2 - the slot among the copies, or -1 for none
     place   the places of its keys, FAR for absent ones
     keys, values    copies [slots, 64, D]
@@ -160,19 +163,22 @@ class Homes:
         or as much as there is."""
         B, G, S, D = key.shape
         device = key.device
-        shapes = [(B, G if r.shape[1] == 1 else heads, r.shape[2] // BOX) for r in k_row]
+        # What is in the order of the tensor is where it is.
+        natural = [r.shape[2] <= S and rows_in_order(r) == r.shape[2] for r in k_row]
+        apart = [r for r, there in zip(k_row, natural, strict=True) if not there]
+        shapes = [(B, G if r.shape[1] == 1 else heads, r.shape[2] // BOX) for r in apart]
         sizes = [b * x * n for b, x, n in shapes]
         flat = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-        home = tuple(t.view(s) for t, s in zip(flat.split(sizes), shapes, strict=True))
-        for r, t in zip(k_row, home, strict=True):
+        home = [t.view(s) for t, s in zip(flat.split(sizes), shapes, strict=True)] if apart else []
+        for r, t in zip(apart, home, strict=True):
             grid = (triton.cdiv(t.shape[2], 16), t.shape[1], B)
             shared = r.shape[1] == 1
             home_kernel[grid](r, *lead(r), t, t.shape[2], t.shape[1], S, SHARED=shared, BOX=BOX, BLOCKS=16)
         slot_bytes = 2 * BOX * D * key.element_size()
         keys, values = _pool(min(len(flat), most // slot_bytes), key)
         capacity = len(keys)
-        upto = (flat == -1).cumsum(0, dtype=torch.int32)
-        for r, t, u in zip(k_row, home, upto.split(sizes), strict=True):
+        upto = (flat == -1).cumsum(0, dtype=torch.int32) if apart else flat
+        for r, t, u in zip(apart, home, upto.split(sizes) if apart else (), strict=True):
             copy_kernel[(t.shape[2], t.shape[1], B)](
                 key,
                 value,
@@ -194,8 +200,20 @@ class Homes:
                 num_warps=8,
             )
         short = (upto[-1] - capacity).clamp(min=0) if capacity < len(flat) else None
-        place = tuple(_beyond(r, p) for r, p in zip(k_row, k_place, strict=True))
-        return cls(home, place, keys, values, short)
+        found = iter(home)
+        every = [
+            _in_order(r.shape[2], device) if there else next(found)
+            for r, there in zip(k_row, natural, strict=True)
+        ]
+        place = tuple(
+            p if there else _beyond(r, p) for r, p, there in zip(k_row, k_place, natural, strict=True)
+        )
+        return cls(tuple(every), place, keys, values, short)
+
+
+def _in_order(n: int, device: torch.device) -> Tensor:
+    """[1, 1, blocks]: where each block of `n` keys in their order begins."""
+    return torch.arange(0, n, BOX, dtype=torch.int32, device=device)[None, None]
 
 
 def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:

@@ -215,11 +215,13 @@ class Meter:
         """Mean over layers, heads and sequences of listed over causal pairs; reads the device."""
         if not self.listed:
             return None
-        shares = []
+        shares: list[Tensor] = []
         for layer, parts in self.listed.items():
             listed = torch.stack([p.double() for p in parts]).sum(0)
             causal = torch.stack([p.double() for p in self.causal[layer]]).sum(0)
-            shares.append((listed / causal.clamp(min=1)).mean())
+            share = (listed / causal.clamp(min=1)).mean()
+            # Layers of a model spread over devices tell from where they are.
+            shares.append(share if not shares else share.to(shares[0].device))
         return float(torch.stack(shares).mean())
 
     def report(

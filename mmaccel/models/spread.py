@@ -51,7 +51,10 @@ class Handed:
         if isinstance(x, tuple):
             return tuple(self._moved(one) for one in x)
         if isinstance(x, Run) and x.layout.device != self.device:
-            return replace(x, layout=x.layout.to(self.device))
+            layout = x.layout.to(self.device)
+            # Known of the one it comes from: nothing is read of a device that has yet to get there.
+            layout.__dict__["padded"] = x.layout.padded
+            return replace(x, layout=layout)
         return x
 
 

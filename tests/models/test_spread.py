@@ -12,8 +12,10 @@ from transformers import DynamicCache
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
+from mmaccel.core.attention import Run
 from mmaccel.core.draft import Proposal
 from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import TokenLayout
 from mmaccel.models import decode, shapes, spread
 from mmaccel.models.decode import StaticRunner
 from mmaccel.policies.draft import Off, Sequential
@@ -126,6 +128,10 @@ def test_what_a_hook_hands_over() -> None:
     assert memo
     last(torch.nn.Identity(), (moved,), {})
     assert not memo
+    road: Any = None
+    run = Run(road, TokenLayout.text(1, 4, "cpu"), 0, None)
+    _, there = one(torch.nn.Identity(), (moved,), {"attention_mask": run})
+    assert there["attention_mask"].layout.device == meta and not there["attention_mask"].layout.padded
 
 
 def test_a_shape_is_made_where_its_layers_lie() -> None:

@@ -42,6 +42,9 @@ from mmaccel.policies.sparse import VerticalSlash
 
 FRAME = 196
 
+EFFICIENT = 1 << 15
+"""Tokens up to which the memory-efficient kernel is timed beside the others; it is the slowest of them by far."""
+
 Run = Callable[[], Any]
 
 
@@ -198,7 +201,8 @@ def dense_ways(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str,
     yield "dense_flash", sdpa(SDPBackend.FLASH_ATTENTION)
     if query.is_cuda:
         yield "dense_cudnn", sdpa(SDPBackend.CUDNN_ATTENTION)
-        yield "dense_efficient", sdpa(SDPBackend.EFFICIENT_ATTENTION)
+        if query.shape[2] <= EFFICIENT:
+            yield "dense_efficient", sdpa(SDPBackend.EFFICIENT_ATTENTION)
         turned = [t.transpose(1, 2).contiguous() for t in (query, key, value)]
         try:
             from flash_attn.cute import flash_attn_func

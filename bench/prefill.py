@@ -148,16 +148,22 @@ def shape(options: argparse.Namespace, layers: int | None = None) -> nn.Module:
 
 
 def timed_prefill(
-    model: nn.Module, tokens: int, recipe_for: Callable[[int], Recipe], options: argparse.Namespace
+    model: nn.Module,
+    tokens: int,
+    recipe_for: Callable[[int], Recipe],
+    options: argparse.Namespace,
+    *,
+    compiles: bool = True,
 ) -> dict[str, Any]:
     """Times, peak of memory and share kept of a prompt's prefill; recipe_for gives the recipe of so many layers.
 
-    What compiles for a length does so in a run before; a long prompt's is through one layer, and it is timed once.
+    What compiles for a length does so in a run before. A long prompt is timed once; the run before it is through one
+    layer, or, where nothing `compiles` for a length, of a sixteenth of it.
     """
     count = adapter_for(model).geometry(model).layers
     long = tokens >= LONG and options.shrink == 1
-    thin, layers = (model, count) if not long or count == 1 else (shape(options, 1), 1)
-    call, fast = Prompt(thin, tokens).run(recipe_for(layers))
+    thin, layers = (model, count) if not long or count == 1 or not compiles else (shape(options, 1), 1)
+    call, fast = Prompt(thin, tokens if not long or compiles else tokens // 16).run(recipe_for(layers))
     device = next(model.parameters()).device
     with fast:
         before = seconds(call, device)
@@ -195,7 +201,7 @@ def model_step(name: str, tokens: int, seconds: float) -> Step:
         for way, kernels in DENSE.items():
             model = shape(options, LAYERS[name] if way == "dense" else 1)
             with patch.object(dense, "FASTEST", kernels):
-                row = timed_prefill(model, n, lambda _: Recipe.load("dense"), options)
+                row = timed_prefill(model, n, lambda _: Recipe.load("dense"), options, compiles=False)
             count = adapter_for(model).geometry(model).layers
             del model
             taken = row["median_s"] * view.layers / count
@@ -278,6 +284,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--no-dense", action="store_true")
     parser.add_argument("--dense-all", type=int, default=1 << 18)
+    # What the cases of `bench/attend.py` ask for beside these.
+    parser.set_defaults(ways=None)
     options = parser.parse_args(argv)
     if options.quick:
         options.repeats, options.warmup = 3, 1

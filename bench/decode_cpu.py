@@ -117,14 +117,17 @@ def row(name: str, draft: dict[str, Any], found: list[acceptance.Drafted]) -> di
     }
 
 
-def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was to be reached, from the rows: the pipeline over drafting in turns, both at their best window."""
+def verdict(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What was to be reached, from the rows: the pipeline over drafting in turns, both at their best window; None where rows
+    of one of them are missing."""
     turns = [
         r for r in rows if r["case"].startswith("sequential ") and r["window"] and "prune" not in r["draft"]
     ]
     ahead = [
         r for r in rows if r["case"].startswith("parallel ") and r["window"] and "process" not in r["draft"]
     ]
+    if not turns or not ahead:
+        return None
     one = max(turns, key=lambda r: r["speedup"])
     two = max(ahead, key=lambda r: r["speedup"])
     # A step by itself is what plain decoding takes; what a pass of several rows takes more is the simulator's to leave out.
@@ -182,9 +185,9 @@ def main() -> None:
         print(json.dumps(found), flush=True)
         if log is not None:
             log.row(**found)
-    kinds = {r["case"].split()[0] for r in rows if r["window"]}
-    if {"sequential", "parallel"} <= kinds:
-        last = {"model": given.model, **verdict(rows)}
+    told = verdict(rows)
+    if told is not None:
+        last = {"model": given.model, **told}
         print(json.dumps(last))
         if log is not None:
             log.row(**last)

@@ -1,0 +1,144 @@
+"""The benchmarks of drafts: what is replayed has the chances that rows state, and the commands run from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from mmaccel.core.attach import adapter_for
+from tests.models.tiny_random import BUILD
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+
+import decode_cpu  # noqa: E402
+import decode_gpu  # noqa: E402
+import replayed  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replayed, "VOCAB", 180)
+
+
+def counting(**choices: Any) -> replayed.Counting:
+    model = BUILD["qwen"](layers=1)
+    return replayed.Counting(model, adapter_for(model), DynamicCache(), (8,), **choices)
+
+
+@torch.no_grad()
+def test_a_target_says_the_next_number_with_the_chance_asked_for() -> None:
+    runner = counting(keep=0.7, seed=1)
+    ids = torch.arange(8)[None] + 20
+    runner.prefill({"input_ids": ids})
+    said: Counter[int] = Counter()
+    for _ in range(400):
+        said.update((runner.step(ids)[0].argmax(-1) - ids[0]).tolist())
+        runner.truncate(8)
+    shares = [said[n] / sum(said.values()) for n in (1, 2, 3)]
+    assert shares == pytest.approx([0.7, 0.21, 0.063], abs=0.03)
+
+
+@torch.no_grad()
+def test_a_draft_ranks_the_numbers_that_follow() -> None:
+    runner = counting()
+    assert runner.prefill({"input_ids": torch.tensor([[4, 5]])}).argmax() == 6
+    said = runner.step(torch.tensor([[9, 178]]))[0]
+    assert said.topk(replayed.RANKS).indices.tolist() == [[10, 11, 12, 13], [179, 0, 1, 2]]
+
+
+def test_a_step_that_outlasts_its_time_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(options: Any, log: Any) -> None:
+        while True:
+            try:
+                pass
+            except Exception:
+                pytest.fail("a handler of errors took it for one")
+
+    monkeypatch.setattr(decode_gpu.signal, "setitimer", shortly(decode_gpu.signal.setitimer))
+    step = decode_gpu.limited(decode_gpu.Step("endless", 1.0, endless))
+    with pytest.raises(TimeoutError, match="more than 23 s"):
+        step.run(None, None)  # type: ignore[arg-type]
+
+
+def shortly(real: Any) -> Any:
+    return lambda which, seconds: real(which, min(seconds, 0.2))
+
+
+def test_no_verdict_without_both_ways() -> None:
+    row = {"case": "sequential uv", "window": 5, "draft": {"prune": {}}}
+    assert (
+        decode_cpu.verdict([row, {"case": "parallel inline", "window": 4, "draft": {"process": False}}])
+        is None
+    )
+
+
+def run(*words: str) -> None:
+    command = [sys.executable, *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert not [row for row in rows if row.get("failed") and row.get("case", "").startswith("pipeline")]
+    return rows
+
+
+@pytest.mark.slow
+def test_the_pipeline_runs_in_two_processes(tmp_path: Path) -> None:
+    """On a CPU, at sizes that say nothing; the draft is right as often as was asked."""
+    out = tmp_path / "rows.jsonl"
+    shape = "llava-onevision-0.5b"
+    run(
+        *(
+            "bench/decode_gpu.py",
+            "pipeline",
+            "--device",
+            "cpu",
+            "--layers",
+            "1",
+            "--target",
+            shape,
+            "--draft",
+            shape,
+        ),
+        *("--shrink", "128", "--windows", "3", "--tokens", "12800", "--draws", "1", "--repeats", "2"),
+        *(
+            "--only",
+            "pipeline:steps",
+            "pipeline:alone",
+            "pipeline:parallel",
+            "pipeline:sequential",
+            "pipeline:tree",
+        ),
+        *("--limit", "10000", "--out", str(out)),
+    )
+    rows = {row["case"]: row for row in read(out) if "case" in row}
+    assert {"step", "alone", "parallel", "sequential", "tree"} <= set(rows)
+    assert rows["parallel"]["counters"]["post_verify"] > 0 and not rows["parallel"]["failed"]
+    assert 0.6 < rows["parallel"]["kept_share"] < 0.95
+    assert rows["sequential"]["a_step"] > 1.5 and rows["tree"]["a_step"] > 1.5
+
+
+@pytest.mark.slow
+def test_pruning_is_the_same_by_one_process_and_by_two(tmp_path: Path) -> None:
+    few = ("--captions", "2", "--frames", "16", "--tokens", "24", "--kept", "0.1", "--device", "cpu")
+    told = []
+    for jobs in ("1", "2"):
+        out = tmp_path / f"rows{jobs}.jsonl"
+        run("bench/pruning.py", "--model", "tiny-qwen", *few, "--jobs", jobs, "--out", str(out))
+        told.append(read(out)[1:])
+    assert told[0] == told[1] and {row["what"] for row in told[0]} == {"draft", "lossy", "frames"}

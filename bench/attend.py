@@ -318,7 +318,8 @@ def bench_case(name: str, case: Case, options: argparse.Namespace, log: Log) -> 
     for way, kernel in kernels(options.backends, device):
 
         def run(kernel: Callable[..., Any] = kernel) -> Tensor:
-            out: Tensor = attend_plan(plan, query, key, value, size**-0.5, kernel)[0]
+            assert held[0] is not None
+            out: Tensor = attend_plan(held[0], query, key, value, size**-0.5, kernel)[0]
             return out
 
         row = dict(
@@ -334,6 +335,12 @@ def bench_case(name: str, case: Case, options: argparse.Namespace, log: Log) -> 
         except Exception:  # `measured` meets it again, and writes it down
             pass
         measured(log, row, run, how, listed, size)
+
+        def whole(run: Run = run) -> None:
+            index()
+            run()
+
+        measured(log, {**row, "way": f"{way} and index"}, whole, how, listed, size)
     if options.ways is not None:
         facts = dict(name=name, tokens=case.tokens, sparse=case.sparse, plan=plan)
         facts |= getattr(pattern, "chosen", {})

@@ -44,7 +44,7 @@ def test_every_case_runs(tmp_path: Path) -> None:
     } <= cases
     for case in cases:
         ways = {row["way"]: row for row in rows if row["case"] == case}
-        assert set(ways) == {"dense_flash", "index", "index_first", "reference"}
+        assert set(ways) == {"dense_flash", "index", "index_first", "reference", "reference and index"}
         assert 0 < ways["reference"]["kept"] < 1.2 and ways["reference"]["median_s"] > 0
         assert ways["reference"]["against_s"] == ways["dense_flash"]["median_s"]
 

@@ -258,7 +258,7 @@ def test_a_row_is_split_where_lists_are_uneven() -> None:
         work = Work.even([span.lists.count], 1, 1, 3, 1, 1)
         assert int(work.chunk) == 32
         assert work.pieces.tolist() == [1, 2, 1]
-        assert work.item[:4].tolist() == [[1, 0], [1, 1], [0, 0], [2, 0]]
+        assert work.item[:4].tolist() == [[1, 0], [1, 1], [2, 0], [0, 0]]
         assert work.item[4:, 0].tolist() == [-1] * (WAVES - 1)
         whole = check(plan, tensors, kernel=partial(block_attend, chunk=99))
         torch.testing.assert_close(lse, whole[1], rtol=0, atol=1e-5)

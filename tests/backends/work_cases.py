@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel.backends.triton.runs import paired, unsure
-from mmaccel.backends.triton.work import CLASSES, WAVES, Work
+from mmaccel.backends.triton.work import WAVES, Work
 from mmaccel.core.plan import FULL
 
 from .triton_cases import DEVICE
@@ -38,9 +38,10 @@ def test_work_fits_the_room_that_is_made_for_it(
         mine = [tuple(one) for one in found if one[0] >= 0]
         assert sorted(mine) == [(row, piece) for row, count in enumerate(pieces) for piece in range(count)]
         assert [row for row, _ in found[len(mine) :]] == [-1] * (work.items - len(mine))
-        # The longest first: nothing that takes long is begun when the rest is done.
-        classes = [min(lengths[row], most) * CLASSES // most for row, _ in mine]
-        assert classes == sorted(classes, reverse=True)
+        # Split rows first, and the rest from the last to the first.
+        split = [row for row in range(len(lengths)) if pieces[row] > 1]
+        whole = [row for row in range(len(lengths)) if pieces[row] == 1]
+        assert list(dict.fromkeys(row for row, _ in mine)) == split[::-1] + whole[::-1]
         slots = [work.slot[row].item() + piece for row, piece in mine if pieces[row] > 1]
         assert sorted(slots) == list(range(len(slots))) and len(slots) <= work.slots
 

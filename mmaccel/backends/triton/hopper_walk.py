@@ -38,34 +38,15 @@ def told(span, field: gl.constexpr):
 
 
 @gluon.jit
-def _list(span, b, h, m, begun, first, last, have, PER: gl.constexpr):
-    """A list row's run in a span, which of its entries are this program's, and in how many steps; nothing is looked up
-    of one that holds nothing."""
+def _list(span, b, h, m, begun, first, last, PER: gl.constexpr):
+    """A list row's run in a span, which of its entries are this program's, and in how many steps."""
     at = told(span, 0).to(gl.pointer_type(gl.int64)) + b * told(span, 1) + h * told(span, 2) + m * 5
-    begin = gl.load(at, mask=have, other=0)
-    count = gl.load(at + 1, mask=have, other=0).to(gl.int32)
-    head = gl.load(at + 2, mask=have, other=0).to(gl.int32)
-    tail = gl.load(at + 3, mask=have, other=0).to(gl.int32)
-    shift = gl.load(at + 4, mask=have, other=0).to(gl.int32)
+    begin, count = gl.load(at), gl.load(at + 1).to(gl.int32)
+    head, tail = gl.load(at + 2).to(gl.int32), gl.load(at + 3).to(gl.int32)
+    shift = gl.load(at + 4).to(gl.int32)
     low, high = gl.maximum(first - begun, 0), gl.minimum(last - begun, count)
     steps = gl.maximum((high - low + PER - 1) // PER, 0)
     return begin, count, head, tail, shift, low, high, steps
-
-
-@gluon.jit
-def _some(table, n_spans, b, h, m, WARPS: gl.constexpr):
-    """Bit s says whether the list row's run in span s holds anything, asked of all at once; of two it is not asked, and of
-    those from 31 on."""
-    some = gl.to_tensor(-1)
-    if n_spans > 2:
-        s = gl.arange(0, 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
-        have = s < gl.minimum(n_spans, 31)
-        span = table + s * WIDTH
-        at = gl.load(span, mask=have, other=0).to(gl.pointer_type(gl.int64))
-        at += b * gl.load(span + 1, mask=have, other=0) + h * gl.load(span + 2, mask=have, other=0) + m * 5
-        count = gl.load(at + 1, mask=have, other=0)
-        some = gl.sum(gl.where((count > 0) | (s == 31), gl.full_like(s, 1) << s, 0), 0)
-    return some
 
 
 @gluon.jit
@@ -141,12 +122,9 @@ def produce(
     first, last = window
     BYTES: gl.constexpr = 2 * CHUNKS * 64 * 64 * 2
     step, begun = 0, 0
-    some = _some(table, n_spans, b, h, m, 1)
     for s in range(n_spans):
-        span, have = table + s * WIDTH, ((some >> gl.minimum(s, 31)) & 1) != 0
-        begin, count, head, tail, shift, low, high, steps = _list(
-            span, b, h, m, begun, first, last, have, PER
-        )
+        span = table + s * WIDTH
+        begin, count, head, tail, shift, low, high, steps = _list(span, b, h, m, begun, first, last, PER)
         begun += count
         if steps > 0:
             index = told(span, 3)
@@ -335,12 +313,9 @@ def consume(
     weights = gl.convert_layout(nothing.to(q_buf.dtype), p_layout)
     q = q_buf.index(which)
     step, begun = 0, 0
-    some = _some(table, n_spans, b, h, m, 4)
     for s in range(n_spans):
-        span, have = table + s * WIDTH, ((some >> gl.minimum(s, 31)) & 1) != 0
-        begin, count, head, tail, shift, low, high, steps = _list(
-            span, b, h, m, begun, first, last, have, PER
-        )
+        span = table + s * WIDTH
+        begin, count, head, tail, shift, low, high, steps = _list(span, b, h, m, begun, first, last, PER)
         begun += count
         if steps > 0:
             index = told(span, 3)

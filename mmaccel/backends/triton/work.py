@@ -19,9 +19,6 @@ LEAST_CHUNK = 32
 WAVES = 8
 """A row is split where one of its tiles is more than 1 / WAVES of what a place on the device computes in all."""
 
-CLASSES = 8
-"""Lengths of pieces that are told apart in their order."""
-
 
 @triton.jit
 def _lengths(counts, strides, row, inside, M, LISTS: tl.constexpr):
@@ -32,14 +29,6 @@ def _lengths(counts, strides, row, inside, M, LISTS: tl.constexpr):
         at = b * strides[s][0] + h * strides[s][1] + m * strides[s][2]
         length += tl.load(counts[s] + at, mask=inside, other=0).to(tl.int64)
     return length
-
-
-@triton.jit
-def _pieces(length, inside, chunk, CLASSES: tl.constexpr):
-    """How many pieces a row makes, and their class: the longest are 0."""
-    pieces = tl.where(inside, tl.maximum((length + chunk - 1) // chunk, 1), 0)
-    order = CLASSES - 1 - tl.minimum(tl.minimum(length, chunk) * CLASSES // chunk, CLASSES - 1)
-    return pieces, order
 
 
 @triton.jit
@@ -59,7 +48,6 @@ def work_kernel(
     LISTS: tl.constexpr,
     EVEN: tl.constexpr,
     LEAST: tl.constexpr,
-    CLASSES: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """One program makes all the tables; a chunk of its own choice under EVEN."""
@@ -73,22 +61,21 @@ def work_kernel(
             total += tl.sum(_lengths(counts, strides, row, row < list_rows, M, LISTS))
         chunk = tl.maximum((total * tiles + even - 1) // even, LEAST)
     tl.store(CHUNK, chunk)
-    begun, held = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
-    for kind in range(CLASSES):
+    begun = tl.zeros([], tl.int64)
+    for turn in range(2):
         for step in range(steps):
-            row = (step * STEP + every).to(tl.int64)
-            inside = row < list_rows
+            # The last rows, which see most, first.
+            row = list_rows - 1 - (step * STEP + every).to(tl.int64)
+            inside = row >= 0
             length = _lengths(counts, strides, row, inside, M, LISTS)
-            pieces, order = _pieces(length, inside, chunk, CLASSES)
-            mine = inside & (order == kind)
+            pieces = tl.maximum((length + chunk - 1) // chunk, 1)
+            mine = inside & ((pieces > 1) == (turn == 0))
             own = tl.where(mine, pieces, 0)
             at = begun + tl.cumsum(own, 0) - own
             begun += tl.sum(own)
-            split = tl.where(own > 1, own, 0)
-            slot = held + tl.cumsum(split, 0) - split
-            held += tl.sum(split)
             tl.store(PIECES + row, own, mask=mine)
-            tl.store(SLOT + row, slot, mask=mine)
+            # Those that are split stand first: what comes before them are their pieces.
+            tl.store(SLOT + row, at, mask=mine)
             for piece in range(tl.max(own)):
                 tl.store(ITEM + 2 * (at + piece), row, mask=mine & (piece < own))
                 tl.store(ITEM + 2 * (at + piece) + 1, tl.zeros_like(row) + piece, mask=mine & (piece < own))
@@ -99,12 +86,15 @@ def work_kernel(
 
 @dataclass(frozen=True)
 class Work:
-    """The pieces of split rows, in tables made on the device; the longest first, so that none is the tail of a launch.
+    """The pieces of split rows, in tables made on the device.
+
+    Split rows stand first, so that no piece is the tail of a launch; the rest keep their order, in which neighbours read
+    the same keys.
 
     item [items, 2] int32 the list row of each program and which of its pieces, -1 where there is none; pieces [rows] int32;
-    slot [rows] int32 where the pieces of a split row begin; chunk [] int32 the most blocks of a piece. items and slots bound
-    both from host numbers: a row of n blocks makes ceil(n / chunk) pieces, at least one, and a split one fewer than
-    2 n / chunk.
+    slot [rows] int32 where the pieces of a row begin, among those of split rows; chunk [] int32 the most blocks of a piece.
+    items and slots bound both from host numbers: a row of n blocks makes ceil(n / chunk) pieces, at least one, and a split
+    one fewer than 2 n / chunk.
     """
 
     item: Tensor
@@ -157,7 +147,6 @@ class Work:
             LISTS=lists,
             EVEN=even > 0,
             LEAST=LEAST_CHUNK,
-            CLASSES=CLASSES,
             STEP=step,
             num_warps=8,
         )

@@ -18,7 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mmaccel.backends.triton import attend
+from mmaccel.backends.triton import attend, work
+from mmaccel.backends.triton import runs as of_runs
 from mmaccel.backends.triton.kernel import attend_kernel, merge_kernel
 
 S, FAR = 512, 2**31 - 1
@@ -77,6 +78,9 @@ def compiled(
     with (
         mock.patch.object(attend, "merge_kernel", merge),
         mock.patch.object(attend, "_shared", lambda _: shared),
+        # What is made of lists before: `index_compile` has these.
+        mock.patch.object(of_runs, "paired_kernel", Compiled(of_runs.paired_kernel)),
+        mock.patch.object(work, "work_kernel", Compiled(work.work_kernel)),
     ):
         attend.block_attend(
             query,

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmaccel.backends.triton import attend, runs
+from mmaccel.backends.triton import work as working
 from mmaccel.backends.triton.runs import paired, unsure
 from mmaccel.backends.triton.work import WAVES, Work
-from mmaccel.core.plan import FULL
+from mmaccel.core.plan import FULL, AttentionPlan, Part, span_by_range
 
-from .triton_cases import DEVICE
+from .oracle import flat
+from .triton_cases import DEVICE, draw
 
 
 @given(
@@ -90,3 +97,42 @@ def test_blocks_that_need_a_test_are_counted(size: tuple[int, ...]) -> None:
     if len(size) == 3:
         shared = kind[:1].expand(5, -1, -1)
         assert torch.equal(unsure(shared.to(DEVICE)).cpu(), want[:1].expand(5, -1, -1))
+
+
+class Watched:
+    """A kernel that notes, at every launch, which devices it is told to be on."""
+
+    def __init__(
+        self, kernel: Any, on: list[torch.device], seen: list[tuple[str, list[torch.device]]]
+    ) -> None:
+        self.kernel, self.on, self.seen = kernel, on, seen
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.seen.append((self.kernel.__name__, list(self.on)))
+        return self.kernel[grid]
+
+
+def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device may be another, where the layers of a model lie on several: Triton launches there."""
+    on: list[torch.device] = []
+    seen: list[tuple[str, list[torch.device]]] = []
+    real = torch.cuda.device_of
+
+    @contextmanager
+    def noted(tensor: torch.Tensor) -> Iterator[None]:
+        on.append(tensor.device)
+        with real(tensor):  # type: ignore[no-untyped-call]
+            yield
+        on.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", noted)
+    for module, name in ((runs, "paired_kernel"), (working, "work_kernel"), (attend, "merge_kernel")):
+        monkeypatch.setattr(module, name, Watched(getattr(module, name), on, seen))
+    place = torch.arange(96, dtype=torch.int32)[None, None]
+    span = span_by_range(place, place, place, place, 0, 96, 16, 16)
+    plan = AttentionPlan((Part(place, (span,)),), 16, 16, 1, 3, 96, 96).to(DEVICE)
+    query, key, value = (t.to(DEVICE) for t in draw(plan, 1, 16, 0))
+    monkeypatch.setattr(attend, "_shared", lambda _: attend.PAIRS)
+    attend.block_attend(query, key, value, *flat(plan.parts[0], plan), 0.25, 96, chunk=2)
+    assert [name for name, _ in seen] == ["paired_kernel", "work_kernel", "merge_kernel"]
+    assert all(devices == [query.device] for _, devices in seen), seen

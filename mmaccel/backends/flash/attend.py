@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.backends.current import on_its_device
 from mmaccel.backends.flash.limits import Lists, Tiles, lengthened, limits, side_by_side
 from mmaccel.backends.natural import rows_in_order
 from mmaccel.backends.ops import placed, room_for
@@ -32,6 +33,7 @@ MOST = 1 << 28
 """Pairs of blocks of one head and all sequences beyond which nothing is made: a million tokens in blocks of 64."""
 
 
+@on_its_device
 def block_attend(
     query: Tensor,
     key: Tensor,

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from mmaccel.backends.current import on_its_device
 from mmaccel.backends.ops import room_for
 from mmaccel.backends.triton import hopper_launch, joint
 from mmaccel.backends.triton.homes import lead
@@ -45,6 +46,7 @@ def config_for(
     return Config(keys, 8 if rows > 64 else 4, stages)
 
 
+@on_its_device
 def block_attend(
     query: Tensor,
     key: Tensor,
@@ -151,97 +153,94 @@ def block_attend(
     sizes = dict(DV=DV, BLOCK_DV=value_size)
     ends = (*out.stride()[:3], *lse.stride()[:2])
     given = (out, lse, part_out, part_lse, *tables, q_row, *lead(q_row))
-    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        engine = (
-            bare and short is None and hopper_launch.suits(query, key, value, tall * pack, block_k, places)
-        )
-        if engine:
-            homes = hopper_launch.copies(key, value, k_row, k_place, H)
-            spans = [
-                hopper_launch.fields(*span)
-                for span in zip(
-                    offset,
-                    index,
-                    kind,
-                    by_block,
-                    k_row,
-                    q_place,
-                    homes.place,
-                    lo,
-                    hi,
-                    homes.home,
-                    strict=True,
-                )
-            ]
-            hopper_launch.launch(
-                (items, tiles),
-                (query, key, value),
-                homes,
-                spans,
-                given,
-                (*ends, M),
-                scale,
-                SPLIT=split,
-                BLOCK_K=block_k,
-                **layout,
-            )
-            short = homes.short
-        if not engine or short is not None:
-            compiled: dict[str, Any] = {}
-            if not isinstance(kernel, triton.runtime.Autotuner):
-                config = config or config_for(
-                    tall * pack, size, value_size, block_k, query.dtype, _shared(query.device)
-                )
-                compiled = dict(
-                    BLOCK_N=min(config.keys, block_k), num_warps=config.warps, num_stages=config.stages
-                )
-            kernel[(items, tiles)](
-                *(query, key, value, lse if short is None else short),
-                *given,
-                tuple(k_row),
-                tuple(q_place),
-                tuple(k_place),
-                tuple(offset),
-                tuple(index),
-                tuple(kind),
-                tuple(lo),
-                tuple(hi),
+    engine = bare and short is None and hopper_launch.suits(query, key, value, tall * pack, block_k, places)
+    if engine:
+        homes = hopper_launch.copies(key, value, k_row, k_place, H)
+        spans = [
+            hopper_launch.fields(*span)
+            for span in zip(
+                offset,
+                index,
+                kind,
                 by_block,
-                plain,
-                strides,
-                *query.stride(),
-                *key.stride(),
-                *value.stride(),
-                *ends,
-                M,
-                scale,
-                D=D,
-                BLOCK_K=block_k,
-                BLOCK_D=size,
-                SPLIT=split,
-                GATED=short is not None,
-                WIDE=max(_reach(key), _reach(value)) >= 2**31,
-                PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-                **layout,
-                **sizes,
-                **compiled,
+                k_row,
+                q_place,
+                homes.place,
+                lo,
+                hi,
+                homes.home,
+                strict=True,
             )
-        if work is not None:
-            merge_kernel[(list_rows, tiles)](
-                part_out,
-                part_lse,
-                work.pieces,
-                work.slot,
-                out,
-                lse,
-                q_row,
-                *lead(q_row),
-                *ends,
-                M,
-                **layout,
-                **sizes,
-                num_warps=8 if tall * pack > 64 else 4,
+        ]
+        hopper_launch.launch(
+            (items, tiles),
+            (query, key, value),
+            homes,
+            spans,
+            given,
+            (*ends, M),
+            scale,
+            SPLIT=split,
+            BLOCK_K=block_k,
+            **layout,
+        )
+        short = homes.short
+    if not engine or short is not None:
+        compiled: dict[str, Any] = {}
+        if not isinstance(kernel, triton.runtime.Autotuner):
+            config = config or config_for(
+                tall * pack, size, value_size, block_k, query.dtype, _shared(query.device)
             )
+            compiled = dict(
+                BLOCK_N=min(config.keys, block_k), num_warps=config.warps, num_stages=config.stages
+            )
+        kernel[(items, tiles)](
+            *(query, key, value, lse if short is None else short),
+            *given,
+            tuple(k_row),
+            tuple(q_place),
+            tuple(k_place),
+            tuple(offset),
+            tuple(index),
+            tuple(kind),
+            tuple(lo),
+            tuple(hi),
+            by_block,
+            plain,
+            strides,
+            *query.stride(),
+            *key.stride(),
+            *value.stride(),
+            *ends,
+            M,
+            scale,
+            D=D,
+            BLOCK_K=block_k,
+            BLOCK_D=size,
+            SPLIT=split,
+            GATED=short is not None,
+            WIDE=max(_reach(key), _reach(value)) >= 2**31,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            **layout,
+            **sizes,
+            **compiled,
+        )
+    if work is not None:
+        merge_kernel[(list_rows, tiles)](
+            part_out,
+            part_lse,
+            work.pieces,
+            work.slot,
+            out,
+            lse,
+            q_row,
+            *lead(q_row),
+            *ends,
+            M,
+            **layout,
+            **sizes,
+            num_warps=8 if tall * pack > 64 else 4,
+        )
     return out, lse
 
 

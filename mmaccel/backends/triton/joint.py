@@ -58,32 +58,29 @@ def attend(
     tables = (work.item, work.pieces, work.slot, work.chunk) if work is not None else (out[1],) * 4
     ends, rows_of = (*out[0].stride()[:3], *out[1].stride()[:2]), (q_row, *lead(q_row))
     layout = dict(GROUP=H // key.shape[1], LISTS=H, PLACED=True)
-    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        homes = hopper_launch.copies(key, value, k_row, k_place, H)
-        told = zip(
-            offset, index, kind, by_block, k_row, q_places, homes.place, lo, hi, homes.home, strict=True
-        )
-        hopper_launch.launch(
-            (work.items if work is not None else list_rows, 1),
-            tensors,
-            homes,
-            [hopper_launch.fields(*span, each=True) for span in told],
-            (*out, part_out, part_lse, *tables, *rows_of),
-            (*ends, M, tiles),
-            scale,
-            joint=joint,
-            SPLIT=work is not None,
+    homes = hopper_launch.copies(key, value, k_row, k_place, H)
+    told = zip(offset, index, kind, by_block, k_row, q_places, homes.place, lo, hi, homes.home, strict=True)
+    hopper_launch.launch(
+        (work.items if work is not None else list_rows, 1),
+        tensors,
+        homes,
+        [hopper_launch.fields(*span, each=True) for span in told],
+        (*out, part_out, part_lse, *tables, *rows_of),
+        (*ends, M, tiles),
+        scale,
+        joint=joint,
+        SPLIT=work is not None,
+        **layout,
+    )
+    if work is not None:
+        merge_kernel[(list_rows, joint)](
+            *(part_out, part_lse, work.pieces, work.slot, *out, *rows_of, *ends, tiles),
+            BLOCK_Q=wide,
+            ROWS=BOX,
+            PACK=1,
+            DV=D,
+            BLOCK_DV=D,
             **layout,
+            num_warps=4,
         )
-        if work is not None:
-            merge_kernel[(list_rows, joint)](
-                *(part_out, part_lse, work.pieces, work.slot, *out, *rows_of, *ends, tiles),
-                BLOCK_Q=wide,
-                ROWS=BOX,
-                PACK=1,
-                DV=D,
-                BLOCK_DV=D,
-                **layout,
-                num_warps=4,
-            )
     return homes.short

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -91,8 +92,22 @@ def attend_plan(
     return out, lse
 
 
+_LAUNCHES: WeakKeyDictionary[AttentionPlan, list[Part]] = WeakKeyDictionary()
+
+
 def launches(plan: AttentionPlan) -> list[Part]:
-    """The parts of a plan, those that are for all heads and share no row as one."""
+    """The parts of a plan, those that are for all heads and share no row as one; made once for a plan that serves several
+    layers."""
+    known = _LAUNCHES.get(plan)
+    if known is None:
+        known = _joined(plan)
+        # What is made while a graph is captured holds nothing until it is replayed.
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            _LAUNCHES[plan] = known
+    return known
+
+
+def _joined(plan: AttentionPlan) -> list[Part]:
     held: dict[int, list[Part]] = {}
     for part in plan.parts:
         if part.cover is None:

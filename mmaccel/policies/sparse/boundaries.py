@@ -60,8 +60,13 @@ class Boundary(SparsePattern):
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
         layer = Layer(query, key, q_layout, k_layout, self.block)
+        held, name = layer.orders.held, ("plan", repr(self), query.shape[:2])
+        if name in held:
+            known: AttentionPlan = held[name]
+            return known
         parts: list[Part] = []
         of_queries, of_keys = self.groups()
+        used = [pattern for q in of_queries for k in of_keys if (pattern := self.within(q, k)) is not None]
         for q in of_queries:
             if q is not None and not q_layout.census[q]:
                 continue
@@ -80,7 +85,11 @@ class Boundary(SparsePattern):
                 spans += [s for p in found if p.q_row is sight.q_row for s in p.spans]
             if spans:
                 parts.append(Part(layer.queries(q)[1], tuple(spans), turn=turn))
-        return layer.plan(parts)
+        plan = layer.plan(parts)
+        if not any(pattern.adaptive for pattern in used):
+            # From the layouts alone: one plan for all layers.
+            held[name] = plan
+        return plan
 
     def bound(self, n_query: int, n_key: int) -> int:
         of_queries, of_keys = self.groups()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
 from mmaccel.backends import ops
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO
-from mmaccel.core.lower import attend_plan
+from mmaccel.core.lower import attend_plan, launches
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse import AShape, Boundary2D, Dense, Grid, KBoundary, QBoundary, VerticalSlash
 from mmaccel.policies.sparse.intra import IntraPattern
@@ -328,3 +328,33 @@ def test_the_last_queries_of_a_modality_decide_for_it() -> None:
     assert split[~video][-50:, 10].all() and not split[~video][-50:, 100].any()
     blind = inner.plan(*where).to_mask()[0, 0]
     assert blind[video][200:, 10].all() and not blind[video][200:, 100].any()
+
+
+def test_patterns_of_the_layout_alone_are_planned_and_joined_once() -> None:
+    """All layers of a prompt have one plan, and one launch of it; what looks at the tensors is planned for each layer."""
+    scene = Scene((sequence([(TEXT, [9]), (VIDEO, [8] * 6), (TEXT, [5])]),), heads=2, groups=1, size=8)
+    (query, key, value), layout = scene.tensors(), scene.layout()
+    near = AShape(sink=4, window=16, block=16)
+    fixed, asked = (
+        QBoundary(text=near, video=near, block=16),
+        QBoundary(text=near, video=Grid(block=16), block=16),
+    )
+    first, again = (fixed.plan(t, key, layout, layout) for t in (query, 0 * query))
+    assert (
+        first is not None
+        and first is again
+        and launches(first) is launches(again)
+        and len(launches(first)) == 1
+    )
+    assert asked.plan(query, key, layout, layout) is not asked.plan(query, key, layout, layout)
+    # Another recipe, number of heads or prompt has a plan of its own, which is right.
+    wider = QBoundary(text=near, video=AShape(sink=4, window=32, block=16), block=16)
+    for pattern, q, one in (
+        (wider, query, layout),
+        (fixed, query[:, :1], layout),
+        (fixed, query, scene.layout()),
+    ):
+        plan = pattern.plan(q, key, one, one)
+        assert plan is not None and plan is not first
+        out, _ = attend_plan(plan, q, key, value, 0.3, ops.block_attend)
+        torch.testing.assert_close(out, masked(q, key, value, plan.to_mask(), 0.3))

@@ -213,7 +213,7 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
     """The second process: a counting draft of a shape, for prompts that are assumed and for real ones."""
     given = argparse.Namespace(**json.loads(options["model"]))
     device = torch.device(options["device"])
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     model = model_of(given.draft, options["device"], given.layers)
     held: dict[tuple[int, int], Counting] = {}

@@ -34,5 +34,8 @@ def rows_in_order(row: Tensor) -> int | None:
 
 def _told(row: Tensor, n: int) -> Tensor:
     name = row.device, row.data_ptr()
+    if not row.data_ptr():
+        # Tensors without memory all have one address.
+        return row
     _made[name] = ref(row, lambda _: _made.pop(name, None)), n
     return row

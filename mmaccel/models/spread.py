@@ -47,7 +47,8 @@ class Handed:
 
     def _moved(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            return x.to(self.device, non_blocking=True)
+            # Into host memory it is waited for: who reads there does not know of the device's stream.
+            return x.to(self.device, non_blocking=self.device.type != "cpu")
         if isinstance(x, tuple):
             return tuple(self._moved(one) for one in x)
         if isinstance(x, Run) and x.layout.device != self.device:

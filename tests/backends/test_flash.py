@@ -165,6 +165,8 @@ def test_an_order_is_known_while_it_lives() -> None:
     assert rows_in_order(few) == 3 and rows_in_order(first_rows(row, 7)) == 5
     for other in (row[:, :5], row[:1], row[1:], row.clone(), row.T, first_rows(row.clone(), 3)):
         assert rows_in_order(other) is None
+    meta = [counted(1, n, 8, torch.device("meta")) for n in (3, 5)]
+    assert [rows_in_order(one) for one in meta] == [None, None]
     known = len(natural._made)
     del row
     assert len(natural._made) == known - 1 and rows_in_order(few) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -128,6 +129,10 @@ def test_what_a_hook_hands_over() -> None:
     assert memo
     last(torch.nn.Identity(), (moved,), {})
     assert not memo
+    with mock.patch.object(torch.Tensor, "to", autospec=True) as to:
+        for place in (meta, CPU):
+            spread.Handed(place, {}, False)(torch.nn.Identity(), (hidden,), {})
+    assert [call.kwargs["non_blocking"] for call in to.call_args_list] == [True, False]
     road: Any = None
     run = Run(road, TokenLayout.text(1, 4, "cpu"), 0, None)
     _, there = one(torch.nn.Identity(), (moved,), {"attention_mask": run})

@@ -106,9 +106,10 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
     """In the second process: load the draft, say that it is ready, write what is asked."""
     if options.get("threads"):
         torch.set_num_threads(options["threads"])
-    if options["device"].startswith("cuda"):
+    own = torch.device(options["device"])
+    if own.type == "cuda" and own.index is not None:
         # What asks for no device must not open a context, half a gigabyte, on the target's.
-        torch.cuda.set_device(options["device"])
+        torch.cuda.set_device(own)
     family = registry("model")[options["family"]]()
     like = nn.Linear(1, 1, dtype=getattr(torch, options["dtype"]), device=options["device"])
     with beating(wire):

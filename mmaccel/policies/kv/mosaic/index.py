@@ -109,6 +109,11 @@ class Index:
         self.absent[list(entries)] = True
         self._ready = None
 
+    def cut(self, end: int) -> None:
+        """Entries from `end` on are others from now on, and are there."""
+        self.absent = self.absent[:end].clone()
+        self._ready = None
+
     @property
     def behind(self) -> int:
         """Units that have been clustered since the last `refresh`."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.kv import KVView, Piece, Seen, Stream
+from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamPolicy
 from mmaccel.policies.kv._evidence import Look
 from mmaccel.policies.kv._stream import Asked, StreamMemory, mean_query, weigh
 from mmaccel.policies.kv.mosaic import saved
@@ -90,6 +90,20 @@ class MosaicMemory(StreamMemory):
         self.drift = Drift()
         self._rep_logs: list[Tensor | None] = [None] * layers
         self._recalled = self._questions = 0
+
+    def asked_under(self, policy: StreamPolicy) -> None:
+        from mmaccel.policies.kv.mosaic.policy import Mosaic
+
+        assert isinstance(policy, Mosaic)
+        self.policy, self.local = policy, self.stream.units(policy.local)
+        self.budget = self.stream.units(policy.frames) * self.parts
+        self.idle()
+
+    def clusters(self) -> dict[str, Tensor]:
+        if not self.tree.started:
+            return {}
+        levels = (("visual", self.tree.visual, 1), ("semantic", self.tree.semantic, self.parts))
+        return {name: level.owner[:, : self.tree.units * parts] for name, level, parts in levels}
 
     # The stream comes in.
 
@@ -319,10 +333,10 @@ class MosaicMemory(StreamMemory):
 
     def checkpoint(self) -> Any:
         self._digest()
-        return super().checkpoint(), self.tree.checkpoint(), self.index.absent.clone()
+        return super().checkpoint(), self.tree.checkpoint()
 
     def restore(self, mark: Any) -> None:
-        inner, tree, self.index.absent = mark
+        inner, tree = mark
         self._found = {}
         self.fetcher.drop()
         self.writer.clear()
@@ -334,13 +348,14 @@ class MosaicMemory(StreamMemory):
         self.writer.clear()
         self.tree.clear()
         self.drift.clear()
-        self.index.absent = self.index.absent[:0]
         self.index.refresh()
         empty: list[Any] = [None] * self.geometry.layers
         super().restore((0, 0, 0, False, empty, empty))
 
     def _rewind(self, units: int, first: int) -> None:
+        # Units that were forgotten to make room do not come back.
         end = first * self.parts
+        self.index.cut(end)
         self.fetcher.cache.cut(end)
         self.store.cut(end)
 

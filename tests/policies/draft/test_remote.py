@@ -143,27 +143,6 @@ def together(
     return [sequence.ids[0].tolist() for sequence in sequences], states, meters
 
 
-@pytest.mark.parametrize(("device", "named"), [("cpu", []), ("cuda", []), ("cuda:1", [1])])
-def test_the_process_opens_its_own_device_alone(
-    device: str, named: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That which has no number is the current one already, and cannot be made it by name."""
-    told: list[int] = []
-
-    class LoadedNoMoreError(Exception):
-        pass
-
-    def registry(kind: str) -> Any:
-        raise LoadedNoMoreError
-
-    monkeypatch.setattr(torch._C, "_cuda_setDevice", told.append, raising=False)
-    monkeypatch.setattr(_remote, "registry", registry)
-    wire: Any = None
-    with pytest.raises(LoadedNoMoreError):
-        _remote.serve(wire, {"device": device})
-    assert told == named
-
-
 STARTS = [0, 2, 4]
 
 

@@ -48,6 +48,7 @@ def main(capability: int) -> None:
         (slashes, "rows_kernel"),
         (slashes, "gaps_kernel"),
         (classes, "turned_kernel"),
+        (work, "length_kernel"),
         (work, "work_kernel"),
         (runs, "paired_kernel"),
         (runs, "unsure_kernel"),

@@ -80,6 +80,7 @@ def compiled(
         mock.patch.object(attend, "_shared", lambda _: shared),
         # What is made of lists before: `index_compile` has these.
         mock.patch.object(of_runs, "paired_kernel", Compiled(of_runs.paired_kernel)),
+        mock.patch.object(work, "length_kernel", Compiled(work.length_kernel)),
         mock.patch.object(work, "work_kernel", Compiled(work.work_kernel)),
     ):
         attend.block_attend(

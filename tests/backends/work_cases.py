@@ -36,9 +36,9 @@ def test_work_fits_the_room_that_is_made_for_it(
     given_size = Work.of([count], 1, 1, len(lengths), chunk, spare)
     even = Work.even([count, 0 * count], 1, 1, len(lengths), tiles, chunk)
     assert even.items == len(lengths) + WAVES * chunk // tiles
-    assert int(even.chunk) == max(32, -(-sum(lengths) * tiles // (WAVES * chunk)))
+    assert int(even.told[0]) == max(32, -(-sum(lengths) * tiles // (WAVES * chunk)))
     for work in (given_size, even):
-        most = int(work.chunk)
+        most = int(work.told[0])
         pieces = [max(1, -(-n // most)) for n in lengths]
         assert work.pieces.tolist() == pieces
         found = work.item.tolist()
@@ -49,6 +49,7 @@ def test_work_fits_the_room_that_is_made_for_it(
         split = [row for row in range(len(lengths)) if pieces[row] > 1]
         whole = [row for row in range(len(lengths)) if pieces[row] == 1]
         assert list(dict.fromkeys(row for row, _ in mine)) == split[::-1] + whole[::-1]
+        assert int(work.told[1]) == sum(pieces[row] for row in split)
         slots = [work.slot[row].item() + piece for row, piece in mine if pieces[row] > 1]
         assert sorted(slots) == list(range(len(slots))) and len(slots) <= work.slots
 

@@ -146,7 +146,7 @@ def block_attend(
     pieces = work.slots * tiles * tall * pack if work is not None else 0
     part_out = query.new_empty(pieces, DV, dtype=torch.float32)
     part_lse = query.new_empty(pieces, dtype=torch.float32)
-    tables = (work.item, work.pieces, work.slot, work.chunk) if work is not None else (lse, lse, lse, lse)
+    tables = (work.item, work.pieces, work.slot, work.told) if work is not None else (lse, lse, lse, lse)
 
     items = work.items if work is not None else list_rows
     layout = dict(GROUP=group, LISTS=lists, BLOCK_Q=block_q, ROWS=tall, PACK=pack, PLACED=bool(rows))

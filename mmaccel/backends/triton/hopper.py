@@ -29,7 +29,7 @@ def hopper_kernel(
     ITEM,
     PIECES,
     SLOT,
-    CHUNK,
+    TOLD,
     q_row,
     q_row_b,
     q_row_h,
@@ -65,15 +65,19 @@ def hopper_kernel(
         if gl.load(SHORT) > 0:
             return
     row, piece, pieces = gl.num_programs(0) - 1 - gl.program_id(0), 0, 1
-    first, last = gl.to_tensor(0), gl.to_tensor(2147483647)
+    first, last, tile = gl.to_tensor(0), gl.to_tensor(2147483647), gl.program_id(1)
     if SPLIT:
-        row = gl.load(ITEM + 2 * gl.program_id(0))
+        # The pieces of split rows, of all tiles, before anything else.
+        tiles, before = gl.num_programs(1), gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        chunk, held = gl.load(TOLD), gl.load(TOLD + 1)
+        after, rest = before - held * tiles, gl.maximum(gl.num_programs(0) - held, 1)
+        item = gl.where(after < 0, before // tiles, held + after % rest)
+        tile = gl.where(after < 0, before % tiles, after // rest)
+        row = gl.load(ITEM + 2 * item)
         if row < 0:
             return
-        piece, pieces = gl.load(ITEM + 2 * gl.program_id(0) + 1), gl.load(PIECES + row)
-        chunk = gl.load(CHUNK)
+        piece, pieces = gl.load(ITEM + 2 * item + 1), gl.load(PIECES + row)
         first, last = piece * chunk, piece * chunk + chunk
-    tile = gl.program_id(1)
     m = row % M
     b = (row // M // LISTS).to(gl.int64)
     h = (row // M % LISTS).to(gl.int64)

@@ -254,7 +254,7 @@ def joint_kernel(
     ITEM,
     PIECES,
     SLOT,
-    CHUNK,
+    TOLD,
     q_row,
     q_row_b,
     q_row_h,
@@ -298,7 +298,7 @@ def joint_kernel(
         if row < 0:
             return
         piece, pieces = gl.load(ITEM + 2 * gl.program_id(0) + 1), gl.load(PIECES + row)
-        chunk = gl.load(CHUNK)
+        chunk = gl.load(TOLD)
         first, last = piece * chunk, piece * chunk + chunk
     m = row % tiles
     b = (row // tiles // LISTS).to(gl.int64)

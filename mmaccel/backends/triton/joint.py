@@ -55,7 +55,7 @@ def attend(
     pieces = work.slots * wide if work is not None else 0
     part_out = query.new_empty(pieces, D, dtype=torch.float32)
     part_lse = query.new_empty(pieces, dtype=torch.float32)
-    tables = (work.item, work.pieces, work.slot, work.chunk) if work is not None else (out[1],) * 4
+    tables = (work.item, work.pieces, work.slot, work.told) if work is not None else (out[1],) * 4
     ends, rows_of = (*out[0].stride()[:3], *out[1].stride()[:2]), (q_row, *lead(q_row))
     layout = dict(GROUP=H // key.shape[1], LISTS=H, PLACED=True)
     homes = hopper_launch.copies(key, value, k_row, k_place, H)

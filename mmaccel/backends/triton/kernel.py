@@ -166,7 +166,7 @@ def attend_kernel(
     ITEM,
     PIECES,
     SLOT,
-    CHUNK,
+    TOLD,
     q_row,
     q_row_b,
     q_row_h,
@@ -223,18 +223,21 @@ def attend_kernel(
     k_row, q_place, k_place, offset and kind. The last rows of the last head come first: they are the long ones.
     """
     if GATED:
-        # Another kernel has computed this, unless it was short of something.
-        if tl.load(SHORT) == 0:
+        if tl.load(SHORT) == 0:  # another kernel has computed this, and was short of nothing
             return
     if SPLIT:
-        row = tl.load(ITEM + 2 * tl.program_id(0))
+        # The pieces of split rows, of all tiles, before anything else.
+        tiles, before = tl.num_programs(1), tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        chunk, held = tl.load(TOLD), tl.load(TOLD + 1)
+        after, rest = before - held * tiles, tl.maximum(tl.num_programs(0) - held, 1)
+        item = tl.where(after < 0, before // tiles, held + after % rest)
+        tile = tl.where(after < 0, before % tiles, after // rest)
+        row = tl.load(ITEM + 2 * item)
         if row < 0:
             return
-        chunk = tl.load(CHUNK)
-        piece, pieces = tl.load(ITEM + 2 * tl.program_id(0) + 1), tl.load(PIECES + row)
+        piece, pieces = tl.load(ITEM + 2 * item + 1), tl.load(PIECES + row)
     else:
-        row = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile = tl.program_id(1)
+        row, tile = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     b, h, g, head, mine, place, at = _tile(
         tile, row, q_row, q_row_b, q_row_h, M, GROUP, LISTS, BLOCK_Q, ROWS, PACK
     )

@@ -20,54 +20,52 @@ WAVES = 8
 """A row is split where one of its tiles is more than 1 / WAVES of what a place on the device computes in all."""
 
 
-@triton.jit
-def _lengths(counts, strides, row, inside, M, LISTS: tl.constexpr):
+@triton.jit(do_not_specialize=["M", "list_rows"])
+def length_kernel(counts, strides, LENGTH, M, list_rows, LISTS: tl.constexpr, TILE: tl.constexpr):
     """How many blocks the lists of some rows hold in all spans."""
+    row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    inside = row < list_rows
     b, h, m = row // M // LISTS, row // M % LISTS, row % M
     length = tl.zeros_like(row)
     for s in tl.static_range(len(counts)):
         at = b * strides[s][0] + h * strides[s][1] + m * strides[s][2]
         length += tl.load(counts[s] + at, mask=inside, other=0).to(tl.int64)
-    return length
+    tl.store(LENGTH + row, length, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["list_rows", "items", "tiles", "even", "chunk"])
 def work_kernel(
-    counts,
-    strides,
+    LENGTH,
     ITEM,
     PIECES,
     SLOT,
-    CHUNK,
-    M,
+    TOLD,
     list_rows,
     items,
     tiles,
     even,
     chunk,
-    LISTS: tl.constexpr,
-    EVEN: tl.constexpr,
     LEAST: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """One program makes all the tables; a chunk of its own choice under EVEN."""
+    """One program makes all the tables; a chunk of its own choice unless one is given."""
     every = tl.arange(0, STEP)
     steps = (list_rows + STEP - 1) // STEP
     chunk = tl.zeros([], tl.int64) + chunk
-    if EVEN:
+    if chunk == 0:
         total = tl.zeros([], tl.int64)
         for step in range(steps):
-            row = (step * STEP + every).to(tl.int64)
-            total += tl.sum(_lengths(counts, strides, row, row < list_rows, M, LISTS))
+            row = step * STEP + every
+            total += tl.sum(tl.load(LENGTH + row, mask=row < list_rows, other=0).to(tl.int64))
         chunk = tl.maximum((total * tiles + even - 1) // even, LEAST)
-    tl.store(CHUNK, chunk)
+    tl.store(TOLD, chunk)
     begun = tl.zeros([], tl.int64)
     for turn in range(2):
         for step in range(steps):
             # The last rows, which see most, first.
-            row = list_rows - 1 - (step * STEP + every).to(tl.int64)
+            row = list_rows - 1 - (step * STEP + every)
             inside = row >= 0
-            length = _lengths(counts, strides, row, inside, M, LISTS)
+            length = tl.load(LENGTH + row, mask=inside, other=0).to(tl.int64)
             pieces = tl.maximum((length + chunk - 1) // chunk, 1)
             mine = inside & ((pieces > 1) == (turn == 0))
             own = tl.where(mine, pieces, 0)
@@ -79,9 +77,11 @@ def work_kernel(
             for piece in range(tl.max(own)):
                 tl.store(ITEM + 2 * (at + piece), row, mask=mine & (piece < own))
                 tl.store(ITEM + 2 * (at + piece) + 1, tl.zeros_like(row) + piece, mask=mine & (piece < own))
+        if turn == 0:
+            tl.store(TOLD + 1, begun)
     # Programs without work.
     for at in range(begun, items, STEP):
-        tl.store(ITEM + 2 * (at + every), tl.full([STEP], -1, tl.int64), mask=at + every < items)
+        tl.store(ITEM + 2 * (at + every), tl.full([STEP], -1, tl.int32), mask=at + every < items)
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ class Work:
     the same keys.
 
     item [items, 2] int32 the list row of each program and which of its pieces, -1 where there is none; pieces [rows] int32;
-    slot [rows] int32 where the pieces of a row begin, among those of split rows; chunk [] int32 the most blocks of a piece.
-    items and slots bound both from host numbers: a row of n blocks makes ceil(n / chunk) pieces, at least one, and a split
-    one fewer than 2 n / chunk.
+    slot [rows] int32 where the pieces of a row begin, among those of split rows; told [2] int32 the most blocks of a piece,
+    and how many programs split rows have. items and slots bound both from host numbers: a row of n blocks makes
+    ceil(n / chunk) pieces, at least one, and a split one fewer than 2 n / chunk.
     """
 
     item: Tensor
     pieces: Tensor
     slot: Tensor
-    chunk: Tensor
+    told: Tensor
     slots: int
 
     @property
@@ -118,7 +118,7 @@ class Work:
     @classmethod
     def of(cls, counts: Sequence[Tensor], B: int, lists: int, M: int, chunk: int, spare: int) -> Work:
         """Pieces of at most `chunk` blocks; the sum of the lengths [b, h, M] is at most `spare` chunks."""
-        return cls._made(counts, B, lists, M, spare, tiles=1, even=0, chunk=chunk)
+        return cls._made(counts, B, lists, M, spare, tiles=1, even=1, chunk=chunk)
 
     @classmethod
     def _made(
@@ -133,24 +133,25 @@ class Work:
         even: int,
         chunk: int,
     ) -> Work:
-        rows = B * lists * M
-        sizes = (2 * (rows + spare), rows, rows, 1)
-        tables = torch.empty(sum(sizes), dtype=torch.int32, device=counts[0].device).split(sizes)
-        item, pieces, slot, most = tables
+        rows, device = B * lists * M, counts[0].device
+        sizes = (rows, 2 * (rows + spare), rows, rows, 2)
+        length, item, pieces, slot, told = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(
+            sizes
+        )
         strides = tuple(
             (c.stride(0) if c.shape[0] > 1 else 0, c.stride(1) if c.shape[1] > 1 else 0, c.stride(2))
             for c in counts
         )
-        step = min(4096, triton.next_power_of_2(rows))
-        work_kernel[(1,)](
-            *(tuple(counts), strides, item, pieces, slot, most, M, rows, rows + spare, tiles, even, chunk),
-            LISTS=lists,
-            EVEN=even > 0,
-            LEAST=LEAST_CHUNK,
-            STEP=step,
-            num_warps=8,
+        length_kernel[(triton.cdiv(rows, 1024),)](
+            tuple(counts), strides, length, M, rows, LISTS=lists, TILE=1024
         )
-        return cls(item.view(-1, 2), pieces, slot, most[0], 2 * spare)
+        work_kernel[(1,)](
+            *(length, item, pieces, slot, told, rows, rows + spare, tiles, even, chunk),
+            LEAST=LEAST_CHUNK,
+            STEP=min(8192, triton.next_power_of_2(rows)),
+            num_warps=16 if rows > 4096 else 8,
+        )
+        return cls(item.view(-1, 2), pieces, slot, told, 2 * spare)
 
 
 @cache

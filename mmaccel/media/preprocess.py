@@ -117,7 +117,7 @@ def _constants(
     mean: tuple[float, ...], std: tuple[float, ...], scale: float | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Mean and deviation [C, 1, 1], in bytes where a `scale` is given; sent to the device once, for it waits for them."""
-    both = torch.tensor(list(mean), device=device), torch.tensor(list(std), device=device)
+    both = (torch.tensor(list(of), dtype=torch.float32, device=device) for of in (mean, std))
     shifted, spread = both if scale is None else (one * (1.0 / scale) for one in both)
     return shifted.view(-1, 1, 1), spread.view(-1, 1, 1)
 

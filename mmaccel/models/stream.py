@@ -58,6 +58,11 @@ class Seam(StreamSeam):
             raise ModelError(
                 f"processor: it is one of {processor.model_type!r} and the model is not; load the model's own."
             )
+        places = {str(p.device) for p in family.text(model).parameters()}
+        if len(places) > 1:
+            raise ModelError(
+                f"the model's layers lie on {', '.join(sorted(places))}; a session needs them on one device."
+            )
         self.model, self.family, self.processor = model, family, processor
         self.view = ModelView(model, family, adapter_for)
         self.pace = family.pace(model)

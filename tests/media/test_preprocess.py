@@ -298,3 +298,14 @@ def test_what_counts_as_a_video_or_an_image(tmp_path: Any) -> None:
 
 def as_pil(image: Tensor) -> PIL.Image.Image:
     return PIL.Image.fromarray(image.permute(1, 2, 0).numpy())
+
+
+def test_what_is_kept_of_a_mean_is_float32_whatever_the_default_is() -> None:
+    frames = torch.arange(3 * 4 * 4, dtype=torch.uint8).view(1, 3, 4, 4)
+    means = {"image_mean": (0.25, 0.5, 0.75)}  # of no other test: they are kept by value
+    torch.set_default_dtype(torch.float64)
+    try:
+        normalise(frames, TILES.updated(means))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert normalise(frames, TILES.updated(means)).dtype == torch.float32

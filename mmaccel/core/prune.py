@@ -158,6 +158,14 @@ def frames(layout: TokenLayout) -> list[Tensor]:
     return list(torch.split(at, sizes.tolist()))
 
 
+def alike(layout: TokenLayout) -> list[Tensor]:
+    """The candidates of the frames of each size, [frames, size]: what is done with every frame is done at once."""
+    held: dict[int, list[Tensor]] = {}
+    for frame in frames(layout):
+        held.setdefault(len(frame), []).append(frame)
+    return [torch.stack(same) for same in held.values()]
+
+
 def everything(layout: TokenLayout) -> Tensor:
     """[S] all columns."""
     return torch.arange(layout.length, device=layout.device)

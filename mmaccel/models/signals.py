@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
     from mmaccel.core.attention import Run
     from mmaccel.models.family import Family
+
+SCORES = 1 << 24
+"""So many scores of a vision tower are held at a time, unless one frame has more."""
 
 
 def paid(query: Tensor, key: Tensor, at: Tensor, scale: float) -> Tensor:
@@ -183,7 +186,7 @@ class VisionProbe:
     """While installed, computes for each video token the attention it receives in the vision tower, and its key there.
 
     The tower keeps its own kernels: the one layer's queries and keys are made once more from what enters it, and scores are
-    held for one frame at a time. What was caught stays with the thread until `take`.
+    held for a few frames at a time. What was caught stays with the thread until `take`.
     """
 
     def __init__(self, model: nn.Module, family: Family) -> None:
@@ -241,10 +244,25 @@ class VisionProbe:
 
 
 def _received(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """[P]: the attention each of P patches receives, a mean over heads and queries; query, key [H, P, D]."""
-    return torch.stack(
-        [((q.float() @ k.float().T) * scale).softmax(-1).mean(0) for q, k in zip(query, key, strict=True)]
-    ).mean(0)
+    """[n, P]: the attention each of the P patches of n frames receives, a mean over heads and queries; query and key are
+    [n, H, P, D]. The scores of as many frames as `SCORES` admits are held at a time, and of one at least."""
+    each = query.shape[1] * query.shape[2] ** 2
+    some = max(1, SCORES // max(each, 1))
+    return torch.cat(
+        [
+            ((q.float() @ k.float().transpose(-1, -2)) * scale).softmax(-1).mean((1, 2))
+            for q, k in zip(query.split(some), key.split(some), strict=True)
+        ]
+    )
+
+
+def _runs(sizes: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of equal sizes, as (where the first begins, how many, their size)."""
+    start = 0
+    for size, same in groupby(sizes):
+        count = len(list(same))
+        yield start, count, size
+        start += count * size
 
 
 class _Siglip:
@@ -259,13 +277,13 @@ class _Siglip:
         self.attention: Any = blocks[layer if layer < 0 else layer - 1].self_attn
 
     def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        module, found = self.attention, []
-        for frame in hidden:
-            query = module.q_proj(frame).unflatten(-1, (module.num_heads, -1)).transpose(0, 1)
-            key = module.k_proj(frame).unflatten(-1, (module.num_heads, -1)).transpose(0, 1)
-            score = _received(query, key, query.shape[-1] ** -0.5)
-            found.append(torch.cat([score[:, None], key.float().mean(0)], 1))
-        return torch.stack(found)
+        module = self.attention
+        query, key = (
+            made(hidden).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+            for made in (module.q_proj, module.k_proj)
+        )
+        score = _received(query, key, query.shape[-1] ** -0.5)
+        return torch.cat([score[..., None], key.float().mean(1)], -1)
 
     def tokens(self, caught: list[Tensor], pixel_values_videos: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         pooled = self.multimodal.apply_pooling(torch.cat(caught))
@@ -286,10 +304,13 @@ class _Windowed:
         cos, sin = (angle.float() for angle in kwargs["position_embeddings"])
         query, key = _turned(query.float(), cos, sin), _turned(key.float(), cos, sin)
         ends = kwargs["cu_seqlens"].tolist()
-        for start, end in pairwise(ends):
-            q, k = query[:, start:end], key[:, start:end]
+        for start, count, size in _runs([stop - begin for begin, stop in pairwise(ends)]):
+            q, k = (
+                x[:, start : start + count * size].unflatten(1, (count, size)).transpose(0, 1)
+                for x in (query, key)
+            )
             score = _received(q, k, q.shape[-1] ** -0.5)
-            found.append(torch.cat([score[:, None], k.mean(0)], 1))
+            found.append(torch.cat([score[..., None], k.mean(1)], -1).flatten(0, 1))
         return torch.cat(found)
 
     def tokens(self, caught: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -8,18 +8,16 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import normalize, one_hot
 
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import (
     Kept,
     Stage,
     TokenPruner,
-    best,
+    alike,
     check_share,
     everything,
-    frames,
-    others,
     quota,
     spread,
     staying,
@@ -71,27 +69,29 @@ class VisionZip(TokenPruner):
         states = signals["hidden"][0]
         chosen: list[Tensor] = []
         changed = states.clone()
-        for frame in frames(layout):
-            count = quota(stage.share, len(frame))
-            merged = 0 if count == len(frame) else round(count * self.contextual)
-            dominant = best(signals["vision_attention"][frame], count - merged)
-            chosen.append(frame[dominant])
+        for columns in alike(layout):
+            size = columns.shape[1]
+            count = quota(stage.share, size)
+            merged = 0 if count == size else round(count * self.contextual)
+            score = signals["vision_attention"][columns].float()
+            ranked = score.sort(descending=True, stable=True).indices
+            chosen.append(columns.gather(1, ranked[:, : count - merged]).flatten())
             if merged:
-                rest = frame[others(dominant, len(frame))]
-                middle = rest[spread(merged, len(rest), rest.device)]
-                changed[middle] = _joined(states[rest], signals["vision_key"][rest], middle, rest).to(
-                    states.dtype
-                )
+                rest = columns.gather(1, ranked[:, count - merged :].sort().values)
+                steps = spread(merged, rest.shape[1], rest.device)
+                middle = rest[:, steps].flatten()
+                means = _joined(states[rest], signals["vision_key"][rest], steps)
+                changed[middle] = means.flatten(0, 1).to(states.dtype)
                 chosen.append(middle)
         columns = staying(layout, torch.cat(chosen) if chosen else everything(layout)[:0])
         return Kept(columns, changed[columns])
 
 
-def _joined(states: Tensor, keys: Tensor, middle: Tensor, rest: Tensor) -> Tensor:
-    """[c, E] the means of the groups around the columns `middle` [c] out of `rest` [r], given states and keys."""
-    own = torch.isin(rest, middle).nonzero()[:, 0]
+def _joined(states: Tensor, keys: Tensor, own: Tensor) -> Tensor:
+    """[n, c, E] the means of the groups around c places `own` [c], out of r in each of n frames; states [n, r, E], keys
+    [n, r, D]."""
     unit = normalize(keys.float(), dim=-1)
-    group = (unit @ unit[own].T).argmax(1)
-    group[own] = torch.arange(len(own), device=group.device)
-    sums = torch.zeros(len(own), states.shape[1], device=states.device).index_add_(0, group, states.float())
-    return sums / torch.bincount(group, minlength=len(own))[:, None]
+    group = (unit @ unit[:, own].transpose(1, 2)).argmax(2)
+    group[:, own] = torch.arange(len(own), device=group.device)
+    member = one_hot(group, len(own)).transpose(1, 2).float()
+    return member @ states.float() / member.sum(2, keepdim=True)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import Stage, thin
+from mmaccel.models.signals import _received
 from mmaccel.policies.prune import (
     AttentionPrune,
     DyCoke,
@@ -320,6 +323,33 @@ def test_visionzip_counts_as_its_paper_does() -> None:
     assert kept.states is not None
     changed = (kept.states != signals["hidden"][0][kept.columns]).any(-1)
     assert int(changed.sum()) == 2 * 10
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations inside it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_visionzip_takes_all_frames_at_once() -> None:
+    """On a GPU every operation is a launch, and a frame of sixteen tokens is nothing."""
+    pruner = VisionZip(retention=0.5, contextual=0.4)
+    (stage,) = pruner.stages(8)
+    counts = []
+    for many in (4, 400):
+        layout = layout_of([("video", [(4, 4)] * many, 1), ("text", 2)])
+        signals = signals_for(layout, stage)
+        with Counted() as counted:
+            pruner.cut(signals, layout, stage)
+        query, key = torch.randn(2, many, 2, 16, 8)
+        with counted:
+            _received(query, key, 0.3)
+        counts.append(counted.count)
+    assert counts[0] == counts[1]
 
 
 def test_stage_is_frozen() -> None:

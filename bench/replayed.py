@@ -67,7 +67,8 @@ class Counting(StaticRunner):
         real[0].scatter_(1, after, worth.expand(len(after), RANKS))
         if self.keep is not None and self.keep < 1:
             missed = torch.rand(len(after), generator=self.dice).log() / math.log(1 - self.keep)
-            rank = missed.long().clamp(max=RANKS - 1).to(ids.device)
+            # A draw of zero has an infinite logarithm.
+            rank = missed.clamp(max=RANKS - 1).long().to(ids.device)
             real[0].scatter_(1, after.gather(1, rank[:, None]), float(2 * RANKS))
         return real
 

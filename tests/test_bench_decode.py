@@ -49,6 +49,14 @@ def test_a_target_says_the_next_number_with_the_chance_asked_for() -> None:
 
 
 @torch.no_grad()
+def test_a_draw_of_zero_says_the_last_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = counting(keep=0.7)
+    ids = torch.tensor([[9, 20]])
+    monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.zeros(*size))
+    assert runner.prefill({"input_ids": ids}).argmax() == 20 + replayed.RANKS
+
+
+@torch.no_grad()
 def test_a_draft_ranks_the_numbers_that_follow() -> None:
     runner = counting()
     assert runner.prefill({"input_ids": torch.tensor([[4, 5]])}).argmax() == 6

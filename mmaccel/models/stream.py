@@ -2,7 +2,8 @@
 
 A pass goes straight to the text model. For its duration, and in its thread alone, the text modules hold a copy of their
 config that names our attention, and the rotary module gives no rotation (cosines 1, sines 0), so that keys and queries
-reach the memory as they leave their projections. Nothing stays on the model between two calls.
+reach the memory as they leave their projections. Norms and feed-forward blocks are one kernel each meanwhile, where there is
+one, for whoever else calls them too. Nothing stays on the model between two calls.
 """
 
 from __future__ import annotations

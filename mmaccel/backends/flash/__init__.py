@@ -12,7 +12,7 @@ from mmaccel.backends.ops import define
 
 
 def usable(device: torch.device) -> str | None:
-    """Why this backend cannot run on `device`; None when it can. flash-attn itself is not imported to tell."""
+    """Why this backend cannot run on `device`; None when it can. To tell, no kernel of flash-attn is imported."""
     if device.type != "cuda":
         return "flash-attn 4 runs on cuda"
     if not _installed():

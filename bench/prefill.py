@@ -2,7 +2,7 @@
 
     python bench/prefill.py --out bench/results/prefill_h200_202601.jsonl
     python bench/prefill.py --out ... --only layer:grid model:1m
-    python bench/prefill.py --out /tmp/rows.jsonl --device cpu --shrink 1024 --quick      # does it run at all?
+    python bench/prefill.py --out rows.jsonl --device cpu --shrink 1024 --quick      # does it run at all?
 
 Steps, most telling first: `layer:*` are the cases of `bench/attend.py`; `model:*` the language model of a published 7B
 shape (random weights) from embeddings, sparse and dense, with the peak of memory; `short:*` what "auto" makes of prompts

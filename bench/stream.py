@@ -2,7 +2,7 @@
 
     python bench/stream.py --device cuda --out bench/results/stream_h200_202601.jsonl
     python bench/stream.py --device cuda --out ... --only question profile
-    python bench/stream.py --device cpu --out /tmp/rows.jsonl --shrink 30          # does it run at all?
+    python bench/stream.py --device cpu --out rows.jsonl --shrink 30          # does it run at all?
 
 Random weights, bf16, 196 tokens a frame, 1 800 frames of planted scenes (`bench/scenes.py`), all but the window on the host,
 64 retrieved by each layer. Steps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mmaccel.eval.cases import Case, Film
     from mmaccel.eval.haystack import Gap, Haystack
     from mmaccel.eval.haystack_log import Log
+    from mmaccel.eval.methods import Methods
     from mmaccel.eval.rivals import Rival
 
 Recipes = Annotated[list[str] | None, typer.Option("--recipe", help="A name or a YAML file; several.")]
@@ -135,37 +136,14 @@ class _Run:
         device: str,
         dtype: str,
     ) -> None:
-        from mmaccel.backends import select
         from mmaccel.eval.cases import checked_seed
-        from mmaccel.eval.rivals import PRUNERS, RIVALS
 
         checked_seed(seed)
-        if compress is not None and compress not in PRUNERS:
-            raise UnknownName("method of --compress", compress, PRUNERS)
         self.model, self.depths, self.samples, self.seed = model, depths, samples, seed
-        self.documents, self.compress = documents, compress
+        self.documents = documents
         self.place, self.dtype = choices.where(device), choices.dtype(dtype)
-        # A backend by name never takes dense attention where it would be faster.
-        self.more: dict[str, Any] = {"backend": select.choose(self.place)}
-        if compress is not None:
-            self.more["prune"] = RIVALS[compress].make(1.0)["prune"]
-        fixed = choices.recipes(recipes, model)
-        self.level = level or list(fixed)[-1]
-        if self.level not in fixed:
-            raise UnknownName("recipe of --level", self.level, fixed)
-        known = {name: one for name, one in RIVALS.items() if compress is None or name not in PRUNERS}
-        known |= _less(fixed[self.level], model)
-        self.rivals = known if rivals == ["all"] else {}
-        for one in rivals if rivals != ["all"] else []:
-            if one not in known:
-                raise UnknownName("rival", one, known)
-            self.rivals[one] = known[one]
-        for one in self.rivals:
-            if one in fixed:
-                raise WorldError(
-                    f"--rival: {one!r} is a --recipe too; rename the recipe's file or leave one of them out."
-                )
-        self.fixed = {name: Recipe.load(one, **self.more) for name, one in fixed.items()}
+        self.methods = methods_of(model, self.place, recipes, rivals, level, compress)
+        self.level = self.methods.yardstick
         self.settings = {
             "model": model,
             "documents": documents,
@@ -196,7 +174,9 @@ class _Run:
                 bar = progress.add_task(f"{length:>5}", total=len(asked), unit="questions")
                 if not asked:
                     continue
-                methods = self.fixed | self._levelled(asked[0][1], film, steps(progress, "methods"))
+                methods = {**self.methods.fixed} | self._levelled(
+                    asked[0][1], film, steps(progress, "methods")
+                )
                 for depth, case in asked:
                     left = {n: r for n, r in methods.items() if not self.log.has(n, case)}
                     for row in shots(self.loaded, self.processor, left, iter([(depth, case)]), film):
@@ -205,26 +185,62 @@ class _Run:
 
     def _levelled(self, case: Case, film: Film, told: Any) -> dict[str, Recipe]:
         """The rivals at the share that the yardstick computes on the first prompt of a length."""
-        from mmaccel.eval.answer import ask, prompt
-        from mmaccel.eval.rivals import computed, level
+        from mmaccel.eval.answer import prompt
+        from mmaccel.eval.encoded import Encoded
 
-        length = case.world.frames
-        todo = [name for name in self.rivals if (name, length) not in self.log.levels]
+        length, methods = case.world.frames, self.methods
+        todo = [name for name in methods.rivals if (name, length) not in self.log.levels]
         if todo:
-            inputs = prompt(self.processor, case.content(film.watch(case.world)), self.loaded)
-
-            def measure(fields: Mapping[str, Any] | Recipe) -> float:
-                chosen = fields if isinstance(fields, Recipe) else Recipe.load({**fields, **self.more})
-                share = computed(ask(self.loaded, self.processor, inputs, chosen, max_new_tokens=1).report)
-                assert share is not None
-                return share
-
-            wanted = min(1.0, measure(self.fixed[self.level]))
+            seen, inputs = (
+                Encoded(),
+                prompt(self.processor, case.content(film.watch(case.world)), self.loaded),
+            )
+            wanted = methods.wanted(self.loaded, self.processor, inputs, seen)
             for done, name in enumerate(todo):
                 told("level", done, len(todo))
-                self.log.level(name, length, *level(self.rivals[name], wanted, measure), wanted)
+                found = methods.levelled(name, wanted, self.loaded, self.processor, inputs, seen)
+                self.log.level(name, length, *found, wanted)
             told("level", len(todo), len(todo))
-        return {name: Recipe.load({**self.log.levels[name, length], **self.more}) for name in self.rivals}
+        return {name: methods.recipe(self.log.levels[name, length]) for name in methods.rivals}
+
+
+def methods_of(
+    model: str,
+    device: str,
+    recipes: Sequence[str],
+    rivals: Sequence[str],
+    level: str | None = None,
+    compress: str | None = None,
+) -> Methods:
+    """What words name: recipes, rivals ("all", or each by its name), the yardstick (default: the last recipe), and what
+    drops tokens before all of them."""
+    from mmaccel.backends import select
+    from mmaccel.eval.methods import Methods
+    from mmaccel.eval.rivals import PRUNERS, RIVALS
+
+    if compress is not None and compress not in PRUNERS:
+        raise UnknownName("method of --compress", compress, PRUNERS)
+    # A backend by name never takes dense attention where it would be faster.
+    more: dict[str, Any] = {"backend": select.choose(device)}
+    if compress is not None:
+        more["prune"] = RIVALS[compress].make(1.0)["prune"]
+    fixed = choices.recipes(recipes, model)
+    level = level or list(fixed)[-1]
+    if level not in fixed:
+        raise UnknownName("recipe of --level", level, fixed)
+    known = {name: one for name, one in RIVALS.items() if compress is None or name not in PRUNERS}
+    known |= _less(fixed[level], model)
+    chosen = known if list(rivals) == ["all"] else {}
+    for one in rivals if list(rivals) != ["all"] else []:
+        if one not in known:
+            raise UnknownName("rival", one, known)
+        chosen[one] = known[one]
+    for one in chosen:
+        if one in fixed:
+            raise WorldError(
+                f"--rival: {one!r} is a --recipe too; rename the recipe's file or leave one of them out."
+            )
+    return Methods({name: Recipe.load(one, **more) for name, one in fixed.items()}, chosen, level, more)
 
 
 def _less(recipe: Recipe, model: str) -> dict[str, Rival]:

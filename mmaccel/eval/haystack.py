@@ -15,7 +15,9 @@ from typing import Any
 from torch import nn
 
 from mmaccel.core.recipe import Recipe
+from mmaccel.eval.answer import Answer
 from mmaccel.eval.cases import Case, Film
+from mmaccel.eval.encoded import Encoded
 from mmaccel.eval.needle import judge
 from mmaccel.eval.rivals import computed
 from mmaccel.world import Document, World
@@ -39,6 +41,13 @@ class Shot:
     right: bool
     tokens: int
     kept: float | None
+
+    @classmethod
+    def of(cls, recipe: str, depth: int, case: Case, answer: Answer) -> Shot:
+        """Of an answer."""
+        report, world = answer.report, case.world
+        right, kept = case.right(answer.raw), computed(answer.report)
+        return cls(recipe, world.frames, depth, world.seed, case.question, right, report.prompt_tokens, kept)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -84,21 +93,10 @@ def shots(
     film: Film,
 ) -> Iterator[list[Shot]]:
     """The answers to one question under every recipe, question by question; stop when you like."""
+    seen = Encoded()
     for depth, case in asked:
-        for judged in judge(model, processor, recipes, [case], film):
-            yield [
-                Shot(
-                    name,
-                    case.world.frames,
-                    depth,
-                    case.world.seed,
-                    case.question,
-                    judged.right(name),
-                    answer.report.prompt_tokens,
-                    computed(answer.report),
-                )
-                for name, answer in judged.answers.items()
-            ]
+        for judged in judge(model, processor, recipes, [case], film, seen=seen):
+            yield [Shot.of(name, depth, case, answer) for name, answer in judged.answers.items()]
 
 
 @dataclass(frozen=True)

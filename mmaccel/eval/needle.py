@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from mmaccel.core.recipe import Recipe
 from mmaccel.eval.answer import Answer, ask, prompt
 from mmaccel.eval.cases import Case, Film
+from mmaccel.eval.encoded import Encoded
 
 MAX_NEW_TOKENS = 8
 """Answers have at most three words; a model that goes on is cut here and judged wrong."""
@@ -36,14 +38,18 @@ def judge(
     film: Film,
     *,
     max_new_tokens: int = MAX_NEW_TOKENS,
+    seen: Encoded | None = None,
 ) -> Iterator[Judged]:
-    """Ask every case under every recipe, one after the other; the caller may stop at any time."""
+    """Ask every case under every recipe, one after the other; the caller may stop at any time.
+
+    `seen`: recipes share what the vision tower makes of a case, and none is charged for it (times mean nothing then).
+    """
     for case in asked:
         inputs = prompt(processor, case.content(film.watch(case.world)), model)
-        answers = {
-            name: ask(model, processor, inputs, recipe, max_new_tokens=max_new_tokens)
-            for name, recipe in recipes.items()
-        }
+        answers = {}
+        for name, recipe in recipes.items():
+            with contextlib.nullcontext() if seen is None else seen.shared(model, recipe):
+                answers[name] = ask(model, processor, inputs, recipe, max_new_tokens=max_new_tokens)
         yield Judged(case, answers)
 
 

@@ -15,10 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prune import ScorePruner, TokenPruner, candidates, frames, quota
 from mmaccel.core.report import Report
+from mmaccel.policies.prune import VisionZip
 
 Fields = dict[str, Any]
 ROUNDS = 12
+LEAST, MOST = math.log(1 / 256), math.log(64.0)
+"""Logarithms of the smallest and the largest multiple of a budget that is tried."""
 NEAR = 0.02
 """A budget is good when the share it gives is this close, relative to the share wanted."""
 BUDGETS = ("sink", "window", "vertical", "slash")
@@ -139,30 +144,59 @@ def level(rival: Rival, wanted: float, measure: Callable[[Fields], float]) -> tu
 
     measure   a recipe's fields -> the share of attention that a run under them computes
 
-    Shares grow with budgets; the search halves the interval of their logarithms. Raises `RecipeError` for a share that is
-    none.
+    Shares grow with budgets, nearly in proportion: where no two budgets enclose the share, the next is where a line through
+    the last two has it, and between two it is that of their line and of the middle in turns, all in logarithms. Raises
+    `RecipeError` for a share that is none.
     """
     if not 0 < wanted <= 1:
         raise RecipeError(f"share is {wanted}; give a share of attention above 0 and at most 1.")
     if not rival.budget:
         fields = rival.make(1.0)
         return fields, measure(fields)
-    low, high = math.log(1 / 256), math.log(64.0)
-    best: tuple[float, Fields, float] | None = None
+    # Where the shares of two budgets lie: logarithm of the multiple, logarithm of the share over the one wanted.
+    under: tuple[float, float] | None = None
+    over: tuple[float, float] | None = None
     known: list[tuple[Fields, float]] = []
-    for _ in range(ROUNDS):
-        middle = (low + high) / 2
-        fields = rival.make(math.exp(middle))
+    at, slope = math.log(wanted), 1.0
+    for turn in range(ROUNDS):
+        at = min(max(at, LEAST), MOST)
+        fields = rival.make(math.exp(at))
         # Small budgets are whole tokens: many multiples are one recipe.
         share = next((share for one, share in known if one == fields), None)
         if share is None:
             share = measure(fields)
             known.append((fields, share))
-        gap = abs(share / wanted - 1)
-        if best is None or gap < best[0]:
-            best = gap, fields, share
-        if gap <= NEAR:
+        off = math.log(max(share, wanted * 1e-6) / wanted)
+        if abs(share / wanted - 1) <= NEAR or (off < 0 and at >= MOST) or (off > 0 and at <= LEAST):
             break
-        low, high = (middle, high) if share < wanted else (low, middle)
-    assert best is not None
-    return best[1], best[2]
+        before = under if off < 0 else over
+        if off < 0:
+            under = at, off
+        else:
+            over = at, off
+        if under is not None and over is not None:
+            part = -under[1] / (over[1] - under[1]) if turn % 2 else 0.5
+            at = under[0] + min(max(part, 0.1), 0.9) * (over[0] - under[0])
+        else:
+            if before is not None:
+                slope = max((off - before[1]) / (at - before[0]), 0.1)
+            at -= off / slope + math.copysign(0.05, off)
+    return min(known, key=lambda one: abs(one[1] / wanted - 1))
+
+
+def left(pruner: TokenPruner, layout: TokenLayout, depth: int) -> float | None:
+    """The share of a prompt's attention that a dense model of `depth` layers computes under a pruner, by counting; None for
+    a pruner that cannot be counted."""
+    total = int(candidates(layout).numel())
+    if isinstance(pruner, VisionZip):
+        sizes = [len(frame) for frame in frames(layout)]
+        counts = {stage.layer: sum(quota(stage.share, n) for n in sizes) for stage in pruner.stages(depth)}
+    elif isinstance(pruner, ScorePruner):
+        counts = {stage.layer: min(quota(stage.share, total), total) for stage in pruner.stages(depth)}
+    else:
+        return None
+    held, area = total, 0.0
+    for layer in range(depth):
+        held = counts.get(layer, held)
+        area += ((layout.length - total + held) / layout.length) ** 2
+    return area / depth

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mmaccel import load_model, load_processor
+from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
+from mmaccel.eval.answer import ask, prompt
+from mmaccel.eval.cases import Film
+from mmaccel.eval.encoded import Encoded
 from mmaccel.eval.haystack import Gap, Haystack, Shot, haystack_cases, interval
 from mmaccel.eval.picture import haystack_maps
-from mmaccel.eval.rivals import PRUNERS, RIVALS, Fields, Rival, ablated, computed, level
+from mmaccel.eval.rivals import PRUNERS, RIVALS, Fields, Rival, ablated, computed, left, level
 
 
 @pytest.mark.parametrize("documents", [0, 4])
@@ -132,3 +140,58 @@ def test_the_maps_show_every_recipe() -> None:
     assert [axes.get_title().split("\n") for axes in drawn.axes] == [
         [name, "50.0% right, 10% computed"] for name in "abcde"
     ]
+
+
+@pytest.fixture(scope="module")
+def asked(random_folder: Callable[[str], Path]) -> tuple[Any, Any, Any]:
+    """A model, its processor, and a prompt."""
+    folder = str(random_folder("tiny-ov-draft"))
+    model, processor = load_model(folder, dtype=torch.float32), load_processor(folder)
+    (_, case), *_ = haystack_cases(16, 1, 1, 3)
+    with Film() as film:
+        return model, processor, prompt(processor, case.content(film.watch(case.world)), model)
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize("m", [0.3, 1.0, 1.7])
+def test_what_a_pruner_leaves_is_counted(asked: tuple[Any, Any, Any], name: str, m: float) -> None:
+    model, processor, inputs = asked
+    recipe = Recipe.load(RIVALS[name].make(m))
+    measured = computed(ask(model, processor, inputs, recipe, max_new_tokens=1).report)
+    family = adapter_for(model)
+    counted = left(recipe.prune, family.layout(model, inputs), len(family.layers(model)))
+    assert counted == pytest.approx(measured) and 0 < counted < 1
+
+
+def test_the_vision_tower_is_asked_once(asked: tuple[Any, Any, Any]) -> None:
+    """A prompt to several recipes is encoded once, but for a pruner that reads the tower; answers are as they were."""
+    model, processor, inputs = asked
+    looks: list[None] = []
+    tower = adapter_for(model).multimodal(model).vision_tower
+    handle = tower.register_forward_hook(lambda *_: looks.append(None))
+    recipes = [Recipe(), Recipe.load("a_shape-short"), Recipe.load({"prune": "visionzip"}), Recipe()]
+    apart = [ask(model, processor, inputs, recipe, max_new_tokens=4).raw for recipe in recipes]
+    assert len(looks) == 4
+    seen = Encoded()
+    for recipe, said in zip(recipes, apart, strict=True):
+        with seen.shared(model, recipe):
+            assert ask(model, processor, inputs, recipe, max_new_tokens=4).raw == said
+    assert len(looks) == 6
+    # Another prompt is encoded anew.
+    other = {name: x.clone() for name, x in inputs.items()}
+    with seen.shared(model, Recipe()):
+        ask(model, processor, other, Recipe(), max_new_tokens=1)
+    assert len(looks) == 7
+    handle.remove()
+
+
+def test_few_tries_bring_a_rival_to_its_share() -> None:
+    """A try is a prefill."""
+    for wanted in (0.01, 0.07, 0.4, 0.8):
+        tries: list[Fields] = []
+
+        def measure(fields: Fields, tries: list[Fields] = tries) -> float:
+            tries.append(fields)
+            return 1 - math.exp(-fields["sparse"]["window"] / 20_000)
+
+        assert abs(level(RIVALS["tri_shape"], wanted, measure)[1] / wanted - 1) <= 0.02 and len(tries) <= 7

@@ -1,0 +1,151 @@
+"""The rows of `needles.py`: settings, answers and levels in a file, and the figures and maps that follow from them alone."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mmaccel.eval.cases import Case
+from mmaccel.eval.haystack import Gap, Haystack, Shot, interval
+from mmaccel.eval.picture import haystack_maps
+from mmaccel.figure import save
+
+OURS = ("dense", "searched")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a row says of itself beside its answer."""
+
+    model: str
+    documents: int
+    compress: str | None
+    dtype: str
+
+    @property
+    def task(self) -> str:
+        return "MM-NIAH" if self.documents else "V-NIAH"
+
+
+Level = tuple[Setting, int, str]
+"""A setting without its dtype, frames, rival."""
+
+
+class Rows:
+    """A file of rows: what is in it, and more as it comes."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.depths: int | None = None
+        self.shots: dict[Setting, list[Shot]] = defaultdict(list)
+        self.levels: dict[Level, dict[str, Any]] = {}
+        self.seen: set[tuple[Setting, str, int, int, str]] = set()
+        if path is not None and path.is_file():
+            text = path.read_text(encoding="utf-8")
+            whole = text[: text.rfind("\n") + 1]
+            if whole != text:
+                # A last line that was cut while it was written.
+                path.write_text(whole, encoding="utf-8")
+            for line in whole.splitlines():
+                self.take(json.loads(line))
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """A row of a file, or a new one."""
+        if "model" not in row:
+            depths = row["settings"]["depths"]
+            if self.depths not in (None, depths):
+                raise SystemExit(f"maps of {self.depths} and of {depths} depths cannot be put together.")
+            self.depths = depths
+            return
+        told = dict(row)
+        setting = Setting(*(told.pop(name) for name in Setting.__dataclass_fields__))
+        if "level" in told:
+            name, frames = told.pop("level"), told.pop("frames")
+            self.levels.setdefault((replace(setting, dtype=""), frames, name), told)
+        elif (
+            key := (setting, told["recipe"], told["frames"], told["seed"], told["question"])
+        ) not in self.seen:
+            self.seen.add(key)
+            self.shots[setting].append(Shot(**told))
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write a row, and take it."""
+        self.write(row)
+        self.take(row)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        assert self.path is not None
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def has(self, setting: Setting, recipe: str, case: Case) -> bool:
+        """Whether a method answered."""
+        return (setting, recipe, case.world.frames, case.world.seed, case.question) in self.seen
+
+    def gather(self, other: Rows) -> None:
+        """Take what another file holds."""
+        self.take({"settings": {"depths": other.depths}})
+        for setting, found in other.shots.items():
+            for shot in found:
+                self.take({**asdict(setting), **shot.to_dict()})
+        self.levels = {**other.levels, **self.levels}
+
+
+def summary(rows: Rows) -> Iterator[str]:
+    """The figures of rows, line by line: each setting by length, then models and tasks together."""
+    together: dict[tuple[str, str | None, str], list[Setting]] = defaultdict(list)
+    for setting in sorted(rows.shots, key=str):
+        found = Haystack(rows.depths or 1, rows.shots[setting])
+        yield f"{setting.model} {setting.task} {setting.dtype}" + _after(setting.compress)
+        for name in found.recipes:
+            held = {row["frames"]: row for row in found.rows() if row["recipe"] == name}
+            cells = [
+                f"{n}: {sum(row['right'])}/{sum(row['asked'])} ({row['kept']:.1%})" for n, row in held.items()
+            ]
+            yield f"  {name:20}" + "  ".join(f"{cell:22}" for cell in cells)
+        for tasks in (setting.task, "both tasks"):
+            together[tasks, setting.compress, setting.dtype].append(setting)
+    for (tasks, compress, dtype), settings in together.items():
+        yield f"all models, {tasks}, {dtype}" + _after(compress)
+        right: dict[str, dict[Any, bool]] = defaultdict(dict)
+        for setting in settings:
+            for shot in rows.shots[setting]:
+                right[shot.recipe][setting, shot.frames, shot.seed, shot.question] = shot.right
+        for name, mine in right.items():
+            low, high = interval(sum(mine.values()), len(mine))
+            line = f"  {name:20}{sum(mine.values())}/{len(mine)} = {sum(mine.values()) / len(mine):.1%} "
+            line += f"({low:.1%} to {high:.1%})"
+            if name != "searched":
+                both = mine.keys() & right["searched"].keys()
+                gap = Gap.of([(mine[at], right["searched"][at]) for at in both])
+                line += f"; against searched {100 * gap.mean:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
+            yield line + f", {gap.asked} questions" if name != "searched" else line
+    for setting in rows.shots:
+        other = replace(setting, dtype="float32")
+        if setting != other and other in rows.shots:
+            its = {(s.recipe, s.frames, s.seed, s.question): s.right for s in rows.shots[other]}
+            mine = {(s.recipe, s.frames, s.seed, s.question): s.right for s in rows.shots[setting]}
+            both = mine.keys() & its.keys()
+            unlike = sum(mine[at] != its[at] for at in both)
+            yield f"{setting.model} {setting.task}: {unlike} of {len(both)} answers in {setting.dtype} and float32 differ"
+    for (setting, frames, name), row in rows.levels.items():
+        if abs(row["share"] / row["wanted"] - 1) > 0.1:
+            told = f"{name} computes {row['share']:.1%} where {row['wanted']:.1%} is wanted"
+            yield f"{setting.model} {setting.task}{_after(setting.compress)}, {frames} frames: {told}"
+
+
+def _after(compress: str | None) -> str:
+    return f", {compress} first" if compress else ""
+
+
+def draw(rows: Rows, folder: Path) -> None:
+    """The maps of every setting in which rivals were asked, as pictures in a folder."""
+    for setting, found in rows.shots.items():
+        if {shot.recipe for shot in found} - set(OURS):
+            words = ["needles", setting.model, setting.task.lower(), setting.compress, setting.dtype]
+            place = folder / ("_".join(Path(word).name for word in words if word) + ".svg")
+            save(haystack_maps(Haystack(rows.depths or 1, found)), place)

@@ -24,6 +24,20 @@ from mmaccel.policies.kv.mosaic.threshold import Threshold
 
 ZERO = torch.zeros(1, dtype=torch.long)
 
+COUNTED = (
+    "eager_splits",
+    "deferred_splits",
+    "visual_splits",
+    "deferred",
+    "singletons",
+    "flushed",
+    "resolved",
+    "refused",
+    "scenes",
+    "cuts",
+)
+"""The counters that a memory tells of."""
+
 
 class Hierarchy:
     """Letters as in `Level` and `Summaries`; the visual level is a `Level` of one layer over units."""
@@ -104,6 +118,11 @@ class Hierarchy:
     def started(self) -> bool:
         """Whether there are clusters yet; before, the units are only counted."""
         return self._bounds is not None
+
+    def owners(self) -> dict[str, Tensor]:
+        """The visual cluster [1, units] of each unit, and the semantic one [L, entries] of each entry at each layer."""
+        levels = ("visual", self.visual, 1), ("semantic", self.semantic, self.summaries.parts)
+        return {name: level.owner[:, : self.units * parts] for name, level, parts in levels if self.started}
 
     def bind(self, visual: Bounds, semantic: Bounds) -> None:
         """Set the bounds of both levels: there are clusters now."""

@@ -281,18 +281,23 @@ class Index:
         return entries[best].sort().values
 
     def rest(
-        self, layer: int, found: Found, budget: int, most: int, end: int
+        self, layer: int, found: Found, budget: int, most: int, end: int, everyone: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the clusters that a search for `budget` entries left: key, value [k, d], time and size [k] on the device.
+        """Of clusters around a search for `budget` entries: key, value [k, d], time and size [k] on the device.
 
-        The `most` of the largest score; what the search left aside comes after what it looked at. As many as are sure to be
-        left, so that the host knows k: those that may be needed to fill the budget, were they the smallest, have none.
+        The `most` of the largest score; what the search left aside comes after what it looked at. With `everyone` of all
+        clusters, those that the search retrieved last; none, if it retrieved everything. Otherwise of those that it left, as
+        many as are sure to be left, so that the host knows k: those that may be needed to fill the budget, were they the
+        smallest, have none.
         """
-        size = self.prepare(end, budget).size[layer]
+        there = self.prepare(end, budget)
+        count = (
+            there.alive[layer] * (len(there.entries) > budget) if everyone else self._fewest[budget][layer]
+        )
         # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
-        rank = found.scores.clamp_min(torch.finfo(torch.float32).min / 2)
-        rank = rank.masked_fill(found.picked | (size == 0), -torch.inf)
-        ids = rank.topk(min(self._fewest[budget][layer], most), sorted=False).indices
+        size, lowest = there.size[layer], torch.finfo(torch.float32).min / 2
+        rank = found.scores.clamp_min(lowest).masked_fill(found.picked, 1.5 * lowest)
+        ids = rank.masked_fill(size == 0, -torch.inf).topk(min(count, most), sorted=False).indices
         key = self.pseudo if self._reps == "medoid" else self.key
         return key[layer, ids], self.value[layer, ids], self.time[layer, ids], size[ids]
 

@@ -18,7 +18,7 @@ from mmaccel.policies.kv._stream import Asked, StreamMemory, mean_query, weigh
 from mmaccel.policies.kv.mosaic import saved
 from mmaccel.policies.kv.mosaic.drift import Drift
 from mmaccel.policies.kv.mosaic.fetching import Fetcher, Window
-from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
+from mmaccel.policies.kv.mosaic.hierarchy import COUNTED, Hierarchy
 from mmaccel.policies.kv.mosaic.index import Found, Index
 from mmaccel.policies.kv.mosaic.standing import Standing
 from mmaccel.policies.kv.mosaic.summaries import Summaries
@@ -92,18 +92,13 @@ class MosaicMemory(StreamMemory):
         self._recalled = self._questions = 0
 
     def asked_under(self, policy: StreamPolicy) -> None:
-        from mmaccel.policies.kv.mosaic.policy import Mosaic
-
-        assert isinstance(policy, Mosaic)
+        assert isinstance(policy, type(self.policy))
         self.policy, self.local = policy, self.stream.units(policy.local)
         self.budget = self.stream.units(policy.frames) * self.parts
         self.idle()
 
     def clusters(self) -> dict[str, Tensor]:
-        if not self.tree.started:
-            return {}
-        levels = (("visual", self.tree.visual, 1), ("semantic", self.tree.semantic, self.parts))
-        return {name: level.owner[:, : self.tree.units * parts] for name, level, parts in levels}
+        return self.tree.owners()
 
     # The stream comes in.
 
@@ -261,8 +256,9 @@ class MosaicMemory(StreamMemory):
         self._rep_logs[layer] = None
         if not self.policy.reps or not self.tree.started or not len(found.entries):
             return None
+        policy = self.policy
         key, value, time, held = self.index.rest(
-            layer, found, self.budget, self.policy.reps, begin * self.parts
+            layer, found, self.budget, policy.reps, begin * self.parts, policy.reps_for == "all"
         )
         if not len(key):
             return None
@@ -398,16 +394,3 @@ class MosaicMemory(StreamMemory):
 
 BEHIND = 256
 """Units by which the index may be behind the clusters, about."""
-
-COUNTED = (
-    "eager_splits",
-    "deferred_splits",
-    "visual_splits",
-    "deferred",
-    "singletons",
-    "flushed",
-    "resolved",
-    "refused",
-    "scenes",
-    "cuts",
-)

@@ -24,6 +24,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "levels": get_args(Levels),
     "threshold": get_args(Mode),
     "predictor": get_args(Predictor),
+    "reps_for": ("all", "left"),
     "rep_of": ("mean", "medoid"),
     "rep_bias": ("none", "log_size"),
 }
@@ -75,8 +76,9 @@ class Mosaic(StoredPolicy):
     deferred      split later what is not on the device (VI-B); off: everything at once
     buffer        entries a layer that may wait for a deferred split; what it goes by, their mean keys, is at hand wherever
                   they are
-    reps          pseudo tokens at most, one for each cluster that was not retrieved (V-C), the best first; so many as are
-                  sure to be left, whatever is retrieved, for the host does not wait to know. 0: none
+    reps          pseudo tokens at most, one a cluster (V-C), those of the largest score first. 0: none
+    reps_for      "all": clusters, as the paper says, retrieved ones last; "left": those that were not retrieved, but only so
+                  many as are sure to be left, whatever is retrieved, for the host does not wait to know
     rep_of        "mean": the mean over all tokens of the cluster, at its mean time; "medoid": over those of the one entry
                   nearest to the centroid, at that entry's time
     rep_bias      "log_size": a pseudo token weighs as much as the tokens that it stands for; "none": as one
@@ -95,6 +97,7 @@ class Mosaic(StoredPolicy):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"look", "hidden"})
+    asks: ClassVar[frozenset[str]] = StoredPolicy.asks | {"rep_bias", "reps_for"}
 
     positions: Literal["compact", "original"] = "original"
     levels: Levels = "both"
@@ -116,6 +119,7 @@ class Mosaic(StoredPolicy):
     deferred: bool = True
     buffer: int = 64
     reps: int = 512
+    reps_for: Literal["all", "left"] = "all"
     rep_of: Literal["mean", "medoid"] = "mean"
     rep_bias: Literal["none", "log_size"] = "none"
     encode_frames: int = 0

@@ -85,7 +85,8 @@ def test_a_budget_above_the_stream_retrieves_all(tree: Hierarchy) -> None:
     end = tree.units * tree.summaries.parts
     found = index_of(tree).search(1, query(0), end, end)
     assert torch.equal(found.entries, torch.arange(end))
-    assert index_of(tree).rest(1, found, end, 99, end)[0].shape[0] == 0
+    for everyone in (False, True):
+        assert index_of(tree).rest(1, found, end, 99, end, everyone)[0].shape[0] == 0
 
 
 def test_the_rest_are_the_means_of_other_clusters(tree: Hierarchy) -> None:
@@ -95,7 +96,7 @@ def test_the_rest_are_the_means_of_other_clusters(tree: Hierarchy) -> None:
     # A budget for which the first stage takes all visual clusters.
     budget = end // STAGE + 1
     found = index.search(0, query(1), budget, end)
-    key, value, time, size = index.rest(0, found, budget, 999, end)
+    key, value, time, size = index.rest(0, found, budget, 999, end, False)
     means = {}
     for c in range(tree.semantic.size.shape[1]):
         members = (tree.semantic.owner[0] == c).nonzero()[:, 0]
@@ -116,8 +117,21 @@ def test_the_rest_are_the_means_of_other_clusters(tree: Hierarchy) -> None:
         assert at == pytest.approx(when) and near == held
         torch.testing.assert_close(k, mean_k, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(v, mean_v, atol=1e-4, rtol=1e-4)
-    few = index.rest(0, found, budget, 4, end)
+    few = index.rest(0, found, budget, 4, end, False)
     assert sorted(few[2].tolist()) == pytest.approx(sorted(means[c][0] for c in order[:4]))
+
+
+def test_all_clusters_have_one_and_retrieved_ones_come_last(tree: Hierarchy) -> None:
+    end = (tree.units - 3) * tree.summaries.parts
+    index, budget = index_of(tree), end // STAGE + 1
+    found = index.search(0, query(1), budget, end)
+    near = {c: n for c, n in enumerate(there(tree, 0, end)) if n}
+    assert sum(c not in near for c in found.clusters.tolist()) == 0 < len(found.clusters)
+    assert sorted(index.rest(0, found, budget, 999, end, True)[3].tolist()) == sorted(near.values())
+    left = [c for c in near if c not in found.clusters.tolist()]
+    few = index.rest(0, found, budget, len(left), end, True)
+    middles = [float((tree.semantic.owner[0] == c).nonzero().float().mean()) for c in left]
+    assert sorted(few[2].tolist()) == pytest.approx(sorted(middles))
 
 
 def there(tree: Hierarchy, layer: int, end: int) -> list[int]:
@@ -182,7 +196,7 @@ def test_a_medoid_is_one_of_its_cluster_s_entries() -> None:
     index = Index(tree, WIDTH, torch.float32, torch.device("cpu"), "medoid", False)
     index.refresh()
     found = index.search(1, query(1), 9, 60)
-    key, value, time, size = index.rest(1, found, 9, 999, 60)
+    key, value, time, size = index.rest(1, found, 9, 999, 60, False)
     assert key.shape[0] == len(size) > 5
     for row, entry in enumerate(time.long().tolist()):
         assert torch.equal(key[row], tree.summaries.key[entry, 1].float())

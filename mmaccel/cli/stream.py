@@ -45,7 +45,8 @@ def stream(
     as_json: Json = False,
 ) -> None:
     """Questions on long streams: accuracy, and whether the frames they rest on were seen, by memory and budget."""
-    from mmaccel.eval.stream import KINDS, Shot, memories_for, paired, rows, shots, worlds_of
+    from mmaccel.eval.stream import KINDS, Shot, memories_for, shots, worlds_of
+    from mmaccel.eval.stream_tables import paired, rows
 
     asked = KINDS if kind == "all" else choices.kinds(kind, KINDS)
     if not 0 <= still <= 1:
@@ -57,7 +58,7 @@ def stream(
     except WorldError as error:
         raise WorldError(str(error).replace("--frames", "--budgets", 1)) from error
     names = list(memory or MEMORIES)
-    chosen = [_memory(name) for name in names]
+    chosen = [memory_of(name) for name in names]
     place, kept_in = choices.where(device), choices.dtype(dtype)
     processor = choices.processor(model)
     entries = memories_for(processor, chosen, sizes, window)
@@ -97,7 +98,7 @@ def stream(
         raise typer.Exit(130)
 
 
-def _memory(text: str) -> str | dict[str, Any]:
+def memory_of(text: str) -> str | dict[str, Any]:
     """A policy's name, its name and fields, shown as they are given, or the kv of a YAML file under the file's name."""
     if not text.endswith((".yaml", ".yml")):
         name, *fields = text.split() or [text]

@@ -263,6 +263,16 @@ class StreamState(KVState):
         """What the last question looked at: number of a unit -> how."""
         return {}
 
+    def asked_under(self, policy: StreamPolicy) -> None:
+        """Questions from now on are those to a memory of `policy`, which differs from its own in the fields `asks` alone."""
+
+    def clusters(self) -> dict[str, Tensor]:
+        """Of a memory that clusters, by the name of a level: the cluster [L or 1, N] of each entry at each layer.
+
+        Entries are equal parts of units, in their order.
+        """
+        return {}
+
     def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
         """Asked before units are run, with their features [n, P, E]: the features to run, [m, P, E], and for each of the m
         how many consecutive units it stands for. The m are what is numbered from then on."""
@@ -319,11 +329,13 @@ class StreamPolicy(KVPolicy):
              "proxy": passes of kind "proxy" after each chunk
     clip     units that go through the layers together; None leaves it to the session
     keeps    "frames": units are not run when they come; the state is a `FrameState`
+    asks     fields that matter at a question alone: what is kept of a stream is the same for all their values
     """
 
     sequences: ClassVar[bool] = False
     keeps: ClassVar[Literal["keys", "frames"]] = "keys"
     clip: ClassVar[int | None] = None
+    asks: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def admits_sparse(self) -> bool:

@@ -1,37 +1,30 @@
 """Memories of streams compared: the same frames, windows and budgets for all, and questions with known evidence.
 
-A stream is a world of many frames, with scenes that cut and return and stretches in which nothing moves. It is rendered and
-watched in pieces, and asked when it is over. Every question goes to every memory, so that they are compared question by
-question.
+A stream is a world of many frames, with scenes that cut and return and stretches in which nothing moves. It is rendered, and
+seen by the vision tower, once for all memories, which watch it one after the other and are asked when it is over: by one
+watch at every budget that changes nothing of what is kept. Every question goes to every memory, so that they are compared
+question by question.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import torch
 from torch import nn
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.registry import policy, registry
-from mmaccel.core.session import VideoSession
 from mmaccel.eval.cases import tokens_per_frame
-from mmaccel.world import World, render
+from mmaccel.eval.footage import Footage, Viewing
+from mmaccel.eval.purity import Clustering, clusterings
+from mmaccel.world import World
 from mmaccel.world.questions import checked_kinds
 from mmaccel.world.records import Question
 
 KINDS = ("needle", "scene", "order", "combine")
-PIECE = 64
-"""Frames rendered and watched at a time."""
-
-SIDES = (168, 280)
-"""Height and width of the frames."""
-
 NO_BUDGET = ("full", "offload")
 """Memories that see everything whatever the budget; they run once."""
 
@@ -70,6 +63,28 @@ class Shot:
     seen: float
     off: float
     ttft_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A stream watched by a memory, and asked about at one or more budgets.
+
+    seconds   that the watching took, without the vision tower, which looks at a stream once for all memories
+    counters  of the memory when the questions at `budget`, the last one, were asked
+    clusters  before any question, by level; empty for a memory without
+    """
+
+    memory: str
+    budget: int | None
+    seed: int
+    frames: int
+    seconds: float
+    counters: dict[str, float]
+    clusters: dict[str, Clustering]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -124,23 +139,48 @@ def shots(
     chunk: int | None = None,
     most: int | None = None,
     progress: Callable[[int], None] | None = None,
+    watched: Callable[[Watch], None] | None = None,
 ) -> Iterator[Shot]:
     """Every question of `kinds` about each world, to every memory. At most `most` questions of a kind and world.
 
-    `still` of the frames stand still; `progress` is told of each frame watched and each question asked.
+    `still` of the frames stand still; `progress` is told of each frame watched and each question asked, `watched` of each
+    watch when its questions are asked.
     """
     wanted = checked_kinds(kinds, KINDS)
-    device = next(model.parameters()).device
-    memories = list(memories)
+    watches = together(memories)
     for world in worlds:
         asked = _questions(world, wanted, most)
-        for entry in memories if asked else ():
-            with VideoSession(model, processor, None, kv=entry.kv, chunk=chunk) as session:
-                _watch(session, world, still, fps, device, progress)
-                for question in asked:
-                    yield _shot(session, entry, world, question)
-                    if progress is not None:
-                        progress(1)
+        if not asked or not watches:
+            continue
+        footage = Footage(model, processor, world, still)
+        for entries in watches:
+            with Viewing(model, processor, entries[0].kv, chunk) as session:
+                seconds = session.show(footage, fps, progress)
+                found = clusterings(world, session.clusters(), session.pace)
+                for entry in entries:
+                    session.under(entry.kv)
+                    for question in asked:
+                        yield _shot(session, entry, world, question)
+                        if progress is not None:
+                            progress(1)
+                if watched is not None:
+                    name, counters = entries[0].name, session.counters()
+                    watched(
+                        Watch(name, entries[-1].budget, world.seed, world.frames, seconds, counters, found)
+                    )
+
+
+def together(memories: Iterable[Entry]) -> list[list[Entry]]:
+    """Those that one watch of a stream serves: alike but for what matters at a question alone."""
+    found: dict[Any, list[Entry]] = {}
+    for entry in memories:
+        kept = [
+            (field.name, repr(getattr(entry.kv, field.name)))
+            for field in fields(entry.kv)
+            if field.name not in entry.kv.asks
+        ]
+        found.setdefault((entry.name, *kept), []).append(entry)
+    return list(found.values())
 
 
 def _questions(world: World, kinds: Sequence[str], most: int | None) -> list[Question]:
@@ -151,24 +191,7 @@ def _questions(world: World, kinds: Sequence[str], most: int | None) -> list[Que
     return found
 
 
-def _watch(
-    session: VideoSession,
-    world: World,
-    still: float,
-    fps: float,
-    device: torch.device,
-    progress: Callable[[int], None] | None,
-) -> None:
-    table = world.table(still)
-    for begin in range(0, world.frames, PIECE):
-        rows = {name: column[begin : begin + PIECE].to(device) for name, column in table.items()}
-        frames = render(rows, *SIDES)
-        session.watch(frames, fps=fps)
-        if progress is not None:
-            progress(len(frames))
-
-
-def _shot(session: VideoSession, entry: Entry, world: World, question: Question) -> Shot:
+def _shot(session: Viewing, entry: Entry, world: World, question: Question) -> Shot:
     answer = session.ask(question.text, 8)
     share: dict[int, float] = {}
     for one in answer.evidence:
@@ -205,100 +228,3 @@ def memories_for(
 ) -> list[Entry]:
     """`entries` with the tokens that `processor` makes of a frame of `SIDES`."""
     return entries(names, budgets, window, tokens_per_frame(processor))
-
-
-def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
-    """Accuracy and recall of each memory, budget and kind, and over all kinds (``"all"``, each kind weighing the same).
-
-    `low` and `high` are the 95% interval of the accuracy (Wilson; for all kinds, normal).
-    """
-    groups: dict[tuple[str, int | None], dict[str, list[Shot]]] = defaultdict(lambda: defaultdict(list))
-    for shot in found:
-        groups[shot.memory, shot.budget][shot.kind].append(shot)
-    told = []
-    for (memory, budget), kinds in groups.items():
-        base = {"memory": memory, "budget": budget}
-        parts: list[dict[str, Any]] = []
-        for kind, some in kinds.items():
-            right, n = sum(one.right for one in some), len(some)
-            low, high = _wilson(right, n)
-            row: dict[str, Any] = {
-                "kind": kind,
-                "questions": n,
-                "accuracy": right / n,
-                "low": low,
-                "high": high,
-                "recall": sum(one.recall for one in some) / n,
-                "alone": sum(one.alone for one in some) / n,
-                "seen": sum(one.seen for one in some) / n,
-                "off": min(one.off for one in some),
-                "ttft_s": sorted(one.ttft_s for one in some)[n // 2],
-            }
-            parts.append(row)
-            told.append({**base, **row})
-        mean = {
-            name: sum(row[name] for row in parts) / len(parts)
-            for name in ("accuracy", "recall", "alone", "seen")
-        }
-        spread = sum(row["accuracy"] * (1 - row["accuracy"]) / row["questions"] for row in parts)
-        margin = 1.96 * math.sqrt(spread) / len(parts)
-        told.append(
-            {
-                **base,
-                "kind": "all",
-                "questions": sum(row["questions"] for row in parts),
-                **mean,
-                "low": max(0.0, mean["accuracy"] - margin),
-                "high": min(1.0, mean["accuracy"] + margin),
-                "off": min(row["off"] for row in parts),
-                "ttft_s": sum(row["ttft_s"] for row in parts) / len(parts),
-            }
-        )
-    return told
-
-
-def paired(found: Sequence[Shot], one: str, other: str) -> list[dict[str, Any]]:
-    """How much more often `one` is right than `other`, at each budget and kind, on the same questions; 95% interval.
-
-    A memory without a budget, whichever of the two, stands beside every budget of the other.
-    """
-    by: dict[tuple[str, int | None], dict[tuple[int, int, str], Shot]] = defaultdict(dict)
-    for shot in found:
-        by[shot.memory, shot.budget][shot.seed, shot.frames, shot.question] = shot
-    told = []
-    pairs = [
-        (mine, theirs) for mine in by if mine[0] == one for theirs in by
-        if theirs[0] == other and (mine[1] == theirs[1] or None in (mine[1], theirs[1]))
-    ]  # fmt: skip
-    for left, right in pairs:
-        mine, rival = by[left], by[right]
-        budget = right[1] if left[1] is None else left[1]
-        gaps: dict[str, list[int]] = defaultdict(list)
-        for key, shot in mine.items():
-            if key in rival:
-                gaps[shot.kind].append(int(shot.right) - int(rival[key].right))
-        for kind, gap in gaps.items():
-            n = len(gap)
-            mean = sum(gap) / n
-            spread = sum((g - mean) ** 2 for g in gap) / max(1, n - 1)
-            margin = 1.96 * math.sqrt(spread / n)
-            told.append(
-                {
-                    "memory": one,
-                    "rival": other,
-                    "budget": budget,
-                    "kind": kind,
-                    "questions": n,
-                    "gain": mean,
-                    "low": mean - margin,
-                    "high": mean + margin,
-                }
-            )
-    return told
-
-
-def _wilson(right: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    share = right / n
-    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    margin = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, middle - margin), min(1.0, middle + margin)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
+import torch
+
+from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import RecipeError, WorldError
-from mmaccel.eval.stream import Shot, entries, paired, rows, shots, worlds_of
+from mmaccel.eval.footage import Footage, Viewing
+from mmaccel.eval.haystack import Gap
+from mmaccel.eval.stream import Shot, Watch, entries, shots, together, worlds_of
+from mmaccel.eval.stream_tables import paired, rows, watches, whole
 from mmaccel.world import World
 from tests.models.streams import pair
 
@@ -51,15 +59,111 @@ def test_rows_weigh_kinds_alike_and_bound_what_they_say() -> None:
 def test_pairs_are_of_the_same_questions() -> None:
     mine = [shot("a", n != 3, n) for n in range(4)] + [shot("a", True, 9)]
     theirs = [shot("b", n == 0, n) for n in range(4)]
-    (row,) = paired([*mine, *theirs], "a", "b")
+    row, total = paired([*mine, *theirs], "a", "b")
     assert (row["questions"], row["gain"]) == (4, 0.5)
-    assert row["low"] == pytest.approx(0.5 - 1.96 * (1 / 3) ** 0.5 / 2, abs=1e-6)
-    whole = [shot("b", True, n, budget=None) for n in range(4)]
-    assert paired([*mine, *whole], "a", "b")[0]["gain"] == -0.25
+    gap = Gap.of([(True, True), (True, False), (True, False), (False, False)])
+    assert (row["low"], row["high"]) == (gap.low, gap.high)
+    assert (total["kind"], total["questions"], total["gain"]) == ("all", 4, 0.5)
+    assert (total["low"], total["high"]) == pytest.approx((gap.low, gap.high)), "of one kind"
+    every = [shot("b", True, n, budget=None) for n in range(4)]
+    assert paired([*mine, *every], "a", "b")[0]["gain"] == -0.25
     few = [shot("a", n == 0, n, budget=4) for n in range(4)]
-    told = paired([*whole, *mine, *few], "b", "a")
+    told = [row for row in paired([*every, *mine, *few], "b", "a") if row["kind"] == "needle"]
     assert [(row["budget"], row["gain"]) for row in told] == [(8, 0.25), (4, 0.75)]
     assert paired(mine, "a", "b") == []
+
+
+def test_kinds_weigh_the_same_in_what_is_gained() -> None:
+    mine = [shot("a", True, n) for n in range(30)] + [
+        shot("a", n < 5, 50 + n, kind="order") for n in range(10)
+    ]
+    theirs = [shot("b", n < 15, n) for n in range(30)] + [
+        shot("b", n < 5, 50 + n, kind="order") for n in range(10)
+    ]
+    rows = {row["kind"]: row for row in paired(mine + theirs, "a", "b")}
+    assert rows["needle"]["gain"] == 0.5 and rows["order"]["gain"] == 0.0 and rows["all"]["gain"] == 0.25
+    halves = [(rows[kind]["high"] - rows[kind]["low"]) / 2 for kind in ("needle", "order", "all")]
+    assert halves[2] == pytest.approx((halves[0] ** 2 + halves[1] ** 2) ** 0.5 / 2)
+    assert rows["needle"]["low"] > 0 > rows["order"]["low"] and rows["all"]["questions"] == 40
+
+
+def test_of_a_run_that_was_broken_off_whole_questions_count() -> None:
+    found = [shot("a", True, n, budget=b) for n in range(3) for b in (4, 8)] + [
+        shot("b", True, n, budget=b) for n, b in ((0, 4), (0, 8), (1, 4))
+    ]
+    assert {(one.memory, one.budget, one.question) for one in whole(found)} == {
+        (memory, budget, "q0") for memory in "ab" for budget in (4, 8)
+    }
+    assert whole([]) == []
+
+
+def test_one_watch_serves_what_matters_at_a_question_alone() -> None:
+    names = [
+        "mosaic",
+        "rekv",
+        "recent",
+        "no_cache",
+        "livevlm",
+        "full",
+        {"name": "mosaic", "reps": 0, "label": "no"},
+    ]
+    found = together(entries(names, [4, 16], window=8, tokens=10))
+    assert [(group[0].name, [one.budget for one in group]) for group in found] == [
+        ("mosaic", [4, 16]), ("rekv", [4, 16]), ("recent", [4, 16]), ("no_cache", [4, 16]), ("livevlm", [4]),
+        ("livevlm", [16]), ("full", [None]), ("no", [4, 16]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tiny-ov", "random-qwen"])
+def test_a_watch_for_all_budgets_answers_as_one_for_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = pair(name)
+    names = ["rekv", {"name": "mosaic", "init": 8, "smallest": 2}, "recent", "no_cache"]
+    memories = entries(names, [2, 8], window=6, tokens=16)
+    world = World.generate(5, 27)
+
+    def told(found: Iterable[Shot]) -> list[dict[str, object]]:
+        return [{**one.to_dict(), "ttft_s": 0.0} for one in found]
+
+    shared = told(shots(model, processor, memories, [world], most=1))
+    monkeypatch.setattr("mmaccel.eval.stream.together", lambda memories: [[one] for one in memories])
+    alone = told(shots(model, processor, memories, [world], most=1))
+    assert len(shared) >= 8 * 2 and len({one["seen"] for one in shared}) > 2
+
+    def order(one: dict[str, object]) -> tuple[str, ...]:
+        return tuple(str(one[name]) for name in ("memory", "budget", "question"))
+
+    assert sorted(shared, key=order) == sorted(alone, key=order)
+
+
+@pytest.mark.parametrize("name", ["tiny-ov", "random-qwen"])
+def test_the_vision_tower_looks_at_a_world_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, processor = pair(name)
+    seam = type(adapter_for(model).seam(model, processor))
+    looked: list[int] = []
+    true = seam.features
+
+    def counted(self: Any, frames: Any, size: Any) -> Any:
+        looked.append(len(frames))
+        return true(self, frames, size)
+
+    monkeypatch.setattr(seam, "features", counted)
+    world, kv = World.generate(5, 70), entries(["rekv"], [4], 6, 16)[0].kv
+    footage = Footage(model, processor, world, 0.3)
+    assert looked == [64, 6] and [len(piece) for piece in footage.pieces] == [64, 6]
+    with Viewing(model, processor, kv) as one, Viewing(model, processor, kv) as other:
+        one.show(footage, 1.0)
+        assert looked == [64, 6] and one.frames == 70
+        # Seen in other company the features are the same but for their last digits.
+        for piece in footage.pieces:
+            other.watch(piece, fps=1.0)
+        assert sum(looked) > 140
+        for mine, its in zip(states(one)._rings, states(other)._rings, strict=True):
+            torch.testing.assert_close(mine.key, its.key, atol=1e-4, rtol=1e-4)
+
+
+def states(session: Viewing) -> Any:
+    assert session._live is not None
+    return session._live.state
 
 
 def test_a_small_run_finds_the_truth_where_everything_is_seen() -> None:
@@ -67,9 +171,23 @@ def test_a_small_run_finds_the_truth_where_everything_is_seen() -> None:
     memories = entries(["full", "recent"], [2], window=6, tokens=16)
     told: list[int] = []
     world = World.generate(3, 30)
+    seen: list[Watch] = []
+    kinds = ("needle", "scene")
     found = list(
-        shots(model, processor, memories, [world], kinds=("needle", "scene"), most=2, progress=told.append)
+        shots(
+            model,
+            processor,
+            memories,
+            [world],
+            kinds=kinds,
+            most=2,
+            progress=told.append,
+            watched=seen.append,
+        )
     )
+    assert [(one.memory, one.budget, one.clusters) for one in seen] == [("full", None, {}), ("recent", 2, {})]
+    assert all(one.seconds > 0 and one.counters["units"] == 30 for one in seen)
+    assert [row["streams"] for row in watches(seen)] == [1, 1]
     assert sum(told) == 2 * 30 + len(found)
     full = [one for one in found if one.memory == "full"]
     last = [one for one in found if one.memory == "recent"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.kv import Piece, Stream
+from mmaccel.core.kv import Piece, Stream, StreamPolicy
 from mmaccel.core.room import with_room
 from mmaccel.policies.kv._stream import StreamMemory, WindowedPolicy
 from mmaccel.policies.kv.store import HostStore, Sources, Spill, Way
@@ -31,6 +31,8 @@ class StoredPolicy(WindowedPolicy):
     spill       what happens when it is used up: "refuse", "disk", or "drop_oldest"
     folder      where files go with spill "disk"; None: a temporary folder
     """
+
+    asks: ClassVar[frozenset[str]] = frozenset({"frames", "local"})
 
     frames: int = 64
     similarity: Literal["dot", "cosine"] = "dot"
@@ -168,6 +170,10 @@ class StoredMemory(StreamMemory):
         )
         self.sources = Sources(self.store, self.window)
         self._recalled = self._questions = 0
+
+    def asked_under(self, policy: StreamPolicy) -> None:
+        assert isinstance(policy, StoredPolicy)
+        self.budget, self.local = self.stream.units(policy.frames), self.stream.units(policy.local)
 
     def _took(self, piece: Piece) -> None:
         for layer, new in enumerate(self._new):

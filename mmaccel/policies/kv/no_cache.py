@@ -35,6 +35,8 @@ class NoCache(StreamPolicy):
     """
 
     keeps: ClassVar[Literal["keys", "frames"]] = "frames"
+    asks: ClassVar[frozenset[str]] = frozenset({"frames"})
+
     frames: int = 64
     kept: int = 4096
 
@@ -64,6 +66,10 @@ class _Frames(FrameState):
         self.stream = stream
         self._held: dict[int, Tensor] = {}
         self._count, self._stride = 0, 1
+
+    def asked_under(self, policy: StreamPolicy) -> None:
+        assert isinstance(policy, NoCache)
+        self.budget = max(1, policy.frames // self.stream.pace)
 
     def keep(self, frames: Tensor) -> None:
         pace = self.stream.pace

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.kv import Stream, StreamState
+from mmaccel.core.kv import Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._stream import StreamMemory, WindowedPolicy
 
@@ -24,6 +25,8 @@ class Recent(WindowedPolicy):
     local  frames a question sees
     """
 
+    asks: ClassVar[frozenset[str]] = frozenset({"local"})
+
     local: int = 4
 
     def __post_init__(self) -> None:
@@ -35,6 +38,14 @@ class Recent(WindowedPolicy):
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         window, local = stream.units(self.window), stream.units(self.local)
-        return StreamMemory(
+        return RecentMemory(
             stream, geometry, model, device, window=window, local=local, positions=self.positions
         )
+
+
+class RecentMemory(StreamMemory):
+    """The window, of which a question sees the last units."""
+
+    def asked_under(self, policy: StreamPolicy) -> None:
+        assert isinstance(policy, Recent)
+        self.local = self.stream.units(policy.local)

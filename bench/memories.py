@@ -1,0 +1,335 @@
+"""Memories of streams at size: the same questions to all of them, on worlds of several lengths, at several budgets.
+
+    python bench/memories.py --model tiny-ov --processes 12 --limit 480 --out memories.jsonl
+    python bench/memories.py --plan levels --model tiny-ov --processes 12 --limit 120 --out levels.jsonl
+    python bench/memories.py --rows one.jsonl other.jsonl --out all.jsonl   # answers of several runs, as one file
+
+Processes take worlds in turns. One watch of a world serves all budgets that change nothing of what is kept, and the vision
+tower looks at a world once for all memories. Every answer is written when it is there, so that a run that is broken off, by
+--limit too, has lost what was not asked yet and no more. The same command with the same --out goes on with the worlds that
+are not complete.
+
+Rows by `what`: "answer" (see `mmaccel.eval.stream.Shot`), "watch" (`Watch`: time, counters, clusters against the truth),
+"world" (all memories were asked), and at the end, over the questions that every memory was asked: "mean" (accuracy and
+recall with 95% intervals, of each memory, budget, kind and length), "paired" (the first memory against each other one, and
+mosaic against rekv, on the same questions), "watches".
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import queue
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import Log
+
+from mmaccel import load_model, load_processor
+from mmaccel.cli.stream import memory_of
+from mmaccel.eval.purity import Clustering
+from mmaccel.eval.stream import KINDS, Shot, Watch, memories_for, shots
+from mmaccel.eval.stream_tables import paired, rows, watches, whole
+from mmaccel.world import World
+
+Memory = str | dict[str, Any]
+
+
+def _mosaic(label: str, **fields: Any) -> Memory:
+    return {"name": "mosaic", "label": f"mosaic, {label}", **fields}
+
+
+MEMORIES = ("mosaic", "rekv", "livevlm", "streammem", "recent", "window", "no_cache", "full", "offload")
+
+PLANS: Mapping[str, Sequence[Memory]] = {
+    "all": MEMORIES,
+    # Table IV: no clustering, either level alone, both.
+    "levels": [
+        "mosaic",
+        _mosaic("visual only", levels="visual"),
+        _mosaic("semantic only", levels="semantic"),
+        _mosaic("no clusters", levels="none"),
+        "rekv",
+    ],
+    # Table III and VI-B: splits put off or not, with retrieval while frames come and without.
+    "splits": [
+        "mosaic",
+        _mosaic("eager", deferred=False),
+        _mosaic("retrieves while watching", encode_frames=8),
+        _mosaic("eager, retrieves while watching", encode_frames=8, deferred=False),
+        "rekv",
+    ],
+    # What a question sees beside the frames it retrieves.
+    "seen": [
+        "mosaic",
+        _mosaic("no pseudo tokens", reps=0),
+        _mosaic("no local frames", local=0),
+        _mosaic("neither", reps=0, local=0),
+        _mosaic("medoids", rep_of="medoid"),
+        _mosaic("weighed by size", rep_bias="log_size"),
+        _mosaic("compact", positions="compact"),
+        "rekv",
+        {"name": "rekv", "label": "rekv, local frames", "local": 8},
+        {"name": "rekv", "label": "rekv, original", "positions": "original"},
+    ],
+    # What the paper leaves open.
+    "choices": [
+        "mosaic",
+        _mosaic("thresholds tighten", threshold="tightening"),
+        _mosaic("thresholds fixed", threshold="fixed"),
+        _mosaic("cosine of directions", lift=0.0),
+        _mosaic("cosine retrieval", similarity="cosine"),
+        _mosaic("2 a cluster", semantic=2),
+        _mosaic("8 a cluster", semantic=8),
+        _mosaic("no scenes opened", new_scene=1e9),
+        _mosaic("mixtures kept", unmix=0.0),
+        "rekv",
+    ],
+}
+"""Memories that are compared with one another; a mapping is a policy's fields, and the `label` it is shown under."""
+
+
+class Asker:
+    """The models of a process, and what it asks."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        dtype = getattr(torch, options.dtype)
+        self.model = load_model(options.model, device=options.device, dtype=dtype)
+        self.processor = load_processor(options.model)
+        self.memories = memories_for(self.processor, chosen(options), options.budgets, options.window)
+
+    def rows(self, frames: int, seed: int) -> Iterator[dict[str, Any]]:
+        """Of one world, as they come."""
+        options, began, seen = self.options, time.perf_counter(), list[Watch]()
+        for shot in shots(
+            self.model,
+            self.processor,
+            self.memories,
+            [World.generate(seed, frames)],
+            kinds=options.kinds,
+            still=options.still,
+            most=options.most,
+            watched=seen.append,
+        ):
+            yield {"what": "answer", **shot.to_dict()}
+            while seen:
+                yield {"what": "watch", **seen.pop(0).to_dict()}
+        yield from ({"what": "watch", **one.to_dict()} for one in seen)
+        yield {
+            "what": "world",
+            "seed": seed,
+            "frames": frames,
+            "seconds": time.perf_counter() - began,
+        }
+
+
+def _work(options: argparse.Namespace, jobs: Any, told: Any) -> None:
+    """Takes worlds, (frames, seed), from `jobs` until there is None; tells rows, None at the end, or what went wrong."""
+    torch.set_num_threads(1)
+    try:
+        asker = Asker(options)
+        while (job := jobs.get()) is not None:
+            for row in asker.rows(*job):
+                told.put(row)
+        told.put(None)
+    except Exception as error:
+        told.put(f"{type(error).__name__}: {error}")
+
+
+def chosen(options: argparse.Namespace) -> list[Memory]:
+    """The memories of a run: those named, or the plan's."""
+    plan = PLANS[options.plan]
+    by = {one if isinstance(one, str) else one["label"]: one for one in plan}
+    return [by.get(name) or memory_of(name) for name in options.memory or by]
+
+
+def worlds(options: argparse.Namespace, done: set[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(frames, seed) of the worlds to come; lengths take turns, each of which has worlds of its own."""
+    turns = [
+        (frames, options.seed + 100_003 * frames + n)
+        for n in range(options.worlds)
+        for frames in options.frames
+    ]
+    return [one for one in turns if one not in done]
+
+
+def run(options: argparse.Namespace, left: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    """Rows as they come, until all worlds are done or the time is up."""
+    end = time.monotonic() + options.limit
+    for row in _here(options, left) if options.processes == 1 else _elsewhere(options, left, end):
+        if row is not None:
+            yield row
+        if time.monotonic() > end:
+            print(f"the time is up after {options.limit} s", flush=True)
+            return
+
+
+def _here(options: argparse.Namespace, left: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+    asker = Asker(options)
+    for job in left:
+        yield from asker.rows(*job)
+
+
+def _elsewhere(
+    options: argparse.Namespace, left: Sequence[tuple[int, int]], end: float
+) -> Iterator[dict[str, Any] | None]:
+    """By several processes, which are ended with the iterator; None when there was nothing for a while."""
+    context = multiprocessing.get_context("spawn")
+    jobs: Any = context.Queue()
+    told: Any = context.Queue()
+    working = min(options.processes, len(left))
+    for one in [*left, *[None] * working]:
+        jobs.put(one)
+    processes = [
+        context.Process(target=_work, args=(options, jobs, told), daemon=True) for _ in range(working)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        while working:
+            try:
+                row = told.get(timeout=max(0.1, min(5.0, end - time.monotonic())))
+            except queue.Empty:
+                if sum(process.is_alive() for process in processes) < working:
+                    raise SystemExit("a process died; give fewer --processes if memory is short.") from None
+                yield None
+                continue
+            if isinstance(row, str):
+                raise SystemExit(row)
+            working -= row is None
+            yield row
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The rows of some files that say what they are, without their conclusions; a line that was cut off is left out."""
+    found = []
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return [row for row in found if row.get("what") in ("answer", "watch", "world") or "environment" in row]
+
+
+def conclusions(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Over the questions that every memory was asked: by length, and over all lengths ("all")."""
+    # A world that was broken off was begun again: what is the same but for its time counts once.
+    by_question = {
+        _key(row, "memory", "budget", "question"): row for row in found if row.get("what") == "answer"
+    }
+    watched = {_key(row, "memory", "budget"): row for row in found if row.get("what") == "watch"}
+    answers = whole([Shot(**_fields(row)) for row in by_question.values()])
+    seen = [Watch(**_watch(row)) for row in watched.values()]
+    lengths = sorted({shot.frames for shot in answers})
+    for length in [*lengths, *(["all"] if len(lengths) > 1 else [])]:
+        some = [shot for shot in answers if length in (shot.frames, "all")]
+        names = list(dict.fromkeys(shot.memory for shot in some))
+        for row in rows(some):
+            yield {"what": "mean", "length": length, **row}
+        pairs = [(names[0], other) for other in names[1:]]
+        pairs += [(one, "rekv") for one in names[1:] if "rekv" in names and one != "rekv"]
+        for one, other in pairs:
+            for row in paired(some, one, other):
+                yield {"what": "paired", "length": length, **row}
+        for row in watches([one for one in seen if length in (one.frames, "all")]):
+            yield {"what": "watches", "length": length, **row}
+
+
+def _key(row: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("frames", "seed", *names))
+
+
+def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "what"}
+
+
+def _watch(row: Mapping[str, Any]) -> dict[str, Any]:
+    clusters = {level: Clustering(**one) for level, one in row["clusters"].items()}
+    return {**_fields(row), "clusters": clusters}
+
+
+def shown(row: Mapping[str, Any]) -> str | None:
+    """A line of the conclusions; None for what is only written."""
+    if row["what"] == "mean":
+        interval = f"{row['accuracy']:6.1%} ({row['low']:.1%} to {row['high']:.1%})"
+        name = f"{row['memory']:34} {row['budget'] or 'all':>4} {row['kind']:8} n {row['questions']:5}"
+        seen = f"recall {row['recall']:.3f} alone {row['alone']:.3f} seen {row['seen']:.0f}"
+        return f"{row['length']:>5} {name} {interval:27} {seen}"
+    if row["what"] == "paired" and row["kind"] == "all":
+        gain = f"{row['gain']:+.1%} ({row['low']:+.1%} to {row['high']:+.1%})"
+        return f"{row['length']:>5} {row['memory']} over {row['rival']} at {row['budget']}: {gain}"
+    if row["what"] == "watches":
+        levels = "; ".join(
+            f"{level} {one['clusters']:.0f} purity {one['purity']:.3f} (chance {one['chance']:.3f}) rand {one['rand']:.3f} "
+            f"cards alone {one['cards']:.2f}"
+            for level, one in row["clusters"].items()
+        )
+        return f"{row['length']:>5} {row['memory']} {row['ms_per_frame']:.2f} ms a frame; {levels}"
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="tiny-ov")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--out", required=True, type=Path, help="file of result rows")
+    parser.add_argument("--plan", choices=list(PLANS), default="all", help="memories to compare")
+    parser.add_argument(
+        "--memory", nargs="+", help="of the plan, or others, as mmaccel eval stream takes them"
+    )
+    parser.add_argument("--frames", nargs="+", type=int, default=[500, 1000, 2000, 4000])
+    parser.add_argument("--worlds", type=int, default=64, help="streams of each length")
+    parser.add_argument("--budgets", nargs="+", type=int, default=[16, 32, 64, 128])
+    parser.add_argument("--window", type=int, default=16, help="frames of the encoding window")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--still", type=float, default=0.3, help="share of the frames in which nothing moves")
+    parser.add_argument("--most", type=int, default=4, help="questions of a kind about a world, at most")
+    parser.add_argument("--seed", type=int, default=0, help="training has seen none below 2**31")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds after which no answer is waited for"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", type=Path, help="ask nothing: put the rows of these files together"
+    )
+    options = parser.parse_args(argv)
+    if not options.rows:
+        measured(options)
+    found = read(options.rows or [options.out])
+    concluded = list(conclusions(found))
+    lines = "".join(json.dumps(row) + "\n" for row in [*found, *concluded])
+    options.out.write_text(lines, encoding="utf-8")
+    print("\n".join(line for row in concluded if (line := shown(row)) is not None))
+
+
+def measured(options: argparse.Namespace) -> None:
+    """Ask, and write what comes."""
+    # What is wrong with a memory is better known before processes start.
+    memories_for(load_processor(options.model), chosen(options), options.budgets, options.window)
+    before = read([options.out] if options.out.exists() else [])
+    done = {(row["frames"], row["seed"]) for row in before if row.get("what") == "world"}
+    log, began, many = Log(options.out, torch.device(options.device)), time.monotonic(), len(done)
+    for row in run(options, worlds(options, done)):
+        log.row(**row)
+        if row["what"] == "world":
+            many += 1
+            told = f"{row['frames']} frames, seed {row['seed']}: {row['seconds']:.1f} s"
+            print(f"world {many} after {time.monotonic() - began:.0f} s ({told})", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -130,12 +130,17 @@ def _block_attend_shape(
     return room_for(query, value, q_row.shape[-1], rows)
 
 
-def room_for(query: Tensor, value: Tensor, part: int, rows: int) -> tuple[Tensor, Tensor]:
+def room_for(
+    query: Tensor, value: Tensor, part: int, rows: int, whole: bool = False
+) -> tuple[Tensor, Tensor]:
     """What `block_attend` writes: in the order of a part of `part` rows, or, for `rows`, in that of the query, where what
-    no row of the part writes is zero and -inf, and a row of all heads lies together, as projections want it."""
+    no row of the part writes is zero and -inf, and a row of all heads lies together, as projections want it. With `whole`
+    the part is known to have every row, and nothing is laid out beforehand."""
     B, H, D, kind = *query.shape[:2], value.shape[-1], lse_dtype(query.dtype)
     if not rows:
         return query.new_empty(B, H, part, D), query.new_empty(B, H, part, dtype=kind)
+    if whole:
+        return query.new_empty(B, rows, H, D).transpose(1, 2), query.new_empty(B, H, rows, dtype=kind)
     return query.new_zeros(B, rows, H, D).transpose(1, 2), query.new_full(
         (B, H, rows), -torch.inf, dtype=kind
     )

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends import natural, ops
 from mmaccel.backends import triton as backend
 from mmaccel.backends.triton.attend import block_attend
 from mmaccel.backends.triton.work import WAVES, Work
@@ -262,6 +262,32 @@ def test_a_row_is_split_where_lists_are_uneven() -> None:
         assert work.item[4:, 0].tolist() == [-1] * (WAVES - 1)
         whole = check(plan, tensors, kernel=partial(block_attend, chunk=99))
         torch.testing.assert_close(lse, whole[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_every_row_is_written_where_nothing_is_laid_out_before(
+    chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in their order, of which some see nothing: what the memory held before is nowhere left."""
+    plan = random_plan(18, lead="", n_query=30, n_key=50).to(DEVICE)
+    part = plan.parts[0]
+    rows = part.q_row.shape[-1] - 2
+    part = replace(part, q_row=natural.counted(1, rows, rows + 2, torch.device(DEVICE))[:, None])
+    tensors = [t.to(DEVICE) for t in draw(replace(plan, parts=(part,)), 2, 16, 3)]
+    query = torch.nn.functional.pad(tensors[0], (0, 0, 0, rows - 30))
+
+    def poisoned(self: Tensor, *size: int, **named: object) -> Tensor:
+        return torch.full(size, 77.0, dtype=named.get("dtype", self.dtype), device=self.device)  # type: ignore[arg-type]
+
+    arguments = (query, *tensors[1:], *flat(part, plan), 0.25, rows)
+    known = [t.clone() for t in block_attend(*arguments, chunk=chunk)]
+    apart = (*arguments[:3], part.q_row.clone(), *arguments[4:])
+    want = block_attend(*apart, chunk=chunk)
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+    got = block_attend(*arguments, chunk=chunk)
+    for a, b, c in zip(known, got, want, strict=True):
+        assert torch.equal(a, b) and torch.equal(b, c)
+    assert (got[1] == -torch.inf).any()
 
 
 @pytest.mark.parametrize("lead", ["", "bh"])

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from recall import SAMPLED, SIZE, Canvas, common, exact, layout_of, periods, placed
+from heads import SIZE, Canvas, common, layout_of, periods, placed
+from recall import SAMPLED, exact
 from timing import Log, environment
 
 from mmaccel.backends import select

@@ -1,13 +1,13 @@
 """Planted heads at a model's shape: what each method recalls of dense attention, and how far its output is, at equal FLOPs.
 
     python bench/recall.py --device cuda --out bench/results/recall_h200_202611.jsonl
-    python bench/recall.py --rows grid.jsonl local.jsonl --out all.jsonl   # heads that several processes judged, as one file
+    python bench/recall.py --device cuda --processes 6 --limit 120 --out recall.jsonl   # heads side by side on one GPU
+    python bench/recall.py --rows one.jsonl other.jsonl --out all.jsonl                 # files put together
 
-A head is planted in its queries and keys: lines at multiples of a frame, lines that follow the place in the frame through
-a change of resolution, columns, a neighbourhood, and kinds of these that hold for one modality or one pair of modalities
-only; a sink and noise lie over every head. The pattern of "searched" is found by the search (Algorithm 4) on one draw of a
-head at the first length; every method then meets other draws, at every length, shortest first. Rivals get the share of
-pairs that the searched pattern lists there; the strided pattern has no budget and lists what it lists.
+The pattern of "searched" is found by the search (Algorithm 4) on one draw of a planted head (`heads.py`) at the first
+length; every method then meets other draws, at every length, shortest first. Rivals get the share of pairs that the searched
+pattern lists there; the strided pattern has no budget and lists what it lists. The same command with the same --out goes on
+with the heads and lengths that it lacks.
 
 recall   the softmax weight that falls on the pairs a method computes, mean over sampled rows: exp(lse - dense lse)
 error    norm of (out - dense) over the norm of dense, over the sampled rows
@@ -19,11 +19,12 @@ import argparse
 import contextlib
 import json
 import math
+import multiprocessing
+import queue
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
+from heads import PLANTED, draw
 from timing import Log, environment
 
 from mmaccel.backends import select
-from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.sparse import SparsePattern
@@ -49,201 +50,11 @@ from mmaccel.search.sample import Inside, frame_tokens, present
 from mmaccel.search.space import Scale, built
 from mmaccel.search.table import Ledger
 
-SIZE = 128
-HEADS = 2
-"""Draws of a head side by side, each with keys of its own."""
 SAMPLED = 1024
 """Rows on which recall and error are taken."""
-ISLANDS = 32
-USUAL = 1 << 14
-"""Gains are for this many tokens. In longer prompts what does not recur stands out by so much more as there is more
-background, so that the parts of a head weigh against one another as they do here."""
 TOLERANCE = 0.05
-
-
-def normal(shape: tuple[int, ...], rng: torch.Generator, device: torch.device) -> Tensor:
-    """Normal draws on the device, by the device where it is no CPU: a million tokens have hundreds of millions of them."""
-    if device.type != "cpu":
-        rng = torch.Generator(device).manual_seed(int(torch.randint(1 << 62, (), generator=rng)))
-    return torch.randn(shape, generator=rng, device=device)
-
-
-@dataclass
-class Canvas:
-    """Query and key features of one head, written dimension by dimension; a product of two features adds to the score."""
-
-    n: int
-    rng: torch.Generator
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        self.query = torch.zeros(self.n, SIZE, device=self.device)
-        self.key = torch.zeros(self.n, SIZE, device=self.device)
-        self.used = 0
-
-    def draw(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self.rng).to(self.device)
-
-    def once(self, gain: float) -> float:
-        """The gain of what is there once, however long the prompt."""
-        return gain + max(0.0, math.log(self.n / USUAL))
-
-    def add(self, query: Tensor, key: Tensor) -> None:
-        """One dimension."""
-        self.query[:, self.used], self.key[:, self.used] = query, key
-        self.used += 1
-
-    def line(
-        self, place: Tensor, waves: Tensor, gain: float, shift: float, rows: Tensor, columns: Tensor
-    ) -> None:
-        """`gain` where the places of query and key differ by `shift` up to what the waves (radians a place) cannot tell
-        apart; only for `rows` over `columns` (weights 0 or 1)."""
-        # Waves of a large place lose their phase in single precision.
-        turns = (place.double()[:, None] * waves / (2 * math.pi)) % 1
-        late = (turns + shift * waves / (2 * math.pi)) % 1
-        each = math.sqrt(gain / waves.numel())
-        for f in (torch.cos, torch.sin):
-            q = (each * f(2 * math.pi * turns)).float() * rows[:, None]
-            k = (each * f(2 * math.pi * late)).float() * columns[:, None]
-            for d in range(waves.numel()):
-                self.add(q[:, d], k[:, d])
-
-    def finish(self, noise: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Noise in the dimensions that are left; query and key, so that scores come out after the usual scale."""
-        left = SIZE - self.used
-        for x in (self.query, self.key):
-            x[:, self.used :] = normal((self.n, left), self.rng, self.device) * (noise / left**0.5) ** 0.5
-        return self.query * SIZE**0.25, self.key * SIZE**0.25
-
-
-def periods(count: int, period: int, c: Canvas) -> Tensor:
-    """Waves of one period, of random harmonics: together a line of one token, and noise beside it."""
-    chosen = torch.randperm(period // 2, generator=c.rng)[:count] + 1
-    return 2 * math.pi * chosen.double().to(c.device) / period
-
-
-def nearby(count: int, width: float, c: Canvas) -> Tensor:
-    """Waves that agree within about `width` places only."""
-    return torch.randn(count, generator=c.rng).abs().double().to(c.device) / width
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the tokens of a prompt are, for planting."""
-
-    layout: TokenLayout
-    at: Tensor
-    cell: Tensor
-    text: Tensor
-    video: Tensor
-    rank: Tensor
-    frame: int
-
-
-def placed(layout: TokenLayout, frame: int) -> Place:
-    text = (layout.modality[0] == TEXT).float()
-    video = 1 - text
-    rank = torch.where(text.bool(), text.cumsum(0), video.cumsum(0)) - 1
-    at = torch.arange(layout.length, device=layout.device).float()
-    return Place(layout, at, layout.cell[0].float(), text, video, rank, frame)
-
-
-def common(c: Canvas, p: Place, local: float, width: float) -> None:
-    """A sink, and a neighbourhood."""
-    c.add(torch.ones_like(p.at), c.once(5.0) * (p.at < 4))
-    c.line(p.at, nearby(6, width, c), c.once(local), 0.0, torch.ones_like(p.at), torch.ones_like(p.at))
-
-
-def lines(c: Canvas, p: Place) -> None:
-    """Slash, vertical and horizontal lines of the frame's stride: rows of one class are flat, and need every key."""
-    common(c, p, 4.0, 16.0)
-    column, row = (int(x * p.frame) for x in c.draw(2))
-    flat = (p.at % p.frame == row).float()
-    c.query *= (1 - flat)[:, None]
-    c.line(p.at, periods(40, p.frame, c), 9.0, float(column), 1 - flat, torch.ones_like(p.at))
-    c.add(1 - flat, 7.0 * (p.at % p.frame == column))
-
-
-def cells(c: Canvas, p: Place) -> None:
-    """The same cell of other frames, whatever the frames' size."""
-    common(c, p, 4.0, 16.0)
-    seen = p.cell.clamp(min=0)
-    c.line(seen, periods(40, p.frame, c), 10.0, 0.0, p.video, p.video)
-
-
-def columns(c: Canvas, p: Place) -> None:
-    """Some columns anywhere, and a wide neighbourhood."""
-    common(c, p, 6.0, 256.0)
-    chosen = (c.draw(p.at.numel()) < 200 / p.at.numel()).float()
-    c.add(torch.ones_like(p.at), c.once(8.0) * chosen)
-
-
-def local(c: Canvas, p: Place) -> None:
-    """A neighbourhood of a thousand tokens."""
-    common(c, p, 9.0, 512.0)
-
-
-def by_query(c: Canvas, p: Place) -> None:
-    """Video follows its frames, text looks nearby and at columns of everything (a Q-boundary)."""
-    c.add(torch.ones_like(p.at), c.once(5.0) * (p.at < 4))
-    c.line(p.rank, nearby(6, 32.0, c), c.once(8.0), 0.0, p.text, torch.ones_like(p.at))
-    c.line(p.cell.clamp(min=0), periods(40, p.frame, c), 10.0, 0.0, p.video, p.video)
-    chosen = (c.draw(p.at.numel()) < 200 / p.at.numel()).float()
-    c.add(p.text, c.once(8.0) * chosen)
-
-
-def by_pair(c: Canvas, p: Place) -> None:
-    """Video follows its frames in video and columns in text; text its neighbourhood in text and columns in video."""
-    c.add(torch.ones_like(p.at), c.once(5.0) * (p.at < 4))
-    c.line(p.rank, nearby(6, 32.0, c), c.once(9.0), 0.0, p.text, p.text)
-    c.line(p.cell.clamp(min=0), periods(40, p.frame, c), 10.0, 0.0, p.video, p.video)
-    chosen = (c.draw(p.at.numel()) < 200 / p.at.numel()).float()
-    c.add(p.text, c.once(8.0) * chosen * p.video)
-    c.add(p.video, c.once(8.0) * chosen * p.text)
-
-
-PLANTED: Mapping[str, tuple[Callable[[Canvas, Place], None], bool, bool]] = {
-    "grid": (lines, False, False),
-    "changing stride": (cells, False, True),
-    "columns": (columns, False, False),
-    "local": (local, False, False),
-    "q boundary": (by_query, True, False),
-    "2d boundary": (by_pair, True, False),
-}
-"""Name -> how it is planted, whether text stands between the video, whether the video's resolution changes."""
-
-
-def layout_of(n: int, frame: int, text: bool, changing: bool, device: torch.device) -> TokenLayout:
-    """Frames of `frame` tokens; the second half of a changing video has frames of three quarters of that."""
-    place = torch.arange(n)
-    words = torch.zeros(n, dtype=torch.bool)
-    if text:
-        pitch = n // min(ISLANDS, n // 64)
-        words = place % pitch >= pitch - pitch // 4
-    rank = (~words).long().cumsum(0) - 1
-    sizes = torch.full((n // frame + 1,), frame)
-    if changing:
-        first = n // 2 // frame
-        sizes = torch.cat([sizes[:first], torch.full((n // (frame * 3 // 4) + 1,), frame * 3 // 4)])
-    number = torch.repeat_interleave(torch.arange(sizes.numel()), sizes)[rank.clamp(min=0)]
-    modality = torch.where(words, TEXT, VIDEO)[None].to(device)
-    return TokenLayout.build(modality, frame=torch.where(words, -1, number)[None].to(device))
-
-
-def draw(name: str, n: int, frame: int, seed: int, dtype: torch.dtype, device: torch.device) -> Inside:
-    """Query, key and value [1, HEADS, n, SIZE] of planted heads."""
-    paint, text, changing = PLANTED[name]
-    layout = layout_of(n, frame, text, changing, device)
-    rng = torch.Generator().manual_seed(seed)
-    place = placed(layout, frame)
-    made = []
-    for _ in range(HEADS):
-        canvas = Canvas(n, rng, device)
-        paint(canvas, place)
-        made.append(tuple(x.to(dtype) for x in canvas.finish()))
-    query, key = (torch.stack(x)[None] for x in zip(*made, strict=True))
-    value = normal((1, HEADS, n, SIZE), rng, device).to(dtype)
-    return Inside(0, query, key, value, SIZE**-0.5, layout)
+METHODS = ("searched", *(name for name in RIVALS if name not in PRUNERS))
+"""There is no model here whose tokens could be dropped."""
 
 
 def searched(inside: Inside, backend: str) -> LayerHeads:
@@ -316,8 +127,8 @@ def methods(ours: SparsePattern, inside: Inside, kernel: Any) -> Iterator[tuple[
     mine = judged(ours, inside, rows, dense, kernel)
     yield "searched", mine
     for rival, how in RIVALS.items():
-        if rival in PRUNERS:
-            continue  # there is no model here whose tokens could be dropped
+        if rival not in METHODS:
+            continue
         fields, _ = level(how, min(1.0, mine["kept"]), partial(listed, inside=inside))
         yield rival, judged(Recipe.load(fields).sparse, inside, rows, dense, kernel)
 
@@ -344,8 +155,11 @@ def together(paths: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str,
         for line in Path(path).read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
-    rows = [row for row in found if row.get("case", "mean") != "mean"]
-    return [row for row in found if "environment" in row], rows
+    # A head whose judgement was cut off was judged anew.
+    rows = {
+        (row["case"], row["tokens"], row["method"]): row for row in found if row.get("case", "mean") != "mean"
+    }
+    return [row for row in found if "environment" in row], list(rows.values())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -359,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", nargs="+", choices=list(PLANTED), default=list(PLANTED))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1, help="heads are judged side by side")
+    parser.add_argument("--limit", type=float, default=7 * 86400.0, help="seconds, of several processes")
     parser.add_argument("--rows", nargs="+", help="judge nothing: put the rows of these files together")
     options = parser.parse_args(argv)
     if options.rows:
@@ -369,31 +185,87 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(shown(row) for row in means(rows)))
         return
     device = torch.device(options.device)
+    rows = together([options.out])[1] if Path(options.out).is_file() else []
+    counts = Counter((row["case"], row["tokens"]) for row in rows)
+    # A head was judged where every method has its row.
+    judged_at = {at for at, count in counts.items() if count == len(METHODS)}
+    rows = [row for row in rows if (row["case"], row["tokens"]) in judged_at]
+    options.todo = [(n, name) for n in options.tokens for name in options.heads if (name, n) not in judged_at]
+    log = Log(options.out, device)
+    print(environment(device))
+    for row in apart(options) if options.processes > 1 else judgements(options, options.todo):
+        rows.append(row)
+        log.row(**row)
+        print(shown(row), flush=True)
+    held = {(row["case"], row["tokens"], row["method"]) for row in rows}
+    if any((name, n, method) not in held for n, name in options.todo for method in METHODS):
+        print("not complete: the same command goes on.", file=sys.stderr)
+        return
+    for row in means(rows):
+        log.row(**row)
+        print(shown(row), flush=True)
+
+
+def judgements(options: argparse.Namespace, todo: Sequence[tuple[int, str]]) -> Iterator[dict[str, Any]]:
+    """The rows of some (tokens, head)."""
+    device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backend = select.choose(device) if options.backend == "auto" else options.backend
     kernel = select.get(backend, device)
-    log = Log(options.out, device)
-    print(environment(device))
-    found: list[dict[str, Any]] = []
     ours: dict[str, LayerHeads] = {}
-    for n in options.tokens:
-        for name in options.heads:
-            if name not in ours:
-                began = time.perf_counter()
-                first = draw(name, options.tokens[0], options.frame, options.seed, dtype, device)
-                ours[name] = searched(first, backend)
-                del first
-                print(f"{name:16} searched in {time.perf_counter() - began:.1f} s", flush=True)
-            inside = draw(name, n, options.frame, options.seed + 1, dtype, device)
-            chosen = {str(h): repr(p) for h, p in ours[name].named.items()}
-            for method, figures in methods(ours[name], inside, kernel):
-                row = {"case": name, "tokens": n, "method": method, **figures}
-                found.append(row)
-                log.row(**row, **({"pattern": chosen} if method == "searched" else {}))
-                print(shown(row), flush=True)
-    for row in means(found):
-        log.row(**row)
-        print(shown(row), flush=True)
+    for n, name in todo:
+        if name not in ours:
+            began = time.perf_counter()
+            first = draw(name, options.tokens[0], options.frame, options.seed, dtype, device)
+            ours[name] = searched(first, backend)
+            del first
+            print(f"{name:16} searched in {time.perf_counter() - began:.1f} s", flush=True)
+        inside = draw(name, n, options.frame, options.seed + 1, dtype, device)
+        chosen = {str(h): repr(p) for h, p in ours[name].named.items()}
+        for method, figures in methods(ours[name], inside, kernel):
+            row = {"case": name, "tokens": n, "method": method, **figures}
+            yield {**row, **({"pattern": chosen} if method == "searched" else {})}
+
+
+def _work(options: argparse.Namespace, todo: Sequence[tuple[int, str]], told: Any) -> None:
+    try:
+        for row in judgements(options, todo):
+            told.put(row)
+        told.put(None)
+    except Exception as error:
+        told.put(error)
+
+
+def apart(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of `judgements` by several processes, each with heads of its own, until the time is up."""
+    context = multiprocessing.get_context("spawn")
+    told: Any = context.Queue()
+    ends = time.monotonic() + options.limit
+    heads = list(dict.fromkeys(name for _, name in options.todo))
+    processes = []
+    for number in range(min(options.processes, len(heads))):
+        mine = [one for one in options.todo if one[1] in heads[number :: options.processes]]
+        processes.append(context.Process(target=_work, args=(options, mine, told), daemon=True))
+    for process in processes:
+        process.start()
+    running = len(processes)
+    try:
+        while running and (left := ends - time.monotonic()) > 0:
+            try:
+                row = told.get(timeout=min(5.0, left))
+            except queue.Empty:
+                if not any(process.is_alive() for process in processes):
+                    return
+                continue
+            if isinstance(row, Exception):
+                raise row
+            if row is None:
+                running -= 1
+            else:
+                yield row
+    finally:
+        for process in processes:
+            process.kill()
 
 
 if __name__ == "__main__":

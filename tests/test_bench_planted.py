@@ -41,7 +41,7 @@ def test_rows_are_those_of_dense_attention(recall: Any) -> None:
     out, lse = recall.exact(inside, rows)
     weight = weights(inside)[:, rows]
     torch.testing.assert_close(out.double(), weight @ inside.value[0].double(), rtol=1e-4, atol=1e-4)
-    assert lse.shape == (recall.HEADS, 4)
+    assert lse.shape == (inside.query.shape[1], 4)
 
 
 @pytest.mark.parametrize("name", ["grid", "2d boundary"])
@@ -88,6 +88,29 @@ def test_searched_heads_meet_rivals_at_their_share(recall: Any, tmp_path: Path) 
     assert all(0 < row["recall"] <= 1 and row["kept"] > 0 for row in found.values())
     near = [row for row in found.values() if row["kept"] <= 1.05 * found["searched"]["kept"]]
     assert len(near) >= 3 and max(near, key=lambda row: row["recall"])["method"] == "searched"
+
+
+def test_several_processes_judge_what_is_missing(
+    recall: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    words = ["--device", "cpu", "--tokens", "1024", "--frame", "32", "--heads", "columns", "local"]
+    words += ["--processes", "2", "--out", str(out)]
+    recall.main([*words, "--limit", "0"])
+    assert "not complete" in capsys.readouterr().err
+    recall.main(words)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    found = [row for row in lines if row.get("case") in ("columns", "local")]
+    assert len(found) == 2 * len(recall.METHODS)
+    # The last head was cut off after its first method: it is judged anew, and no row counts twice.
+    out.write_text(
+        "".join(json.dumps(row) + "\n" for row in lines if row not in found[8:] and "heads" not in row)
+    )
+    recall.main(words)
+    about, rows = recall.together([str(out)])
+    assert len(about) == 3 and sorted(map(json.dumps, rows)) == sorted(map(json.dumps, found))
+    mean = [json.loads(line) for line in out.read_text().splitlines()][-1]
+    assert mean["case"] == "mean" and sorted(mean["heads"]) == ["columns", "local"]
 
 
 def test_each_choice_of_a_grid_is_judged(tmp_path: Path) -> None:

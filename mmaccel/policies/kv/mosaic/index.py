@@ -283,7 +283,8 @@ class Index:
     def rest(
         self, layer: int, found: Found, budget: int, most: int, end: int, everyone: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of clusters around a search for `budget` entries: key, value [k, d], time and size [k] on the device.
+        """Of clusters around a search for `budget` entries: key, value [k, d], time and size [k] on the device; the size of
+        retrieved clusters is 0.
 
         The `most` of the largest score; what the search left aside comes after what it looked at. With `everyone` of all
         clusters, those that the search retrieved last; none, if it retrieved everything. Otherwise of those that it left, as
@@ -299,7 +300,8 @@ class Index:
         rank = found.scores.clamp_min(lowest).masked_fill(found.picked, 1.5 * lowest)
         ids = rank.masked_fill(size == 0, -torch.inf).topk(min(count, most), sorted=False).indices
         key = self.pseudo if self._reps == "medoid" else self.key
-        return key[layer, ids], self.value[layer, ids], self.time[layer, ids], size[ids]
+        held = size.masked_fill(found.picked, 0)[ids]
+        return key[layer, ids], self.value[layer, ids], self.time[layer, ids], held
 
     def guess(self, layer: int, entries: Tensor, budget: int, end: int) -> Tensor:
         """[n] what the clusters of `layer` that hold `entries` contain, largest overlap first, up to `budget`; -1: none."""

@@ -252,7 +252,7 @@ class MosaicMemory(StreamMemory):
         return query.reshape(heads, -1, size).sum(1).flatten()
 
     def _representatives(self, layer: int, found: Found, begin: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Pseudo tokens [G, k, D] of clusters left out, raw keys and values, and the mean numbers [k] of their entries."""
+        """Pseudo tokens [G, k, D] of clusters, raw keys and values, and the mean numbers [k] of their entries."""
         self._rep_logs[layer] = None
         if not self.policy.reps or not self.tree.started or not len(found.entries):
             return None
@@ -263,7 +263,9 @@ class MosaicMemory(StreamMemory):
         if not len(key):
             return None
         if self.policy.rep_bias == "log_size":
-            self._rep_logs[layer] = (held * (self.stream.unit // self.parts)).float().log()
+            tokens = (held * (self.stream.unit // self.parts)).float()
+            # What stands for retrieved tokens adds nothing to them.
+            self._rep_logs[layer] = tokens.clamp_min(1e-30).log()
         heads, size = self.geometry.kv_heads, self.geometry.head_dim
         key, value = (rows.view(-1, heads, size).transpose(0, 1) for rows in (key, value))
         return key, value, time

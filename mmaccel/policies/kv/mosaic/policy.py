@@ -81,7 +81,8 @@ class Mosaic(StoredPolicy):
                   many as are sure to be left, whatever is retrieved, for the host does not wait to know
     rep_of        "mean": the mean over all tokens of the cluster, at its mean time; "medoid": over those of the one entry
                   nearest to the centroid, at that entry's time
-    rep_bias      "log_size": a pseudo token weighs as much as the tokens that it stands for; "none": as one
+    rep_bias      "log_size": a pseudo token weighs as much as the tokens that it stands for, that of a retrieved cluster
+                  nothing; "none": as one
     encode_frames while the stream is encoded, each pass retrieves so many frames; 0: sees the window alone. Above 0 what is
                   stored depends on how many units go in one pass
     cache         frames a layer that stay on the device after a question

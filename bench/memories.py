@@ -153,13 +153,17 @@ def chosen(options: argparse.Namespace) -> list[Memory]:
 
 
 def worlds(options: argparse.Namespace, done: set[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(frames, seed) of the worlds to come; lengths take turns, each of which has worlds of its own."""
-    turns = [
-        (frames, options.seed + 100_003 * frames + n)
-        for n in range(options.worlds)
-        for frames in options.frames
-    ]
-    return [one for one in turns if one not in done]
+    """(frames, seed) of the worlds to come, in an order that has all lengths in proportion wherever it is broken off; each
+    length has worlds of its own."""
+    counts = options.worlds * len(options.frames) if len(options.worlds) == 1 else options.worlds
+    if len(counts) != len(options.frames):
+        raise SystemExit("--worlds: give one number, or one for each of --frames.")
+    turns = sorted(
+        ((n + 1) / count, frames, options.seed + 100_003 * frames + n)
+        for frames, count in zip(options.frames, counts, strict=True)
+        for n in range(count)
+    )
+    return [(frames, seed) for _, frames, seed in turns if (frames, seed) not in done]
 
 
 def run(options: argparse.Namespace, left: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
@@ -291,8 +295,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--memory", nargs="+", help="of the plan, or others, as mmaccel eval stream takes them"
     )
-    parser.add_argument("--frames", nargs="+", type=int, default=[500, 1000, 2000, 4000])
-    parser.add_argument("--worlds", type=int, default=64, help="streams of each length")
+    parser.add_argument("--frames", nargs="+", type=int, default=[500, 1000, 2000, 4000], help="lengths")
+    parser.add_argument(
+        "--worlds", nargs="+", type=int, default=[40, 24, 10, 4], help="streams of each length"
+    )
     parser.add_argument("--budgets", nargs="+", type=int, default=[16, 32, 64, 128])
     parser.add_argument("--window", type=int, default=16, help="frames of the encoding window")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))

@@ -1,9 +1,10 @@
-"""`mmaccel draw`: a table as a map, or real heads before and after a permutation."""
+"""`mmaccel draw`: a table as a map, real heads before and after a permutation, or the memory of a saved stream."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +12,7 @@ from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Model
 from mmaccel.cli.console import bars, many, out, steps
 from mmaccel.cli.search import Fps, Most, Texts, Videos, sample
-from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.errors import ModelError, RecipeError, WorldError
 
 HEADS = "heads"
 MANY = 16
@@ -19,8 +20,15 @@ MANY = 16
 
 
 def draw(
-    what: Annotated[str, typer.Argument(help="A table that `mmaccel search` wrote, or the word: heads.")],
-    output: Annotated[Path, typer.Option("--out", help="The picture of a table; a folder for heads.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="A table that `mmaccel search` wrote, the word: heads, or a session that `mmaccel watch` saved."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--out", help="The picture of a table; a folder for heads and sessions.")
+    ],
     model: Model = "tiny-ov",
     video: Videos = None,
     text: Texts = None,
@@ -28,7 +36,15 @@ def draw(
     head: Annotated[
         list[int] | None, typer.Option("--head", min=0, help="Heads to draw, of each layer.")
     ] = None,
-    form: Annotated[str, typer.Option("--format", help="png, svg or pdf, for heads.")] = "png",
+    question: Annotated[
+        list[str] | None,
+        typer.Option("--question", help="To the session: the frames it retrieves are drawn."),
+    ] = None,
+    truth: Annotated[
+        Path | None,
+        typer.Option("--truth", help="Of the session's video, as `mmaccel world --truth` wrote it."),
+    ] = None,
+    form: Annotated[str, typer.Option("--format", help="png, svg or pdf, for heads and sessions.")] = "png",
     resolution: Annotated[int, typer.Option("--resolution", min=16, help="Cells along a side.")] = 256,
     max_tokens: Most = 25_000,
     fps: Fps = None,
@@ -37,11 +53,15 @@ def draw(
 ) -> None:
     """The map of patterns by layer and head from a table, or, with the word heads, what heads of a model attend to.
 
-    A head is drawn as it stands, and with rows and columns ordered by place in the frame and by modality.
+    A head is drawn as it stands, and with rows and columns ordered by place in the frame and by modality. Of a saved session
+    that clusters: which cluster what it watched is in (timeline), and the frames that its questions retrieve (retrieved).
     """
     from mmaccel.figure import figure, save
     from mmaccel.search.picture import head_picture, table_map
 
+    if Path(what).is_dir():
+        _session(Path(what), output, model, layer, question or [], truth, form, device, dtype)
+        return
     if what != HEADS:
         from mmaccel.policies.sparse.head_table import read_table
 
@@ -78,6 +98,58 @@ def draw(
 
         watch(loaded, inputs, visit, set(wanted))
     out().print(f"{output}: {many(done, 'head')}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _session(
+    saved: Path,
+    output: Path,
+    model: str,
+    layers: list[int] | None,
+    questions: list[str],
+    truth: Path | None,
+    form: str,
+    device: str,
+    dtype: str,
+) -> None:
+    from mmaccel.core.session import VideoSession
+    from mmaccel.eval.stream_picture import Truth, retrieved, timeline
+    from mmaccel.figure import figure, save
+
+    figure(1, 1)
+    if output.exists() and not output.is_dir():
+        raise RecipeError(f"--out: {output} is a file; give a folder for the pictures.")
+    known = None if truth is None else Truth.of(_truth(truth))
+    place, kind = choices.where(device), choices.dtype(dtype)
+    with VideoSession.resume(choices.load(model, place, kind), choices.processor(model), saved) as session:
+        clusters, shown, made = session.clusters(), session.shown, []
+        answers = [(text, session.ask(text)) for text in questions]
+        if not clusters and not answers:
+            raise RecipeError(f"{saved}: its memory has no clusters to draw; give --question.")
+        output.mkdir(parents=True, exist_ok=True)
+        for one in sorted(set(layers or [0])) if clusters else ():
+            depth = max(len(rows) for rows in clusters.values())
+            if one >= depth:
+                raise ModelError(f"--layer: there is no {one}; the model has 0 to {depth - 1}.")
+            made.append(output / f"timeline-layer{one:02d}.{form}")
+            save(timeline(clusters, shown, one, known), made[-1])
+        if answers:
+            made.append(output / f"retrieved.{form}")
+            told = [(text, answer.text, answer.evidence) for text, answer in answers]
+            save(retrieved(told, session.seconds, known), made[-1])
+    for path in made:
+        out().print(str(path), markup=False, highlight=False, soft_wrap=True)
+
+
+def _truth(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if {"fps", "scenes", "questions"} <= found.keys():
+            return found
+    except (OSError, ValueError, AttributeError):
+        pass
+    raise WorldError(
+        f"--truth: {path} holds no truth of a world; give a file that mmaccel world --truth wrote."
+    )
 
 
 def _wanted(

@@ -195,6 +195,19 @@ class VideoSession:
         """Figures of the memory."""
         return {} if self._live is None else self._live.state.counters()
 
+    def clusters(self) -> dict[str, Tensor]:
+        """Of a memory that clusters, by the name of a level: the cluster [L or 1, N] of each entry at each layer.
+
+        Entries are equal parts of the steps of time that `shown` lists.
+        """
+        return {} if self._live is None else self._live.state.clusters()
+
+    @property
+    def shown(self) -> list[float]:
+        """The seconds at which each step of time, a frame or what the model takes as one, began."""
+        film = None if self._live is None else self._live.film
+        return [] if film is None else [film.times[first] for first, _ in film.spans]
+
     def save(self, path: str | Path) -> None:
         """Write the stream into the folder `path` (safetensors and JSON); what was saved there gives way to a whole one."""
         with self._working():

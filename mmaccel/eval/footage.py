@@ -93,10 +93,6 @@ class Viewing(VideoSession):
         self._live.back(self._mark)
         self._live.state.asked_under(kv)
 
-    def clusters(self) -> dict[str, Tensor]:
-        """See `StreamState.clusters`."""
-        return {} if self._live is None else self._live.state.clusters()
-
     @property
     def pace(self) -> int:
         """Frames of a unit."""

@@ -71,7 +71,7 @@ class Shot:
 
 @dataclass(frozen=True)
 class Watch:
-    """A stream watched by a memory, and asked about at one or more budgets.
+    """A stream watched by a memory, and asked about at one or more budgets; of several memories it has the first one's name.
 
     seconds   that the watching took, without the vision tower, which looks at a stream once for all memories
     counters  of the memory when the questions at `budget`, the last one, were asked
@@ -179,7 +179,7 @@ def together(memories: Iterable[Entry]) -> list[list[Entry]]:
             for field in fields(entry.kv)
             if field.name not in entry.kv.asks
         ]
-        found.setdefault((entry.name, *kept), []).append(entry)
+        found.setdefault((type(entry.kv), *kept), []).append(entry)
     return list(found.values())
 
 

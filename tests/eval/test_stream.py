@@ -98,18 +98,11 @@ def test_of_a_run_that_was_broken_off_whole_questions_count() -> None:
 
 
 def test_one_watch_serves_what_matters_at_a_question_alone() -> None:
-    names = [
-        "mosaic",
-        "rekv",
-        "recent",
-        "no_cache",
-        "livevlm",
-        "full",
-        {"name": "mosaic", "reps": 0, "label": "no"},
-    ]
+    others = [{"name": "mosaic", "reps": 0, "label": "no"}, {"name": "rekv", "local": 3, "label": "near"}]
+    names = ["mosaic", "rekv", "recent", "no_cache", "livevlm", "full", *others]
     found = together(entries(names, [4, 16], window=8, tokens=10))
     assert [(group[0].name, [one.budget for one in group]) for group in found] == [
-        ("mosaic", [4, 16]), ("rekv", [4, 16]), ("recent", [4, 16]), ("no_cache", [4, 16]), ("livevlm", [4]),
+        ("mosaic", [4, 16]), ("rekv", [4, 16, 4, 16]), ("recent", [4, 16]), ("no_cache", [4, 16]), ("livevlm", [4]),
         ("livevlm", [16]), ("full", [None]), ("no", [4, 16]),
     ]  # fmt: skip
 

@@ -49,11 +49,15 @@ ROUNDS = 6
 
 @dataclass(frozen=True)
 class Scale:
-    """How large budgets are: `context` tokens of which a frame has `frame` (0 where there is none), in blocks of `block`."""
+    """How large budgets are: `context` tokens of which a frame has `frame` (0 where there is none), in blocks of `block`.
+
+    `sink` first tokens are kept by every vertical-slash; Table 3 says nothing of them, so that it is 0.
+    """
 
     context: int
     frame: int
     block: int
+    sink: int = 0
 
     def tokens(self, count: float) -> int:
         """A budget of Table 3 in tokens of this context."""
@@ -116,7 +120,8 @@ def _a_shape(scale: Scale, sink: int, window: int) -> Callable[[int], dict[str, 
 def _vertical_slash(scale: Scale, vertical: int, slash: int) -> Callable[[int], dict[str, Any]]:
     def make(step: int) -> dict[str, Any]:
         columns, diagonals = (scale.tokens(n * STEP**step) for n in (vertical, slash))
-        return scale._made("vertical_slash", vertical=columns, slash=diagonals)
+        first = {"sink": scale.sink} if scale.sink else {}
+        return scale._made("vertical_slash", vertical=columns, slash=diagonals, **first)
 
     return make
 

@@ -62,6 +62,15 @@ def test_short_contexts_take_shares_and_whole_frames() -> None:
     assert told(Scale(256, 64, 64).target()) == (4, 64)  # never less than a frame
 
 
+def test_first_tokens_are_kept_where_that_is_wanted() -> None:
+    plain = {row.label: row.make(0) for row in rows(FULL)}
+    extended = {row.label: row.make(0) for row in rows(Scale(LONG, 196, 64, sink=30))}
+    for label, pattern in extended.items():
+        more = {"sink": 30} if pattern["name"] == "vertical_slash" else {}
+        assert pattern == {**plain[label], **more}
+        assert not more or built(pattern).sink == 30  # type: ignore[attr-defined]
+
+
 def affine(pattern: Mapping[str, Any]) -> float:
     """A cost with a part that does not scale, as launches have; the target's is 1."""
     if pattern["name"] == "grid":

@@ -27,6 +27,9 @@ class VerticalSlash(IntraPattern):
     block that a kept diagonal touches is seen whole, as far as causality goes. A column that stands in such a block is
     computed once. After MInference and MMInference (Appendix C.3, Table 3).
 
+    sink: so many first keys are among the columns whatever the last queries think of them, 0 in the paper; MInference's
+    released code has 30. Rows before may look at the first tokens where the last ones do not.
+
     estimate="head" weighs each query head by itself, "group" the heads that share a key head together. Within a modality
     boundary diagonals count in keys of the modality.
     """
@@ -36,6 +39,7 @@ class VerticalSlash(IntraPattern):
 
     vertical: int = 1000
     slash: int = 1024
+    sink: int = 0
     last_q: int = 64
     estimate: Literal["head", "group"] = "head"
 
@@ -45,6 +49,8 @@ class VerticalSlash(IntraPattern):
             raise RecipeError(f"vertical_slash: vertical is {self.vertical}; give 0 or more columns.")
         if self.slash < 1:
             raise RecipeError(f"vertical_slash: slash is {self.slash}; give at least 1, the main diagonal.")
+        if self.sink < 0:
+            raise RecipeError(f"vertical_slash: sink is {self.sink}; give 0 or more columns.")
         if self.last_q < 1:
             raise RecipeError(f"vertical_slash: last_q is {self.last_q}; give at least 1 query.")
         if self.estimate not in ("head", "group"):
@@ -73,6 +79,9 @@ class VerticalSlash(IntraPattern):
 
     def _columns(self, score: Tensor, at: Tensor) -> Tensor:
         """[B, H, K] kept columns in ascending order, n where a sequence has fewer."""
+        if self.sink:
+            first = torch.arange(score.shape[-1], device=score.device) < self.sink
+            score = score.masked_fill(first, torch.inf)
         found: Tensor = ops.strongest(score, at[:, -1], self.vertical, False)
         return found
 

@@ -96,6 +96,7 @@ def vertical_slash(
     vertical: int,
     slash: int,
     block: int,
+    sink: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The element mask, and its closure: slashes rounded to the blocks they touch in these orders.
 
@@ -103,6 +104,7 @@ def vertical_slash(
     """
     last = rows[-1][0] if rows else -1
     columns, diagonals = columns_and_diagonals(rows, len(keys))
+    columns[:sink] = np.inf
     kept_columns = strongest(columns[: last + 1], vertical)
     diagonals[:1] = np.inf
     kept_diagonals = strongest(diagonals[: last + 1], slash)

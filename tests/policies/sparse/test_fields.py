@@ -19,6 +19,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("a_shape", dict(windows=5), "did you mean 'window'"),
     ("vertical_slash", dict(vertical=-1), "vertical is -1"),
     ("vertical_slash", dict(slash=0), "slash is 0"),
+    ("vertical_slash", dict(sink=-1), "sink is -1"),
     ("vertical_slash", dict(last_q=0), "last_q is 0"),
     ("grid", dict(stride="frames"), "'frame' or 'free'"),
     ("grid", dict(min_stride=1), "min_stride 1"),

@@ -2,7 +2,9 @@
 
     python bench/memories.py --model tiny-ov --processes 12 --limit 480 --out memories.jsonl
     python bench/memories.py --plan levels --model tiny-ov --processes 12 --limit 120 --out levels.jsonl
-    python bench/memories.py --rows one.jsonl other.jsonl --out all.jsonl   # answers of several runs, as one file
+    python bench/memories.py --rows one.jsonl other.jsonl --out all.jsonl --brief bench/results/memories_h200_202611.jsonl
+
+The last puts the answers of several runs together; --brief leaves them out (they are 14 MB at the sizes of the first).
 
 Processes take worlds in turns. One watch of a world serves all budgets that change nothing of what is kept, and the vision
 tower looks at a world once for all memories. Every answer is written when it is there, so that a run that is broken off, by
@@ -242,7 +244,8 @@ def conclusions(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         for row in rows(some):
             yield {"what": "mean", "length": length, **row}
         pairs = [(names[0], other) for other in names[1:]]
-        pairs += [(one, "rekv") for one in names[1:] if "rekv" in names and one != "rekv"]
+        if length == "all" or len(lengths) == 1:
+            pairs += [(one, "rekv") for one in names[1:] if "rekv" in names and one != "rekv"]
         for one, other in pairs:
             for row in paired(some, one, other):
                 yield {"what": "paired", "length": length, **row}
@@ -312,6 +315,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rows", nargs="+", type=Path, help="ask nothing: put the rows of these files together"
     )
+    parser.add_argument(
+        "--brief", type=Path, help="a second file, of what is concluded from the answers alone"
+    )
     options = parser.parse_args(argv)
     if not options.rows:
         measured(options)
@@ -319,6 +325,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     concluded = list(conclusions(found))
     lines = "".join(json.dumps(row) + "\n" for row in [*found, *concluded])
     options.out.write_text(lines, encoding="utf-8")
+    if options.brief is not None:
+        short = [row for row in [*found, *concluded] if row.get("what") not in ("answer", "watch", "world")]
+        options.brief.write_text("".join(json.dumps(row) + "\n" for row in short), encoding="utf-8")
     print("\n".join(line for row in concluded if (line := shown(row)) is not None))
 
 

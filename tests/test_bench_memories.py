@@ -34,7 +34,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def test_worlds_by_two_processes_one_more_later_and_files_together(
     main: Callable[..., None], tmp_path: Path
 ) -> None:
-    out, other, both = tmp_path / "one.jsonl", tmp_path / "other.jsonl", tmp_path / "both.jsonl"
+    out, other, both, brief = (tmp_path / f"{name}.jsonl" for name in ("one", "other", "both", "brief"))
     memories = ("--memory", "mosaic init=8", "rekv")
     main([*FEW, *memories, "--worlds", "2", "--processes", "2", "--out", str(out)])
     counts = Counter(row.get("what") for row in rows(out))
@@ -56,10 +56,14 @@ def test_worlds_by_two_processes_one_more_later_and_files_together(
     # Another run, one world the same: broken off in a line, and put together with the first.
     main([*FEW, *memories, "--worlds", "1", "--seed", "2", "--out", str(other)])
     other.write_text(other.read_text()[:-30])
-    main(["--rows", str(out), str(other), str(out), "--out", str(both)])
+    main(["--rows", str(out), str(other), str(out), "--out", str(both), "--brief", str(brief)])
     assert [row for row in rows(both) if row.get("what") == "mean"] == [
         row for row in found if row.get("what") == "mean"
     ]
+    told = rows(brief)
+    assert "environment" in told[0] and {row["what"] for row in told if "what" in row} == {
+        "mean", "paired", "watches"
+    }  # fmt: skip
 
 
 def test_what_cannot_be_is_told_and_a_limit_keeps_what_there_is(

@@ -39,6 +39,10 @@ COUNTED = (
 """The counters that a memory tells of."""
 
 
+TOGETHER = 16
+"""Units compared with all clusters at once: after each, those that are still to come are compared with what has changed."""
+
+
 class Hierarchy:
     """Letters as in `Level` and `Summaries`; the visual level is a `Level` of one layer over units."""
 
@@ -150,10 +154,13 @@ class Hierarchy:
         if not self.started:
             self.units = have
             return
-        matching = Matching(self.visual, self.summaries.looks(torch.arange(self.units, have)), batched)
-        for row, unit in enumerate(range(self.units, have)):
-            self._insert(unit, row, matching, window, cached)
-            self.units = unit + 1
+        for begin in range(self.units, have, TOGETHER):
+            units = range(begin, min(begin + TOGETHER, have))
+            looks = self.summaries.looks(torch.arange(units.start, units.stop))
+            matching = Matching(self.visual, looks, batched)
+            for row, unit in enumerate(units):
+                self._insert(unit, row, matching, window, cached)
+                self.units = unit + 1
 
     def _insert(self, unit: int, row: int, matching: Matching, window: int, cached: Tensor | None) -> None:
         cluster = self._place_look(unit, row, matching)

@@ -52,7 +52,11 @@ def _mosaic(label: str, **fields: Any) -> Memory:
 MEMORIES = ("mosaic", "rekv", "livevlm", "streammem", "recent", "window", "no_cache", "full", "offload")
 
 PLANS: Mapping[str, Sequence[Memory]] = {
-    "all": MEMORIES,
+    "all": [
+        "mosaic",
+        _mosaic("retrieves while watching", encode_frames=8),
+        *MEMORIES[1:],
+    ],
     # Table IV: no clustering, either level alone, both.
     "levels": [
         "mosaic",
@@ -66,6 +70,7 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         "mosaic",
         _mosaic("eager", deferred=False),
         _mosaic("retrieves while watching", encode_frames=8),
+        _mosaic("retrieves 32 while watching", encode_frames=32),
         _mosaic("eager, retrieves while watching", encode_frames=8, deferred=False),
         "rekv",
     ],

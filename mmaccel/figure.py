@@ -16,15 +16,20 @@ def figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MmaccelError("pictures need matplotlib; install mmaccel with its plot extra.") from error
+        raise MmaccelError("pictures need matplotlib; pip install matplotlib.") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(drawn: Figure, path: Path) -> None:
     """Write a figure; the ending of the name says how. Raises `MmaccelError` for an ending that matplotlib cannot write."""
+    told = f"{path}: the picture cannot be written so; end the name in .svg, .png or .pdf."
+    if not path.suffix:
+        raise MmaccelError(told)
+    part = path.with_name(f"{path.stem}.part{path.suffix}")
     try:
-        drawn.savefig(path, dpi=120)
+        drawn.savefig(part, dpi=120)
+        part.replace(path)
     except ValueError as error:
-        raise MmaccelError(
-            f"{path}: the picture cannot be written so; end the name in .svg, .png or .pdf."
-        ) from error
+        raise MmaccelError(told) from error
+    finally:
+        part.unlink(missing_ok=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError
+from mmaccel.core.errors import RecipeError, UnknownName, WorldError
 from mmaccel.core.recipe import Recipe, fields_of
 from mmaccel.core.registry import registry
 from mmaccel.models import tiny
@@ -72,6 +71,7 @@ def _takes_model(name: str) -> bool:
 
 def _folder(name: str) -> str:
     """The folder of a draft; the word for the one beside the target stays."""
+    from mmaccel.models.loading import known_model
     from mmaccel.policies.draft._pair import BESIDE
 
     if name == BESIDE:
@@ -79,17 +79,9 @@ def _folder(name: str) -> str:
     return str(tiny.path(name)) if name in tiny.NAMES else known_model(name)
 
 
-def known_model(name: str) -> str:
-    """A model's name that may be one: shipped, a folder, or on the hub, where every name has an owner and a slash."""
-    if name in tiny.NAMES or "/" in name or Path(name).exists():
-        return name
-    told = UnknownName("model", name, tiny.NAMES)
-    raise ModelError(f"{told} A folder will do too, or a hub name with its owner (owner/name).")
-
-
 def processor(model: str) -> Any:
     """Our processor for a model's name or folder."""
-    from mmaccel.models.loading import load_processor
+    from mmaccel.models.loading import known_model, load_processor
 
     return load_processor(known_model(model))
 
@@ -100,7 +92,6 @@ def load(model: str, device: str, dtype: str) -> nn.Module:
 
     from mmaccel.models.loading import load_model
 
-    known_model(model)
     if dtype == "auto":
         return load_model(model, dtype=torch.float32 if device == "cpu" else "auto", device=device)
     return load_model(model, dtype=getattr(torch, dtype), device=device)
@@ -119,11 +110,6 @@ def where(device: str) -> str:
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    found = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", device)
-    if found is None:
-        raise ModelError(f"--device: {device!r} is no device; give auto, cpu, cuda or cuda:1.")
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device != "cpu" and int(found[1] or 0) >= there:
-        told = f"{there} CUDA device{'' if there == 1 else 's'}"
-        raise ModelError(f"--device: {device} is not there; this machine has {told}.")
-    return device
+    from mmaccel.models.loading import there
+
+    return str(there(device, "--device"))

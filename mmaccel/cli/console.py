@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -58,6 +59,9 @@ def sentence(error: Exception) -> str | None:
         return told if told.endswith((".", "?", "!")) else told + "."
     if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
         return "there is not enough memory; take fewer frames with --max-frames, or a recipe with chunk set."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = error.filename or "what was to be written"
+        return f"{where}: no space is left on the device; make room, or give a path with some."
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {(error.strerror or type(error).__name__).lower()}."
     return None

@@ -69,12 +69,14 @@ def watch(
     """
     from mmaccel import media
     from mmaccel.core.recipe import Recipe
-    from mmaccel.core.record import recipe_of
+    from mmaccel.core.record import recipe_of, writable
     from mmaccel.core.session import VideoSession
 
     asked = [parsed(text) for text in question or [] if text != INPUT]
     if load is not None and recipe is not None:
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
+    if save is not None:
+        writable(save)
     chosen = choices.recipe(recipe or RECIPE) if load is None else Recipe.load(recipe_of(load))
     place, kept_in = choices.where(device), choices.dtype(dtype)
     clips = media.clips(video, fps=fps, frames_per_clip=clip, follow=follow, timeout=timeout, format=format)
@@ -98,6 +100,11 @@ def watch(
                 seen = counter(progress, "watch", "frames")
                 shift: float | None = None
                 for part in clips:
+                    if fps > 1.001 * part.source_fps > 0:
+                        raise VideoError(
+                            f"--fps: {fps:g} is more than the {part.source_fps:g} frames a second of {video}; "
+                            "give no more than it has."
+                        )
                     if shift is None:
                         # What is watched after a saved session follows it.
                         follows = begin is not None and float(part.times[0]) <= begin

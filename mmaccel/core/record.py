@@ -30,10 +30,15 @@ STORE = "store"
 READ_BYTES = 1 << 24
 
 
-def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
-    """Write a session into the folder `path`; raises `ModelError` where that cannot be."""
+def writable(path: Path) -> None:
+    """Raises `ModelError` where something else than a saved session is at `path`, which is then left alone."""
     if path.exists() and not (path / FACTS).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise ModelError(f"{path} is there and is no saved session; give another path, or remove it.")
+
+
+def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
+    """Write a session into the folder `path`; raises `ModelError` where that cannot be."""
+    writable(path)
     part, old = path.with_name(path.name + ".part"), path.with_name(path.name + ".old")
     try:
         if not path.exists() and old.exists():

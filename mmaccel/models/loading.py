@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, UnknownName
 from mmaccel.models import tiny
 from mmaccel.models.spread import spread
 
@@ -17,6 +18,27 @@ from mmaccel.models.spread import spread
 def resolve(name: str | Path) -> str:
     """A folder's path for a shipped model's name; folders and hub names as they are."""
     return str(tiny.path(str(name))) if str(name) in tiny.NAMES else str(name)
+
+
+def known_model(name: str | Path) -> str:
+    """A model's name that may be one: shipped, a folder, or on the hub, where every name has an owner and a slash."""
+    text = str(name)
+    if text in tiny.NAMES or "/" in text or Path(text).exists():
+        return text
+    told = UnknownName("model", text, tiny.NAMES)
+    raise ModelError(f"{told} A folder will do too, or a hub name with its owner (owner/name).")
+
+
+def there(device: torch.device | str, field: str = "device") -> torch.device:
+    """A device that this machine has; raises `ModelError`, which names the field."""
+    if isinstance(device, str) and re.fullmatch(r"cpu|cuda(?::[0-9]+)?", device) is None:
+        raise ModelError(f"{field}: {device!r} is no device; give cpu, cuda or cuda:1.")
+    found = torch.device(device)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
+        told = f"{count} CUDA device{'' if count == 1 else 's'}"
+        raise ModelError(f"{field}: {device} is not there; this machine has {told}.")
+    return found
 
 
 def load_model(
@@ -33,22 +55,32 @@ def load_model(
     from safetensors import SafetensorError
     from transformers import AutoModelForImageTextToText
 
-    source = resolve(name)
+    if isinstance(devices, str):
+        raise ModelError(f"devices: {devices!r} is one; give a list, or device={devices!r}.")
+    first = there(device)
+    places = None if devices is None else [there(one, "devices") for one in devices]
+    if (
+        isinstance(dtype, str)
+        and dtype != "auto"
+        and not isinstance(getattr(torch, dtype, None), torch.dtype)
+    ):
+        raise UnknownName("dtype", dtype, ("auto", "bfloat16", "float16", "float32"))
+    source = resolve(known_model(name))
     folder = Path(source)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(f"model {source!r} has no config.json; give a folder written by save_pretrained.")
     try:
         model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError, SafetensorError) as error:
-        first = " ".join(str(error).split())
+        told = " ".join(str(error).split())
         known = ", ".join(tiny.NAMES)
         raise ModelError(
-            f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({first[:200]})."
+            f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({told[:200]})."
         ) from error
-    if devices is not None:
-        spread(model, devices)
+    if places is not None:
+        spread(model, places)
         return model.eval()  # type: ignore[no-any-return]
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    return model.to(first).eval()  # type: ignore[no-any-return]
 
 
 def load_processor(name: str | Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mmaccel.cli import app, main
+from mmaccel.cli.console import sentence
 
 ROOT = Path(__file__).parent.parent.parent
 Call = Callable[..., tuple[int, str, str]]
@@ -86,6 +88,14 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     "no kinds": (("demo", "--kinds", ","), "no kind of question is named"),
     "a training seed": (("eval", "needle", "--seed", str(2**32)), "seed must lie between 0 and 2147483647"),
     "a training seed in the demo": (("demo", "--seed0", str(2**31)), "training has seen others"),
+    "faster than the video": (
+        ("watch", "CLIP", "--model", "OV", "--fps", "900", "--question", "hi"),
+        "--fps: 900 is more than the",
+    ),
+    "a session over something else": (
+        ("watch", "CLIP", "--model", "OV", "--save", "CLIP", "--question", "hi"),
+        "is no saved session; give another path",
+    ),
     "other device": (("ask", "CLIP", "hi", "--model", "OV", "--device", "meta"), "'meta' is no device"),
     "table's place": (("eval", "table", "--out", "nofolder/x.json"), "in a folder that exists"),
     "dense that drafts": (
@@ -146,6 +156,17 @@ def test_a_cut_file_of_weights(call: Call, clip: str, ov: str, tmp_path: Path) -
     weights.write_bytes(weights.read_bytes()[:100])
     status, out, err = call("ask", clip, "hi", "--model", folder)
     assert (status, out) == (2, "") and "cannot be loaded" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("name", ["rows.jsonl", None])
+def test_a_full_disk_is_a_users_error(number: int, name: str | None) -> None:
+    """What is written through an open file does not say its name."""
+    told = sentence(OSError(number, "full", name))
+    assert (
+        told
+        == f"{name or 'what was to be written'}: no space is left on the device; make room, or give a path with some."
+    )
 
 
 def test_debugging_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:

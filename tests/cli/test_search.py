@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +101,28 @@ def test_a_missing_matplotlib_is_told(
     monkeypatch.setattr(builtins, "__import__", without)
     status, out, err = call("draw", table, "--out", tmp_path / "map.svg")
     assert (status, out) == (2, "")
-    assert err == "error: pictures need matplotlib; install mmaccel with its plot extra.\n"
+    assert err == "error: pictures need matplotlib; pip install matplotlib.\n"
+
+
+def test_a_picture_is_written_whole_and_where_it_is_said(
+    call: Call, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, err = call("draw", table, "--out", tmp_path / "map")
+    assert (status, out) == (2, "") and "end the name in .svg, .png or .pdf" in err
+    status, out, err = call("draw", table, "--out", tmp_path / "map.svg")
+    assert status == 0 and (tmp_path / "map.svg").stat().st_size > 1000
+    before = (tmp_path / "map.svg").read_bytes()
+
+    def full(self: Any, path: Path, **more: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    status, out, err = call("draw", table, "--out", tmp_path / "map.svg")
+    assert (status, out) == (2, "") and "no space is left" in err
+    assert (tmp_path / "map.svg").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [
+        "map.svg"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+import mmaccel
 from mmaccel import world
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.models import tiny
 from mmaccel.models.tiny.configs import SPECS, build_model
 from mmaccel.models.tiny.package import export
@@ -117,3 +118,23 @@ def test_missing_weights_and_names_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "ROOT", tmp_path)
     with pytest.raises(ModelError, match="make train"):
         tiny.path("tiny-ov")
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ({"name": "tiny-vo"}, "did you mean 'tiny-ov'?"),
+        ({"device": "cuda:99"}, "device: cuda:99 is not there"),
+        ({"device": "gpu"}, "device: 'gpu' is no device"),
+        ({"devices": "cpu"}, "devices: 'cpu' is one; give a list"),
+        ({"devices": ["cpu", "cuda:99"]}, "devices: cuda:99 is not there"),
+        ({"dtype": "fp16"}, "unknown dtype 'fp16'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_before_weights_are_read(choices, words, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(transformers.AutoModelForImageTextToText, "from_pretrained", None)
+    with pytest.raises(MmaccelError) as found:
+        mmaccel.load_model(**{"name": "tiny-ov", **choices})
+    assert words in str(found.value) and "\n" not in str(found.value)

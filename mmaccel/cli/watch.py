@@ -77,7 +77,7 @@ def watch(
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
     if save is not None:
         writable(save)
-    chosen = choices.recipe(recipe or RECIPE) if load is None else Recipe.load(recipe_of(load))
+    chosen = choices.recipe(recipe or RECIPE, model) if load is None else Recipe.load(recipe_of(load))
     place, kept_in = choices.where(device), choices.dtype(dtype)
     clips = media.clips(video, fps=fps, frames_per_clip=clip, follow=follow, timeout=timeout, format=format)
     processor = choices.processor(model)

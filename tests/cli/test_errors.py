@@ -92,6 +92,10 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
         ("watch", "CLIP", "--model", "OV", "--fps", "900", "--question", "hi"),
         "--fps: 900 is more than the",
     ),
+    "a stream that drafts": (
+        ("watch", "CLIP", "--model", "tiny-ov", "--recipe", "sequential", "--question", "hi"),
+        "a stream has none; set draft to 'off'",
+    ),
     "a session over something else": (
         ("watch", "CLIP", "--model", "OV", "--save", "CLIP", "--question", "hi"),
         "is no saved session; give another path",

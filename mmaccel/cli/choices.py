@@ -81,9 +81,9 @@ def _folder(name: str) -> str:
 
 def processor(model: str) -> Any:
     """Our processor for a model's name or folder."""
-    from mmaccel.models.loading import known_model, load_processor
+    from mmaccel.models.loading import load_processor
 
-    return load_processor(known_model(model))
+    return load_processor(model)
 
 
 def load(model: str, device: str, dtype: str) -> nn.Module:

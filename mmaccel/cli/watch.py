@@ -100,7 +100,9 @@ def watch(
                 seen = counter(progress, "watch", "frames")
                 shift: float | None = None
                 for part in clips:
-                    if fps > 1.001 * part.source_fps > 0:
+                    # Of a camera, or of a file that grows, the rate is a guess.
+                    known = not follow and format is None and part.source_fps > 0
+                    if known and fps > 1.001 * part.source_fps:
                         raise VideoError(
                             f"--fps: {fps:g} is more than the {part.source_fps:g} frames a second of {video}; "
                             "give no more than it has."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,12 @@ def known_model(name: str | Path) -> str:
 
 def there(device: torch.device | str, field: str = "device") -> torch.device:
     """A device that this machine has; raises `ModelError`, which names the field."""
-    if isinstance(device, str) and re.fullmatch(r"cpu|cuda(?::[0-9]+)?", device) is None:
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda", "mps", "xpu"):
         raise ModelError(f"{field}: {device!r} is no device; give cpu, cuda or cuda:1.")
-    found = torch.device(device)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found.type == "cuda" and (found.index or 0) >= count:
         told = f"{count} CUDA device{'' if count == 1 else 's'}"
@@ -87,4 +89,4 @@ def load_processor(name: str | Path) -> Any:
     """Our processor for the model `name` (see `mmaccel.models.processor.Processor`)."""
     from mmaccel.models.processor import Processor
 
-    return Processor.from_pretrained(resolve(name))
+    return Processor.from_pretrained(resolve(known_model(name)))

@@ -138,3 +138,8 @@ def test_what_cannot_be_loaded_is_told_before_weights_are_read(choices, words, m
     with pytest.raises(MmaccelError) as found:
         mmaccel.load_model(**{"name": "tiny-ov", **choices})
     assert words in str(found.value) and "\n" not in str(found.value)
+
+
+def test_a_processor_is_asked_for_by_the_same_names():
+    with pytest.raises(MmaccelError, match="did you mean 'tiny-ov'"):
+        mmaccel.load_processor("tiny-vo")

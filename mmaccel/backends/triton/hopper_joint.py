@@ -17,12 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from mmaccel.backends.triton.hopper_walk import ENTRIES, FAR, WIDTH, finish, partly, rows_of, told
+from mmaccel.backends.triton.hopper_walk import ENTRIES, FAR, WIDTH, bring, finish, partly, rows_of, told
 
 together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """All threads of the warps that call it have come so far; its name has changed."""
@@ -44,20 +43,6 @@ def _entry(index, begin, e, shift, left):
     if index != 0:
         block = gl.load(index.to(gl.pointer_type(gl.int32)) + begin + e, mask=left > 0, other=0)
     return gl.where(left > 0, block + shift, -1)
-
-
-@gluon.jit
-def _bring(own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.constexpr):
-    """64 rows by the copy engine: of the tensor itself, or of the copies of what does not lie side by side there."""
-    for c in gl.static_range(CHUNKS):
-        if home >= 0:
-            tma.async_copy_global_to_shared(
-                own, [at_own + home, column + c * 64], barrier, ring.index(first + c)
-            )
-        else:
-            tma.async_copy_global_to_shared(
-                copies, [(-2 - home) * 64, c * 64], barrier, ring.index(first + c)
-            )
 
 
 @gluon.jit
@@ -126,8 +111,8 @@ def _bring_all(
             together()
             mbarrier.expect(full.index(stage), BYTES)
             box = stage * CHUNKS
-            _bring(k_own, k_copies, home, at_own, column, k_boxes, full.index(stage), box, CHUNKS)
-            _bring(v_own, v_copies, home, at_own, column, v_boxes, full.index(stage), box, CHUNKS)
+            bring(k_own, k_copies, home, at_own, column, k_boxes, full.index(stage), box, CHUNKS, 1)
+            bring(v_own, v_copies, home, at_own, column, v_boxes, full.index(stage), box, CHUNKS, 1)
             best = gl.max(block, 0)
             step += 1
     stage = step % STAGES

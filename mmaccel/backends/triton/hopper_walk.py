@@ -88,16 +88,17 @@ def _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER: gl.conste
 
 
 @gluon.jit
-def _bring(own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.constexpr):
-    """64 rows by the copy engine: of the tensor itself, or of the copies of what does not lie side by side there."""
+def bring(own, copies, home, at_own, column, ring, barrier, first, CHUNKS: gl.constexpr, APART: gl.constexpr):
+    """64 rows by the copy engine: of the tensor itself, or of the copies of what does not lie side by side there. Their
+    boxes of 64 columns go to every APART-th place from `first` on."""
     for c in gl.static_range(CHUNKS):
         if home >= 0:
             tma.async_copy_global_to_shared(
-                own, [at_own + home, column + c * 64], barrier, ring.index(first + 2 * c)
+                own, [at_own + home, column + c * 64], barrier, ring.index(first + APART * c)
             )
         else:
             tma.async_copy_global_to_shared(
-                copies, [(-2 - home) * 64, c * 64], barrier, ring.index(first + 2 * c)
+                copies, [(-2 - home) * 64, c * 64], barrier, ring.index(first + APART * c)
             )
 
 
@@ -139,14 +140,14 @@ def produce(
                 mbarrier.wait(k_free.index(stage), turn ^ 1)
                 mbarrier.expect(k_full.index(stage), BYTES)
                 box, full = stage * CHUNKS * 2, k_full.index(stage)
-                _bring(k_own, k_copies, left, at_own, column, k_boxes, full, box, CHUNKS)
-                _bring(k_own, k_copies, right, at_own, column, k_boxes, full, box + 1, CHUNKS)
+                bring(k_own, k_copies, left, at_own, column, k_boxes, full, box, CHUNKS, 2)
+                bring(k_own, k_copies, right, at_own, column, k_boxes, full, box + 1, CHUNKS, 2)
                 stage, turn = (step + 1) % STAGES, ((step + 1) // STAGES) & 1
                 mbarrier.wait(v_free.index(stage), turn ^ 1)
                 mbarrier.expect(v_full.index(stage), BYTES)
                 box, full = stage * CHUNKS * 2, v_full.index(stage)
-                _bring(v_own, v_copies, left, at_own, column, v_boxes, full, box, CHUNKS)
-                _bring(v_own, v_copies, right, at_own, column, v_boxes, full, box + 1, CHUNKS)
+                bring(v_own, v_copies, left, at_own, column, v_boxes, full, box, CHUNKS, 2)
+                bring(v_own, v_copies, right, at_own, column, v_boxes, full, box + 1, CHUNKS, 2)
                 step += 1
 
 

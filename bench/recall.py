@@ -99,8 +99,10 @@ def judged(
     if plan is None:
         return {"kept": 1.0, "recall": 1.0, "error": 0.0}
     out, lse = attend_plan(plan, inside.query, inside.key, inside.value, inside.scale, kernel)
-    # Heads that a plan leaves dense have no log-sum-exp.
-    recall = torch.exp(lse[0][:, rows].float() - dense[1]).clamp(max=1).nan_to_num(1.0)
+    recall = torch.exp(lse[0][:, rows].float() - dense[1]).clamp(max=1)
+    if plan.dense is not None:
+        # Heads that a plan leaves dense have no log-sum-exp; what is no number elsewhere shows.
+        recall[list(plan.dense.heads)] = 1.0
     wrong = (out[0][:, rows].float() - dense[0]).flatten(1).norm(dim=1)
     return {
         "kept": float(plan.listed_pairs().mean()) / (n * (n + 1) / 2),

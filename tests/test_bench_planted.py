@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from mmaccel.backends import ops
+from mmaccel.core.recipe import Recipe
 
 BENCH = Path(__file__).parent.parent / "bench"
 
@@ -42,6 +46,22 @@ def test_rows_are_those_of_dense_attention(recall: Any) -> None:
     weight = weights(inside)[:, rows]
     torch.testing.assert_close(out.double(), weight @ inside.value[0].double(), rtol=1e-4, atol=1e-4)
     assert lse.shape == (inside.query.shape[1], 4)
+
+
+def test_a_head_left_dense_recalls_all_and_what_is_no_number_shows(recall: Any) -> None:
+    inside = recall.draw("columns", 512, 16, 3, torch.float32, torch.device("cpu"))
+    rows = torch.tensor([5, 400, 511])
+    near = {"name": "a_shape", "sink": 4, "window": 32}
+    some = Recipe.load(sparse={"name": "per_head", "table": {0: {0: near}}, "default": "dense"}).sparse.at(0)
+    kernel, dense = ops.block_attend, recall.exact(inside, rows)
+    one = recall.judged(some, inside, rows, dense, kernel)
+    assert 0 < one["recall"] < 1 and one["kept"] < 1
+
+    def broken(*arguments: Any) -> Any:
+        out, lse = kernel(*arguments)
+        return out, lse * torch.nan
+
+    assert math.isnan(recall.judged(some, inside, rows, dense, broken)["recall"])
 
 
 @pytest.mark.parametrize("name", ["grid", "2d boundary"])

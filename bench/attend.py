@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import math
 import sys
 import time
@@ -166,22 +167,24 @@ def pattern_of(case: Case, frame: int) -> SparsePattern:
 
 
 def timed(run: Run, device: torch.device, repeats: int, warmup: int) -> Times:
-    """Seconds of `repeats` runs after `warmup`; by events on CUDA."""
+    """Seconds of `repeats` runs after `warmup`; by events on CUDA, where runs are queued one after another as the layers of
+    a model are: a launch is made while the run before it computes."""
     for _ in range(warmup):
         run()
+    repeats = max(repeats, 2)
+    if device.type == "cuda":
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            run()
+            mark.record()
+        torch.cuda.synchronize(device)
+        return Times(tuple(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)))
     taken = []
-    for _ in range(max(repeats, 2)):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            torch.cuda.synchronize(device)
-            taken.append(begin.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - began)
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - began)
     return Times(tuple(taken))
 
 

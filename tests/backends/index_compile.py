@@ -63,7 +63,7 @@ def main(capability: int) -> None:
     strides.stride_scores(torch.zeros(2, 1, 28, N), long[:, 0], 8, 1024, "contrast")
     slashes.keys_without(numbers(1, N), kept, 64)
     lists = long.new_zeros(1, 28, 9, 5)
-    work.Work.even([lists[..., 1], lists[:, :1, :, 1]], 1, 28, 9, 1, 264)
+    work.Work.even([lists[..., 1], lists[:, :1, :, 1]], 1, 28, 9, 1, 264, 4096)
     runs.paired(lists)
     runs.unsure(numbers(1, 1, 64).to(torch.int8))
     slashes.slash_runs(

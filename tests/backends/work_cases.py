@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mmaccel.backends.triton import attend, runs
 from mmaccel.backends.triton import work as working
 from mmaccel.backends.triton.runs import paired, unsure
-from mmaccel.backends.triton.work import WAVES, Work
+from mmaccel.backends.triton.work import MOST_PIECES, WAVES, Work
 from mmaccel.core.plan import FULL, AttentionPlan, Part, span_by_range
 
 from .oracle import flat
@@ -33,8 +33,9 @@ def test_work_fits_the_room_that_is_made_for_it(
     """Sizes come from the host alone: every piece has its program, and every piece of a split row its slot."""
     count = torch.tensor(lengths, device=DEVICE).view(1, 1, -1)
     spare = (sum(lengths) + slack) // chunk
-    given_size = Work.of([count], 1, 1, len(lengths), chunk, spare)
-    even = Work.even([count, 0 * count], 1, 1, len(lengths), tiles, chunk)
+    longest = max(lengths) + slack
+    given_size = Work.of([count], 1, 1, len(lengths), chunk, spare, longest)
+    even = Work.even([count, 0 * count], 1, 1, len(lengths), tiles, chunk, longest)
     assert even.items == len(lengths) + WAVES * chunk // tiles
     assert int(even.told[0]) == max(32, -(-sum(lengths) * tiles // (WAVES * chunk)))
     for work in (given_size, even):
@@ -45,13 +46,23 @@ def test_work_fits_the_room_that_is_made_for_it(
         mine = [tuple(one) for one in found if one[0] >= 0]
         assert sorted(mine) == [(row, piece) for row, count in enumerate(pieces) for piece in range(count)]
         assert [row for row, _ in found[len(mine) :]] == [-1] * (work.items - len(mine))
-        # Split rows first, and the rest from the last to the first.
+        # The first pieces of split rows, the second ones, and so on, and then the rest: each from the last row to the first.
         split = [row for row in range(len(lengths)) if pieces[row] > 1]
         whole = [row for row in range(len(lengths)) if pieces[row] == 1]
-        assert list(dict.fromkeys(row for row, _ in mine)) == split[::-1] + whole[::-1]
+        rounds = [(row, i) for i in range(max(pieces)) for row in split[::-1] if pieces[row] > i]
+        assert mine == rounds + [(row, 0) for row in whole[::-1]]
         assert int(work.told[1]) == sum(pieces[row] for row in split)
         slots = [work.slot[row].item() + piece for row, piece in mine if pieces[row] > 1]
         assert sorted(slots) == list(range(len(slots))) and len(slots) <= work.slots
+
+
+def test_a_row_has_no_more_pieces_than_there_are_programs_for() -> None:
+    """One row of all there is would be cut into a piece for every place on the device."""
+    count = torch.zeros(1, 1, 5, dtype=torch.int64, device=DEVICE)
+    count[..., 3] = 1 << 16
+    work = Work.even([count], 1, 1, 5, 1, 512, 1 << 17)
+    assert int(work.told[0]) == (1 << 17) // MOST_PIECES
+    assert work.pieces.tolist() == [1, 1, 1, MOST_PIECES // 2, 1]
 
 
 def test_work_adds_the_lists_of_spans_that_share_them() -> None:
@@ -61,7 +72,7 @@ def test_work_adds_the_lists_of_spans_that_share_them() -> None:
         torch.randint(0, 30, size, generator=generator, dtype=torch.int64)
         for size in ((1, 1, 900), (1, 3, 900), (2, 3, 900))
     ]
-    work = Work.of([c.to(DEVICE) for c in counts], 2, 3, 900, 40, 6000)
+    work = Work.of([c.to(DEVICE) for c in counts], 2, 3, 900, 40, 6000, 90)
     length = sum(c.expand(2, 3, 900) for c in counts).flatten()
     want = (-(-length // 40)).clamp(min=1)
     assert torch.equal(work.pieces.cpu().long(), want)

@@ -141,9 +141,9 @@ def block_attend(
     if split:
         counts = [o[..., 1] for o in offset]
         if chunk is None:
-            work = Work.even(counts, B, lists, M, tiles, places_on(query.device))
+            work = Work.even(counts, B, lists, M, tiles, places_on(query.device), longest)
         else:
-            work = Work.of(counts, B, lists, M, chunk, list_rows * longest // chunk)
+            work = Work.of(counts, B, lists, M, chunk, list_rows * longest // chunk, longest)
     pieces = work.slots * tiles * tall * pack if work is not None else 0
     part_out = query.new_empty(pieces, DV, dtype=torch.float32)
     part_lse = query.new_empty(pieces, dtype=torch.float32)

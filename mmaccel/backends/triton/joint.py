@@ -49,9 +49,9 @@ def attend(
         count = sum(o[..., 1] for o in offset)
         count = torch.nn.functional.pad(count, (0, -M % joint)).view(*count.shape[:2], tiles, joint).amax(-1)
         if chunk is None:
-            work = Work.even([count], B, H, tiles, 1, places_on(query.device))
+            work = Work.even([count], B, H, tiles, 1, places_on(query.device), longest)
         else:
-            work = Work.of([count], B, H, tiles, chunk, list_rows * longest // chunk)
+            work = Work.of([count], B, H, tiles, chunk, list_rows * longest // chunk, longest)
     pieces = work.slots * wide if work is not None else 0
     part_out = query.new_empty(pieces, D, dtype=torch.float32)
     part_lse = query.new_empty(pieces, dtype=torch.float32)

@@ -19,6 +19,9 @@ LEAST_CHUNK = 32
 WAVES = 8
 """A row is split where one of its tiles is more than 1 / WAVES of what a place on the device computes in all."""
 
+MOST_PIECES = 64
+"""Pieces that a row is split into at the most."""
+
 
 @triton.jit(do_not_specialize=["M", "list_rows"])
 def length_kernel(counts, strides, LENGTH, M, list_rows, LISTS: tl.constexpr, TILE: tl.constexpr):
@@ -33,7 +36,7 @@ def length_kernel(counts, strides, LENGTH, M, list_rows, LISTS: tl.constexpr, TI
     tl.store(LENGTH + row, length, mask=inside)
 
 
-@triton.jit(do_not_specialize=["list_rows", "items", "tiles", "even", "chunk"])
+@triton.jit(do_not_specialize=["list_rows", "items", "tiles", "even", "chunk", "longest"])
 def work_kernel(
     LENGTH,
     ITEM,
@@ -45,10 +48,13 @@ def work_kernel(
     tiles,
     even,
     chunk,
+    longest,
     LEAST: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """One program makes all the tables; a chunk of its own choice unless one is given."""
+    """Program p lists the rows that have a p-th piece, the last program those that are not split; a chunk of its own choice
+    unless one is given, so that there is a program for every piece of a row of `longest` blocks."""
+    mine, rest = tl.program_id(0), tl.num_programs(0) - 1
     every = tl.arange(0, STEP)
     steps = (list_rows + STEP - 1) // STEP
     chunk = tl.zeros([], tl.int64) + chunk
@@ -57,42 +63,51 @@ def work_kernel(
         for step in range(steps):
             row = step * STEP + every
             total += tl.sum(tl.load(LENGTH + row, mask=row < list_rows, other=0).to(tl.int64))
-        chunk = tl.maximum((total * tiles + even - 1) // even, LEAST)
-    tl.store(TOLD, chunk)
+        chunk = tl.maximum((total * tiles + even - 1) // even, (longest + rest - 1) // rest)
+        chunk = tl.maximum(chunk, LEAST)
+    # The pieces before this program's.
     begun = tl.zeros([], tl.int64)
-    for turn in range(2):
-        for step in range(steps):
-            # The last rows, which see most, first.
-            row = list_rows - 1 - (step * STEP + every)
-            inside = row >= 0
-            length = tl.load(LENGTH + row, mask=inside, other=0).to(tl.int64)
-            pieces = tl.maximum((length + chunk - 1) // chunk, 1)
-            mine = inside & ((pieces > 1) == (turn == 0))
-            own = tl.where(mine, pieces, 0)
-            at = begun + tl.cumsum(own, 0) - own
-            begun += tl.sum(own)
-            tl.store(PIECES + row, own, mask=mine)
-            # Those that are split stand first: what comes before them are their pieces.
-            tl.store(SLOT + row, at, mask=mine)
-            for piece in range(tl.max(own)):
-                tl.store(ITEM + 2 * (at + piece), row, mask=mine & (piece < own))
-                tl.store(ITEM + 2 * (at + piece) + 1, tl.zeros_like(row) + piece, mask=mine & (piece < own))
-        if turn == 0:
-            tl.store(TOLD + 1, begun)
-    # Programs without work.
-    for at in range(begun, items, STEP):
-        tl.store(ITEM + 2 * (at + every), tl.full([STEP], -1, tl.int32), mask=at + every < items)
+    for step in range(steps):
+        row = step * STEP + every
+        length = tl.load(LENGTH + row, mask=row < list_rows, other=0).to(tl.int64)
+        pieces = (length + chunk - 1) // chunk
+        begun += tl.sum(tl.where(pieces > 1, tl.minimum(pieces, mine), 0))
+    if mine == rest:
+        tl.store(TOLD, chunk)
+        tl.store(TOLD + 1, begun)
+    slots = tl.zeros([], tl.int64)
+    for step in range(steps):
+        # The last rows, which see most, first.
+        row = list_rows - 1 - (step * STEP + every)
+        length = tl.load(LENGTH + row, mask=row >= 0, other=0).to(tl.int64)
+        pieces = (length + chunk - 1) // chunk
+        taken = (row >= 0) & (((mine == rest) & (pieces <= 1)) | ((pieces > 1) & (pieces > mine)))
+        count = taken.to(tl.int64)
+        at = begun + tl.cumsum(count, 0) - count
+        begun += tl.sum(count)
+        tl.store(ITEM + 2 * at, row, mask=taken)
+        tl.store(ITEM + 2 * at + 1, tl.where(mine == rest, 0, mine) + tl.zeros_like(row), mask=taken)
+        if mine == rest:
+            held = tl.where(pieces > 1, pieces, 0)
+            tl.store(PIECES + row, tl.maximum(pieces, 1), mask=row >= 0)
+            tl.store(SLOT + row, slots + tl.cumsum(held, 0) - held, mask=row >= 0)
+            slots += tl.sum(held)
+    if mine == rest:
+        # Programs without work.
+        for at in range(begun, items, STEP):
+            tl.store(ITEM + 2 * (at + every), tl.full([STEP], -1, tl.int32), mask=at + every < items)
 
 
 @dataclass(frozen=True)
 class Work:
     """The pieces of split rows, in tables made on the device.
 
-    Split rows stand first, so that no piece is the tail of a launch; the rest keep their order, in which neighbours read
-    the same keys.
+    Split rows stand first, so that no piece is the tail of a launch: the first pieces of all of them, then the second ones,
+    and so on, since those with one number list the same keys, which then come from the cache. The rest keep their order,
+    in which neighbours read the same keys.
 
     item [items, 2] int32 the list row of each program and which of its pieces, -1 where there is none; pieces [rows] int32;
-    slot [rows] int32 where the pieces of a row begin, among those of split rows; told [2] int32 the most blocks of a piece,
+    slot [rows] int32 where a row's outputs begin, among those of split rows; told [2] int32 the most blocks of a piece,
     and how many programs split rows have. items and slots bound both from host numbers: a row of n blocks makes
     ceil(n / chunk) pieces, at least one, and a split one fewer than 2 n / chunk.
     """
@@ -109,16 +124,23 @@ class Work:
         return len(self.item)
 
     @classmethod
-    def even(cls, counts: Sequence[Tensor], B: int, lists: int, M: int, tiles: int, places: int) -> Work:
-        """Pieces of which none is more than 1 / WAVES of what one of `places` computes: how many there are is bounded,
-        though how many blocks are listed is not known here. counts: of each span [1 or B, 1 or lists, M]."""
-        even = WAVES * places
-        return cls._made(counts, B, lists, M, even // tiles, tiles=tiles, even=even, chunk=0)
+    def even(
+        cls, counts: Sequence[Tensor], B: int, lists: int, M: int, tiles: int, places: int, longest: int
+    ) -> Work:
+        """Pieces of which none is more than 1 / WAVES of what one of `places` computes, if a row then has no more than
+        MOST_PIECES: how many there are is bounded, though how many blocks are listed is not known here. counts: of each
+        span [1 or B, 1 or lists, M]; longest: the most blocks of a row."""
+        even, programs = WAVES * places, min(triton.cdiv(longest, LEAST_CHUNK), MOST_PIECES)
+        sizes = dict(tiles=tiles, even=even, chunk=0, longest=longest)
+        return cls._made(counts, B, lists, M, even // tiles, programs, **sizes)
 
     @classmethod
-    def of(cls, counts: Sequence[Tensor], B: int, lists: int, M: int, chunk: int, spare: int) -> Work:
+    def of(
+        cls, counts: Sequence[Tensor], B: int, lists: int, M: int, chunk: int, spare: int, longest: int
+    ) -> Work:
         """Pieces of at most `chunk` blocks; the sum of the lengths [b, h, M] is at most `spare` chunks."""
-        return cls._made(counts, B, lists, M, spare, tiles=1, even=1, chunk=chunk)
+        sizes = dict(tiles=1, even=1, chunk=chunk, longest=longest)
+        return cls._made(counts, B, lists, M, spare, triton.cdiv(longest, chunk), **sizes)
 
     @classmethod
     def _made(
@@ -128,10 +150,8 @@ class Work:
         lists: int,
         M: int,
         spare: int,
-        *,
-        tiles: int,
-        even: int,
-        chunk: int,
+        programs: int,
+        **numbers: int,
     ) -> Work:
         rows, device = B * lists * M, counts[0].device
         sizes = (rows, 2 * (rows + spare), rows, rows, 2)
@@ -145,8 +165,9 @@ class Work:
         length_kernel[(triton.cdiv(rows, 1024),)](
             tuple(counts), strides, length, M, rows, LISTS=lists, TILE=1024
         )
-        work_kernel[(1,)](
-            *(length, item, pieces, slot, told, rows, rows + spare, tiles, even, chunk),
+        work_kernel[(max(programs, 1) + 1,)](
+            *(length, item, pieces, slot, told, rows, rows + spare),
+            **numbers,
             LEAST=LEAST_CHUNK,
             STEP=min(8192, triton.next_power_of_2(rows)),
             num_warps=16 if rows > 4096 else 8,

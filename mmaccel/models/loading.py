@@ -11,6 +11,7 @@ from torch import nn
 
 from mmaccel.core.errors import ModelError, UnknownName
 from mmaccel.models import tiny
+from mmaccel.models.hub import absent
 from mmaccel.models.spread import spread
 
 
@@ -22,7 +23,13 @@ def resolve(name: str | Path) -> str:
 def known_model(name: str | Path) -> str:
     """A model's name that may be one: shipped, a folder, or on the hub, where every name has an owner and a slash."""
     text = str(name)
-    if text in tiny.NAMES or "/" in text or Path(text).exists():
+    if text in tiny.NAMES or Path(text).exists():
+        return text
+    if text.startswith(("/", ".", "~")) or text.count("/") > 1:
+        raise ModelError(
+            f"there is no folder {text}; check the path, or name one of {', '.join(tiny.NAMES)}."
+        )
+    if "/" in text:
         return text
     told = UnknownName("model", text, tiny.NAMES)
     raise ModelError(f"{told} A folder will do too, or a hub name with its owner (owner/name).")
@@ -77,7 +84,8 @@ def load_model(
         told = " ".join(str(error).split())
         known = ", ".join(tiny.NAMES)
         raise ModelError(
-            f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({told[:200]})."
+            absent(source, error)
+            or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({told[:200]})."
         ) from error
     if places is not None:
         spread(model, places)

@@ -17,7 +17,7 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError
 from mmaccel.media.intake import as_frames, as_image
 from mmaccel.models.processor_files import read_folder, write_folder
-from mmaccel.models.processor_styles import STYLES, cuts_of, extra_of
+from mmaccel.models.processor_styles import STYLES, check_type, cuts_of, extra_of
 
 
 class Processor:
@@ -44,10 +44,7 @@ class Processor:
         `config` (that of the model) fills what these leave open. Raises `ModelError` for a model type
         without a style and for a tokenizer that lacks the placeholders.
         """
-        if model_type not in STYLES:
-            raise ModelError(
-                f"no processor for model type {model_type!r}: there are {', '.join(sorted(STYLES))}."
-            )
+        check_type(model_type)
         self.model_type, self.style, self.tokenizer = model_type, STYLES[model_type], tokenizer
         config = dict(config or {})
         vision = dict(config.get("vision_config") or {})

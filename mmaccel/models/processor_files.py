@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mmaccel.core.errors import ModelError
+from mmaccel.models.hub import absent
+from mmaccel.models.processor_styles import check_type
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ def read_folder(name: str | os.PathLike[str]) -> ProcessorFiles:
     video = whole.get("video_processor") or _json(folder / "video_preprocessor_config.json") or image
     if config is None:
         raise ModelError(f"{folder} has no config.json: name the folder of a saved model.")
+    check_type(str(config.get("model_type")))
     if image is None and video is None:
         raise ModelError(
             f"{folder} has neither processor_config.json nor preprocessor_config.json: save them there."
@@ -81,9 +84,10 @@ def _folder(name: str | os.PathLike[str]) -> Path:
             snapshot_download(os.fspath(name), allow_patterns=["*.json", "*.txt", "*.jinja", "*.model"])
         )
     except Exception as error:
-        # The client fails in many ways, from no network to a misspelt name; all mean the same here.
+        told = absent(os.fspath(name), error)
         raise ModelError(
-            f"{os.fspath(name)} is neither a folder here nor a model that the hub gives."
+            told
+            or f"model {os.fspath(name)!r} cannot be fetched from the hub ({' '.join(str(error).split())[:200]})."
         ) from error
 
 

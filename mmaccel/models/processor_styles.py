@@ -163,3 +163,11 @@ STYLES: dict[str, Style] = {
         video_defaults=Pixels(size={"height": 384, "width": 384}),
     ),
 }
+
+
+def check_type(model_type: str) -> None:
+    """Raise `ModelError` for a model type that is not among `STYLES`."""
+    if model_type not in STYLES:
+        raise ModelError(
+            f"model type {model_type!r} is not supported: there are {', '.join(sorted(STYLES))}."
+        )

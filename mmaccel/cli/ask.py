@@ -84,6 +84,8 @@ def ask(
             )
         chosen = {"dense": dense, **chosen}
     place, kind = choices.where(device), choices.dtype(dtype)
+    for one in chosen.values():
+        choices.check(one, model, place)
     processor = choices.processor(model)
     with bars() as progress:
         seen = watch(video, processor, progress, fps=fps, frames=frames, max_frames=max_frames)

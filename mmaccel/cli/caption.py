@@ -52,6 +52,7 @@ def caption(
     if not chosen.draft.active:
         raise RecipeError(f"recipe {recipe!r} drafts nothing; name one that does, such as parallelvlm.")
     place, kind = choices.where(device), choices.dtype(dtype)
+    choices.check(chosen, model, place)
     processor = choices.processor(model)
     with bars() as progress:
         seen = watch(video, processor, progress, fps=fps, frames=frames)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmaccel.core.compose import check_sequences
 from mmaccel.core.errors import RecipeError, UnknownName, WorldError
 from mmaccel.core.recipe import Recipe, fields_of
 from mmaccel.core.registry import registry
@@ -55,6 +56,20 @@ def recipes(texts: Sequence[str], model: str, draft: str | None = None) -> dict[
     return found
 
 
+def check(recipe: Recipe, model: str, device: str) -> None:
+    """Raise `RecipeError` where `recipe` cannot serve prompts of `model` on `device`, as far as that is known unloaded."""
+    from mmaccel.backends import select
+    from mmaccel.models.loading import resolve
+    from mmaccel.policies.sparse.per_head import PerHead
+
+    check_sequences(recipe)
+    if recipe.backend != "auto":
+        select.get(recipe.backend, device)
+    folder = Path(resolve(model))
+    if isinstance(recipe.sparse, PerHead) and folder.is_dir():
+        recipe.sparse.check_shipped(folder)
+
+
 def kinds(text: str, known: Sequence[str]) -> tuple[str, ...]:
     """Kinds of question from a list with commas."""
     from mmaccel.world.questions import checked_kinds
@@ -80,10 +95,13 @@ def _folder(name: str) -> str:
 
 
 def processor(model: str) -> Any:
-    """Our processor for a model's name or folder."""
+    """Our processor for a model's name or folder; raises `ModelError` for a family that is not supported."""
+    from mmaccel.core.attach import family_of
     from mmaccel.models.loading import load_processor
 
-    return load_processor(model)
+    found = load_processor(model)
+    family_of(found.model_type)
+    return found
 
 
 def load(model: str, device: str, dtype: str) -> nn.Module:

@@ -11,7 +11,7 @@ import typer
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Model
 from mmaccel.cli.console import bars, many, out, steps
-from mmaccel.cli.search import Fps, Most, Texts, Videos, sample
+from mmaccel.cli.search import Fps, Most, Texts, Videos, check_videos, sample
 from mmaccel.core.errors import ModelError, RecipeError, WorldError
 
 HEADS = "heads"
@@ -78,6 +78,7 @@ def draw(
     figure(1, 1)  # says at once where matplotlib is missing
     if output.exists() and not output.is_dir():
         raise RecipeError(f"--out: {output} is a file; give a folder for the pictures.")
+    check_videos(video)
     place, kind = choices.where(device), choices.dtype(dtype)
     processor = choices.processor(model)
     with bars() as progress:
@@ -111,6 +112,9 @@ def _session(
     device: str,
     dtype: str,
 ) -> None:
+    from mmaccel.core.compose import stream_policy
+    from mmaccel.core.recipe import Recipe
+    from mmaccel.core.record import recipe_of
     from mmaccel.core.session import VideoSession
     from mmaccel.eval.stream_picture import Truth, retrieved, timeline
     from mmaccel.figure import figure, save
@@ -118,6 +122,7 @@ def _session(
     figure(1, 1)
     if output.exists() and not output.is_dir():
         raise RecipeError(f"--out: {output} is a file; give a folder for the pictures.")
+    stream_policy(Recipe.load(recipe_of(saved)))
     known = None if truth is None else Truth.of(_truth(truth))
     place, kind = choices.where(device), choices.dtype(dtype)
     with VideoSession.resume(choices.load(model, place, kind), choices.processor(model), saved) as session:

@@ -61,6 +61,7 @@ def needle(
     check_segments(lengths, segments if documents else 1)
     chosen = choices.recipe(recipe, model, draft)
     place, kept_in = choices.where(device), choices.dtype(dtype)
+    choices.check(chosen, model, place)
     processor = choices.processor(model)
     loaded = choices.load(model, place, kept_in)
     tally = Tally(recipe)
@@ -140,6 +141,7 @@ def caption(
     checked_seed(seed)
     chosen = choices.recipe(recipe, model)
     place, kept_in = choices.where(device), choices.dtype(dtype)
+    choices.check(chosen, model, place)
     processor = choices.processor(model)
     loaded = choices.load(model, place, kept_in)
     second = choices.load(draft, place, kept_in) if draft is not None else None
@@ -204,6 +206,7 @@ def table(
         raise WorldError(f"--out: {output} is no place for a file; name a file in a folder that exists.")
     chosen = choices.recipe(recipe, model)
     place, kept_in = choices.where(device), choices.dtype(dtype)
+    choices.check(chosen, model, place)
     partner = draft or (f"{model}-draft" if f"{model}-draft" in tiny.NAMES else None)
     load = partial(_load, model, partner, place, kept_in)
     entries = [entry for entry in ENTRIES if entry.tokens <= most_tokens]

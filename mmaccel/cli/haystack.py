@@ -225,6 +225,8 @@ def methods_of(
     if compress is not None:
         more["prune"] = RIVALS[compress].make(1.0)["prune"]
     fixed = choices.recipes(recipes, model)
+    for recipe in fixed.values():
+        choices.check(recipe, model, device)
     level = level or list(fixed)[-1]
     if level not in fixed:
         raise UnknownName("recipe of --level", level, fixed)

@@ -51,6 +51,9 @@ def search(
         str, typer.Option("--cost", help="What is levelled: seconds (measured) or pairs (counted).")
     ] = "seconds",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed runs of each measurement.")] = 3,
+    extended: Annotated[
+        bool, typer.Option("--extended", help="Consider a row of ours beside the paper's 24.")
+    ] = False,
     fps: Fps = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -61,6 +64,7 @@ def search(
     The table serves `sparse: {name: per_head, table: FILE}`; as heads.json in the model's folder it is the preset
     "searched".
     """
+    from mmaccel.backends import select
     from mmaccel.search import Settings
     from mmaccel.search import search as run
     from mmaccel.search.kinds import KINDS
@@ -73,10 +77,16 @@ def search(
         repeats=repeats,
         block=block,
         backend=backend,
+        extended=extended,
     )
     if not output.parent.is_dir():
         raise RecipeError(f"--out: the folder {output.parent} does not exist; create it first.")
+    if output.is_dir():
+        raise RecipeError(f"--out: {output} is a folder; give the name of a file in it.")
+    check_videos(video)
     place, kind = choices.where(device), choices.dtype(dtype)
+    if backend != "auto":
+        select.get(backend, place)
     processor = choices.processor(model)
     with bars() as progress:
         loaded = choices.load(model, place, kind)
@@ -117,6 +127,12 @@ def summary(table: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def check_videos(videos: Sequence[str] | None) -> None:
+    """Raise `RecipeError` where a sample has no video."""
+    if not videos:
+        raise RecipeError("--video: name at least one video file of the sample.")
+
+
 def sample(
     model: nn.Module,
     processor: Any,
@@ -132,8 +148,6 @@ def sample(
     """
     from mmaccel.eval.answer import prompt
 
-    if not videos:
-        raise RecipeError("--video: name at least one video file of the sample.")
     seen = [watch(path, processor, progress, fps=fps) for path in videos]
     asked = list(texts) or [REQUEST]
     if len(asked) < len(seen):

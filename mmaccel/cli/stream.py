@@ -45,7 +45,7 @@ def stream(
     as_json: Json = False,
 ) -> None:
     """Questions on long streams: accuracy, and whether the frames they rest on were seen, by memory and budget."""
-    from mmaccel.eval.stream import KINDS, Shot, memories_for, shots, worlds_of
+    from mmaccel.eval.stream import KINDS, Shot, entries, memories_for, shots, worlds_of
     from mmaccel.eval.stream_tables import paired, rows
 
     asked = KINDS if kind == "all" else choices.kinds(kind, KINDS)
@@ -60,8 +60,9 @@ def stream(
     names = list(memory or MEMORIES)
     chosen = [memory_of(name) for name in names]
     place, kept_in = choices.where(device), choices.dtype(dtype)
+    entries(chosen, sizes, window, tokens=1)  # what is wrong with a memory is told before anything is loaded
     processor = choices.processor(model)
-    entries = memories_for(processor, chosen, sizes, window)
+    compared = memories_for(processor, chosen, sizes, window)
     loaded = choices.load(model, place, kept_in)
     films = worlds_of(frames, worlds, seed)
     found: list[Shot] = []
@@ -71,7 +72,7 @@ def stream(
         with bars(not as_json) as progress:
             bar = progress.add_task("stream", total=None, unit="frames")
             for shot in shots(
-                loaded, processor, entries, films, kinds=asked, still=still, progress=lambda n: progress.advance(bar, n)
+                loaded, processor, compared, films, kinds=asked, still=still, progress=lambda n: progress.advance(bar, n)
             ):  # fmt: skip
                 found.append(shot)
                 if file is not None:
@@ -84,7 +85,7 @@ def stream(
         if file is not None:
             file.close()
         told = rows(found)
-        shown = list(dict.fromkeys(entry.name for entry in entries))
+        shown = list(dict.fromkeys(entry.name for entry in compared))
         against = [row for other in shown[1:] for row in paired(found, shown[0], other)]
         # An error before the first answer is told alone.
         worth = whole or stopped or bool(found)

@@ -78,6 +78,8 @@ def demo(
     asked = choices.kinds(kinds, KINDS)
     chosen = choices.recipes(["dense", *(recipe or ["a_shape-short", "grid"])], model)
     place, kept_in = choices.where(device), choices.dtype(dtype)
+    for one in chosen.values():
+        choices.check(one, model, place)
     todo = _todo(seed0, worlds, frames, asked)
     processor = choices.processor(model)
     loaded = choices.load(model, place, kept_in)

@@ -16,6 +16,7 @@ from torch import nn
 from mmaccel.backends import select
 from mmaccel.core.adapter import ModelAdapter, ModelView
 from mmaccel.core.attention import Road
+from mmaccel.core.compose import check_sequences
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import VIDEO, TokenLayout
@@ -39,14 +40,20 @@ def adapter_for(model: nn.Module) -> ModelAdapter:
             f"model: {model!r} is no model; load it first, by mmaccel.load_model or from_pretrained of transformers."
         )
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    adapter = family_of(kind)
     whole = hasattr(model, "generate") and callable(getattr(model, "get_output_embeddings", None))
+    if not whole or model.get_output_embeddings() is None:  # type: ignore[operator]
+        raise ModelError(
+            f"{type(model).__name__} has no language head; give the whole model, not a part of it."
+        )
+    return adapter
+
+
+def family_of(kind: str) -> ModelAdapter:
+    """The adapter of a model type, as config.json names it; raises `ModelError` with the list of families."""
     families: list[Any] = list(registry("model").values())
     for family in families:
         if kind in family.model_types:
-            if not whole or model.get_output_embeddings() is None:  # type: ignore[operator]
-                raise ModelError(
-                    f"{type(model).__name__} has no language head; give the whole model, not a part of it."
-                )
             adapter: ModelAdapter = family()
             return adapter
     known = sorted(t for family in families for t in family.model_types)
@@ -60,10 +67,7 @@ class Accelerated:
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        if not recipe.kv.sequences:
-            raise RecipeError(
-                f"kv {recipe.kv.name!r} is a memory of video streams; use it in a VideoSession, or set kv to 'full'."
-            )
+        check_sequences(recipe)
         self.model = model
         self.adapter = adapter_for(model)
         self.view = ModelView(model, self.adapter, adapter_for)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from mmaccel.backends import select
+from mmaccel.core.compose import check_pairs
 from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.kv import KVPolicy
@@ -73,54 +74,7 @@ class Recipe:
         if not isinstance(layers, list | tuple) or any(not isinstance(n, int) or n < 0 for n in layers):
             raise RecipeError(f"dense_layers: {layers!r}; give a list of layer numbers, 0 or more.")
         object.__setattr__(self, "dense_layers", tuple(layers))
-        self._check_pairs()
-
-    def _check_pairs(self) -> None:
-        if self.prune is not None:
-            self._check_prune(self.prune)
-        if self.sparse.name != "dense" and not self.kv.admits_sparse:
-            raise RecipeError(
-                f"sparse {self.sparse.name!r} cannot stand beside kv {self.kv.name!r}, which decides by itself what each "
-                "query sees; set sparse to 'dense' or kv to 'full'."
-            )
-        if "memory" in self.draft.needs and self.kv.name != "full":
-            raise RecipeError(
-                f"draft {self.draft.name!r} reads the whole cache and kv {self.kv.name!r} is another; set kv to 'full'."
-            )
-        if (
-            "rollback" in self.draft.needs
-            and self.kv.reach is not None
-            and self.kv.reach < self.draft.lookback
-        ):
-            raise RecipeError(
-                f"draft {self.draft.name!r} rolls back up to {self.draft.lookback} tokens and kv {self.kv.name!r} only "
-                f"{self.kv.reach}; lower the draft's window or raise the memory's margin."
-            )
-
-    def _check_prune(self, prune: TokenPruner) -> None:
-        if prune.seat == "draft":
-            raise RecipeError(
-                f"prune {prune.name!r} chooses what a draft sees; give it to the draft, or choose one for the target."
-            )
-        if not (self.kv.exact and self.kv.sequences):
-            raise RecipeError(
-                f"prune {prune.name!r} needs a memory that keeps what it is given, and kv {self.kv.name!r} does not; "
-                "set kv to 'full'."
-            )
-        if prune.seat == "layer" and self.chunk is not None:
-            raise RecipeError(
-                f"prune {prune.name!r} ranks the video by what comes after it and runs the prompt whole; set chunk to null."
-            )
-        if "memory" in self.draft.needs:
-            raise RecipeError(
-                f"draft {self.draft.name!r} reads the target's memory, whose layers prune {prune.name!r} makes unlike; "
-                "leave prune out, or choose another draft."
-            )
-        if prune.glance is not None and self.draft.active:
-            raise RecipeError(
-                f"prune {prune.name!r} chooses what each decoded token sees by the one before it, so no window can be "
-                "verified at once; set its forget to 0, or draft to 'off'."
-            )
+        check_pairs(self)
 
     @classmethod
     def load(cls, source: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any) -> Recipe:

@@ -16,10 +16,10 @@ from mmaccel.core import record
 from mmaccel.core.adapter import Clip, StreamSeam
 from mmaccel.core.answer import Answer, Reply, Said
 from mmaccel.core.attach import adapter_for
+from mmaccel.core.compose import stream_policy
 from mmaccel.core.draft import Prompt
-from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.errors import ModelError
 from mmaccel.core.generate import speculate
-from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.live import Live, moments
 from mmaccel.core.recipe import Recipe
 
@@ -46,7 +46,7 @@ class VideoSession:
         **choices: Any,
     ) -> None:
         self.recipe = Recipe.load(recipe, **choices)
-        self._kv = _stream_policy(self.recipe)
+        self._kv = stream_policy(self.recipe)
         self._seam: StreamSeam = adapter_for(model).seam(model, processor)
         self._live: Live | None = None
         self._lock = threading.RLock()
@@ -254,24 +254,3 @@ class VideoSession:
             if self._closed:
                 raise ModelError("the session is closed; open a new one, or resume a saved one.")
             yield
-
-
-def _stream_policy(recipe: Recipe) -> StreamPolicy:
-    """The memory of a recipe that can serve a stream; raises `RecipeError` for one that cannot."""
-    kv, draft = recipe.kv, recipe.draft
-    if not isinstance(kv, StreamPolicy):
-        raise RecipeError(
-            f"kv {kv.name!r} cannot hold a stream; set kv to 'rekv' or another memory of streams."
-        )
-    if recipe.sparse.name != "dense":
-        raise RecipeError(
-            f"sparse {recipe.sparse.name!r} has no part in a stream, whose memory decides what is seen; set sparse to "
-            "'dense'."
-        )
-    if recipe.prune is not None:
-        raise RecipeError(f"prune {recipe.prune.name!r} has no part in a stream; leave prune out.")
-    if draft.active and (not draft.needs <= {"rollback"} or hasattr(draft, "model")):
-        raise RecipeError(
-            f"draft {draft.name!r} needs the prompt's video, and a stream has none; set draft to 'off'."
-        )
-    return kv

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -111,15 +112,18 @@ class PerHead(SparsePattern):
             )
         return pattern
 
+    def check_shipped(self, folder: Path | None) -> None:
+        """Raise `RecipeError` where the table is that of the model's folder, and `folder` has none."""
+        if self.table == SHIPPED and (folder is None or not (folder / FILE).is_file()):
+            raise RecipeError(
+                f"per_head: no table is shipped with this model (there is no {FILE} in its folder); "
+                "run `mmaccel search` on it and give the file as table."
+            )
+
     def bind(self, model: ModelView) -> SparsePattern:
         if self.table == SHIPPED:
-            path = model.folder / FILE if model.folder is not None else None
-            if path is None or not path.is_file():
-                raise RecipeError(
-                    f"per_head: no table is shipped with this model (there is no {FILE} in its folder); "
-                    "run `mmaccel search` on it and give the file as table."
-                )
-            return replace(self, table=str(path)).bind(model)
+            self.check_shipped(model.folder)
+            return replace(self, table=f"{model.folder}/{FILE}").bind(model)
         other = None if self._file is None else difference(self._file, model.fingerprint)
         if other is not None:
             raise RecipeError(

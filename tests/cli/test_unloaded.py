@@ -1,0 +1,113 @@
+"""What is wrong with a recipe, or stands in the way of a model, is told before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Call = Callable[..., tuple[int, str, str]]
+
+ASK = ("ask", "CLIP", "hi", "--model", "OV", "--recipe")
+EVALS = ("needle", "caption", "table", "haystack")
+WRONG: dict[str, tuple[tuple[str, ...], str]] = {
+    "a name": ((*ASK, "gird"), "did you mean 'grid'?"),
+    "a field": ((*ASK, "FIELD"), "did you mean 'window'?"),
+    "a pair": ((*ASK, "PAIR"), "sparse 'a_shape' cannot stand beside kv 'window'"),
+    "a memory of streams": ((*ASK, "rekv"), "kv 'rekv' is a memory of video streams"),
+    "a backend": ((*ASK, "BACKEND"), "backend 'flash' cannot run on cpu"),
+    "a table that is not shipped": ((*ASK, "searched"), "no table is shipped with this model"),
+    "of captions": (
+        ("caption", "CLIP", "--model", "OV", "--recipe", "rekv", "--draft", "OV"),
+        "a memory of video streams",
+    ),
+    "of the demo": (("demo", "--model", "OV", "--recipe", "rekv"), "a memory of video streams"),
+    **{
+        f"of eval {name}": (("eval", name, "--model", "OV", "--recipe", "rekv"), "a memory of video streams")
+        for name in EVALS
+    },
+    "of a stream": (("watch", "CLIP", "--model", "OV", "--recipe", "a_shape"), "has no part in a stream"),
+    "of a saved stream": (("draw", "FOLDER", "--out", "pictures"), "is no saved session"),
+    "a memory compared": (("eval", "stream", "--model", "OV", "--memory", "rekw"), "did you mean 'rekv'?"),
+    "a memory's field": (
+        ("eval", "stream", "--model", "OV", "--memory", "rekv frame=3"),
+        "did you mean 'frames'?",
+    ),
+    "a search without a sample": (("search", "OV", "--out", "t.json"), "--video: name at least one"),
+    "a search by no backend": (
+        ("search", "OV", "--video", "CLIP", "--out", "t.json", "--backend", "flash"),
+        "backend 'flash' cannot run on cpu",
+    ),
+    "a search in odd blocks": (
+        ("search", "OV", "--video", "CLIP", "--out", "t.json", "--block", "48"),
+        "block: 48; give a power of two",
+    ),
+    "a search into a folder": (("search", "OV", "--video", "CLIP", "--out", "FOLDER"), "is a folder"),
+    "heads without a sample": (("draw", "heads", "--model", "OV", "--out", "x"), "--video: name at least one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_it_is_told_unloaded(
+    name: str, call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmaccel.models import loading
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something is loaded")
+
+    for one in ("load_model", "load_processor"):
+        monkeypatch.setattr(loading, one, refuse)
+    monkeypatch.chdir(tmp_path)
+    stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
+    for file, text in (
+        ("FIELD", "sparse: {name: a_shape, windw: 3}"),
+        ("PAIR", "sparse: a_shape\nkv: window"),
+        ("BACKEND", "backend: flash"),
+    ):
+        stand[file] = str(tmp_path / f"{file}.yaml")
+        Path(stand[file]).write_text(text + "\n")
+    arguments, words = WRONG[name]
+    status, out, err = call(*(stand.get(one, one) for one in arguments), "--device", "cpu")
+    assert (status, out) == (2, "") and words in err and err.count("\n") == 1, err
+
+
+def test_a_hub_that_is_not_reached_is_no_wrong_name(
+    call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    monkeypatch.chdir(tmp_path)
+    told = []
+    for kind in (errors.LocalEntryNotFoundError, errors.HFValidationError):
+
+        def fail(*_: object, kind: type[Exception] = kind, **__: object) -> str:
+            raise kind("no")
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        status, out, err = call("ask", clip, "hi", "--model", "owner/name")
+        assert (status, out) == (2, "") and err.count("\n") == 1
+        told.append(err)
+    assert "is not on this machine, and the hub, which may have it, cannot be reached" in told[0]
+    assert "is neither a folder here nor a model that the hub gives; check the name" in told[1]
+
+
+@pytest.mark.parametrize("kind", ["bert", "qwen2_vl"])
+def test_a_family_that_is_not_supported_is_told_unloaded(
+    kind: str, call: Call, clip: str, ov: str, tmp_path: Path
+) -> None:
+    """Of a model of text alone too, whose folder has no settings of a video's pixels."""
+    folder = tmp_path / "model"
+    shutil.copytree(ov, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": kind}))
+    if kind == "bert":
+        for path in folder.glob("*processor_config.json"):
+            path.unlink()
+    (folder / "model.safetensors").unlink()
+    status, out, err = call("ask", clip, "hi", "--model", folder)
+    assert (status, out) == (2, "") and f"model type '{kind}' is not supported" in err

@@ -57,12 +57,12 @@ METHODS = ("searched", *(name for name in RIVALS if name not in PRUNERS))
 """There is no model here whose tokens could be dropped."""
 
 
-def searched(inside: Inside, backend: str, sink: int = 0) -> LayerHeads:
-    """What the search chooses for each head of one draw, all candidates at the target's listed pairs; each vertical-slash
-    keeps `sink` first tokens."""
+def searched(inside: Inside, backend: str, extended: bool = False) -> LayerHeads:
+    """What the search chooses for each head of one draw, all candidates at the target's listed pairs; extended, among a row
+    of ours too."""
     bench, block = Bench(inside, backend), 64
     modalities = present(inside.layout)
-    scale = Scale(inside.layout.length, frame_tokens(inside.layout), block, sink)
+    scale = Scale(inside.layout.length, frame_tokens(inside.layout), block, extended)
     ledger = Ledger("pairs", [], lambda pattern: bench.cost(pattern, scale.target(), 0))
     kinds = kinds_of(KINDS, modalities)
     space = levelled(scale, kinds, modalities, ledger, TOLERANCE, share=ledger.share)
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", nargs="+", choices=list(PLANTED), default=list(PLANTED))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sink", type=int, default=0, help="first tokens of each vertical-slash searched")
+    parser.add_argument("--extended", action="store_true", help="a row of ours is searched beside Table 3's")
     parser.add_argument("--processes", type=int, default=1, help="heads are judged side by side")
     parser.add_argument("--limit", type=float, default=7 * 86400.0, help="seconds, of several processes")
     parser.add_argument("--rows", nargs="+", help="judge nothing: put the rows of these files together")
@@ -221,7 +221,7 @@ def judgements(options: argparse.Namespace, todo: Sequence[tuple[int, str]]) -> 
         if name not in ours:
             began = time.perf_counter()
             first = draw(name, options.tokens[0], options.frame, options.seed, dtype, device)
-            ours[name] = searched(first, backend, options.sink)
+            ours[name] = searched(first, backend, options.extended)
             del first
             print(f"{name:16} searched in {time.perf_counter() - began:.1f} s", flush=True)
         inside = draw(name, n, options.frame, options.seed + 1, dtype, device)

@@ -6,6 +6,8 @@ local tokens; strides, which are sizes of frames, stay. Levelling then changes w
 attention of all heads takes as long as the target's, on the device: the sinks of an A-shape, whose row is its window, and
 columns and diagonals of a vertical-slash alike, whose row is their ratio. A grid has no budget: it costs what its lines
 cost, often less than the target, and is left out where it costs more.
+
+A scale that is `extended` has a row of ours after the table's, named so.
 """
 
 from __future__ import annotations
@@ -51,13 +53,13 @@ ROUNDS = 6
 class Scale:
     """How large budgets are: `context` tokens of which a frame has `frame` (0 where there is none), in blocks of `block`.
 
-    `sink` first tokens are kept by every vertical-slash; Table 3 says nothing of them, so that it is 0.
+    extended: rows of ours follow those of Table 3.
     """
 
     context: int
     frame: int
     block: int
-    sink: int = 0
+    extended: bool = False
 
     def tokens(self, count: float) -> int:
         """A budget of Table 3 in tokens of this context."""
@@ -93,7 +95,7 @@ class Row:
 
 
 def rows(scale: Scale) -> list[Row]:
-    """The 24 rows: 12 grids, 3 A-shapes, 9 vertical-slashes."""
+    """The 24 rows of Table 3, 12 grids, 3 A-shapes, 9 vertical-slashes; and ours where the scale has them."""
     found = []
     for stride in ("frame", "free"):
         for lines in _GRIDS:
@@ -103,6 +105,8 @@ def rows(scale: Scale) -> list[Row]:
         found.append(Row(f"a_shape ({sink}, {window})", _a_shape(scale, sink, window)))
     for vertical, slash in _COLUMNS:
         found.append(Row(f"vertical_slash ({vertical}, {slash})", _vertical_slash(scale, vertical, slash)))
+    if scale.extended:
+        found.append(Row(f"ours: first block and slash ({TARGET[1]})", _first_and_slash(scale)))
     return found
 
 
@@ -120,8 +124,21 @@ def _a_shape(scale: Scale, sink: int, window: int) -> Callable[[int], dict[str, 
 def _vertical_slash(scale: Scale, vertical: int, slash: int) -> Callable[[int], dict[str, Any]]:
     def make(step: int) -> dict[str, Any]:
         columns, diagonals = (scale.tokens(n * STEP**step) for n in (vertical, slash))
-        first = {"sink": scale.sink} if scale.sink else {}
-        return scale._made("vertical_slash", vertical=columns, slash=diagonals, **first)
+        return scale._made("vertical_slash", vertical=columns, slash=diagonals)
+
+    return make
+
+
+def _first_and_slash(scale: Scale) -> Callable[[int], dict[str, Any]]:
+    """The first block of tokens, and all else in diagonals: an A-shape whose window lies where the head looks.
+
+    A head without columns spends those of a vertical-slash of Table 3 on what its diagonals hold already, and where rows
+    before the last see the first tokens, which its last queries do not choose, these rows are wrong (`VerticalSlash.sink`).
+    """
+
+    def make(step: int) -> dict[str, Any]:
+        first, diagonals = scale.block, scale.tokens(TARGET[1] * STEP**step)
+        return scale._made("vertical_slash", vertical=first, slash=diagonals, sink=first)
 
     return make
 

@@ -62,7 +62,9 @@ def replayed(table: Mapping[str, Any]) -> dict[str, Any]:
         raise RecipeError(f"the table holds no cost of {dict(pattern)}; search again.")
 
     numbers = {name: m for m, name in MODALITIES.items()}
-    scale = Scale(table["context"], table["sample"]["tokens_a_frame"], table["block"])
+    # Tables of before have the rows of Table 3 alone, and do not say so.
+    extended = table.get("extended", False)
+    scale = Scale(table["context"], table["sample"]["tokens_a_frame"], table["block"], extended)
     ledger = Ledger(table["cost"], table["measured"], missing)
     modalities = [numbers[name] for name in table["modalities"]]
     space = levelled(scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share)

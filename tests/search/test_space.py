@@ -62,13 +62,15 @@ def test_short_contexts_take_shares_and_whole_frames() -> None:
     assert told(Scale(256, 64, 64).target()) == (4, 64)  # never less than a frame
 
 
-def test_first_tokens_are_kept_where_that_is_wanted() -> None:
-    plain = {row.label: row.make(0) for row in rows(FULL)}
-    extended = {row.label: row.make(0) for row in rows(Scale(LONG, 196, 64, sink=30))}
-    for label, pattern in extended.items():
-        more = {"sink": 30} if pattern["name"] == "vertical_slash" else {}
-        assert pattern == {**plain[label], **more}
-        assert not more or built(pattern).sink == 30  # type: ignore[attr-defined]
+def test_a_row_of_ours_follows_the_table_where_that_is_wanted() -> None:
+    scale = Scale(LONG, 196, 64, extended=True)
+    *plain, ours = rows(scale)
+    assert [(row.label, row.make(3)) for row in plain] == [(row.label, row.make(3)) for row in rows(FULL)]
+    assert ours.label.startswith("ours:") and not any("ours" in row.label for row in plain)
+    # Levelling changes its diagonals; the first tokens are one block at any length.
+    assert [told(ours.make(step)) for step in (0, 16, -16)] == [(64, 4096), (64, 8192), (64, 2048)]
+    assert told(rows(Scale(8192, 15, 64, extended=True))[-1].make(0)) == (64, 512)
+    assert all(built(ours.make(step)).sink == 64 for step in (-8, 0, 8))  # type: ignore[attr-defined]
 
 
 def affine(pattern: Mapping[str, Any]) -> float:

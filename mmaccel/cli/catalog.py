@@ -66,8 +66,8 @@ def describe(
     told += [_other(kind, name) for kind in ("model", "shape", "backend") if name in found[kind]]
     told = told or _words(name)
     if not told:
-        known = {one for kind in found for one in found[kind]}
-        raise UnknownName("name", name, known)
+        known = {one: kind for kind in found for one in found[kind]}
+        raise UnknownName("name", name, known, known)
     console = out()
     console.print("\n\n".join(told), markup=False, highlight=False, soft_wrap=True)
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmaccel.core.compose import check_sequences
+from mmaccel.core.compose import check_sequences, stream_policy
 from mmaccel.core.errors import RecipeError, UnknownName, WorldError
-from mmaccel.core.recipe import Recipe, fields_of
+from mmaccel.core.kv import StreamPolicy
+from mmaccel.core.recipe import Recipe, fields_of, names
 from mmaccel.core.registry import registry
 from mmaccel.models import tiny
 
@@ -53,6 +54,16 @@ def recipes(texts: Sequence[str], model: str, draft: str | None = None) -> dict[
         if name in found:
             raise RecipeError(f"recipe {name!r} is given twice; give each once, or rename one of the files.")
         found[name] = recipe(text, model, draft)
+    return found
+
+
+def memory(text: str, model: str) -> Recipe:
+    """The recipe of a stream, by the name of a memory or by a YAML file; raises `RecipeError` for what cannot hold one."""
+    streams = [name for name, kv in registry("kv").items() if issubclass(kv, StreamPolicy)]
+    if not text.endswith((".yaml", ".yml")) and text not in names():
+        raise UnknownName("memory of streams", text, streams)
+    found = recipe(text, model)
+    stream_policy(found)
     return found
 
 

@@ -68,7 +68,6 @@ def watch(
     file on standard input they are read first, one a line, unless --question gives them.
     """
     from mmaccel import media
-    from mmaccel.core.compose import stream_policy
     from mmaccel.core.recipe import Recipe
     from mmaccel.core.record import recipe_of, writable
     from mmaccel.core.session import VideoSession
@@ -78,8 +77,7 @@ def watch(
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
     if save is not None:
         writable(save)
-    chosen = choices.recipe(recipe or RECIPE, model) if load is None else Recipe.load(recipe_of(load))
-    stream_policy(chosen)
+    chosen = choices.memory(recipe or RECIPE, model) if load is None else Recipe.load(recipe_of(load))
     place, kept_in = choices.where(device), choices.dtype(dtype)
     clips = media.clips(video, fps=fps, frames_per_clip=clip, follow=follow, timeout=timeout, format=format)
     processor = choices.processor(model)

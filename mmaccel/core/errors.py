@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class MmaccelError(Exception):
@@ -15,13 +15,23 @@ class RecipeError(MmaccelError, ValueError):
 
 
 class UnknownName(RecipeError):
-    """A name that no registry holds; the message has the nearest one and the whole list."""
+    """A name that no registry holds; the message has the nearest one and the list.
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    kinds  name -> its kind, where names of several kinds are known: the list is then of the nearest one's kind alone
+    """
+
+    def __init__(
+        self, kind: str, name: str, known: Iterable[str], kinds: Mapping[str, str] | None = None
+    ) -> None:
         names = sorted(known)
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
-        hint = f"did you mean {near[0]!r}? There are" if near else "there are"
-        super().__init__(f"unknown {kind} {name!r}: {hint} {', '.join(names) or 'none'}.")
+        told = f"there are {', '.join(names) or 'none'}."
+        if kinds is not None:
+            of = kinds[near[0]] if near else ""
+            same = [one for one in names if kinds[one] == of]
+            told = f"of kind {of} there are {', '.join(same)}." if near else "`mmaccel list` has them all."
+        hint = f"did you mean {near[0]!r}? {told[0].upper()}{told[1:]}" if near else told
+        super().__init__(f"unknown {kind} {name!r}: {hint}")
 
 
 class ModelError(MmaccelError):

@@ -80,7 +80,7 @@ class Recipe:
     def load(cls, source: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any) -> Recipe:
         """A recipe from a `Recipe`, a preset's or a policy's name, a YAML path or a mapping; `choices` replace fields.
 
-        Raises `UnknownName` with the nearest name and the list, or `RecipeError`.
+        Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError`.
         """
         known = [f.name for f in dataclasses.fields(cls)]
         for name in choices:
@@ -139,14 +139,14 @@ def names() -> dict[str, str]:
 def fields_of(source: str | Path) -> dict[str, Any]:
     """The fields that a preset, a policy's name or a YAML file sets, before any of them is checked.
 
-    Raises `UnknownName` with the nearest name and the list, or `RecipeError` for a file that is no recipe.
+    Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError` for a file that is no recipe.
     """
     text = str(source)
     if isinstance(source, Path) or text.endswith((".yaml", ".yml")):
         path = Path(text)
         if not path.is_file():
             raise RecipeError(
-                f"recipe: there is no file {text!r}; give an existing YAML file or one of {', '.join(names())}."
+                f"recipe: there is no file {text!r}; give an existing YAML file, or a name (`mmaccel list` has them)."
             )
         content = path.read_text()
     elif text in presets():
@@ -155,7 +155,7 @@ def fields_of(source: str | Path) -> dict[str, Any]:
         for _, kind, _ in _SLOTS:
             if text in registry(kind):
                 return {kind: text}
-        raise UnknownName("recipe", text, names())
+        raise UnknownName("recipe", text, names(), names())
     try:
         fields = yaml.safe_load(content)
     except yaml.YAMLError as error:

@@ -30,6 +30,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         for name in EVALS
     },
     "of a stream": (("watch", "CLIP", "--model", "OV", "--recipe", "a_shape"), "has no part in a stream"),
+    "a memory by no name": (
+        ("watch", "CLIP", "--model", "OV", "--recipe", "gird"),
+        "unknown memory of streams 'gird': there are full, livevlm, mosaic, no_cache, offload, recent, rekv,",
+    ),
     "of a saved stream": (("draw", "FOLDER", "--out", "pictures"), "is no saved session"),
     "a memory compared": (("eval", "stream", "--model", "OV", "--memory", "rekw"), "did you mean 'rekv'?"),
     "a memory's field": (

@@ -90,9 +90,11 @@ def sentence(source: object = None, **choices: object) -> str:
 
 
 def test_unknown_names_give_the_nearest_and_the_list() -> None:
-    told = sentence("a_shap")
-    assert "unknown recipe 'a_shap': did you mean 'a_shape'?" in told
-    assert all(name in told for name in names())
+    for wrong, near in (("a_shap", "a_shape"), ("rekw", "rekv"), ("sequentiel", "sequential")):
+        told, kinds = sentence(wrong), names()
+        same = [name for name, kind in kinds.items() if kind == kinds[near]]
+        want = f"did you mean {near!r}? Of kind {kinds[near]} there are {', '.join(sorted(same))}."
+        assert told == f"unknown recipe {wrong!r}: {want}"
     assert "unknown sparse 'griddd': did you mean 'grid'?" in sentence(sparse="griddd")
     assert "unknown recipe field 'sprase': did you mean 'sparse'?" in sentence({"sprase": "dense"})
     told = sentence(sparse={"name": "a_shape", "windw": 3})
@@ -101,8 +103,10 @@ def test_unknown_names_give_the_nearest_and_the_list() -> None:
 
 
 def test_names_far_from_all_give_the_list_alone() -> None:
-    told = sentence("zzzzzz")
-    assert "did you mean" not in told and ": there are " in told
+    told = sentence(sparse="zzzzzz")
+    assert "did you mean" not in told and ": there are a_shape, " in told
+    assert sentence("zzzzzz") == "unknown recipe 'zzzzzz': `mmaccel list` has them all."
+    assert len(sentence("zzzzzz.yaml")) < 120
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ SLASH_RUNS = (
 )
 TURNED_CLASSES = (
     "(Tensor queries, Tensor q_begin, Tensor keys, Tensor k_begin, Tensor stride, Tensor line, Tensor shift, Tensor dense, "
-    "int room, bool wide, bool vertical, int rows) -> Tensor[]"
+    "int room, bool wide, int columns, int rows) -> Tensor[]"
 )
 
 
@@ -175,9 +175,11 @@ int32: row, place and class by (class, place). q_begin, k_begin [B, C + 1] int32
 stride [B] long: the classes there are; line, shift, dense [B, H, 1] long: the class of the vertical lines, the phase of the
 slashes and the class of the horizontal lines. room: no class has more keys; wide: places are told in 64 bits.
 
-Gives, each [B, H, P], [B, H, N] or [B, H, rows]: the rows of the queries by the class they pair with, -1 for those of the
-`dense` class; their places, and the rows and places of the keys, for the slashes; with `vertical` the same three for the
-vertical lines, whose keys the slashes then lack; with `rows` the rows and places of the queries of the dense class.
+Gives, each [B, H, P], [B, H, columns] or [B, H, rows]: the rows of the queries by the class they pair with, -1 for those of
+the `dense` class, and their places for the slashes: class * (2 * room) + rank, of the last key of the paired class that is
+not after the query, and a rank of -1 where there is none. With `columns`, no fewer than any class has keys, the places of
+the queries, and the rows and places of the keys, for the vertical lines: slashes then lead to none of these keys, and the
+rank of queries that pair with their class is -1. With `rows` the rows and places of the queries of the dense class.
 """
 
 
@@ -267,15 +269,13 @@ def _turned_classes_shape(
     dense: Tensor,
     room: int,
     wide: bool,
-    vertical: bool,
+    columns: int,
     rows: int,
 ) -> list[Tensor]:
     B, H = line.shape[:2]
     kind = torch.int64 if wide else torch.int32
-    P, N = (B, H, queries.shape[2]), (B, H, keys.shape[2])
-    out = [
-        queries.new_empty(n, dtype=d) for n, d in ((P, torch.int32), (P, kind), (N, torch.int32), (N, kind))
-    ]
-    if vertical:
+    P, N = (B, H, queries.shape[2]), (B, H, columns)
+    out = [queries.new_empty(P), queries.new_empty(P, dtype=kind)]
+    if columns:
         out += [queries.new_empty(n, dtype=d) for n, d in ((P, kind), (N, torch.int32), (N, kind))]
     return out + [queries.new_empty(B, H, rows) for _ in range(2 if rows else 0)]

@@ -270,7 +270,8 @@ def _whole(n: int, block: int) -> int:
 
 def _span(pieces: list[Piece], lead: Lead, rows: int, blocks: tuple[int, int]) -> DraftSpan:
     """One span of all `pieces`: of each head the keys of its pieces follow one another, those of one order once."""
-    shared = len({(p.heads, _named(p.span)) for p in pieces}) == 1 and pieces[0].span.k_row.shape[1] == 1
+    one = pieces[0].span
+    shared = len({_named(p.span) for p in pieces}) == 1 and one.k_row.shape[1] == one.k_place.shape[1] == 1
     # Keys that are those of all who list any need not be repeated for each head.
     keys = replace(lead, heads=1, first=0) if shared else lead
     held: dict[tuple[int, ...], dict[Any, int]] = {}
@@ -292,9 +293,9 @@ def _span(pieces: list[Piece], lead: Lead, rows: int, blocks: tuple[int, int]) -
     written = set()
     for p, begin in zip(pieces, begins, strict=True):
         lead.put(q_place, p.heads, p.span.q_place, p.begin, -p.span.lo)
-        if (p.heads, begin) not in written:
-            written.add((p.heads, begin))
-            some = (0,) if shared else p.heads
+        some = (0,) if shared else p.heads
+        if (some, begin) not in written:
+            written.add((some, begin))
             keys.put(k_row, some, p.span.k_row, begin)
             keys.put(k_place, some, p.span.k_place, begin)
     firsts = [begin // blocks[1] for begin in begins]
@@ -336,9 +337,10 @@ def _runs(
             lead.put(row, heads, lists.row, begin, begun, first)
             lead.sheet.put(index, (0,), lists.index[None, None], begun)
             begun += lists.index.numel()
-        if (heads, first) not in written:
-            written.add((heads, first))
-            keys.put(kind, heads if keys.heads > 1 else (0,), lists.kind, first)
+        some = heads if keys.heads > 1 else (0,)
+        if (some, first) not in written:
+            written.add((some, first))
+            keys.put(kind, some, lists.kind, first)
     most = max(lists.most for _, _, lists in told)
     return DraftRuns(row, index, kind, most)
 

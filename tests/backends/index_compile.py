@@ -72,7 +72,7 @@ def main(capability: int) -> None:
     )  # fmt: skip
     begin = numbers(1, C + 1)
     classes.turned_classes(
-        numbers(3, 1, N), begin, numbers(3, 1, N), begin, long[0, :1], of, of, of, 64, False, True, 64
+        numbers(3, 1, N), begin, numbers(3, 1, N), begin, long[0, :1], of, of, of, 64, False, 64, 64
     )
     for name, kernel in kernels.items():
         one = kernel.found[-1]

@@ -35,8 +35,8 @@ def test_the_operators_keep_their_contracts() -> None:
         torch.library.opcheck(index.slash_runs, (kept, shape, member, member, reach, *more, 16))
 
 
-@pytest.mark.parametrize(("vertical", "rows"), [(True, 32), (False, 0)])
-def test_turned_classes_keep_their_contract(vertical: bool, rows: int) -> None:
+@pytest.mark.parametrize(("columns", "rows"), [(48, 32), (0, 0)])
+def test_turned_classes_keep_their_contract(columns: int, rows: int) -> None:
     scene = Scene((sequence([(TEXT, [4]), (VIDEO, [6] * 9), (TEXT, [7])]),), size=16)
     query, key, _ = scene.tensors(torch.float32)
     sight = Layer(query, key, scene.layout(), scene.layout(), 16).sight()
@@ -44,7 +44,7 @@ def test_turned_classes_keep_their_contract(vertical: bool, rows: int) -> None:
     assert classes.frames is not None
     order = ClassOrder.of(sight, classes.frames)
     arguments = (order.queries, order.q_begin, order.keys, order.k_begin, classes.frames.stride[:, 0, 0])
-    told = (classes.line, classes.shift, classes.dense, classes.room, False, vertical, rows)
+    told = (classes.line, classes.shift, classes.dense, classes.room, False, columns, rows)
     torch.library.opcheck(index.turned_classes, (*arguments, *told))
 
 

@@ -216,7 +216,8 @@ def test_runs_are_views_of_whole_groups() -> None:
 
 
 def test_runs_of_unlike_patterns_stand_side_by_side() -> None:
-    """Two budgets of slashes share a slot and lists of their own, a grid and a window stand beside them."""
+    """Two budgets of slashes share a slot and lists of their own, grids and a window stand beside them. The keys of slashes
+    of a grid are those of all its heads, and stay one order when these are planned apart."""
     from mmaccel.core.layout import TEXT, VIDEO
     from mmaccel.policies.sparse import AShape, Grid, VerticalSlash
     from tests.policies.sparse.scenes import sequence
@@ -227,16 +228,19 @@ def test_runs_of_unlike_patterns_stand_side_by_side() -> None:
     patterns = [
         VerticalSlash(vertical=5, slash=3, last_q=16, block=BLOCK),
         VerticalSlash(vertical=9, slash=11, last_q=16, block=BLOCK),
-        Grid(min_stride=2, last_q=16, block=BLOCK),
+        *[Grid(min_stride=2, last_q=16, block=BLOCK)] * 2,
         AShape(sink=3, window=20, block=BLOCK),
     ]
-    dealt = [(0, 5), (1, 6), (2, 3), (4, 7)]
+    dealt = [(0, 5), (1, 6), (2,), (3,), (4, 7)]
     shares = []
     for pattern, some in zip(patterns, dealt, strict=True):
-        plan = pattern.plan(query[:, list(some)], key, layout, layout)
+        plan = pattern.plan(query[:, list(some)], key[:, : len(some)], layout, layout)
         shares.append((some, plan))
     mixed = mix(shares, 8, 4, layout, layout)
     assert mixed is not None
+    slash = shares[2][1].parts[0].spans[0]
+    kept = [span for part in mixed.parts for span in part.spans if span.hi == slash.hi]
+    assert [span.k_row.shape for span in kept] == [slash.k_row.shape] and slash.k_row.shape[1] == 1
     mask = own_masks(shares, 8, scene)
     assert torch.equal(mixed.to_mask(), mask) and mixed.count_mask().max() == 1
     assert torch.equal(mixed.listed_pairs()[:, [1, 6]], shares[1][1].listed_pairs())

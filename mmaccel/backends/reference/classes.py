@@ -17,7 +17,7 @@ def turned_classes(
     dense: Tensor,
     room: int,
     wide: bool,
-    vertical: bool,
+    columns: int,
     rows: int,
 ) -> list[Tensor]:
     """See `mmaccel.backends.index.turned_classes`."""
@@ -42,24 +42,17 @@ def turned_classes(
     pair = (own.long() - shift) % s
     if rows:
         row = row.masked_fill(own == dense, -1)
-    there = row >= 0
-    slash_at = torch.where(there, pair * (2 * room) + ranks(pair, at), -1).to(kind)
-
-    k_row, _, number = (t[:, None].expand(B, H, N) for t in keys)
-    mine = number == line
-    # An operator gives nothing back that it was given, which a view of one head would be.
-    slash_row = (
-        k_row.masked_fill(mine, -1) if vertical else k_row.clone(memory_format=torch.contiguous_format)
-    )
-    rank = torch.arange(N, device=keys.device) - starts.gather(
-        2, number.long().clamp(max=starts.shape[2] - 1)
-    )
-    place = number.long() * (2 * room) + rank
-    out = [row, slash_at, slash_row, torch.where(slash_row >= 0, place, 0).to(kind)]
-    if vertical:
-        line_row = k_row.masked_fill(~mine, -1)
-        line_place = torch.where(line_row >= 0, rank, 0).to(kind)
-        out += [torch.where(there, ranks(line, at), -1).to(kind), line_row, line_place]
+    there, rank = row >= 0, ranks(pair, at)
+    if columns:
+        rank = rank.masked_fill(pair == line, -1)
+    out = [row, torch.where(there, pair * (2 * room) + rank, -1).to(kind)]
+    if columns:
+        begin, end = (starts.gather(2, line + more) for more in (0, 1))
+        place = torch.arange(columns, device=keys.device).expand(B, H, columns)
+        mine = begin + place < end
+        line_row = keys[0][:, None].expand(B, H, N).gather(2, (begin + place).clamp(max=N - 1))
+        out += [torch.where(there, ranks(line, at), -1).to(kind), torch.where(mine, line_row, -1)]
+        out.append(torch.where(mine, place, 0).to(kind))
     if rows:
         begin, end = (q_begin.long()[:, None].expand(B, H, -1).gather(2, dense + more) for more in (0, 1))
         source = begin + torch.arange(rows, device=keys.device)

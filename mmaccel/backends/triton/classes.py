@@ -25,7 +25,7 @@ def _not_after(place, low, high, bound, steps):
     return low
 
 
-@triton.jit(do_not_specialize=["P", "N", "E", "C", "H", "room", "steps"])
+@triton.jit(do_not_specialize=["P", "N", "V", "E", "C", "H", "room", "steps"])
 def turned_kernel(
     q_row,
     q_at,
@@ -33,7 +33,6 @@ def turned_kernel(
     q_begin,
     k_row,
     k_place,
-    k_class,
     k_begin,
     stride,
     line,
@@ -42,14 +41,13 @@ def turned_kernel(
     out_row,
     slash_at,
     line_at,
-    slash_row,
-    slash_place,
     line_row,
     line_place,
     dense_row,
     dense_at,
     P,
     N,
+    V,
     E,
     C,
     H,
@@ -59,7 +57,7 @@ def turned_kernel(
     HORIZONTAL: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Rows, places and turned rows of one head; see `index.turned_classes`."""
+    """Rows, places and turned rows of one head; see `index.turned_classes`. No class has 2 ** `steps` keys."""
     head = tl.program_id(1).to(tl.int64)
     b = head // H
     q_begin += b * (C + 1)
@@ -78,7 +76,10 @@ def turned_kernel(
     own = tl.load(q_class + b * P + source, mask=here, other=0)
     pair = tl.where(own >= phase, own - phase, own - phase + s)
     begin, end = tl.load(k_begin + pair), tl.load(k_begin + pair + 1)
-    rank = _not_after(k_place + b * N, begin, tl.where(here, end, begin), at, steps) - begin - 1
+    led = here
+    if VERTICAL:
+        led = here & (pair != mine)
+    rank = _not_after(k_place + b * N, begin, tl.where(led, end, begin), at, steps) - begin - 1
     if HORIZONTAL:
         row = tl.where(own == tl.load(dense + head).to(tl.int32), -1, row)
     there = row >= 0
@@ -86,23 +87,14 @@ def turned_kernel(
     tl.store(slash_at + head * P + i, tl.where(there, pair.to(wide) * (2 * room) + rank, -1), mask=i < P)
     if VERTICAL:
         begin, end = tl.load(k_begin + mine), tl.load(k_begin + mine + 1)
+        source = begin + i
+        some = source < end
+        row = tl.load(k_row + b * N + source, mask=some, other=-1)
+        tl.store(line_row + head * V + i, row, mask=i < V)
+        tl.store(line_place + head * V + i, tl.where(some, i, 0).to(wide), mask=i < V)
         low, high = tl.where(here, begin, 0), tl.where(here, end, 0)
         rank = _not_after(k_place + b * N, low, high, at, steps) - begin - 1
         tl.store(line_at + head * P + i, tl.where(there, rank, -1).to(wide), mask=i < P)
-
-    inside = i < N
-    row = tl.load(k_row + b * N + i, mask=inside, other=-1)
-    number = tl.load(k_class + b * N + i, mask=inside, other=0)
-    begin = tl.load(k_begin + tl.minimum(number, C))
-    if VERTICAL:
-        own_row = tl.where(number == mine, row, -1)
-        place = tl.where(own_row >= 0, i - tl.load(k_begin + mine), 0)
-        tl.store(line_row + head * N + i, own_row, mask=inside)
-        tl.store(line_place + head * N + i, place.to(wide), mask=inside)
-        row = tl.where(number == mine, -1, row)
-    place = tl.where(row >= 0, number.to(wide) * (2 * room) + i - begin, 0)
-    tl.store(slash_row + head * N + i, row, mask=inside)
-    tl.store(slash_place + head * N + i, place.to(wide), mask=inside)
 
     if HORIZONTAL:
         full = tl.load(dense + head)
@@ -125,7 +117,7 @@ def turned_classes(
     dense: Tensor,
     room: int,
     wide: bool,
-    vertical: bool,
+    columns: int,
     rows: int,
 ) -> list[Tensor]:
     """See `mmaccel.backends.index.turned_classes`."""
@@ -136,16 +128,16 @@ def turned_classes(
     def empty(n: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(B, H, n, dtype=dtype, device=keys.device)
 
-    out = [empty(P), empty(P, kind), empty(N), empty(N, kind)]
-    of_line = [empty(P, kind), empty(N), empty(N, kind)] if vertical else []
+    out = [empty(P), empty(P, kind)]
+    of_line = [empty(P, kind), empty(columns), empty(columns, kind)] if columns else []
     of_dense = [empty(rows), empty(rows)] if rows else []
-    at_line, line_row, line_place = of_line or (out[1], out[2], out[3])
+    at_line, line_row, line_place = of_line or (out[1], out[0], out[1])
     dense_row, dense_at = of_dense or (out[0], out[0])
     with torch.cuda.device_of(keys):
-        turned_kernel[(triton.cdiv(max(P, N, rows), TILE), B * H)](
-            *queries.unbind(0), q_begin, *keys.unbind(0), k_begin, stride, line, shift, dense,
-            out[0], out[1], at_line, out[2], out[3], line_row, line_place, dense_row, dense_at,
-            P, N, rows, k_begin.shape[1] - 1, H, room, N.bit_length(),
-            VERTICAL=vertical, HORIZONTAL=rows > 0, TILE=TILE,
+        turned_kernel[(triton.cdiv(max(P, columns, rows), TILE), B * H)](
+            *queries.unbind(0), q_begin, keys[0], keys[1], k_begin, stride, line, shift, dense,
+            out[0], out[1], at_line, line_row, line_place, dense_row, dense_at,
+            P, N, columns, rows, k_begin.shape[1] - 1, H, room, room.bit_length(),
+            VERTICAL=columns > 0, HORIZONTAL=rows > 0, TILE=TILE,
         )  # fmt: skip
     return out + of_line + of_dense

@@ -10,7 +10,7 @@ from torch import Tensor
 from mmaccel.backends import ops
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.policies.sparse.intra import Sight
-from mmaccel.policies.sparse.orders import places
+from mmaccel.policies.sparse.orders import places, whole_blocks
 from mmaccel.policies.sparse.stride import Classes, Frames
 
 
@@ -86,13 +86,17 @@ class ClassOrder:
     """Queries and keys by (class, place) where all heads share the classes: from the layouts alone.
 
     queries [3, B, P] and keys [3, B, N] int32: row, place and class; q_begin, k_begin [B, C + 1] int32 where classes begin.
-    Queries without a place see nothing, and are left out.
+    k_row, k_place [B, 1, N]: the rows and places of the keys as the slashes of every head have them, with classes two rooms
+    apart, so that no pair of two classes is within one room of each other. Queries without a place see nothing, and are left
+    out.
     """
 
     queries: Tensor
     q_begin: Tensor
     keys: Tensor
     k_begin: Tensor
+    k_row: Tensor
+    k_place: Tensor
 
     @classmethod
     def of(cls, sight: Sight, frames: Frames) -> ClassOrder:
@@ -116,15 +120,20 @@ class ClassOrder:
         own = torch.where(at >= 0, number.gather(1, at.clamp(min=0)), FAR)
         queries, q_begin = told(torch.where(at >= 0, sight.q_row[:, 0], -1), at.clamp(min=0), own)
         keys, k_begin = told(sight.keys.row, places(sight.keys).long(), number)
-        return cls(queries, q_begin, keys, k_begin)
+        row, of = keys[0], keys[2].long()
+        begin = k_begin.long().gather(1, of.clamp(max=frames.widest))
+        place = of * (2 * frames.room) + torch.arange(row.shape[1], device=row.device) - begin
+        wide = 2 * frames.room * frames.widest >= FAR
+        place = torch.where(row >= 0, place, 0).to(torch.int64 if wide else torch.int32)
+        return cls(queries, q_begin, keys, k_begin, row[:, None].contiguous(), place[:, None])
 
     def parts(self, sight: Sight, classes: Classes, *, vertical: bool, horizontal: bool) -> tuple[Part, ...]:
         """The lines of each head: its slashes, and what else is asked for."""
         block, room = sight.layer.block, classes.room
-        wide = 2 * room * classes.most >= FAR
+        columns = whole_blocks(max(room, 1), block) * block if vertical else 0
         rows = dense_size(sight, classes) if horizontal else 0
         assert classes.frames is not None
-        q_row, q_place, k_row, k_place, *more = ops.turned_classes(
+        q_row, q_place, *more = ops.turned_classes(
             self.queries,
             self.q_begin,
             self.keys,
@@ -134,11 +143,11 @@ class ClassOrder:
             classes.shift,
             classes.dense,
             room,
-            wide,
-            vertical,
+            self.k_place.dtype == torch.int64,
+            columns,
             rows,
         )
-        spans = [span_by_range(q_row, k_row, q_place, k_place, 0, room, block, block)]
+        spans = [span_by_range(q_row, self.k_row, q_place, self.k_place, 0, room, block, block)]
         if vertical:
             q_place, k_row, k_place, *more = more
             spans.append(span_by_range(q_row, k_row, q_place, k_place, 0, FAR, block, block))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,11 +19,14 @@ FULL, ABSENT = tl.constexpr(ops.FULL), tl.constexpr(ops.ABSENT)
 BEYOND = tl.constexpr(1 << 60)
 """More than any place: wide places exceed 32 bits."""
 
-TOKENS = 2048
+TOKENS = 1024
 """Tokens that a program looks at together."""
 
 STEP = 1024
 """Blocks, or entries of a list, that a program looks at together."""
+
+SEARCHED = 128
+"""Blocks of queries that a program finds the runs of, one a thread."""
 
 STRIDES = ("row_b", "row_h", "place_b", "place_h")
 
@@ -38,20 +42,7 @@ def _less(x, y):
 
 
 @triton.jit
-def _spans(row, place, row_b, row_h, place_b, place_h, lead, H, block, blocks, BLOCK: tl.constexpr):
-    """The least and the greatest place in some blocks, and whether all of each is there."""
-    b, h = (lead // H).to(tl.int64), (lead % H).to(tl.int64)
-    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = (block < blocks)[:, None]
-    here = tl.load(row + b * row_b + h * row_h + at, mask=inside, other=-1) >= 0
-    place = tl.load(place + b * place_b + h * place_h + at, mask=inside, other=0).to(tl.int64)
-    least = tl.min(tl.where(here, place, BEYOND), 1)
-    most = tl.max(tl.where(here, place, -BEYOND), 1)
-    return least, most, tl.min(here.to(tl.int32), 1) > 0
-
-
-@triton.jit(do_not_specialize=[*STRIDES, "blocks", "H"])
-def edges_kernel(
+def _edges(
     row,
     place,
     row_b,
@@ -60,20 +51,75 @@ def edges_kernel(
     place_h,
     LEAST,
     MOST,
-    KIND,
-    blocks,
+    lead,
     H,
+    blocks,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """What a block of keys spans, and of what kind it is."""
-    lead = tl.program_id(1)
+    """Store the least and the greatest place in TILE blocks of one head; how many tokens of each are there, and where in
+    LEAST it is. Places of 32 bits are compared as such: 64 take twice the exchanges."""
+    b, h = (lead // H).to(tl.int64), (lead % H).to(tl.int64)
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    least, most, whole = _spans(row, place, row_b, row_h, place_b, place_h, lead, H, block, blocks, BLOCK)
-    to, inside = lead.to(tl.int64) * blocks + block, block < blocks
-    tl.store(LEAST + to, least, mask=inside)
-    tl.store(MOST + to, most, mask=inside)
-    tl.store(KIND + to, tl.where(whole, FULL, ABSENT).to(tl.int8), mask=inside)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = block < blocks
+    here = tl.load(row + b * row_b + h * row_h + at, mask=inside[:, None], other=-1) >= 0
+    place = tl.load(place + b * place_b + h * place_h + at, mask=inside[:, None], other=0)
+    far = BEYOND if place.dtype == tl.int64 else 2147483647
+    count = tl.sum(here.to(tl.int32), 1)
+    least = tl.min(tl.where(here, place, far), 1).to(tl.int64)
+    most = tl.max(tl.where(here, place, -far), 1).to(tl.int64)
+    to = lead.to(tl.int64) * blocks + block
+    tl.store(LEAST + to, tl.where(count > 0, least, BEYOND), mask=inside)
+    tl.store(MOST + to, tl.where(count > 0, most, -BEYOND), mask=inside)
+    return count, to, inside
+
+
+@triton.jit(
+    do_not_specialize=[f"{of}_{name}" for of in "qk" for name in (*STRIDES, "blocks", "H")] + ["leads"]
+)
+def edges_kernel(
+    q_row,
+    q_place,
+    q_row_b,
+    q_row_h,
+    q_place_b,
+    q_place_h,
+    Q_LEAST,
+    Q_MOST,
+    q_blocks,
+    q_H,
+    k_row,
+    k_place,
+    k_row_b,
+    k_row_h,
+    k_place_b,
+    k_place_h,
+    K_LEAST,
+    K_MOST,
+    KIND,
+    k_blocks,
+    k_H,
+    leads,
+    BLOCK_Q: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """What a block of queries or of keys spans, and of what kind a block of keys is; `leads` are the heads of queries."""
+    lead = tl.program_id(1)
+    if lead < leads:
+        if tl.program_id(0) * TILE_Q < q_blocks:
+            _edges(
+                q_row, q_place, q_row_b, q_row_h, q_place_b, q_place_h,
+                Q_LEAST, Q_MOST, lead, q_H, q_blocks, BLOCK_Q, TILE_Q,
+            )  # fmt: skip
+    elif tl.program_id(0) * TILE_K < k_blocks:
+        count, to, inside = _edges(
+            k_row, k_place, k_row_b, k_row_h, k_place_b, k_place_h,
+            K_LEAST, K_MOST, lead - leads, k_H, k_blocks, BLOCK_K, TILE_K,
+        )  # fmt: skip
+        tl.store(KIND + to, tl.where(count == BLOCK_K, FULL, ABSENT).to(tl.int8), mask=inside)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -100,55 +146,56 @@ def settle_kernel(LEAST, MOST, blocks, STEP: tl.constexpr):
 
 
 @triton.jit
-def _not_above(values, bound, n, steps):
-    """How many of the n ascending `values` are at most `bound`."""
-    low = tl.zeros_like(bound).to(tl.int32)
-    high = low + n
-    for _ in range(steps):
-        middle = (low + high) // 2
-        open_ = low < high
-        below = open_ & (tl.load(values + middle, mask=open_, other=0) <= bound)
-        high = tl.where(open_ & (below == 0), middle, high)
-        low = tl.where(below, middle + 1, low)
-    return low
+def _halved(values, bound, low, high):
+    """One step of a search: a half of low .. high that holds the first of the ascending `values` above `bound`."""
+    middle = (low + high) >> 1
+    open_ = low < high
+    below = open_ & (tl.load(values + middle, mask=open_, other=0) <= bound)
+    return tl.where(below, middle + 1, low), tl.where(open_ & (below == 0), middle, high)
 
 
-@triton.jit(do_not_specialize=[*STRIDES, "lo", "hi", "M", "blocks", "H", "steps", "key_b", "key_h"])
+@triton.jit(do_not_specialize=["lo", "hi", "M", "blocks", "H", "steps", "q_b", "q_h", "k_b", "k_h"])
 def reach_kernel(
-    row,
-    place,
-    row_b,
-    row_h,
-    place_b,
-    place_h,
-    LEAST,
-    MOST,
+    Q_LEAST,
+    Q_MOST,
+    q_b,
+    q_h,
+    K_LEAST,
+    K_MOST,
+    k_b,
+    k_h,
     OUT,
-    key_b,
-    key_h,
     lo,
     hi,
     M,
     blocks,
     H,
     steps,
-    BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The run of key blocks that each block of queries reaches."""
+    """The run of key blocks that each block of queries reaches. Its four bounds are searched together: each step waits for
+    memory once."""
     lead = tl.program_id(1)
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    first_place, last_place, _ = _spans(row, place, row_b, row_h, place_b, place_h, lead, H, block, M, BLOCK)
-    keys = ((lead // H) * key_b + (lead % H) * key_h).to(tl.int64) * blocks
-    first = _not_above(MOST + keys, first_place - hi, blocks, steps)
-    count = tl.maximum(_not_above(LEAST + keys, last_place - lo, blocks, steps) - first, 0)
-    head = _not_above(LEAST + keys, last_place - hi, blocks, steps) - first
-    tail = _not_above(MOST + keys, first_place - lo, blocks, steps) - first
-    to, inside = (lead.to(tl.int64) * M + block) * 5, block < M
+    inside = block < M
+    queries = ((lead // H) * q_b + (lead % H) * q_h).to(tl.int64) * M + block
+    keys = ((lead // H) * k_b + (lead % H) * k_h).to(tl.int64) * blocks
+    first_place = tl.load(Q_LEAST + queries, mask=inside, other=BEYOND)
+    last_place = tl.load(Q_MOST + queries, mask=inside, other=-BEYOND)
+    none = tl.zeros([TILE], tl.int32)
+    first, count, head, tail = none, none, none, none
+    first_end, count_end, head_end, tail_end = none + blocks, none + blocks, none + blocks, none + blocks
+    for _ in range(steps):
+        first, first_end = _halved(K_MOST + keys, first_place - hi, first, first_end)
+        count, count_end = _halved(K_LEAST + keys, last_place - lo, count, count_end)
+        head, head_end = _halved(K_LEAST + keys, last_place - hi, head, head_end)
+        tail, tail_end = _halved(K_MOST + keys, first_place - lo, tail, tail_end)
+    count = tl.maximum(count - first, 0)
+    to = (lead.to(tl.int64) * M + block) * 5
     tl.store(OUT + to, tl.minimum(first, blocks - 1).to(tl.int64), mask=inside)
     tl.store(OUT + to + 1, count.to(tl.int64), mask=inside)
-    tl.store(OUT + to + 2, tl.minimum(tl.maximum(head, 0), count).to(tl.int64), mask=inside)
-    tl.store(OUT + to + 3, tl.minimum(tl.maximum(tail, 0), count).to(tl.int64), mask=inside)
+    tl.store(OUT + to + 2, tl.minimum(tl.maximum(head - first, 0), count).to(tl.int64), mask=inside)
+    tl.store(OUT + to + 3, tl.minimum(tl.maximum(tail - first, 0), count).to(tl.int64), mask=inside)
     tl.store(OUT + to + 4, tl.zeros_like(count).to(tl.int64), mask=inside)
 
 
@@ -204,34 +251,36 @@ def reach(
         t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_place, k_place)
     )
     m, n = q_row.shape[-1] // block_q, k_row.shape[-1] // block_k
-    key_b, key_h = _broad(k_row, k_place)
-    b, h = (max(x, y) for x, y in zip(_broad(q_row, q_place), (key_b, key_h), strict=True))
+    of_queries, of_keys = _broad(q_row, q_place), _broad(k_row, k_place)
+    b, h = (max(x, y) for x, y in zip(of_queries, of_keys, strict=True))
     row = q_row.new_empty(b, h, m, 5, dtype=torch.int64)
-    least, most = q_row.new_empty(2, key_b, key_h, n, dtype=torch.int64)
-    kind = q_row.new_empty(key_b, key_h, n, dtype=torch.int8)
-    of_keys, of_queries = (TOKENS // block for block in (block_k, block_q))
+    q_least, q_most = q_row.new_empty(2, *of_queries, m, dtype=torch.int64)
+    k_least, k_most = q_row.new_empty(2, *of_keys, n, dtype=torch.int64)
+    kind = q_row.new_empty(*of_keys, n, dtype=torch.int8)
+    tile_q, tile_k = (max(1, TOKENS // block) for block in (block_q, block_k))
+    leads = math.prod(of_queries)
     with torch.cuda.device_of(q_row):
-        edges_kernel[(triton.cdiv(n, of_keys), key_b * key_h)](
-            k_row, k_place, *_lead(k_row, k_place), least, most, kind, n, key_h, BLOCK=block_k, TILE=of_keys
+        edges_kernel[(max(triton.cdiv(m, tile_q), triton.cdiv(n, tile_k)), leads + math.prod(of_keys))](
+            *(q_row, q_place, *_lead(q_row, q_place), q_least, q_most, m, of_queries[1]),
+            *(k_row, k_place, *_lead(k_row, k_place), k_least, k_most, kind, n, of_keys[1]),
+            leads,
+            BLOCK_Q=block_q,
+            TILE_Q=tile_q,
+            BLOCK_K=block_k,
+            TILE_K=tile_k,
         )
-        settle_kernel[(key_b * key_h,)](least, most, n, STEP=STEP)
-        reach_kernel[(triton.cdiv(m, of_queries), b * h)](
-            q_row,
-            q_place,
-            *_lead(q_row, q_place),
-            least,
-            most,
+        settle_kernel[(math.prod(of_keys),)](k_least, k_most, n, STEP=STEP)
+        reach_kernel[(triton.cdiv(m, SEARCHED), b * h)](
+            *(q_least, q_most, *_step(of_queries)),
+            *(k_least, k_most, *_step(of_keys)),
             row,
-            key_h if key_b > 1 else 0,
-            1 if key_h > 1 else 0,
             lo,
             hi,
             m,
             n,
             h,
             n.bit_length(),
-            BLOCK=block_q,
-            TILE=of_queries,
+            TILE=SEARCHED,
         )
     return row, kind
 
@@ -261,6 +310,12 @@ def listed_area(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
 def _broad(*tensors: Tensor) -> tuple[int, int]:
     b, h = (max(sizes) for sizes in zip(*(t.shape[:2] for t in tensors), strict=True))
     return b, h
+
+
+def _step(leads: tuple[int, int]) -> tuple[int, int]:
+    """Lines between sequences and between heads, where `leads` are those that there are; 0 where all share one."""
+    b, h = leads
+    return h if b > 1 else 0, 1 if h > 1 else 0
 
 
 def _lead(*tensors: Tensor) -> Sequence[int]:

@@ -7,7 +7,8 @@ attention of all heads takes as long as the target's, on the device: the sinks o
 columns and diagonals of a vertical-slash alike, whose row is their ratio. A grid has no budget: it costs what its lines
 cost, often less than the target, and is left out where it costs more.
 
-A scale that is `extended` has a row of ours after the table's, named so.
+A scale that is `extended` has a row of ours after the table's, named so, at several shares of the target: rows are level on
+the mean of heads, and a head that it costs more than the mean takes it at the share that fits.
 """
 
 from __future__ import annotations
@@ -47,13 +48,15 @@ FAR = 64
 """Nor by more of them at a time."""
 ROUNDS = 6
 """A row is measured at most so often."""
+SHARES = (1.0, 0.92, 0.84, 0.7)
+"""Shares of the target's cost to which our row is brought: one tolerance and more apart."""
 
 
 @dataclass(frozen=True)
 class Scale:
     """How large budgets are: `context` tokens of which a frame has `frame` (0 where there is none), in blocks of `block`.
 
-    extended: rows of ours follow those of Table 3.
+    extended: a row of ours follows those of Table 3.
     """
 
     context: int
@@ -87,11 +90,13 @@ class Scale:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of Table 3: its label, and its pattern (a mapping of name and fields) with `step` more powers of budget."""
+    """One row of Table 3, or ours: its label, its pattern (a mapping of name and fields) with `step` more powers of budget,
+    and the share of the target's cost to which it is brought."""
 
     label: str
     make: Callable[[int], dict[str, Any]]
     fixed: bool = False
+    aim: float = 1.0
 
 
 def rows(scale: Scale) -> list[Row]:
@@ -106,7 +111,9 @@ def rows(scale: Scale) -> list[Row]:
     for vertical, slash in _COLUMNS:
         found.append(Row(f"vertical_slash ({vertical}, {slash})", _vertical_slash(scale, vertical, slash)))
     if scale.extended:
-        found.append(Row(f"ours: first block and slash ({TARGET[1]})", _first_and_slash(scale)))
+        for share in SHARES:
+            label = f"ours: first block and slash ({TARGET[1]}), {share:.0%}"
+            found.append(Row(label, _first_and_slash(scale), aim=share))
     return found
 
 
@@ -145,10 +152,10 @@ def _first_and_slash(scale: Scale) -> Callable[[int], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pattern at the target's cost, the rows that came to it, what it was measured to take in every slot of its type.
+    """A pattern at its row's cost, the rows that came to it, what it was measured to take in every slot of its type.
 
     cost over the target's, share of the causal pairs that it lists, mean over heads;
-    state: "level" (within the tolerance), "under" (cheaper, and can cost no more), "dear" (dearer, left out).
+    state: "level" (within the tolerance of its aim), "under" (cheaper, and can cost no more), "dear" (dearer, left out).
     """
 
     rows: tuple[str, ...]
@@ -165,7 +172,7 @@ Cost = Callable[[Mapping[str, Any]], float]
 def level(
     found: Sequence[Row], cost: Cost, tolerance: float, first: Sequence[int]
 ) -> list[tuple[int, Candidate]]:
-    """Each row brought to the target's cost, 1, as (steps taken, candidate), beginning at `first` steps of each row.
+    """Each row brought to its share of the target's cost, as (steps taken, candidate), beginning at `first` steps of each.
 
     What a row ends as depends on the costs alone: the same costs give the same candidates.
     """
@@ -174,14 +181,14 @@ def level(
         tried: dict[int, float] = {}
         step: int | None = start
         while step is not None:
-            tried[step] = cost(row.make(step))
+            tried[step] = cost(row.make(step)) / row.aim
             near = abs(tried[step] - 1) <= tolerance
             step = None if row.fixed or near or len(tried) == ROUNDS else _next(tried, row)
         # The dearest that is not too dear; if all are, the cheapest.
         fits = {s: t for s, t in tried.items() if t <= 1 + tolerance}
         best = max(fits, key=lambda s: (fits[s], -s)) if fits else min(tried, key=lambda s: (tried[s], s))
         state = "dear" if not fits else "under" if tried[best] < 1 - tolerance else "level"
-        out.append((best, Candidate((row.label,), row.make(best), tried[best], state)))
+        out.append((best, Candidate((row.label,), row.make(best), tried[best] * row.aim, state)))
     return out
 
 

@@ -10,7 +10,7 @@ import pytest
 from mmaccel.core.errors import RecipeError
 from mmaccel.search.algorithm import arranged, decided, levelled
 from mmaccel.search.kinds import KINDS, alone, composed, everywhere, slots
-from mmaccel.search.space import LONG, Scale, built, key, level, merged, rows
+from mmaccel.search.space import LONG, SHARES, Scale, built, key, level, merged, rows
 
 FULL = Scale(LONG, 196, 64)
 VIDEO_AND_TEXT = (0, 2)
@@ -63,14 +63,46 @@ def test_short_contexts_take_shares_and_whole_frames() -> None:
 
 
 def test_a_row_of_ours_follows_the_table_where_that_is_wanted() -> None:
-    scale = Scale(LONG, 196, 64, extended=True)
-    *plain, ours = rows(scale)
+    found = rows(Scale(LONG, 196, 64, extended=True))
+    plain, ours = found[:24], found[24:]
     assert [(row.label, row.make(3)) for row in plain] == [(row.label, row.make(3)) for row in rows(FULL)]
-    assert ours.label.startswith("ours:") and not any("ours" in row.label for row in plain)
+    assert [row.label.startswith("ours:") for row in found] == [False] * 24 + [True] * len(SHARES)
+    assert {row.aim for row in plain} == {1.0} and tuple(row.aim for row in ours) == SHARES
     # Levelling changes its diagonals; the first tokens are one block at any length.
-    assert [told(ours.make(step)) for step in (0, 16, -16)] == [(64, 4096), (64, 8192), (64, 2048)]
+    assert [told(ours[0].make(step)) for step in (0, 16, -16)] == [(64, 4096), (64, 8192), (64, 2048)]
     assert told(rows(Scale(8192, 15, 64, extended=True))[-1].make(0)) == (64, 512)
-    assert all(built(ours.make(step)).sink == 64 for step in (-8, 0, 8))  # type: ignore[attr-defined]
+    assert all(built(row.make(step)).sink == 64 for row in ours for step in (-8, 0, 8))  # type: ignore[attr-defined]
+
+
+def test_our_row_is_brought_to_several_shares_of_the_target() -> None:
+    ours = rows(Scale(LONG, 196, 64, extended=True))[24:]
+    found = [one for _, one in level(ours, affine, 0.02, [0] * len(ours))]
+    assert [one.state for one in found] == ["level"] * len(SHARES)
+    for one, share in zip(found, SHARES, strict=True):
+        assert one.cost == pytest.approx(affine(one.pattern)) == pytest.approx(share, rel=0.02)
+
+
+def test_a_head_that_costs_more_than_the_mean_takes_less_of_our_row() -> None:
+    space = levelled(
+        Scale(LONG, 196, 64, extended=True),
+        ["no_boundary"],
+        VIDEO_AND_TEXT,
+        affine,
+        0.02,
+        share=lambda p: 1.0,
+    )
+    candidates = space["no_boundary"]
+    mine = [n for n, one in enumerate(candidates) if one.rows[0].startswith("ours:")]
+    scores = [0.5] * len(candidates)
+    for n, error in zip(mine, (0.1, 0.11, 0.12, 0.2), strict=True):
+        scores[n] = error
+    # This head lists an eighth more than the mean of heads.
+    head = {
+        "scores": {"no_boundary": {"all": scores}},
+        "shares": {"no_boundary": {"all": [1.125] * len(scores)}},
+    }
+    pattern, cost = arranged("no_boundary", space, head, 64, 0.02)
+    assert pattern == candidates[mine[2]].pattern and cost == pytest.approx(1.125 * 0.84, rel=0.02)
 
 
 def affine(pattern: Mapping[str, Any]) -> float:

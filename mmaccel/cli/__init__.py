@@ -10,10 +10,12 @@ from typing import Annotated
 import typer
 
 from mmaccel.cli import ask, caption, catalog, draw, evaluate, haystack, search, stream, watch, worlds
+from mmaccel.cli.arguments import Commands, OneVideo
 from mmaccel.cli.console import quiet, sentence
 
 app = typer.Typer(
     name="mmaccel",
+    cls=Commands,
     help="Vision-language models made fast on long video.",
     no_args_is_help=True,
     add_completion=False,
@@ -38,9 +40,9 @@ def options(
     """Vision-language models made fast on long video."""
 
 
-app.command("ask")(ask.ask)
-app.command("watch")(watch.watch)
-app.command("caption")(caption.caption)
+app.command("ask", cls=OneVideo)(ask.ask)
+app.command("watch", cls=OneVideo)(watch.watch)
+app.command("caption", cls=OneVideo)(caption.caption)
 app.command("list")(catalog.list_names)
 app.command("describe")(catalog.describe)
 app.command("search")(search.search)

@@ -6,15 +6,21 @@ import errno
 import json
 import os
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 
 from mmaccel.core.errors import MmaccelError, MmaccelWarning
+
+EVERY_S = 10.0
+"""Seconds between two lines of progress off a terminal."""
+GO_ON = "; the same command goes on from what --out holds"
 
 
 def out() -> Console:
@@ -67,9 +73,15 @@ def sentence(error: Exception) -> str | None:
     return None
 
 
+def tell_stop(answered: int, more: str = "") -> None:
+    """Say that a command was stopped, whether there are answers to show, and what `more` there is to know."""
+    told = "these are the answers so far" if answered else "nothing was answered"
+    print(f"stopped: {told}{more}.", file=sys.stderr)
+
+
 @contextmanager
-def bars(show: bool = True) -> Iterator[Progress]:
-    """Progress bars on standard error, where that is a terminal; they are gone when they are done."""
+def bars() -> Iterator[Progress]:
+    """Progress on standard error: bars on a terminal, gone when they are done; elsewhere a line every `EVERY_S` seconds."""
     columns = (
         TextColumn("{task.description:<8}"),
         BarColumn(bar_width=32),
@@ -78,10 +90,39 @@ def bars(show: bool = True) -> Iterator[Progress]:
         TimeElapsedColumn(),
     )
     console = err()
-    with Progress(
-        *columns, console=console, transient=True, disable=not (show and console.is_terminal)
-    ) as progress:
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with progress if console.is_terminal else _lines(progress):
         yield progress
+
+
+@contextmanager
+def _lines(progress: Progress) -> Iterator[None]:
+    """What the bars would show, as lines."""
+    over, begin = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(EVERY_S):
+            print(_line(progress.tasks, time.monotonic() - begin), file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, name="mmaccel-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _line(tasks: Sequence[Task], seconds: float) -> str:
+    """The tasks that are under way, and the seconds since the first began."""
+    told = []
+    for task in tasks:
+        if task.visible and not task.finished:
+            whole = "" if task.total is None else f"/{task.total:.0f}"
+            told.append(
+                f"{task.description.strip()} {task.completed:.0f}{whole} {task.fields['unit']}".rstrip()
+            )
+    return f"{', '.join(told) or 'at work'}; {seconds:.0f} s"
 
 
 def counter(

@@ -9,7 +9,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model
-from mmaccel.cli.console import bars, err, number, out, print_json, steps
+from mmaccel.cli.console import GO_ON, bars, err, number, out, print_json, steps, tell_stop
 from mmaccel.core.errors import WorldError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def needle(
                     "missing": missing,
                 }
             )
-        elif worth:
+        elif whole or any(row["asked"] for row in rows):
             out().print(_rows(tally, asked))
     for one in missing if whole else ():
         told = "{asked} of {wanted} {kind} questions at {frames} frames: too few worlds have one.".format(
@@ -114,7 +114,7 @@ def needle(
         )
         err().print(told, highlight=False, soft_wrap=True)
     if stopped:
-        err().print("stopped: these are the answers so far.", highlight=False)
+        tell_stop(sum(row["asked"] for row in rows))
         raise typer.Exit(130)
 
 
@@ -160,12 +160,13 @@ def caption(
     result = {"model": model, "recipe": recipe, "frames": frames, **shares, "complete": not stopped}
     if as_json:
         print_json(result)
-    else:
+    elif rows or not stopped:
         told_line = f"{result['captions']} captions, {result['tokens']} tokens: {number(shares['accuracy'], '.1%')} right"
         if second is not None:
             told_line += f", the draft agrees on {number(shares['agreement'], '.1%')}"
         out().print(told_line, highlight=False, soft_wrap=True)
     if stopped:
+        tell_stop(len(rows))
         raise typer.Exit(130)
 
 
@@ -274,10 +275,11 @@ def table(
         worth = whole or stopped or bool(lines)
         if worth and as_json:
             print_json(result())
-        elif worth:
+        elif lines or whole:
             out().print(markdown(lines), markup=False, highlight=False, soft_wrap=True)
     write()
     if stopped:
+        tell_stop(len(lines), GO_ON if output is not None else "")
         raise typer.Exit(130)
     if not all(line.met for line in lines):
         raise typer.Exit(1)

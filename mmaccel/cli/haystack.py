@@ -10,7 +10,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, many, number, out, print_json, steps
+from mmaccel.cli.console import GO_ON, bars, many, number, out, print_json, steps, tell_stop
 from mmaccel.cli.evaluate import Seed, Videos, check_segments, lengths_of
 from mmaccel.core.errors import UnknownName, WorldError
 from mmaccel.core.recipe import Recipe
@@ -82,6 +82,8 @@ def haystack(
         _show(found, log.settings, level or "searched", log.missed(), True, as_json)
         _draw(found, picture)
         return
+    lengths = lengths_of(frames)
+    check_segments(lengths, segments if documents else 1)
     run = _Run(
         model=model,
         recipes=list(recipe or ["dense", "searched"]),
@@ -95,8 +97,6 @@ def haystack(
         device=device,
         dtype=dtype,
     )
-    lengths = lengths_of(frames)
-    check_segments(lengths, segments if documents else 1)
     run.load(output)
     found = Haystack(depths, run.log.shots)
     stopped, whole = False, False
@@ -107,10 +107,11 @@ def haystack(
         stopped = True
     finally:
         # Also when something broke: what was answered is not lost.
-        if whole or stopped or found.shots:
+        if whole or found.shots or (stopped and as_json):
             _show(found, run.settings, run.level, run.log.missed(), whole, as_json)
     _draw(found, picture)
     if stopped:
+        tell_stop(len(found.shots), GO_ON if output is not None else "")
         raise typer.Exit(130)
 
 
@@ -225,8 +226,6 @@ def methods_of(
     if compress is not None:
         more["prune"] = RIVALS[compress].make(1.0)["prune"]
     fixed = choices.recipes(recipes, model)
-    for recipe in fixed.values():
-        choices.check(recipe, model, device)
     level = level or list(fixed)[-1]
     if level not in fixed:
         raise UnknownName("recipe of --level", level, fixed)
@@ -242,6 +241,8 @@ def methods_of(
             raise WorldError(
                 f"--rival: {one!r} is a --recipe too; rename the recipe's file or leave one of them out."
             )
+    for recipe in fixed.values():
+        choices.check(recipe, model, device)
     return Methods({name: Recipe.load(one, **more) for name, one in fixed.items()}, chosen, level, more)
 
 

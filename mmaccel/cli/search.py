@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,6 +69,7 @@ def search(
     from mmaccel.search import Settings
     from mmaccel.search import search as run
     from mmaccel.search.kinds import KINDS
+    from mmaccel.search.parts import parts_of
 
     named = tuple(boundaries.replace(",", " ").split()) or KINDS
     settings = Settings(
@@ -88,10 +90,16 @@ def search(
     if backend != "auto":
         select.get(backend, place)
     processor = choices.processor(model)
-    with bars() as progress:
-        loaded = choices.load(model, place, kind)
-        inputs, told = sample(loaded, processor, video or [], text or [], max_tokens, fps, progress)
-        table = run(loaded, inputs, output, settings, sample=told, progress=steps(progress, "steps"))
+    parts = parts_of(output)
+    try:
+        with bars() as progress:
+            loaded = choices.load(model, place, kind)
+            inputs, told = sample(loaded, processor, video or [], text or [], max_tokens, fps, progress)
+            table = run(loaded, inputs, output, settings, sample=told, progress=steps(progress, "steps"))
+    except KeyboardInterrupt:
+        kept = f"what was measured is kept in {parts}; the same command goes on from there"
+        print(f"stopped: {kept if parts.is_dir() else 'nothing was measured yet'}.", file=sys.stderr)
+        raise typer.Exit(130) from None
     facts = summary(table)
     if as_json:
         print_json({"out": str(output), **facts})

@@ -10,7 +10,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, err, out, print_json
+from mmaccel.cli.console import bars, out, print_json, tell_stop
 from mmaccel.cli.evaluate import Seed, lengths_of
 from mmaccel.core.errors import RecipeError, WorldError
 from mmaccel.core.recipe import fields_of
@@ -69,7 +69,7 @@ def stream(
     stopped, whole = False, False
     file = None if output is None else output.open("w", encoding="utf-8")
     try:
-        with bars(not as_json) as progress:
+        with bars() as progress:
             bar = progress.add_task("stream", total=None, unit="frames")
             for shot in shots(
                 loaded, processor, compared, films, kinds=asked, still=still, progress=lambda n: progress.advance(bar, n)
@@ -92,10 +92,10 @@ def stream(
         if worth and as_json:
             facts = {"model": model, "frames": frames, "worlds": worlds, "window": window, "still": still}
             print_json({**facts, "seed": seed, "complete": whole, "rows": told, "paired": against})
-        elif worth:
+        elif found or whole:
             out().print(_table(told))
     if stopped:
-        err().print("stopped: these are the answers so far.", highlight=False)
+        tell_stop(len(found))
         raise typer.Exit(130)
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +17,11 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, counter, err, many, number, out, print_json
+from mmaccel.cli.console import bars, counter, err, many, out, print_json
+from mmaccel.cli.evidence import as_object, below, evidence_table
 from mmaccel.core.errors import ModelError, RecipeError, VideoError
 
 if TYPE_CHECKING:
-    from mmaccel.core.answer import Answer
     from mmaccel.core.session import VideoSession
     from mmaccel.media import Video
 
@@ -36,7 +37,9 @@ Asked = tuple[float | None, str]
 
 
 def watch(
-    video: Annotated[str, typer.Argument(help="A video file, URL or camera.")],
+    video: Annotated[
+        str | None, typer.Argument(help="A video file, URL or camera; none asks what --load holds.")
+    ] = None,
     model: Model = "tiny-ov",
     recipe: Annotated[
         str | None, typer.Option("--recipe", help=f"A memory's name or a YAML file ({RECIPE}).")
@@ -71,7 +74,10 @@ def watch(
     from mmaccel.core.recipe import Recipe
     from mmaccel.core.record import recipe_of, writable
     from mmaccel.core.session import VideoSession
+    from mmaccel.media.container import is_url
 
+    if video is None and load is None:
+        raise VideoError("watch: there is no video; name one, or a saved session with --load.")
     asked = [parsed(text) for text in question or [] if text != INPUT]
     if load is not None and recipe is not None:
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
@@ -79,14 +85,25 @@ def watch(
         writable(save)
     chosen = choices.memory(recipe or RECIPE, model) if load is None else Recipe.load(recipe_of(load))
     place, kept_in = choices.where(device), choices.dtype(dtype)
-    clips = media.clips(video, fps=fps, frames_per_clip=clip, follow=follow, timeout=timeout, format=format)
+    clips: Iterator[Video] = iter(())
+    if video is not None:
+        how: dict[str, Any] = {"follow": follow, "timeout": timeout, "format": format}
+        clips = media.clips(video, fps=fps, frames_per_clip=clip, **how)
+        # Of a camera, or of a file that grows, the rate is a guess.
+        clips = rated(clips, video, fps, guess=follow or format is not None, quiet=as_json)
     processor = choices.processor(model)
+    if video is not None and not (follow or format is not None or is_url(video)):
+        # What does not run away while a model is loaded is opened before.
+        clips = chain([next(clips)], clips)
     asked += piped(question or [])
+    terminal = sys.stdin is not None and sys.stdin.isatty() and not as_json
+    if video is None and not asked and not terminal:
+        raise ModelError("--load without a video: there is no question; give one with --question.")
     asked.sort(key=lambda one: float("inf") if one[0] is None else one[0])
     session = VideoSession(choices.load(model, place, kept_in), processor, chosen)
     if load is not None:
         session.load(load)
-    typed = Typed(sys.stdin.isatty() and not as_json)
+    typed = Typed(terminal)
     told: list[dict[str, Any]] = []
     stopped = False
 
@@ -96,17 +113,10 @@ def watch(
     with session:
         begin = session.seconds if len(session) else None
         try:
-            with bars(not as_json) as progress:
+            with bars() as progress:
                 seen = counter(progress, "watch", "frames")
                 shift: float | None = None
                 for part in clips:
-                    # Of a camera, or of a file that grows, the rate is a guess.
-                    known = not follow and format is None and part.source_fps > 0
-                    if known and fps > 1.001 * part.source_fps:
-                        raise VideoError(
-                            f"--fps: {fps:g} is more than the {part.source_fps:g} frames a second of {video}; "
-                            "give no more than it has."
-                        )
                     if shift is None:
                         # What is watched after a saved session follows it.
                         follows = begin is not None and float(part.times[0]) <= begin
@@ -156,6 +166,33 @@ def watch(
         err().print(closing + (f"; saved to {save}" if save is not None else ""), highlight=False)
     if stopped:
         raise typer.Exit(130)
+
+
+def rated(clips: Iterator[Video], video: str, fps: float, *, guess: bool, quiet: bool) -> Iterator[Video]:
+    """The same clips; before the first, a line on how many frames a second are read, and of how many.
+
+    Raises `VideoError` where the source has fewer; `guess` says that its own rate is not known.
+    """
+    for number, part in enumerate(clips):
+        if number == 0:
+            own = None if guess or not part.source_fps > 0 else part.source_fps
+            if own is not None and fps > 1.001 * own:
+                raise VideoError(
+                    f"--fps: {fps:g} is more than the {own:g} frames a second of {video}; give no more than it has."
+                )
+            if not quiet:
+                err().print(rate(fps, own), highlight=False, soft_wrap=True)
+        yield part
+
+
+def rate(fps: float, own: float | None) -> str:
+    """What is read of a source with `own` frames a second, None where that is not known."""
+    if own is not None and fps > 0.999 * own:
+        return f"reads all {own:g} frames a second (--fps)."
+    of = "" if own is None else f" of {own:g}"
+    return (
+        f"reads {fps:g}{of} frames a second (--fps); what is shown for less than {1 / fps:g} s may be missed."
+    )
 
 
 def parsed(text: str, source: str = "--question") -> Asked:
@@ -288,47 +325,8 @@ def _ask(
         console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
     console.print()
     assert reply.answer is not None
-    for line in shown(reply.answer, moments):
+    if reply.answer.evidence:
+        console.print(evidence_table(reply.answer, moments))
+    for line in below(reply.answer, moments):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     return as_object(text, at, session, reply.answer, moments)
-
-
-def shown(answer: Answer, moments: int) -> list[str]:
-    """What people read of an answer's making: the best `moments` it rests on, each with its share of the layers."""
-    speed = f"first token {answer.ttft_s:.3f} s, then {number(answer.tokens_per_s, '.1f', ' tokens/s')}"
-    best = answer.top(moments)
-    rests = [f"{_span(one.frames)} at {one.seconds:.0f} s ({one.share:.0%})" for one in best]
-    left = len(answer.evidence) - len(best)
-    more = f", and in some layers on {left} more" if left else ""
-    return [f"rests on {', '.join(rests) or 'no moment'}{more}", speed]
-
-
-def _span(frames: tuple[int, int]) -> str:
-    return f"frame {frames[0]}" if frames[0] == frames[1] else f"frames {frames[0]}-{frames[1]}"
-
-
-def as_object(
-    text: str, at: float | None, session: VideoSession, answer: Answer, moments: int
-) -> dict[str, Any]:
-    """An answer, JSON-ready; of the moments it rests on the best, and how many there are."""
-    return {
-        "question": text,
-        "at": at,
-        "asked_at": session.seconds,
-        "frames": len(session),
-        "answer": answer.text,
-        "ttft_s": answer.ttft_s,
-        "tokens_per_s": answer.tokens_per_s,
-        "evidence": [
-            {
-                "frames": list(one.frames),
-                "seconds": one.seconds,
-                "share": one.share,
-                "recalled": one.recalled,
-                "score": one.score,
-            }
-            for one in answer.top(moments)
-        ],
-        "moments": len(answer.evidence),
-        "counters": answer.counters,
-    }

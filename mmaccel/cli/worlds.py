@@ -11,7 +11,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model, compared, side_by_side, watch
-from mmaccel.cli.console import bars, columns, counter, err, many, number, out, print_json, steps
+from mmaccel.cli.console import bars, columns, counter, err, many, number, out, print_json, steps, tell_stop
 from mmaccel.core.errors import WorldError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def demo(
                 progress.advance(bar)
         whole = True
     except KeyboardInterrupt:
-        err().print("stopped: these are the answers so far.", highlight=False)
+        tell_stop(len(seen))
     shares = {name: tally.share() for name, tally in tallies.items()}
     used = sorted({case.world.seed for case in todo})
     skipped = sorted(set(range(used[0], used[-1] + 1)).union(range(seed0, used[0])).difference(used))

@@ -14,6 +14,11 @@ from typing import Any
 from mmaccel.core.errors import RecipeError
 
 
+def parts_of(out: Path) -> Path:
+    """The folder in which a search for the table `out` keeps what it has done."""
+    return out.with_name(out.name + ".parts")
+
+
 class Parts:
     """What a search has done so far, a file a layer, each written whole or not at all."""
 

@@ -23,7 +23,7 @@ from mmaccel.policies.sparse.head_table import KIND, SCHEMA
 from mmaccel.search.algorithm import kinds_of, levelled, scored, ticks
 from mmaccel.search.kinds import KINDS
 from mmaccel.search.measure import Bench
-from mmaccel.search.parts import Parts, write_json
+from mmaccel.search.parts import Parts, parts_of, write_json
 from mmaccel.search.sample import Inside, described, frame_tokens, present, watch
 from mmaccel.search.space import Candidate, Scale, rows
 from mmaccel.search.table import Ledger, assembled
@@ -95,7 +95,7 @@ def search(
         raise RecipeError(f"the folder {out.parent} does not exist; create it first.")
     if out.is_dir():
         raise RecipeError(f"{out} is a folder; give the name of a file in it.")
-    parts = Parts(out.with_name(out.name + ".parts"))
+    parts = Parts(parts_of(out))
     with parts.alone():
         return _search(model, inputs, out, settings, parts, sample, progress)
 

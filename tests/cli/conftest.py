@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmaccel.cli import main
+from mmaccel.cli import console, main
 from mmaccel.world import World, write_mp4
 
 
@@ -22,6 +22,12 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def ov(random_folder: Callable[[str], Path]) -> str:
     return str(random_folder("tiny-ov-draft"))
+
+
+@pytest.fixture(autouse=True)
+def slow_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No line of progress comes between what a command says, however slow the machine is."""
+    monkeypatch.setattr(console, "EVERY_S", 3600.0)
 
 
 @pytest.fixture

@@ -108,6 +108,16 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no place to write": (("world", "--out", "/proc/x.mp4"), "cannot be written"),
     "demo kinds": (("demo", "--kinds", "taste"), "unknown question kind 'taste'"),
+    "two videos": (
+        ("ask", "CLIP", "other.mp4", "hi", "--model", "OV"),
+        "one video is used and two are given",
+    ),
+    "two videos and no question": (("ask", "CLIP", "CLIP", "--model", "OV"), "run the command for each."),
+    "two videos of caption": (("caption", "CLIP", "other.mp4"), "'other.mp4'; run the command for each."),
+    "a question in pieces": (
+        ("ask", "CLIP", "what", "colour", "--model", "OV"),
+        "'what' and 'colour' among them; put it in quotes.",
+    ),
     "words": (("eval", "caption", "--model", "OV", "--words", "2"), "max_words must be 17 or more"),
 }
 

@@ -80,12 +80,22 @@ def test_people_read_the_answer_and_what_it_rests_on(call: Call, clip: str, ov: 
         "watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--question", "how many ?", "--max-new-tokens", 2
     )  # fmt: skip
     assert status == 0 and "watched 16 frames, 60 s" in err
-    assert "[60.0 s] how many ?" in out and "rests on frame 12 at 48 s (100%), frame 13 at" in out
-    assert "more" not in out and "first token" in out
+    # The rate is told before all else, and once.
+    first, rest = err.split("\n", 1)
+    told = "reads 0.25 of 1 frames a second (--fps); what is shown for less than 4 s may be missed."
+    assert first == told and "--fps" not in rest
+    assert "[60.0 s] how many ?" in out and "more" not in out and "first token" in out
+    head = " ".join(line for line in out.splitlines() if "layers" in line)
+    assert all(
+        word in head for word in ("rests on", "shown at", "layers that saw it", "retrieved it", "score")
+    )
+    rows = [line.split() for line in out.splitlines() if line.strip().startswith("frame ")]
+    assert [row[:5] for row in rows] == [["frame", str(n), str(4 * n), "s", "100%"] for n in range(12, 16)]
+    assert all(row[5] == "0%" for row in rows), "what is in the local window is seen, and not retrieved"
     status, out, _ = call(
         "watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--question", "how many ?", "--evidence", 3
     )  # fmt: skip
-    assert status == 0 and out.count("(100%)") == 3 and "and in some layers on 1 more" in out
+    assert status == 0 and out.count(" 100% ") == 3 and "and in some layers on 1 more" in out
 
 
 def test_questions_are_piped(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
@@ -153,6 +163,31 @@ def test_a_time_before_a_saved_session_s_end_is_told(call: Call, clip: str, ov: 
     )
 
 
+def test_a_saved_session_is_asked_without_a_video(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
+    model = ("--model", ov, "--max-new-tokens", 3, "--json")
+    base = ("watch", clip, *model, "--recipe", "rekv", "--fps", 0.25, "--question", "how many ?")
+    status, out, _ = call(*base, "--save", tmp_path / "s")
+    (before,) = json.loads(out)["answers"]
+    status, out, err = call("watch", "--load", tmp_path / "s", *model, "--question", "how many ?")
+    told = json.loads(out)
+    assert (status, err, told["video"], told["frames"], told["began"]) == (0, "", None, 16, 60.0)
+    (after,) = told["answers"]
+    assert (after["answer"], after["evidence"]) == (before["answer"], before["evidence"])
+    for words, sentence in (
+        (("watch", *model), "there is no video; name one, or a saved session with --load"),
+        (("watch", "--load", tmp_path / "s", *model), "there is no question; give one with --question"),
+    ):
+        status, out, err = call(*words)
+        assert (status, out) == (2, "") and sentence in err and err.count("\n") == 1
+
+
+def test_a_rate_is_told_for_what_it_is() -> None:
+    assert command.rate(25.0, 25.0) == "reads all 25 frames a second (--fps)."
+    assert command.rate(0.5, None).startswith(
+        "reads 0.5 frames a second (--fps); what is shown for less than 2 s"
+    )
+
+
 def test_typed_questions_are_answered(
     call: Call, clip: str, ov: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +212,7 @@ def test_typed_questions_are_answered(
         (("--load", "nowhere", "--recipe", "rekv"), "leave --recipe or --load out"),
         (("--fps", "0"), "must be a positive number"),
         (("--question", "@3"), "asks nothing"),
+        (("other.mp4",), "one video is used and two are given"),
     ],
 )
 def test_errors_are_one_sentence(

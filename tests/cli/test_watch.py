@@ -27,7 +27,7 @@ PATCHES = Pixels(
 
 
 def look(path: object, pixels: Pixels = SQUARE, **how: Any) -> Any:
-    with bars(False) as progress:
+    with bars() as progress:
         return watch(str(path), SimpleNamespace(video=pixels), progress, **how)
 
 

@@ -1,0 +1,54 @@
+"""What is told of one argument too many, and of a command that is stopped."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from mmaccel.core.errors import VideoError
+
+
+class Commands(TyperGroup):
+    """The commands; one that is stopped says so, unless it has said more itself."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("stopped.", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
+class OneVideo(TyperCommand):
+    """A command on one video, and perhaps a question, which says in one sentence that more were given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        left = super().parse_args(ctx, args)
+        question = ctx.params.get("question")
+        if isinstance(question, str):
+            check_question(ctx.params["video"], question)
+            if ctx.args:
+                raise VideoError(
+                    f"the question is {1 + len(ctx.args)} arguments, {question!r} and {ctx.args[0]!r} among them; put it in "
+                    "quotes."
+                )
+        elif ctx.args:
+            raise _two(ctx.params["video"], ctx.args[0])
+        return left
+
+
+def check_question(video: str, question: str) -> None:
+    """Raise `VideoError` for a question that is a second video."""
+    if Path(question).is_file() or (Path(question).suffix and Path(question).suffix == Path(video).suffix):
+        raise _two(video, question)
+
+
+def _two(one: str, other: str) -> VideoError:
+    return VideoError(
+        f"one video is used and two are given, {one!r} and {other!r}; run the command for each."
+    )

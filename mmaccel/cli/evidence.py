@@ -1,0 +1,78 @@
+"""What an answer on a stream rests on, for people and as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mmaccel.cli.console import number
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mmaccel.core.answer import Answer
+    from mmaccel.core.session import VideoSession
+
+HEADS = (
+    "rests on",
+    "shown at",
+    "layers that saw it",
+    "layers that retrieved it",
+    "score by the layers: 0 their lowest, 1 their highest",
+)
+"""Seen is retrieved, or in the local window, which is seen without being looked for."""
+
+
+def evidence_table(answer: Answer, moments: int) -> Table:
+    """The best `moments` that an answer rests on, in the order of `Answer.top`."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for head in HEADS:
+        table.add_column(head, justify="left" if head == HEADS[0] else "right")
+    for one in answer.top(moments):
+        shares = f"{one.share:.0%}", f"{one.recalled:.0%}"
+        table.add_row(_span(one.frames), f"{one.seconds:.0f} s", *shares, f"{one.score:.2f}")
+    return table
+
+
+def below(answer: Answer, moments: int) -> list[str]:
+    """What people read below the table: what it leaves out, and how fast the answer was."""
+    left = len(answer.evidence) - moments
+    told = [] if answer.evidence else ["rests on no moment"]
+    if left > 0:
+        told.append(f"and in some layers on {left} more")
+    return [
+        *told,
+        f"first token {answer.ttft_s:.3f} s, then {number(answer.tokens_per_s, '.1f', ' tokens/s')}",
+    ]
+
+
+def _span(frames: tuple[int, int]) -> str:
+    return f"frame {frames[0]}" if frames[0] == frames[1] else f"frames {frames[0]}-{frames[1]}"
+
+
+def as_object(
+    text: str, at: float | None, session: VideoSession, answer: Answer, moments: int
+) -> dict[str, Any]:
+    """An answer, JSON-ready; of the moments it rests on the best, and how many there are."""
+    return {
+        "question": text,
+        "at": at,
+        "asked_at": session.seconds,
+        "frames": len(session),
+        "answer": answer.text,
+        "ttft_s": answer.ttft_s,
+        "tokens_per_s": answer.tokens_per_s,
+        "evidence": [
+            {
+                "frames": list(one.frames),
+                "seconds": one.seconds,
+                "share": one.share,
+                "recalled": one.recalled,
+                "score": one.score,
+            }
+            for one in answer.top(moments)
+        ],
+        "moments": len(answer.evidence),
+        "counters": answer.counters,
+    }

@@ -1,0 +1,132 @@
+"""What a command says when it is stopped, and while it works where there is no terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmaccel.cli import console
+
+Call = Callable[..., tuple[int, str, str]]
+
+COMMANDS = {
+    "needle": ("mmaccel.eval.needle", "judge"),
+    "caption": ("mmaccel.eval.caption", "caption_scores"),
+    "table": ("mmaccel.eval.table", "measure"),
+    "haystack": ("mmaccel.eval.haystack", "shots"),
+    "stream": ("mmaccel.eval.stream", "shots"),
+    "demo": ("mmaccel.eval.needle", "judge"),
+}
+
+
+def after(count: int, works: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """The same, stopped by the user once it has given so many."""
+
+    def stopped(*given: Any, **how: Any) -> Iterator[Any]:
+        for number, one in enumerate(works(*given, **how) if count else [None]):
+            if number == count:
+                break
+            yield one
+        raise KeyboardInterrupt
+
+    return stopped
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_stop_before_the_first_answer_is_told(
+    name: str, call: Call, ov: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, function = COMMANDS[name]
+    monkeypatch.setattr(f"{place}.{function}", after(0, iter))
+    how = {
+        "needle": ("--frames", 8),
+        "caption": ("--frames", 8),
+        "haystack": ("--recipe", "dense", "--frames", 16),
+        "stream": ("--frames", 20),
+        "demo": ("--worlds", 1, "--recipe", "grid", "--json"),
+    }
+    words = ("demo",) if name == "demo" else ("eval", name)
+    status, out, err = call(*words, "--model", ov, *how.get(name, ()))
+    assert (status, err) == (130, "stopped: nothing was answered.\n")
+    assert name == "demo" or out == ""
+
+
+def test_a_stopped_haystack_shows_what_there_is(
+    call: Call, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmaccel.eval import haystack
+
+    monkeypatch.setattr(haystack, "shots", after(1, haystack.shots))
+    words = (
+        "eval",
+        "haystack",
+        "--model",
+        ov,
+        "--recipe",
+        "dense",
+        "--recipe",
+        "a_shape-short",
+        "--frames",
+        16,
+    )
+    status, out, err = call(*words, "--out", tmp_path / "rows.jsonl")
+    assert status == 130 and "accuracy" in out and "dense" in out
+    assert err == "stopped: these are the answers so far; the same command goes on from what --out holds.\n"
+    assert json.loads(call(*words, "--json")[1])["complete"] is False
+
+
+def test_a_stopped_search_says_what_is_kept(
+    call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmaccel.search import run
+
+    out = tmp_path / "t.json"
+    words = ("search", ov, "--video", clip, "--max-tokens", 300, "--out", out, "--boundaries", "no_boundary")
+    words += ("--cost", "pairs", "--block", 16, "--device", "cpu")
+    scored = run.scored
+
+    def stopped(bench: Any, *rest: Any) -> Any:
+        if bench.inside.layer > 0:
+            raise KeyboardInterrupt
+        return scored(bench, *rest)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(run, "watch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert call(*words) == (130, "", "stopped: nothing was measured yet.\n")
+    with monkeypatch.context() as broken:
+        broken.setattr(run, "scored", stopped)
+        told = f"stopped: what was measured is kept in {out}.parts; the same command goes on from there.\n"
+        assert call(*words) == (130, "", told)
+    assert call(*words)[0] == 0 and out.is_file() and not Path(f"{out}.parts").exists()
+
+
+def test_a_stop_at_any_other_time_is_told(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmaccel.cli import catalog
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(catalog, "presets", stopped)
+    assert call("list") == (130, "", "stopped.\n")
+
+
+def test_off_a_terminal_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "EVERY_S", 0.05)
+    with console.bars() as progress:
+        time.sleep(0.12)
+        tell = console.counter(progress, "decode", "frames", 40)
+        console.steps(progress, "layers")("encode", 6, 6)
+        tell(7, None)
+        time.sleep(0.12)
+    time.sleep(0.12)
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == "" and 2 <= len(lines) <= 5 and lines[0] == "at work; 0 s"
+    assert lines[-1] == "decode 7/40 frames; 0 s"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,46 +83,6 @@ class Turn(Runner):
 
     def length(self) -> int:
         return self._state.length()
-
-
-class Clock:
-    """Times the tokens of one answer, and counts what a draft did."""
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-        self.first: float | None = None
-        self.last = self.began
-        self.tokens = 0
-        self.drafted = self.accepted = self.rounds = 0
-        self.failure: str | None = None
-
-    def note(self, count: int) -> None:
-        """`count` tokens have reached the host."""
-        self.last = time.perf_counter()
-        self.first = self.last if self.first is None else self.first
-        self.tokens += count
-
-    def round(self, proposed: int, accepted: int) -> None:
-        self.drafted, self.accepted = self.drafted + proposed, self.accepted + accepted
-        self.rounds += proposed > 0
-
-    def draft_failed(self, reason: str) -> None:
-        self.failure = reason
-
-    @property
-    def ttft_s(self) -> float:
-        return (self.first or self.last) - self.began
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        after = self.last - (self.first or self.last)
-        return (self.tokens - 1) / after if self.tokens > 1 and after > 0 else None
-
-    def counters(self) -> dict[str, float]:
-        """Figures of the draft, if one drafted."""
-        if not self.rounds:
-            return {}
-        return {"drafted": float(self.drafted), "accepted": float(self.accepted)}
 
 
 class Reply(Iterator[str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import StreamSeam
-from mmaccel.core.answer import Clock, Evidence, Turn
+from mmaccel.core.answer import Evidence, Turn
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.core.kv import FrameState, Piece, Seen, Stream, StreamPolicy, StreamState
+from mmaccel.core.report import Meter
 
 UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
@@ -52,7 +54,7 @@ class Question:
     turn: Turn
     logits: Tensor
     ids: Tensor
-    clock: Clock
+    meter: Meter
     evidence: Callable[[], tuple[Evidence, ...]]
 
 
@@ -207,7 +209,7 @@ class Live:
     def asked(self, question: str, room: int) -> Iterator[Question]:
         """A question run up to its first token; at exit the memory is as before. `room` tokens may follow."""
         film, state, seam = self.film, self.state, self.seam
-        clock = Clock()
+        meter = Meter(started=time.perf_counter())
         tail = seam.tail(question)
         evidence = state.evidence
         if isinstance(state, FrameState):
@@ -229,7 +231,8 @@ class Live:
         turn = Turn(seam, state, self._hidden)
         with state.turn():
             logits = turn.prefill({"piece": piece, "embeds": embeds})
-            yield Question(turn, logits, tail.ids, clock, lambda: self._shown(evidence()))
+            meter.prompt_tokens = turn.length()
+            yield Question(turn, logits, tail.ids, meter, lambda: self._shown(evidence()))
 
     def _picked(self, state: FrameState) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Report:
-    """Figures of the last generation or forward pass of an accelerated model.
+    """Figures of the last generation or forward pass of an accelerated model, or of the last answer on a stream.
 
     kept            query-key pairs in the listed blocks over causal pairs in prefill, mean over all layers and heads, dense
                     layers and rows included (a dense layer counts 1; blocks reach past the diagonal, so above 1 is possible)
@@ -68,11 +68,11 @@ class Report:
         lines = [
             f"prompt {self.prompt_tokens} tokens, {self.new_tokens} new; first token after {show(self.ttft_s, '.3f')} s, "
             f"then {show(self.tokens_per_s, '.1f')} tokens/s",
-            f"attention: kept {show(self.kept, '.1%')} in prefill ({heads or 'none'}), backend {self.backend}",
+            f"attention: kept {show(self.kept, '.1%')} in prefill ({heads or 'no pattern'}), backend {self.backend}",
             ", ".join(
                 [
                     f"memory: peak {self.peak_bytes / 2**20:.0f} MiB",
-                    *(f"{key} {value:g}" for key, value in self.kv.items()),
+                    *(_figure(name, value) for name, value in self.kv.items()),
                 ]
             ),
         ]
@@ -87,6 +87,14 @@ class Report:
                 + (f"; stopped drafting: {self.draft['failed']}" if self.draft["failed"] else "")
             )
         return "\n".join(lines)
+
+
+def _figure(name: str, value: float) -> str:
+    """A counter of a memory with its unit, where its name has one; tokens are held and seen."""
+    if "bytes" in name.split("_"):
+        return f"{name} {value / 2**20:.2f} MiB"
+    unit = " tokens" if name in ("held", "seen") else " s" if name.endswith("_s") else ""
+    return f"{name} {value:g}{unit}"
 
 
 @dataclass

@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from mmaccel.backends import select
 from mmaccel.core import record
 from mmaccel.core.adapter import Clip, StreamSeam
 from mmaccel.core.answer import Answer, Reply, Said
@@ -22,6 +23,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.generate import speculate
 from mmaccel.core.live import Live, moments
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.report import Meter, Report
 
 Progress = Callable[[int, int | None], None]
 
@@ -49,6 +51,7 @@ class VideoSession:
         self._kv = stream_policy(self.recipe)
         self._seam: StreamSeam = adapter_for(model).seam(model, processor)
         self._live: Live | None = None
+        self._meter = Meter()
         self._lock = threading.RLock()
         self._closed = False
 
@@ -167,12 +170,16 @@ class VideoSession:
 
                 def emit(new: Tensor) -> None:
                     tokens = new.tolist()
-                    asked.clock.note(len(tokens))
+                    asked.meter.token(len(tokens))
                     said.add([token for token in tokens if token not in ends])
 
-                speculate(asked.turn, draft, prompt, asked.logits, stop=stop, emit=emit, meter=asked.clock)
-                counters = {**live.state.counters(), **asked.clock.counters()}
-                speed = asked.clock.ttft_s, asked.clock.tokens_per_s
+                speculate(asked.turn, draft, prompt, asked.logits, stop=stop, emit=emit, meter=asked.meter)
+                self._meter, told = asked.meter, self._told(asked.meter)
+                speed = told.ttft_s or 0.0, told.tokens_per_s
+                drafted = {"drafted": told.draft["proposed"], "accepted": told.draft["accepted"]}
+                counters = told.kv | (
+                    {name: float(n) for name, n in drafted.items()} if told.draft["rounds"] else {}
+                )
                 return Answer(said.finish(), tuple(said.ids), *speed, asked.evidence(), counters)
 
     @property
@@ -194,6 +201,20 @@ class VideoSession:
     def counters(self) -> dict[str, float]:
         """Figures of the memory."""
         return {} if self._live is None else self._live.state.counters()
+
+    def report(self) -> Report:
+        """What is in use, and figures of the last answer, as `Accelerated.report` has them of a `generate`.
+
+        prompt_tokens are the columns of the stream, as its memory counts them, and of the question; `kv` counts what the
+        memory holds now; no pattern is planned in a stream, so that `kept` is None and `patterns` is empty; peak_bytes are
+        since the last reset on CUDA. Before the first answer the figures of one are 0 or None.
+        """
+        return self._told(self._meter)
+
+    def _told(self, meter: Meter) -> Report:
+        device = self._seam.device
+        why = "a stream's memory decides what is seen, and no pattern is planned"
+        return meter.report(self.recipe.to_dict(), select.choose(device), self.counters(), device, why)
 
     def clusters(self) -> dict[str, Tensor]:
         """Of a memory that clusters, by the name of a level: the cluster [L or 1, N] of each entry at each layer.

@@ -78,6 +78,32 @@ def test_evidence_tells_what_layers_looked_at() -> None:
         assert {one.frames[1] - one.frames[0] for one in session.ask(QUESTION, 1).evidence} == {1}
 
 
+def test_a_report_says_what_is_in_use_and_what_the_last_answer_took() -> None:
+    with open_session("tiny-ov", TIGHT["rekv"], draft="prompt_lookup") as session:
+        empty = session.report()
+        assert (empty.prompt_tokens, empty.ttft_s, empty.kv, empty.recipe["kv"]["name"]) == (
+            0,
+            None,
+            {},
+            "rekv",
+        )
+        session.watch(film(14), fps=FPS)
+        answer = session.ask("describe the video .", 12)
+        told = session.report()
+        assert told.recipe == session.recipe.to_dict() and told.kept is None and told.patterns == ()
+        assert (told.ttft_s, told.tokens_per_s) == (answer.ttft_s, answer.tokens_per_s)
+        assert told.new_tokens >= len(answer.ids) and told.peak_bytes > 0
+        assert told.prompt_tokens > 14 * 16, "the columns of the stream, and the question's"
+        assert told.kv == session.counters() and told.kv["units"] == 14
+        assert told.draft["proposed"] == answer.counters["drafted"] > 0
+        assert told.draft["accepted"] == sum(told.draft["lengths"]) == answer.counters["accepted"]
+        text = str(told)
+        assert f"first token after {answer.ttft_s:.3f} s" in text and "no pattern" in text
+        size = told.kv["host_bytes"] / 2**20
+        assert f"host_bytes {size:.2f} MiB" in text and f"held {told.kv['held']:g} tokens" in text
+    assert session.report().new_tokens == told.new_tokens, "it can be read when the session is closed"
+
+
 def test_most_of_a_long_stream_is_off_the_device_and_the_rest_does_not_grow() -> None:
     with open_session("random-ov", TIGHT["rekv"], chunk=64) as session:
         held = []

@@ -56,7 +56,7 @@ JOINT_WAYS: dict[str, dict[str, Any]] = {
 }
 KINDS = {
     "*i64": ("table",),
-    "*i32": ("ITEM", "PIECES", "SLOT", "TOLD", "q_row", "SHORT"),
+    "*i32": ("ITEM", "PIECES", "SLOT", "TOLD", "q_row", "SHORT", "TAKEN"),
     "*fp32": ("LSE", "PART_OUT", "PART_LSE"),
     "*bf16": ("Q", "OUT"),
     "fp32": ("scale",),

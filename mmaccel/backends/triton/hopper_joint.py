@@ -21,10 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mmaccel.backends.triton.hopper_walk import ENTRIES, FAR, WIDTH, bring, finish, partly, rows_of, told
-
-together = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-"""All threads of the warps that call it have come so far; its name has changed."""
+from mmaccel.backends.triton.hopper_walk import (
+    ENTRIES,
+    FAR,
+    WIDTH,
+    bring,
+    finish,
+    partly,
+    rows_of,
+    together,
+    told,
+)
 
 MOST = gl.constexpr(4)
 """Lists that a tile can hold; one group more than there are registers for."""

@@ -89,6 +89,12 @@ def _there(device: torch.device) -> bool:
     return True
 
 
+@cache
+def _at_a_time(device: torch.device) -> int:
+    """Programs that run at a time: one on each multiprocessor."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def copies(
     key: Tensor, value: Tensor, k_row: Sequence[Tensor], k_place: Sequence[Tensor], heads: int
 ) -> Homes:
@@ -109,10 +115,10 @@ def launch(
     joint: int = 0,
     **shape: Any,
 ) -> None:
-    """tensors: query, key and value; spans: of each a tensor or number by the names of `hopper_walk.FIELDS`; given: the
-    outputs, the tables of split rows, and the queries' rows with their strides, as `kernel.attend_kernel` takes them; sizes:
-    the strides of the outputs and query blocks; joint: query blocks of a tile of `hopper_joint`, whose sizes end with the
-    tiles of a head, or 0."""
+    """grid: list rows, or items of work, and tiles of each; tensors: query, key and value; spans: of each a tensor or number
+    by the names of `hopper_walk.FIELDS`; given: the outputs, the tables of split rows, and the queries' rows with their
+    strides, as `kernel.attend_kernel` takes them; sizes: the strides of the outputs and query blocks; joint: query blocks of
+    a tile of `hopper_joint`, whose sizes end with the tiles of a head, or 0."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -134,11 +140,13 @@ def launch(
     # Where nothing may be copied there is nothing to see, and nothing looks.
     apart = [engine(t, (len(t) * BOX, D), D) for t in (homes.keys, homes.values)] if len(homes.keys) else own
     out, lse, part_out, part_lse, *tables, q_row, q_row_b, q_row_h = given
+    kernel, of_tiles = hopper.hopper_kernel, [torch.zeros(1, dtype=torch.int32, device=query.device), *grid]
+    programs: tuple[int, ...] = (min(grid[0] * grid[1], _at_a_time(query.device)),)
     how: dict[str, Any] = dict(STAGES=STAGES)
     if joint:
+        kernel, of_tiles, programs = hopper_joint.joint_kernel, [], grid
         how = dict(GROUPS=joint, STAGES=PLACES[joint], LAG=LAG)
-    kernel = hopper_joint.joint_kernel if joint else hopper.hopper_kernel
-    kernel[grid](
+    kernel[programs](
         *own,
         *apart,
         numbered([_field(span[name]) for span in spans for name in hopper_walk.FIELDS], query.device),
@@ -152,6 +160,7 @@ def launch(
         q_row,
         q_row_b,
         q_row_h,
+        *of_tiles,
         *query.stride()[:3],
         seen.batch,
         seen.group,

@@ -132,10 +132,10 @@ class_phases = torch.library.custom_op(
 )
 """line and shift [B, h, 1] long: the class of the heaviest columns and the phase of the heaviest slashes, under `score`.
 
-order [B, n] int32: the places by class; start [B, C + 1] int32: where each class begins in it, and the last ends. own [B, L]
-int32: the class of the key at each query's place. members [B, C or more] float32: how many pairs of a query and a key before
-it have a phase. stride [B] long: how many classes and phases there are. spread [B, h, L] float32, with `rows`: the entropy
-of the weights of each query; empty otherwise.
+order [B, n] int32: the places by class, ascending in each; start [B, C + 1] int32: where each class begins in it, and the
+last ends. own [B, L] int32: the class of the key at each query's place. members [B, C or more] float32: how many pairs of a
+query and a key before it have a phase. stride [B] long: how many classes and phases there are. spread [B, h, L] float32, with
+`rows`: the entropy of the weights of each query; empty otherwise.
 """
 
 stride_scores = torch.library.custom_op(

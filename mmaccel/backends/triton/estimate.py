@@ -114,7 +114,19 @@ def totals_kernel(
     end = tl.minimum(tl.minimum(begin + piece, n), tl.max(place_of, 0) + 1)
     peak = tl.full([BLOCK_L], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_L], tl.float32)
-    for first in range(begin, end, BLOCK_N):
+    # What every query sees needs no test.
+    least = tl.min(tl.where(r < L, place_of, end), 0)
+    whole = begin + tl.maximum(tl.minimum(end, least + 1) - begin, 0) // BLOCK_N * BLOCK_N
+    for first in range(begin, whole, BLOCK_N):
+        place = first + tl.arange(0, BLOCK_N)
+        score = tile_scores(
+            q, key, row, place, place < n, b, h // GROUP, key_strides, n, D, GATHERED, PRECISION, BLOCK_D
+        )
+        top = tl.maximum(peak, tl.max(score, 1) * scale)
+        part = tl.sum(tl.math.exp2(score * scale - top[:, None]), 1)
+        total = total * tl.math.exp2(peak - top) + part
+        peak = top
+    for first in range(whole, end, BLOCK_N):
         place = first + tl.arange(0, BLOCK_N)
         score = tile_scores(
             q, key, row, place, place < end, b, h // GROUP, key_strides, n, D, GATHERED, PRECISION, BLOCK_D

@@ -14,17 +14,117 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.triton.estimate import (
-    load_queries,
-    load_totals,
-    row_totals,
-    shape_of,
-    tile_scores,
-    tile_weights,
-)
+from mmaccel.backends.triton.estimate import load_queries, load_totals, row_totals, shape_of
+
+KEYS = 64
+"""Keys of a tile: sums over the queries are kept for each of them, in registers."""
+
+STAGES = 5
+"""Depth of the pipeline of loads: places come before the keys that lie there, and with 4 no key comes ahead of its tile."""
+
+COUNTED = tl.constexpr(1024)
+"""Keys of a class that are looked at together to find how many every query sees."""
 
 
-@triton.jit(do_not_specialize=["n", "C"])
+@triton.jit
+def load_told(query, total, b, h, strides, H, L, D, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The queries of one head [BLOCK_D, BLOCK_L] and their log-sum-exps, such that nothing weighs where there is none."""
+    q = tl.trans(load_queries(query, b, h, strides, L, D, BLOCK_L, BLOCK_D))
+    lse = load_totals(total, b, h, H, L, BLOCK_L)
+    return q, tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit
+def tile_of_class(
+    query,
+    key,
+    row,
+    total,
+    order,
+    query_strides,
+    key_strides,
+    q,
+    lse,
+    place_of,
+    last,
+    first,
+    end,
+    given,
+    entropy,
+    sums,
+    largest,
+    number,
+    b,
+    one,
+    n,
+    H,
+    L,
+    scale,
+    SCORE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    D: tl.constexpr,
+    GATHERED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """What BLOCK_N keys of a class add to its sums; WHOLE: all of them are there, and every query sees them before it."""
+    d = tl.arange(0, BLOCK_D)
+    member = first + tl.arange(0, BLOCK_N)
+    there = member < end
+    place = tl.load(
+        order + b.to(tl.int64) * n + member, mask=None if WHOLE else there, other=None if WHOLE else 0
+    )
+    source = place.to(tl.int64)
+    if GATHERED:
+        source = tl.load(row + b.to(tl.int64) * n + place)
+    group = one if MEMBERS > 1 else one // GROUP
+    at = key + b.to(tl.int64) * key_strides[0] + group.to(tl.int64) * key_strides[1]
+    at += (source * key_strides[2])[:, None] + (d * key_strides[3])[None, :]
+    if WHOLE:
+        k = tl.load(at) if BLOCK_D == D else tl.load(at, mask=(d < D)[None, :], other=0.0)
+    else:
+        k = tl.load(at, mask=there[:, None] & (d < D)[None, :], other=0.0)
+    if MEMBERS == 1:
+        weight = tl.math.exp2(tl.dot(k, q, input_precision=PRECISION) * scale - lse[None, :])
+    else:
+        weight = tl.zeros([BLOCK_N, BLOCK_L], tl.float32)
+        for other in range(MEMBERS):
+            h = one * MEMBERS + other
+            q, lse = load_told(query, total, b, h, query_strides, H, L, D, BLOCK_L, BLOCK_D)
+            weight += tl.math.exp2(tl.dot(k, q, input_precision=PRECISION) * scale - lse[None, :])
+        weight = weight / MEMBERS
+    if WHOLE:
+        given += weight
+        askers = L.to(tl.float32)
+    else:
+        seen = there[:, None] & (place[:, None] <= place_of[None, :])
+        weight = tl.where(seen, weight, 0.0)
+        given += tl.where(place[:, None] < place_of[None, :], weight, 0.0)
+        askers = tl.maximum(tl.sum(seen.to(tl.float32), 1), 1.0)
+    if ROWS:
+        entropy -= weight * tl.log(tl.where(weight > 0, weight, 1.0))
+    value = tl.sum(weight, 1) / askers
+    if SCORE == "contrast":
+        # From what an even spread counts for, so that nothing is lost where all are near it.
+        value = tl.log((value * (last + 1) + 0.1) / 1.1)
+    if WHOLE:
+        sums += value
+        largest = tl.maximum(largest, value)
+        number += 1.0
+    else:
+        asked = there & (place <= last)
+        sums += tl.where(asked, value, 0.0)
+        largest = tl.maximum(largest, tl.where(asked, value, float("-inf")))
+        number += asked.to(tl.float32)
+    return given, entropy, sums, largest, number
+
+
+@triton.jit(do_not_specialize=["n", "C", "H", "L"])
 def classes_kernel(
     query,
     key,
@@ -57,59 +157,45 @@ def classes_kernel(
     """One class of one head, or of the mean of MEMBERS: given [B, h, L, C], what each query gives to the keys before it.
 
     lines [B, h, 3, C]: of what the columns count for the sum and the largest, and their number; spread [B, h, L, C], with
-    ROWS: the part of the class in the entropy of each query's weights.
+    ROWS: the part of the class in the entropy of each query's weights. Keys are the rows of a tile, so that what a column
+    counts for is summed within few threads; sums of queries are added key by key, and put together at the end.
     """
     heads = H // MEMBERS
     b, one, mine = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     r = tl.arange(0, BLOCK_L)
     place_of = tl.load(at + b * L + r, mask=r < L, other=-1).to(tl.int32)
     last = tl.max(place_of, 0)
+    least = tl.min(tl.where(r < L, place_of, last), 0)
     begin, end = tl.load(start + b * (C + 1) + mine), tl.load(start + b * (C + 1) + mine + 1)
-    to_class = tl.zeros([BLOCK_L], tl.float32)
-    entropy = tl.zeros([BLOCK_L], tl.float32)
+    q, lse = load_told(query, total, b, one * MEMBERS, query_strides, H, L, D, BLOCK_L, BLOCK_D)
+    before = tl.zeros([COUNTED], tl.int32)
+    for first in range(begin, end, COUNTED):
+        member = first + tl.arange(0, COUNTED)
+        place = tl.load(order + b.to(tl.int64) * n + member, mask=member < end, other=0)
+        before += ((member < end) & (place < least)).to(tl.int32)
+    whole = begin + tl.sum(before, 0) // BLOCK_N * BLOCK_N
+
+    of_keys = tl.zeros([BLOCK_N, BLOCK_L], tl.float32)
+    entropy = tl.zeros([BLOCK_N, BLOCK_L if ROWS else 1], tl.float32)
     sums = tl.zeros([BLOCK_N], tl.float32)
     largest = tl.full([BLOCK_N], float("-inf"), tl.float32)
     number = tl.zeros([BLOCK_N], tl.float32)
-    if MEMBERS == 1:
-        q = load_queries(query, b, one, query_strides, L, D, BLOCK_L, BLOCK_D)
-        lse = load_totals(total, b, one, H, L, BLOCK_L)
-    for first in range(begin, end, BLOCK_N):
-        member = first + tl.arange(0, BLOCK_N)
-        there = member < end
-        place = tl.load(order + b.to(tl.int64) * n + member, mask=there, other=0)
-        seen = there[None, :] & (place[None, :] <= place_of[:, None])
-        if MEMBERS == 1:
-            score = tile_scores(
-                q, key, row, place, there, b, one // GROUP, key_strides, n, D, GATHERED, PRECISION, BLOCK_D
-            )
-            weight = tile_weights(score, lse, seen, scale)
-        else:
-            weight = tl.zeros([BLOCK_L, BLOCK_N], tl.float32)
-            for other in range(MEMBERS):
-                h = one * MEMBERS + other
-                q = load_queries(query, b, h, query_strides, L, D, BLOCK_L, BLOCK_D)
-                lse = load_totals(total, b, h, H, L, BLOCK_L)
-                score = tile_scores(
-                    q, key, row, place, there, b, h // GROUP, key_strides, n, D, GATHERED, PRECISION, BLOCK_D
-                )
-                weight += tile_weights(score, lse, seen, scale)
-            weight = weight / MEMBERS
-        to_class += tl.sum(tl.where(place[None, :] < place_of[:, None], weight, 0.0), 1)
-        if ROWS:
-            entropy -= tl.sum(weight * tl.log(tl.where(weight > 0, weight, 1.0)), 1)
-        askers = tl.sum(seen.to(tl.float32), 0)
-        value = tl.sum(weight, 0) / tl.maximum(askers, 1.0)
-        if SCORE == "contrast":
-            # From what an even spread counts for, so that nothing is lost where all are near it.
-            value = tl.log((value * (last + 1) + 0.1) / 1.1)
-        asked = there & (place <= last)
-        sums += tl.where(asked, value, 0.0)
-        largest = tl.maximum(largest, tl.where(asked, value, float("-inf")))
-        number += asked.to(tl.float32)
+    for first in range(begin, whole, BLOCK_N):
+        of_keys, entropy, sums, largest, number = tile_of_class(
+            query, key, row, total, order, query_strides, key_strides, q, lse, place_of, last, first, end,
+            of_keys, entropy, sums, largest, number, b, one, n, H, L, scale,
+            SCORE, ROWS, True, GROUP, MEMBERS, D, GATHERED, PRECISION, BLOCK_L, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    for first in range(whole, end, BLOCK_N):
+        of_keys, entropy, sums, largest, number = tile_of_class(
+            query, key, row, total, order, query_strides, key_strides, q, lse, place_of, last, first, end,
+            of_keys, entropy, sums, largest, number, b, one, n, H, L, scale,
+            SCORE, ROWS, False, GROUP, MEMBERS, D, GATHERED, PRECISION, BLOCK_L, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
     out = tl.program_id(0).to(tl.int64) * L * C + r * C + mine
-    tl.store(given + out, to_class, mask=r < L)
+    tl.store(given + out, tl.sum(of_keys, 0), mask=r < L)
     if ROWS:
-        tl.store(spread + out, entropy, mask=r < L)
+        tl.store(spread + out, tl.sum(entropy, 0), mask=r < L)
     told = lines + tl.program_id(0) * 3 * C + mine
     tl.store(told, tl.sum(sums, 0))
     tl.store(told + C, tl.max(largest, 0))
@@ -195,6 +281,8 @@ def class_phases(
     if total is None:
         total = row_totals(query, key, row, at, width)
     members_of = shape["GROUP"] if pooled else 1
+    shape["BLOCK_N"], shape["num_warps"] = KEYS, 4 if shape["BLOCK_L"] <= 64 else 8
+    stages = STAGES if query.element_size() < 4 and D <= 128 else 2
     heads = H // members_of
     given = query.new_empty(B, heads, L, C, dtype=torch.float32)
     spread = torch.empty_like(given) if rows else given
@@ -204,7 +292,7 @@ def class_phases(
         classes_kernel[(B * heads, C)](
             query, key, at if row is None else row, at, total, order, start, given, spread, lines,
             query.stride(), key.stride(), order.shape[1], C, H, L, D**-0.5 * math.log2(math.e),
-            SCORE=score, ROWS=rows, MEMBERS=members_of, **shape, num_stages=2,
+            SCORE=score, ROWS=rows, MEMBERS=members_of, **shape, num_stages=stages,
         )  # fmt: skip
         phases_kernel[(B * heads,)](
             given, lines, own, members, stride, line, shift, heads, members.shape[1], C, L,

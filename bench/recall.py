@@ -58,7 +58,7 @@ METHODS = ("searched", *(name for name in RIVALS if name not in PRUNERS))
 
 
 def searched(inside: Inside, backend: str, extended: bool = False) -> LayerHeads:
-    """What the search chooses for each head of one draw, all candidates at the target's listed pairs; extended, among a row
+    """What the search chooses for each head of one draw, all candidates at the target's listed pairs; extended, among rows
     of ours too."""
     bench, block = Bench(inside, backend), 64
     modalities = present(inside.layout)
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", nargs="+", choices=list(PLANTED), default=list(PLANTED))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--extended", action="store_true", help="a row of ours is searched beside Table 3's")
+    parser.add_argument("--extended", action="store_true", help="rows of ours are searched beside Table 3's")
     parser.add_argument("--processes", type=int, default=1, help="heads are judged side by side")
     parser.add_argument("--limit", type=float, default=7 * 86400.0, help="seconds, of several processes")
     parser.add_argument("--rows", nargs="+", help="judge nothing: put the rows of these files together")

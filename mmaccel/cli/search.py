@@ -53,7 +53,7 @@ def search(
     ] = "seconds",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed runs of each measurement.")] = 3,
     extended: Annotated[
-        bool, typer.Option("--extended", help="Consider a row of ours beside the paper's 24.")
+        bool, typer.Option("--extended", help="Consider rows of ours beside the paper's.")
     ] = False,
     fps: Fps = None,
     device: Device = "auto",

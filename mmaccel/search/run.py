@@ -40,7 +40,7 @@ class Settings:
     tolerance  how near to the target's cost a row is brought, as a share of it
     cost       "seconds" that attention takes on the device, measured, or "pairs" in listed blocks, counted
     repeats    timed runs of each measurement, and of the target's beside it
-    extended   whether a row of ours is a candidate beside the 24 of Table 3
+    extended   whether rows of ours are candidates beside and instead of Table 3's (`space.py`)
     backend    the backend whose costs count; "auto": the first that can run on the device
     """
 

@@ -139,6 +139,15 @@ def test_costs_are_measured_when_asked(tmp_path: Path) -> None:
     assert set(table["space"]) <= {"no_boundary", "q_boundary"} and replayed(table) == table
 
 
+def test_a_table_of_rows_of_ours_is_made_again(tmp_path: Path) -> None:
+    model = BUILD["qwen"](layers=1)
+    settings = Settings(cost="pairs", block=16, boundaries=("no_boundary",), extended=True)
+    table = search(model, prompt("qwen", PIECES), tmp_path / "t.json", settings)
+    names = [name for one in table["space"]["no_boundary"] for name in one["rows"]]
+    assert table["extended"] and sum(name.startswith("ours:") for name in names) > 9
+    assert replayed(table) == table
+
+
 def test_one_modality_has_no_boundary(tmp_path: Path) -> None:
     model = BUILD["llava"](layers=1)
     table = search(model, prompt("llava", [("text", 300)]), tmp_path / "t.json", PAIRS)

@@ -62,12 +62,16 @@ def test_short_contexts_take_shares_and_whole_frames() -> None:
     assert told(Scale(256, 64, 64).target()) == (4, 64)  # never less than a frame
 
 
-def test_a_row_of_ours_follows_the_table_where_that_is_wanted() -> None:
+def test_rows_of_ours_are_there_where_that_is_wanted() -> None:
     found = rows(Scale(LONG, 196, 64, extended=True))
-    plain, ours = found[:24], found[24:]
-    assert [(row.label, row.make(3)) for row in plain] == [(row.label, row.make(3)) for row in rows(FULL)]
-    assert [row.label.startswith("ours:") for row in found] == [False] * 24 + [True] * len(SHARES)
-    assert {row.aim for row in plain} == {1.0} and tuple(row.aim for row in ours) == SHARES
+    theirs, ours = found[:24], found[24:]
+    for row, plain in zip(theirs, rows(FULL), strict=True):
+        slash = plain.label.startswith("vertical_slash")
+        assert row.make(3) == {**plain.make(3), **({"sink": 7} if slash else {})}
+        assert row.label == (f"ours: {plain.label}, first 7" if slash else plain.label)
+        assert row.aim == plain.aim == 1.0 and not plain.label.startswith("ours:")
+    assert tuple(row.aim for row in ours) == SHARES
+    assert all(row.label.startswith("ours: first block and slash") for row in ours)
     # Levelling changes its diagonals; the first tokens are one block at any length.
     assert [told(ours[0].make(step)) for step in (0, 16, -16)] == [(64, 4096), (64, 8192), (64, 2048)]
     assert told(rows(Scale(8192, 15, 64, extended=True))[-1].make(0)) == (64, 512)
@@ -92,9 +96,9 @@ def test_a_head_that_costs_more_than_the_mean_takes_less_of_our_row() -> None:
         share=lambda p: 1.0,
     )
     candidates = space["no_boundary"]
-    mine = [n for n, one in enumerate(candidates) if one.rows[0].startswith("ours:")]
+    mine = [n for n, one in enumerate(candidates) if one.rows[0].startswith("ours: first block")]
     scores = [0.5] * len(candidates)
-    for n, error in zip(mine, (0.1, 0.11, 0.12, 0.2), strict=True):
+    for n, error in zip(mine, (0.1, 0.11, 0.12, 0.2, 0.3), strict=True):
         scores[n] = error
     # This head lists an eighth more than the mean of heads.
     head = {

@@ -134,8 +134,8 @@ class_phases = torch.library.custom_op(
 
 order [B, n] int32: the places by class, ascending in each; start [B, C + 1] int32: where each class begins in it, and the
 last ends. own [B, L] int32: the class of the key at each query's place. members [B, C or more] float32: how many pairs of a
-query and a key before it have a phase. stride [B] long: how many classes and phases there are. spread [B, h, L] float32, with
-`rows`: the entropy of the weights of each query; empty otherwise.
+query and a key before it have a phase. stride [B] long: how many classes and phases there are. spread [B, h, L] float32,
+with `rows`: the entropy of the weights of each query; empty otherwise.
 """
 
 stride_scores = torch.library.custom_op(

@@ -37,10 +37,16 @@ def catalogue() -> dict[str, Any]:
 
 def list_names(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: kind -> names.")] = False,
+    pairs: Annotated[bool, typer.Option("--pairs", help="What composes with what, as Markdown.")] = False,
 ) -> None:
-    """What there is to choose from."""
+    """What there is to choose from, or what of it composes."""
     from rich.table import Table
 
+    if pairs:
+        from mmaccel.cli.pairs import markdown
+
+        print(markdown(), end="")
+        return
     found = catalogue()
     if as_json:
         print_json(found)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmaccel.eval.cases import Case
-from mmaccel.eval.haystack import Gap, Haystack, Shot, interval
+from mmaccel.eval.haystack import Gap, Haystack, Shot, interval, spread_by
 from mmaccel.eval.picture import haystack_maps
 from mmaccel.figure import save
 
@@ -31,6 +31,10 @@ class Setting:
         return "MM-NIAH" if self.documents else "V-NIAH"
 
 
+KEY = ("recipe", "frames", "seed", "question")
+"""What tells an answer of a setting from others."""
+DENSE_ROWS = {"searched": "without_tail", "without_boundaries": "without_both", "tri_shape": "a_shape"}
+"""Methods in which the rows of the question are dense, and each without these rows: Tri-shape then is A-shape."""
 Level = tuple[Setting, int, str]
 """A setting without its dtype, frames, rival."""
 
@@ -43,7 +47,7 @@ class Rows:
         self.depths: int | None = None
         self.shots: dict[Setting, list[Shot]] = defaultdict(list)
         self.levels: dict[Level, dict[str, Any]] = {}
-        self.seen: set[tuple[Setting, str, int, int, str]] = set()
+        self.seen: set[tuple[Any, ...]] = set()
         if path is not None and path.is_file():
             text = path.read_text(encoding="utf-8")
             whole = text[: text.rfind("\n") + 1]
@@ -66,9 +70,7 @@ class Rows:
         if "level" in told:
             name, frames = told.pop("level"), told.pop("frames")
             self.levels.setdefault((replace(setting, dtype=""), frames, name), told)
-        elif (
-            key := (setting, told["recipe"], told["frames"], told["seed"], told["question"])
-        ) not in self.seen:
+        elif (key := (setting, *(told[name] for name in KEY))) not in self.seen:
             self.seen.add(key)
             self.shots[setting].append(Shot(**told))
 
@@ -76,6 +78,12 @@ class Rows:
         """Write a row, and take it."""
         self.write(row)
         self.take(row)
+
+    def add_new(self, row: Mapping[str, Any]) -> None:
+        """As `add`, unless the answer is there: of a video's questions some may be asked again."""
+        setting = Setting(*(row[name] for name in Setting.__dataclass_fields__))
+        if "level" in row or (setting, *(row[name] for name in KEY)) not in self.seen:
+            self.add(row)
 
     def write(self, row: Mapping[str, Any]) -> None:
         assert self.path is not None
@@ -114,16 +122,19 @@ def summary(rows: Rows) -> Iterator[str]:
         right: dict[str, dict[Any, bool]] = defaultdict(dict)
         for setting in settings:
             for shot in rows.shots[setting]:
-                right[shot.recipe][setting, shot.frames, shot.seed, shot.question] = shot.right
+                at = (setting.documents, shot.frames, shot.seed), setting, shot.question
+                right[shot.recipe][at] = shot.right
         for name, mine in right.items():
-            low, high = interval(sum(mine.values()), len(mine))
-            line = f"  {name:20}{sum(mine.values())}/{len(mine)} = {sum(mine.values()) / len(mine):.1%} "
-            line += f"({low:.1%} to {high:.1%})"
-            if name != "searched":
-                both = mine.keys() & right["searched"].keys()
-                gap = Gap.of([(mine[at], right["searched"][at]) for at in both])
-                line += f"; against searched {100 * gap.mean:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
-            yield line + f", {gap.asked} questions" if name != "searched" else line
+            line = f"  {name:20}{_share(mine)}"
+            yield line + f"; against searched {_gap(mine, right['searched'])}" if name != "searched" else line
+        if right.keys() >= {*DENSE_ROWS, *DENSE_ROWS.values()}:
+            yield f"  {'rows of the question dense':40}{'on':36}{'off':36}on - off"
+            for name, less in DENSE_ROWS.items():
+                told = f"{_share(right[name]):36}{_share(right[less]):36}{_gap(right[name], right[less])}"
+                yield f"    {f'{name}, {less}':38}{told}"
+            on = _gap(right["searched"], right["without_boundaries"])
+            off = _gap(right["without_tail"], right["without_both"])
+            yield f"    {'ours, less ours without boundaries':38}{on:36}{off}"
     for setting in rows.shots:
         other = replace(setting, dtype="float32")
         if setting != other and other in rows.shots:
@@ -136,6 +147,21 @@ def summary(rows: Rows) -> Iterator[str]:
         if abs(row["share"] / row["wanted"] - 1) > 0.1:
             told = f"{name} computes {row['share']:.1%} where {row['wanted']:.1%} is wanted"
             yield f"{setting.model} {setting.task}{_after(setting.compress)}, {frames} frames: {told}"
+
+
+def _share(answers: Mapping[Any, bool]) -> str:
+    """Right of asked, and its interval; answers by (video, setting, question)."""
+    right, asked = sum(answers.values()), len(answers)
+    low, high = interval(right, asked, spread_by([at[0] for at in answers], list(answers.values())))
+    return f"{right}/{asked} = {right / asked:.1%} ({low:.1%} to {high:.1%})"
+
+
+def _gap(mine: Mapping[Any, bool], its: Mapping[Any, bool]) -> str:
+    """How much more often one is right than the other, in points, over what both were asked."""
+    both = [at for at in mine if at in its]
+    effect = spread_by([at[0] for at in both], [mine[at] - its[at] for at in both])
+    gap = Gap.of([(mine[at], its[at]) for at in both], effect)
+    return f"{100 * gap.mean:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f}), {gap.asked} questions"
 
 
 def _after(compress: str | None) -> str:

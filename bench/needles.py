@@ -1,30 +1,35 @@
 """Needles by length and depth for both models and both tasks, every method at one share of attention, by several processes.
 
-    python bench/needles.py --processes 12 --limit 480 --levels bench/results/haystack_h200_202611.jsonl --out needles.jsonl
+    python bench/needles.py --processes 14 --limit 300 --levels bench/results/haystack_h200_202611.jsonl --out needles.jsonl
     python bench/needles.py --rows needles.jsonl --maps docs          # asks nothing: figures and maps from rows alone
 
-What tells most comes first: the longest prompts of all methods, models and tasks, then shorter ones, then a compressor
-before every method, then dense attention and ours in float32, then more questions of each cell, the longest again first.
+A sample of the map is a round: one video for each length, task and model, with a question at every depth
+(`mmaccel.eval.haystack.whole_films`). Rounds follow each other, so that a run that is cut is a whole map of fewer samples;
+after the second come a compressor before every method (two lengths), and dense attention and ours in float32. The questions
+of a video go through a method in one batch, whose prompts have one length, and the vision tower sees the video once for all
+methods; a method that drops tokens takes them one by one. Intervals know that questions of a video go together.
 Every row is written when it is there; the same command with the same --out goes on with what that file lacks.
 
-A row is an answer (see `mmaccel.eval.haystack.Shot`), or a level: the fields of a rival at a length, and the share it
-computes of the first prompt there, where `wanted` was wanted. Both say the model, the video segments of a document (0: one
-video), the compressor and the dtype. Levels hold for all dtypes, and may come out of another file.
+A row is an answer (see `mmaccel.eval.haystack.Shot`; `kept` is a mean over what was asked at once), or a level: the fields
+of a rival at a length, and the share it computes of the first prompts there, where `wanted` was wanted. Both say the model,
+the video segments of a document (0: one video), the compressor and the dtype. Levels hold for all dtypes, and may come out
+of another file.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -33,108 +38,33 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import timing
-from needle_rows import OURS, Level, Rows, Setting, draw, summary
+from needle_rows import OURS, Rows, Setting, draw, summary
+from needle_units import METHODS, SEGMENTS, Unit, rivals_of, units
 
 from mmaccel.cli import choices
 from mmaccel.cli.haystack import methods_of
-from mmaccel.eval.answer import ask, prompt
-from mmaccel.eval.cases import Case, Film, seed_at, tokens_per_frame
+from mmaccel.eval.answer import ask_each, prompt
+from mmaccel.eval.cases import Case, Film
 from mmaccel.eval.encoded import Encoded
-from mmaccel.eval.haystack import Shot, haystack_cases
+from mmaccel.eval.haystack import Shot
 from mmaccel.eval.methods import Methods
 from mmaccel.eval.needle import MAX_NEW_TOKENS
 from mmaccel.world import World, write_mp4
 
-BASELINES = ("a_shape", "tri_shape", "sf_fixed", "sf_strided", "minference", "block_topk")
-LESS = ("without_boundaries", "without_tail", "without_both")
-METHODS = (*OURS, *BASELINES, "visionzip", *LESS)
-TOKENS = 16
-"""Tokens of a frame, about; a quarter of a document is text."""
-SEGMENTS = 4
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What a process does at once: one question to methods `names`, or, with `level`, the budget of that rival."""
-
-    setting: Setting
-    depth: int
-    case: Case
-    names: tuple[str, ...]
-    level: str | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-    def levels(self) -> list[Level]:
-        """The levels that it needs."""
-        at = replace(self.setting, dtype="")
-        return [(at, self.case.world.frames, name) for name in self.names if name not in OURS]
-
-
-def units(options: argparse.Namespace, dtype: str) -> Iterator[Unit]:
-    """Every question of a run, what tells most first."""
-    rounds: dict[tuple[str, int, float], list[dict[int, Case]]] = {}
-    for model in options.models:
-        per_frame = tokens_per_frame(choices.processor(model))
-        for documents in options.documents:
-            for thousands in options.lengths:
-                frames = frames_of(thousands, documents)
-                told = {"documents": documents, "tokens_per_frame": per_frame}
-                held: list[dict[int, Case]] = [{} for _ in range(options.samples)]
-                start = seed_at(options.seed, frames)
-                for depth, case in haystack_cases(frames, options.depths, options.samples, start, **told):
-                    next(one for one in held if depth not in one)[depth] = case
-                rounds[model, documents, thousands] = held
-
-    def some(
-        thousands: float, number: int, dtype: str, names: Sequence[str], compress: str | None = None
-    ) -> Iterator[Unit]:
-        """One question of each cell of a length. Models and dtypes ask about the same worlds, one after the other."""
-        for documents in options.documents:
-            for depth in range(options.depths):
-                for model in options.models:
-                    case = rounds[model, documents, thousands][number].get(depth)
-                    if case is not None:
-                        setting = Setting(model, documents, compress, dtype)
-                        asked = [name for name in (*OURS, *rivals_of(setting)) if name in names]
-                        yield Unit(setting, depth, case, tuple(asked))
-
-    lengths, names = sorted(options.lengths, reverse=True), options.methods
-    first = min(2, options.samples)
-    for thousands in lengths:
-        for number in range(first):
-            yield from some(thousands, number, dtype, names)
-    for thousands in dict.fromkeys((lengths[0], lengths[len(lengths) // 2])):
-        for number in range(first):
-            yield from some(thousands, number, dtype, names, "visionzip")
-    if dtype != "float32":
-        for thousands in lengths:
-            yield from some(thousands, 0, "float32", [name for name in OURS if name in names])
-    for number in range(first, options.samples):
-        for thousands in lengths:
-            yield from some(thousands, number, dtype, names)
-
-
-def rivals_of(setting: Setting) -> list[str]:
-    """A compressor that comes before every method is no method."""
-    return [name for name in METHODS if name not in OURS and name != setting.compress]
-
-
-def frames_of(thousands: float, documents: int) -> int:
-    """Frames of a prompt of so many thousand tokens, in whole segments."""
-    share = 0.75 if documents else 1.0
-    return round(thousands * 1024 * share / TOKENS / SEGMENTS) * SEGMENTS
+WAIT = 0.2
+"""Seconds between two looks at what is ready."""
 
 
 class Asker:
-    """What a process holds: models, methods, the last prompt."""
+    """What a process holds: models, methods, the last video. Processes begin with another method each (`number`), so that
+    they do not all compile the same kernels at the same time."""
 
-    def __init__(self, device: str, films: str) -> None:
-        self.device = device
+    def __init__(self, device: str, films: str, number: int = 0) -> None:
+        self.device, self.number = device, number
         self.film = Film(films)
         self.models: dict[tuple[str, str], Any] = {}
         self.methods: dict[tuple[str, str | None], Methods] = {}
-        self.wanted: dict[Setting, dict[int, float]] = defaultdict(dict)
-        self.last: tuple[Any, Any, Encoded] | None = None
+        self.last: tuple[Any, list[dict[str, Any]], dict[str, Any], Encoded] | None = None
 
     def rows(self, unit: Unit) -> Iterator[dict[str, Any]]:
         """The rows of a unit, as they come."""
@@ -142,24 +72,33 @@ class Asker:
         model = self._model(setting.model, setting.dtype)
         processor = choices.processor(setting.model)
         methods = self._methods(setting)
-        key = setting, unit.case
+        key = setting.model, setting.dtype, unit.cases
         if self.last is None or self.last[0] != key:
-            inputs = prompt(processor, unit.case.content(self.film.watch(unit.case.world)), model)
-            self.last = key, inputs, Encoded()
-        inputs, seen = self.last[1:]
-        for name in unit.names if unit.level is None else ():
+            # What is held of the last video goes first.
+            self.last, seen = None, Encoded()
+            alone = prompts(processor, unit.cases, self.film, model)
+            self.last = key, alone, seen.together(alone), seen
+        _, alone, batch, seen = self.last
+        for name in _turned(unit.names, self.number) if not unit.levels else ():
             recipe = methods.fixed.get(name) or methods.recipe(unit.fields[name])
             with seen.shared(model, recipe):
-                answer = ask(model, processor, inputs, recipe, max_new_tokens=MAX_NEW_TOKENS)
-            yield {**about, **Shot.of(name, unit.depth, unit.case, answer).to_dict()}
-        if unit.level is not None:
-            frames = unit.case.world.frames
-            if frames not in self.wanted[setting]:
-                self.wanted[setting][frames] = methods.wanted(model, processor, inputs, seen)
-            wanted = self.wanted[setting][frames]
-            fields, share = methods.levelled(unit.level, wanted, model, processor, inputs, seen)
-            row = {"level": unit.level, "frames": frames, "fields": fields, "share": share, "wanted": wanted}
-            yield {**about, **row}
+                # A pruner takes one sequence.
+                asked = [batch] if recipe.prune is None else alone
+                answers = [
+                    answer
+                    for inputs in asked
+                    for answer in ask_each(model, processor, inputs, recipe, max_new_tokens=MAX_NEW_TOKENS)
+                ]
+            for depth, (case, answer) in enumerate(zip(unit.cases, answers, strict=True)):
+                yield {**about, **Shot.of(name, depth, case, answer).to_dict()}
+        if unit.levels:
+            inputs = batch if setting.compress is None else alone[0]
+            wanted = methods.wanted(model, processor, inputs, seen)
+            for name in _turned(unit.levels, self.number):
+                whole = batch if methods.recipe(methods.rivals[name].make(1.0)).prune is None else alone[0]
+                fields, share = methods.levelled(name, wanted, model, processor, whole, seen)
+                row = {"level": name, "frames": unit.world.frames, "fields": fields, "share": share}
+                yield {**about, **row, "wanted": wanted}
 
     def _model(self, name: str, dtype: str) -> Any:
         if (name, dtype) not in self.models:
@@ -175,10 +114,35 @@ class Asker:
         return self.methods[key]
 
 
-def _work(device: str, films: str, line: Any) -> None:
+def prompts(processor: Any, cases: Sequence[Case], film: Film, model: Any) -> list[dict[str, Any]]:
+    """The prompts of questions about one video, which differ in their last words; the pixels are made once."""
+    video = film.watch(cases[0].world)
+    first = prompt(processor, cases[0].content(video), model)
+    told = [processor.chat([{"type": "text", "text": case.question}])["input_ids"][0] for case in cases]
+    made = []
+    for case, words in zip(cases, told, strict=True):
+        ids, own = first["input_ids"], len(words) == len(told[0])
+        unlike = (words != told[0]).nonzero()[:, 0].tolist() if own else []
+        end = len(words) - unlike[0] if unlike else 0
+        if own and torch.equal(ids[0, ids.shape[1] - end :].cpu(), told[0][len(words) - end :]):
+            ids = ids.clone()
+            ids[0, ids.shape[1] - end :] = words[len(words) - end :].to(ids.device)
+            made.append({**first, "input_ids": ids})
+        else:
+            made.append(prompt(processor, case.content(video), model))
+    return made
+
+
+def _turned(names: Sequence[str], number: int) -> list[str]:
+    """The names in turn, from another one on."""
+    begin = number % max(1, len(names))
+    return [*names[begin:], *names[:begin]]
+
+
+def _work(device: str, films: str, number: int, line: Any) -> None:
     """Does the units that come down the line, until there is None."""
     torch.set_num_threads(1)
-    asker = Asker(device, films)
+    asker = Asker(device, films, number)
     while (unit := line.recv()) is not None:
         try:
             for row in asker.rows(unit):
@@ -203,50 +167,60 @@ class Run:
     def __init__(self, options: argparse.Namespace, rows: Rows, films: str) -> None:
         self.options, self.rows, self.films = options, rows, films
         self.faults: list[str] = []
-        self.todo: deque[Unit] = deque()
+        self.todo: list[Unit] = []
+        self.known: dict[Any, set[tuple[str, int, int]]] = {}
+        self.path = functools.cache(Film(films).path)
         planned = set(rows.levels)
-        for unit in units(options, options.dtype):
-            names = [name for name in unit.names if not rows.has(unit.setting, name, unit.case)]
-            unit = replace(unit, names=tuple(names))
-            for level in unit.levels():
-                if level not in planned:
-                    planned.add(level)
-                    self.todo.append(replace(unit, names=(), level=level[2]))
-            if unit.names:
-                self.todo.append(unit)
+        for _, turn in groupby(units(options, options.dtype), lambda unit: unit.turn):
+            asked = []
+            for unit in turn:
+                names = [
+                    name
+                    for name in unit.names
+                    if not all(rows.has(unit.setting, name, case) for case in unit.cases)
+                ]
+                unit = replace(unit, names=tuple(names))
+                if new := [level for level in unit.needs() if level not in planned]:
+                    planned.update(new)
+                    self.todo.append(replace(unit, names=(), levels=tuple(name for _, _, name in new)))
+                if unit.names:
+                    asked.append(unit)
+            self.todo += asked
 
     def __call__(self) -> bool:
         """Until all is done, or the time is up; whether all is done."""
         options, context = self.options, multiprocessing.get_context("spawn")
         ends = time.monotonic() + options.limit
         lines: dict[Any, Unit | None] = {}
-        processes = []
-        for _ in range(min(options.processes, max(1, len(self.todo)))):
+        workers, renderers = [], []
+        for number in range(min(options.processes, max(1, len(self.todo)))):
             mine, its = context.Pipe()
             lines[mine] = None
-            processes.append(
-                context.Process(target=_work, args=(options.device, self.films, its), daemon=True)
-            )
-        worlds = list(dict.fromkeys(unit.case.world for unit in self.todo))
+            told = options.device, self.films, number, its
+            workers.append(context.Process(target=_work, args=told, daemon=True))
+        worlds = list(dict.fromkeys(unit.world for unit in self.todo))
         for one in range(options.renderers):
             some = worlds[one :: options.renderers]
-            processes.append(context.Process(target=_render, args=(some, self.films), daemon=True))
-        for process in processes:
+            renderers.append(context.Process(target=_render, args=(some, self.films), daemon=True))
+        for process in (*renderers, *workers):
             process.start()
         try:
-            while time.monotonic() < ends and lines:
+            while lines and (left := ends - time.monotonic()) > 0:
+                rendering = any(process.is_alive() for process in renderers)
                 for line in [line for line, unit in lines.items() if unit is None]:
-                    if (unit := self._next()) is not None:
+                    if (unit := self._next(line, rendering)) is not None:
                         lines[line] = unit
                         line.send(unit)
-                if not any(lines.values()):
+                busy = [line for line, unit in lines.items() if unit]
+                if not busy and not (rendering and self.todo):
                     break
-                for line in wait(
-                    [one for one, unit in lines.items() if unit], max(0.0, ends - time.monotonic())
-                ):
+                # Who has nothing to do waits for a film or a level.
+                for line in wait(busy, min(left, WAIT)) if busy else ():
                     self._hear(line, lines)
+                if not busy:
+                    time.sleep(min(left, WAIT))
         finally:
-            for process in processes:
+            for process in (*renderers, *workers):
                 process.kill()
         return not self.todo and not any(lines.values()) and not self.faults
 
@@ -257,20 +231,32 @@ class Run:
             self.faults.append(f"a process died at {lines.pop(line)}")
             return
         if isinstance(told, dict):
-            self.rows.add(told)
+            self.rows.add_new(told)
             return
         lines[line] = None
         if told is not None:
             self.faults.append(told)
 
-    def _next(self) -> Unit | None:
-        """The first unit whose levels are known."""
-        for place, unit in enumerate(self.todo):
-            levels = unit.levels()
-            if unit.level is not None or all(level in self.rows.levels for level in levels):
-                del self.todo[place]
-                return replace(unit, fields={level[2]: self.rows.levels[level]["fields"] for level in levels})
-        return None
+    def _next(self, line: Any, rendering: bool) -> Unit | None:
+        """A unit of the earliest round of which one can be done: levels are known and, while films are written, its own is.
+
+        A process stays with the models and lengths that it has kernels for; otherwise it takes what none has yet.
+        """
+        ready: list[Unit] = []
+        for unit in self.todo:
+            if ready and (unit.turn, bool(unit.levels)) != (ready[0].turn, bool(ready[0].levels)):
+                break
+            known = all(level in self.rows.levels for level in unit.needs())
+            if known and not (rendering and not self.path(unit.world).is_file()):
+                ready.append(unit)
+        if not ready:
+            return None
+        mine = self.known.setdefault(line, set())
+        everyones = set().union(*self.known.values())
+        unit = min(ready, key=lambda unit: (unit.kind not in mine, unit.kind in everyones))
+        mine.add(unit.kind)
+        self.todo = [one for one in self.todo if one is not unit]
+        return replace(unit, fields={level[2]: self.rows.levels[level]["fields"] for level in unit.needs()})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -284,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--maps", type=Path, help="folder for the maps, one picture a setting")
     parser.add_argument("--levels", type=Path, help="a file of rows whose levels are taken over")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--renderers", type=int, default=2, help="processes that write films ahead")
+    parser.add_argument("--renderers", type=int, default=4, help="processes that write films ahead")
     parser.add_argument("--limit", type=float, default=7 * 86400.0, help="seconds after which it stops")
     parser.add_argument("--films", help="folder in which films are kept (default: one that goes away)")
     parser.add_argument("--models", nargs="+", default=["tiny-ov", "tiny-qwen"])
@@ -292,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="+", type=float, default=[2, 4, 8, 16, 32], help="thousand tokens")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--depths", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=8, help="questions of each cell")
+    parser.add_argument("--samples", type=int, default=8, help="questions of each cell: rounds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=choices.DTYPES, default="auto", help="auto: bfloat16 on a GPU")

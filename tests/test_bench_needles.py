@@ -7,10 +7,15 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mmaccel.eval.answer import ask, prompt
+from mmaccel.eval.haystack import Shot
 
 BENCH = Path(__file__).parent.parent / "bench"
 RECORD = BENCH / "results" / "haystack_h200_202611.jsonl"
@@ -25,53 +30,103 @@ def needles() -> Any:
         sys.path.remove(str(BENCH))
 
 
-def test_what_tells_most_is_asked_first(needles: Any, shipped: Callable[[str], str]) -> None:
+def test_a_round_is_a_whole_map(needles: Any, shipped: Callable[[str], str]) -> None:
     models = [shipped("tiny-ov"), shipped("tiny-qwen")]
-    options = Namespace(models=models, documents=[0, 4], lengths=[2, 8, 4], depths=2, samples=3, seed=0)
+    options = Namespace(models=models, documents=[0, 4], lengths=[2, 8, 4], depths=3, samples=3, seed=0)
     options.methods = list(needles.METHODS)
     asked = list(needles.units(options, "bfloat16"))
-    # Two questions of each cell at each length, the longest first: 2 tasks, 2 depths, 2 models.
-    first = asked[: 3 * 16]
-    assert [unit.case.world.frames for unit in first] == [
-        frames
-        for pair in ((512, 384), (256, 192), (128, 96))
-        for _ in range(2)
-        for frames in pair
-        for _ in range(4)
-    ]
-    assert {unit.names for unit in first} == {needles.METHODS}
-    assert all(unit.setting.compress is None and unit.setting.dtype == "bfloat16" for unit in first)
+    cells = sorted((model, documents) for model in models for documents in (0, 4))
+    plain = [unit for unit in asked if unit.setting.compress is None and unit.setting.dtype == "bfloat16"]
+    # Three rounds: each asks every method at every length and depth of both tasks and models, the longest first.
+    turns = [list(units) for _, units in groupby(plain, lambda unit: unit.turn)]
+    assert len(turns) == 3
+    for units in turns:
+        assert [unit.world.frames for unit in units] == [
+            512,
+            512,
+            384,
+            384,
+            256,
+            256,
+            192,
+            192,
+            128,
+            128,
+            96,
+            96,
+        ]
+        assert sorted((unit.setting.model, unit.setting.documents) for unit in units) == sorted(cells * 3)
+        assert all(unit.names == needles.METHODS for unit in units)
+        for unit in units:
+            places = [
+                next(c.frame for c in unit.world.cards if c.shape in case.question) for case in unit.cases
+            ]
+            assert [place * 3 // unit.world.frames for place in places] == [0, 1, 2]
+    # Both models, and both dtypes, are asked about the same worlds.
+    assert turns[0][0].cases == turns[0][1].cases
     zipped = [unit for unit in asked if unit.setting.compress]
-    assert asked[48 : 48 + len(zipped)] == zipped and "visionzip" not in zipped[0].names
+    assert zipped[0].turn > turns[1][0].turn and zipped[-1].turn < turns[2][0].turn
+    assert "visionzip" not in zipped[0].names and {unit.world.frames for unit in zipped} == {
+        512,
+        384,
+        256,
+        192,
+    }
     exact = [unit for unit in asked if unit.setting.dtype == "float32"]
-    assert {unit.names for unit in exact} == {("dense", "searched")}
-    # Both models, and both dtypes, are asked about one world after the other.
-    assert asked[0].case.world == asked[1].case.world and exact[0].case.world == asked[0].case.world
-    # Nothing is asked twice.
-    keys = [
-        (unit.setting, unit.case.world.frames, unit.case.world.seed, unit.case.question) for unit in asked
-    ]
+    assert {unit.names for unit in exact} == {("dense", "searched")} and exact[0].cases == asked[0].cases
+    keys = [(unit.setting, unit.world, case.question) for unit in asked for case in unit.cases]
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("model", ["tiny-ov", "tiny-qwen"])
+def test_a_batch_answers_as_each_question_alone(
+    needles: Any, shipped: Callable[[str], str], tmp_path: Path, model: str
+) -> None:
+    """Rows of a document's questions: right, kept and tokens are those of questions asked one by one, encoded each time."""
+    options = Namespace(models=[shipped(model)], documents=[4], lengths=[0.5], depths=2, samples=1, seed=0)
+    options.methods = ["dense", "searched", "visionzip"]
+    unit = next(needles.units(options, "float32"))
+    asker = needles.Asker("cpu", str(tmp_path), number=1)
+    fields = {"visionzip": {"prune": {"name": "visionzip", "retention": 0.5}}}
+    calls = []
+    held = asker._model(model, "float32")
+    tower = held.model.vision_tower if model == "tiny-ov" else held.model.visual
+    tower.register_forward_pre_hook(lambda *_: calls.append(1))
+    rows = list(asker.rows(replace(unit, fields=fields)))
+    assert len(calls) == 1 and len(rows) == 6
+    processor, methods = needles.choices.processor(model), asker._methods(unit.setting)
+    for name in options.methods:
+        recipe = methods.fixed.get(name) or methods.recipe(fields[name])
+        shots = []
+        for depth, case in enumerate(unit.cases):
+            inputs = prompt(processor, case.content(asker.film.watch(case.world)), held)
+            answer = ask(held, processor, inputs, recipe, max_new_tokens=needles.MAX_NEW_TOKENS)
+            shots.append(Shot.of(name, depth, case, answer))
+        mine = [row for row in rows if row["recipe"] == name]
+        for row, shot in zip(mine, shots, strict=True):
+            told = shot.to_dict()
+            kept = sum(shot.kept for shot in shots) / len(shots) if recipe.prune is None else told["kept"]
+            assert {**told, "kept": pytest.approx(kept)} == {key: row[key] for key in told}
 
 
 def test_a_run_goes_on_where_it_stopped(
     needles: Any, shipped: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    words = ["--models", shipped("tiny-ov"), "--documents", "0", "--lengths", "0.5", "--depths", "2"]
+    words = ["--models", shipped("tiny-ov"), "--documents", "0", "--lengths", "0.25", "--depths", "2"]
     words += ["--samples", "1", "--methods", "dense", "searched", "tri_shape", "--device", "cpu"]
     words += ["--renderers", "1", "--out", str(rows)]
     needles.main([*words, "--processes", "0", "--limit", "0"])
     assert "not complete" in capsys.readouterr().err
     needles.main([*words, "--processes", "2"])
     told = capsys.readouterr()
-    assert "not complete" not in told.err and "  dense               32: 2/2 (100.0%)" in told.out
+    assert "not complete" not in told.err and "  dense               16: " in told.out
     lines = [json.loads(line) for line in rows.read_text().splitlines()]
     answers = [line for line in lines if "recipe" in line]
-    # Two questions to three methods, and to two of them with a compressor before; a level for each rival of each.
+    # Two questions to three methods, and again with a compressor before; a level for the rival of each.
     assert len(answers) == 12 and sum("level" in line for line in lines) == 2
     assert {line["compress"] for line in answers} == {None, "visionzip"}
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines if line not in answers[-2:]))
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines if line not in answers[-3:]))
     needles.main([*words, "--processes", "1"])
     again = [json.loads(line) for line in rows.read_text().splitlines()]
     assert sorted(map(json.dumps, answers)) == sorted(json.dumps(line) for line in again if "recipe" in line)
@@ -86,6 +141,10 @@ def test_figures_and_maps_follow_from_the_rows(
     both = told[told.index("all models, both tasks") :]
     assert "searched            63/63 = 100.0% (94.3% to 100.0%)\n" in both
     assert "block_topk          45/63 = 71.4%" in both and "against searched -28.6" in both
+    # With the question's rows dense, boundaries are worth nothing here; without, a quarter of the answers.
+    boundaries = [line for line in told.splitlines() if "ours, less ours without boundaries" in line]
+    mixed = boundaries[-1].split("boundaries")[1].split()
+    assert mixed[0] == "+0.0" and " ".join(mixed[6:]) == "+25.5 (+10.6 to +38.4), 47 questions"
     assert sorted(path.name for path in (tmp_path / "maps").iterdir()) == [
         f"needles_{model}_{task}_float32.svg"
         for model in ("tiny-ov", "tiny-qwen")

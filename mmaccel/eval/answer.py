@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,17 +60,39 @@ def ask(
     streamer: Any = None,
 ) -> Answer:
     """The greedy answer to prepared `inputs`; a plain model gets `recipe` for the length of the call."""
+    options = {"max_new_tokens": max_new_tokens, "streamer": streamer}
+    return ask_each(model, processor, inputs, recipe, **options)[0]
+
+
+def ask_each(
+    model: nn.Module | Accelerated,
+    processor: Any,
+    inputs: Mapping[str, Tensor],
+    recipe: Recipe | None = None,
+    *,
+    max_new_tokens: int = 64,
+    streamer: Any = None,
+) -> list[Answer]:
+    """The greedy answer to each prompt of a batch; all have its report, whose shares and prompt tokens are means over it."""
     if not isinstance(model, Accelerated):
         with accelerate(model, recipe) as fast:
-            return ask(fast, processor, inputs, max_new_tokens=max_new_tokens, streamer=streamer)
+            return ask_each(fast, processor, inputs, max_new_tokens=max_new_tokens, streamer=streamer)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
     if streamer is not None:
         options["streamer"] = streamer
     with torch.no_grad():
         ids = model.generate(**inputs, **options)
-    said = ids[0, inputs["input_ids"].shape[1] :]
-    text = processor.decode(said).strip()
-    return Answer(text, _raw(processor.tokenizer, said.tolist(), text), model.report())
+    answers, report, end = [], model.report(), processor.tokenizer.eos_token_id
+    if len(ids) > 1:
+        report = replace(report, prompt_tokens=report.prompt_tokens // len(ids))
+    for said in ids[:, inputs["input_ids"].shape[1] :]:
+        own = said.tolist()
+        if end in own:
+            # A shorter answer of a batch is padded.
+            said = said[: own.index(end) + 1]
+        text = processor.decode(said).strip()
+        answers.append(Answer(text, _raw(processor.tokenizer, said.tolist(), text), report))
+    return answers
 
 
 def _raw(tokenizer: Any, said: list[int], text: str) -> str:

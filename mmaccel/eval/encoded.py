@@ -1,44 +1,73 @@
-"""Videos that are encoded once for all recipes that leave the vision tower alone."""
+"""Videos that are encoded once for all recipes, and for all questions about them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
+from mmaccel.models.signals import VisionProbe
+
+GRID = "video_grid_thw"
 
 
 class Encoded:
-    """What the vision tower made of the pixels seen last.
-
-    A pruner that reads the tower needs it at work, and gets it so.
-    """
+    """What the vision tower made of the pixels seen last, and what entered its layer that pruners look at."""
 
     def __init__(self) -> None:
         self._pixels: Tensor | None = None
         self._out: Any = None
+        self._entered: list[tuple[Any, Any]] = []
+        self._batch: tuple[Tensor, Tensor, int] | None = None
+
+    def together(self, prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The inputs of one batch: prompts of equal length about the same video, which the tower sees once."""
+        batch = {name: torch.cat([one[name] for one in prompts]) for name in prompts[0]}
+        self._batch = prompts[0]["pixel_values_videos"], batch["pixel_values_videos"], len(prompts)
+        return batch
 
     @contextmanager
     def shared(self, model: nn.Module, recipe: Recipe) -> Iterator[None]:
-        """While inside, the model's tower is not asked twice about the same tensor of pixels."""
-        if recipe.prune is not None:
-            yield
-            return
+        """While inside, the model's tower is not asked twice about a tensor of pixels, nor about its copies in a batch.
+
+        A pruner that reads the tower is told again what entered the layer it looks at.
+        """
         family: Any = adapter_for(model)
         multimodal = family.multimodal(model)
         encode = multimodal.get_video_features
+        probe = VisionProbe(model, family)
+        listened = probe.tower.attention
+        probe.remove()
 
         @functools.wraps(encode)
         def once(pixel_values_videos: Tensor, *args: Any, **kwargs: Any) -> Any:
+            copies = 1
+            if self._batch is not None and pixel_values_videos is self._batch[1]:
+                pixel_values_videos, _, copies = self._batch
+                args = tuple(x[: len(x) // copies] if isinstance(x, Tensor) else x for x in args)
+                if GRID in kwargs:
+                    kwargs[GRID] = kwargs[GRID][: len(kwargs[GRID]) // copies]
             if self._pixels is not pixel_values_videos:
-                self._out = encode(pixel_values_videos, *args, **kwargs)
+                self._entered = []
+                handle = listened.register_forward_pre_hook(
+                    lambda module, args, kwargs: self._entered.append((args, kwargs)), with_kwargs=True
+                )
+                try:
+                    self._out = _features(encode(pixel_values_videos, *args, **kwargs))
+                finally:
+                    handle.remove()
                 self._pixels = pixel_values_videos
-            return self._out
+            else:
+                for hook in list(listened._forward_pre_hooks.values()):
+                    for entered in self._entered:
+                        hook(listened, *entered)
+            return _features(self._out, copies)
 
         before = multimodal.__dict__.get("get_video_features")
         multimodal.__dict__["get_video_features"] = once
@@ -48,3 +77,10 @@ class Encoded:
             multimodal.__dict__.pop("get_video_features")
             if before is not None:
                 multimodal.__dict__["get_video_features"] = before
+
+
+def _features(out: Any, copies: int = 1) -> Any:
+    """What a model takes of its tower's output, without the states of its layers, for so many copies of the videos."""
+    found = out.pooler_output
+    several = found.repeat(copies, *[1] * (found.dim() - 1)) if isinstance(found, Tensor) else found * copies
+    return type(out)(pooler_output=several)

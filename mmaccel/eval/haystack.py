@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -62,6 +62,7 @@ def haystack_cases(
     *,
     documents: int = 0,
     tokens_per_frame: int = 16,
+    worlds: int = MOST_WORLDS,
 ) -> Iterator[tuple[int, Case]]:
     """(depth, case) until `samples` needles of each of `depths` equal stretches of the video were asked for.
 
@@ -69,7 +70,7 @@ def haystack_cases(
     `documents` > 0: text between so many video segments, a quarter of the tokens (MM-NIAH).
     """
     left = [samples] * depths
-    for number in range(seed, seed + MOST_WORLDS):
+    for number in range(seed, seed + worlds):
         if not any(left):
             return
         if documents:
@@ -83,6 +84,38 @@ def haystack_cases(
             if left[depth]:
                 left[depth] -= 1
                 yield depth, Case(world, "needle", pieces, question.text, question.answer)
+
+
+def whole_films(
+    frames: int,
+    depths: int,
+    samples: int,
+    seed: int,
+    *,
+    documents: int = 0,
+    tokens_per_frame: int = 16,
+) -> Iterator[tuple[Case, ...]]:
+    """The questions of `samples` videos that show a card in each of `depths` equal stretches: one a depth, in order.
+
+    A video is then one sample of a whole column of the map, which costs one film and one run of the vision tower; its
+    questions are not independent (see `spread_by`). Of the worlds `seed`, `seed` + 1, ... the others are left out, so that
+    the ones asked about hold more cards than most.
+    """
+    found = 0
+    for number in range(seed, seed + MOST_WORLDS * samples):
+        if found == samples:
+            return
+        cards = World.generate(number, frames).cards
+        if len({card.frame * depths // frames for card in cards}) < depths:
+            continue
+        asked: dict[int, Case] = {}
+        for depth, case in haystack_cases(
+            frames, depths, 1, number, documents=documents, tokens_per_frame=tokens_per_frame, worlds=1
+        ):
+            asked[depth] = case
+        if len(asked) == depths:
+            found += 1
+            yield tuple(asked[depth] for depth in range(depths))
 
 
 def shots(
@@ -109,29 +142,49 @@ class Gap:
     asked: int
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[bool, bool]]) -> Gap:
-        """Of answers to the same questions, right or wrong, in pairs.
+    def of(cls, pairs: Sequence[tuple[bool, bool]], effect: float = 1.0) -> Gap:
+        """Of answers to the same questions, right or wrong, in pairs; `effect` is that of `spread_by`.
 
         The interval is that of Agresti and Min (2005) for paired shares: half a question is added to each of the four
         outcomes, so that it has a width also where the two never differ.
         """
-        count = len(pairs)
-        if not count:
+        asked = len(pairs)
+        if not asked:
             return cls(0.0, -1.0, 1.0, 0)
-        ahead = sum(mine and not its for mine, its in pairs) + 0.5
-        behind = sum(its and not mine for mine, its in pairs) + 0.5
-        middle = (ahead - behind) / (count + 2)
-        half = Z * math.sqrt((ahead + behind) / (count + 2) - middle**2) / math.sqrt(count + 2)
-        return cls((ahead - behind) / count, max(-1.0, middle - half), min(1.0, middle + half), count)
+        count = asked / effect
+        ahead = sum(mine and not its for mine, its in pairs)
+        behind = sum(its and not mine for mine, its in pairs)
+        more, less = ahead / effect + 0.5, behind / effect + 0.5
+        middle = (more - less) / (count + 2)
+        half = Z * math.sqrt((more + less) / (count + 2) - middle**2) / math.sqrt(count + 2)
+        return cls((ahead - behind) / asked, max(-1.0, middle - half), min(1.0, middle + half), asked)
 
 
-def interval(right: int, asked: int) -> tuple[float, float]:
-    """The 95% interval of a share right (Wilson)."""
+def spread_by(films: Sequence[Hashable], values: Sequence[float]) -> float:
+    """How many times the variance of the mean of `values` grows because those of one film go together: at least 1.
+
+    The design effect: the variance between the films' sums (Cochran's, of a ratio) over that of independent values. So many
+    times fewer questions are as good as independent (Korn and Graubard 1998). 1 where all values are equal, for these say
+    nothing of it.
+    """
+    count, mean = len(values), sum(values) / max(len(values), 1)
+    off: dict[Hashable, float] = defaultdict(float)
+    for film, value in zip(films, values, strict=True):
+        off[film] += value - mean
+    alone = sum((value - mean) ** 2 for value in values) / max(count - 1, 1)
+    if len(off) < 2 or alone < 1e-12:
+        return 1.0
+    between = sum(one**2 for one in off.values()) * len(off) / (len(off) - 1)
+    return max(1.0, between / (count * alone))
+
+
+def interval(right: int, asked: int, effect: float = 1.0) -> tuple[float, float]:
+    """The 95% interval of a share right (Wilson); `effect` is that of `spread_by`."""
     if not asked:
         return 0.0, 1.0
-    share, spread = right / asked, Z**2 / asked
+    share, spread = right / asked, Z**2 * effect / asked
     middle = (share + spread / 2) / (1 + spread)
-    half = Z * math.sqrt(share * (1 - share) / asked + spread / (4 * asked)) / (1 + spread)
+    half = Z * math.sqrt(effect * (share * (1 - share) + spread / 4) / asked) / (1 + spread)
     return max(0.0, middle - half), min(1.0, middle + half)
 
 

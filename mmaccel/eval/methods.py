@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import adapter_for
+from mmaccel.core.layout import TokenLayout
 from mmaccel.core.recipe import Recipe
 from mmaccel.eval.answer import ask
 from mmaccel.eval.encoded import Encoded
@@ -52,13 +54,29 @@ class Methods:
 def share(
     model: nn.Module, processor: Any, inputs: Mapping[str, Tensor], recipe: Recipe, seen: Encoded
 ) -> float:
-    """The share of a prompt's attention that a recipe computes: counted where it only drops tokens, otherwise measured."""
+    """The share of attention that a recipe computes, a mean over the prompts of a batch: counted where it only drops tokens
+    or where its pattern looks at the layout alone, otherwise measured."""
+    family: Any = adapter_for(model)
     if recipe.prune is not None and recipe.sparse.name == "dense":
-        family: Any = adapter_for(model)
         layout = family.layout(model, inputs)
         if (counted := left(recipe.prune, layout, len(family.layers(model)))) is not None:
             return counted
+    elif recipe.prune is None and (planned := listed(recipe, family.layout(model, inputs))) is not None:
+        return planned
     with seen.shared(model, recipe):
         found = computed(ask(model, processor, inputs, recipe, max_new_tokens=1).report)
     assert found is not None
     return found
+
+
+def listed(recipe: Recipe, layout: TokenLayout) -> float | None:
+    """The share of attention that a recipe of one pattern on every row of every layer computes, by planning once; None where
+    the plan hangs on queries and keys, or where some rows or layers are dense beside it."""
+    if recipe.sparse.adaptive or recipe.sparse.name == "dense" or recipe.dense_tail or recipe.dense_layers:
+        return None
+    blank = torch.zeros(layout.batch, 1, layout.length, 16, device=layout.position.device)
+    plan = recipe.sparse.plan(blank, blank, layout, layout)
+    if plan is None:
+        return 1.0
+    causal = ((layout.position + 1) * layout.valid).double().sum(1, keepdim=True)
+    return float((plan.listed_pairs() / causal).mean())

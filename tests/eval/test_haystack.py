@@ -20,7 +20,8 @@ from mmaccel.core.report import Meter
 from mmaccel.eval.answer import ask, prompt
 from mmaccel.eval.cases import Film
 from mmaccel.eval.encoded import Encoded
-from mmaccel.eval.haystack import Gap, Haystack, Shot, haystack_cases, interval
+from mmaccel.eval.haystack import Gap, Haystack, Shot, haystack_cases, interval, spread_by, whole_films
+from mmaccel.eval.methods import listed
 from mmaccel.eval.picture import haystack_maps
 from mmaccel.eval.rivals import PRUNERS, RIVALS, Fields, Rival, ablated, computed, left, level
 
@@ -101,6 +102,33 @@ def test_the_interval_of_a_share() -> None:
     assert interval(0, 0) == (0.0, 1.0) and interval(50, 50)[1] == pytest.approx(1.0)
 
 
+def test_questions_of_one_video_go_together() -> None:
+    films = [film for film in range(20) for _ in range(5)]
+    alike = [float(film % 2) for film in films]
+    # All of a video right or all wrong: twenty videos tell what a hundred questions do where each is for itself.
+    assert spread_by(films, alike) == pytest.approx(5 * 99 / 95)
+    assert interval(50, 100, 5.0) == interval(10, 20)
+    # The same in each video: nothing grows, and what is narrower than chance is not believed.
+    assert spread_by(films, [1.0, 0.0, 0.0, 1.0, 1.0] * 20) == 1.0
+    assert spread_by(films, [1.0] * 100) == 1.0 == spread_by([0] * 5, [1.0, 0.0] * 2 + [1.0])
+    pairs = [(True, film % 2 == 0) for film in films]
+    wide, narrow = Gap.of(pairs, 5.0), Gap.of(pairs)
+    assert (wide.mean, wide.asked) == (narrow.mean, narrow.asked) == (0.5, 100)
+    assert wide.low == Gap.of(pairs[::5]).low < narrow.low
+
+
+@pytest.mark.parametrize("documents", [0, 4])
+def test_a_whole_film_has_a_card_at_every_depth(documents: int) -> None:
+    films = list(whole_films(128, 5, 4, 7, documents=documents))
+    assert len({cases[0].world.seed for cases in films}) == 4
+    for cases in films:
+        cards = {card.shape: card for card in cases[0].world.cards}
+        own = [next(card for shape, card in cards.items() if shape in case.question) for case in cases]
+        assert [card.frame * 5 // 128 for card in own] == [0, 1, 2, 3, 4]
+        assert [case.answer for case in cases] == [card.colour for card in own]
+        assert len({(case.world, case.pieces) for case in cases}) == 1
+
+
 def test_dropped_tokens_are_attention_not_computed() -> None:
     report = Meter().report({}, "reference", {}, torch.device("cpu"))
     told = replace(report, kept=0.5, patterns=(("dense",),) * 4, prompt_tokens=100)
@@ -163,8 +191,19 @@ def test_what_a_pruner_leaves_is_counted(asked: tuple[Any, Any, Any], name: str,
     assert counted == pytest.approx(measured) and 0 < counted < 1
 
 
+@pytest.mark.parametrize("name", ["a_shape", "tri_shape", "sf_fixed", "sf_strided"])
+def test_what_a_layout_alone_decides_is_counted(asked: tuple[Any, Any, Any], name: str) -> None:
+    model, processor, inputs = asked
+    recipe = Recipe.load(RIVALS[name].make(0.01))
+    measured = computed(ask(model, processor, inputs, recipe, max_new_tokens=1).report)
+    layout = adapter_for(model).layout(model, inputs)
+    assert listed(recipe, layout) == pytest.approx(measured) and measured != 1
+    assert listed(Recipe.load({**RIVALS[name].make(0.01), "dense_tail": 64}), layout) is None
+    assert listed(Recipe.load(RIVALS["minference"].make(0.01)), layout) is None
+
+
 def test_the_vision_tower_is_asked_once(asked: tuple[Any, Any, Any]) -> None:
-    """A prompt to several recipes is encoded once, but for a pruner that reads the tower; answers are as they were."""
+    """A prompt to several recipes is encoded once, also for a pruner that reads the tower; answers are as they were."""
     model, processor, inputs = asked
     looks: list[None] = []
     tower = adapter_for(model).multimodal(model).vision_tower
@@ -176,12 +215,12 @@ def test_the_vision_tower_is_asked_once(asked: tuple[Any, Any, Any]) -> None:
     for recipe, said in zip(recipes, apart, strict=True):
         with seen.shared(model, recipe):
             assert ask(model, processor, inputs, recipe, max_new_tokens=4).raw == said
-    assert len(looks) == 6
+    assert len(looks) == 5
     # Another prompt is encoded anew.
     other = {name: x.clone() for name, x in inputs.items()}
     with seen.shared(model, Recipe()):
         ask(model, processor, other, Recipe(), max_new_tokens=1)
-    assert len(looks) == 7
+    assert len(looks) == 6
     handle.remove()
 
 

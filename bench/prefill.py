@@ -32,7 +32,7 @@ from steps import Step, run_steps
 from timing import Log, Times, compare
 
 import mmaccel
-from mmaccel.backends import dense
+from mmaccel.backends import dense, flash
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shapes
@@ -43,8 +43,15 @@ LAYERS = {"model:128k": 28, "model:512k": 2, "model:1m": 1}
 
 SECONDS = ("median_s", "low_s", "high_s")
 
-DENSE = {"dense": dense.FASTEST, "dense_flash_2": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]}
-"""Dense attention by the fastest kernel, and by FlashAttention-2, which is timed on one layer."""
+NEVER = sys.maxsize
+
+DENSE = {
+    "dense": {"FLASH_FROM": NEVER},
+    "dense_flash_attn_4": {},
+    "dense_flash_2": {"FLASH_FROM": NEVER, "FASTEST": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]},
+}
+"""Dense attention by PyTorch's fastest kernel, by flash-attn 4 where it is installed, and by FlashAttention-2: what of
+`mmaccel.backends.dense` is changed for each. All but the first are timed on one layer."""
 
 
 def layer_step(name: str, case: Case, seconds: float) -> Step:
@@ -201,8 +208,10 @@ def model_step(name: str, tokens: int, seconds: float) -> Step:
         if options.no_dense:
             return
         for way, kernels in DENSE.items():
+            if way == "dense_flash_attn_4" and flash.usable(torch.device(options.device)) is not None:
+                continue
             model = shape(options, LAYERS[name] if way == "dense" else 1)
-            with patch.object(dense, "FASTEST", kernels):
+            with patch.multiple(dense, **kernels):
                 row = timed_prefill(model, n, lambda _: Recipe.load("dense"), options, compiles=False)
             count = adapter_for(model).geometry(model).layers
             del model

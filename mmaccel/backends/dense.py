@@ -1,4 +1,4 @@
-"""Exact causal attention with the best SDPA kernel at hand; the scores of all pairs are never held.
+"""Exact causal attention with the best kernel at hand, flash-attn 4's or SDPA's; the scores of all pairs are never held.
 
 Rules, in one place. Query row i stands at column ``start + i``; key n stands at column n, or at ``column[n]``. A query
 sees a valid key iff the key's column is not after its own, and, under a window, the key is less than `window` columns
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+
+from mmaccel.backends.flash import causal
 
 ROWS = 256
 """Query rows of a block where a mask has to be written out."""
@@ -30,6 +32,9 @@ FASTEST = [
     SDPBackend.MATH,
 ]
 """Kernels for square causal attention on CUDA, in the order in which they are tried."""
+
+FLASH_FROM = 1 << 14
+"""Query rows from which flash-attn 4 is taken where it is installed: once a shape it compiles for some seconds."""
 
 
 def dense_attend(
@@ -109,6 +114,8 @@ def _unpadded(
         # A single row has no mask, so the heads of a group can be rows: keys are then read once for all of them.
         rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
         return _sdpa(rows, key, value, scale).reshape(*query.shape[:3], -1)
+    if end == start + n and n >= FLASH_FROM and causal.serves(query, value):
+        return causal.attend(query, key, value, scale)
     if start == 0 and end == n:
         return _square(query, key, value, scale)
     if end == start + n and _flash(query, key, value):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends import flash, select
+from mmaccel.backends import dense, flash, ops, select
+from mmaccel.backends.flash import causal
 from mmaccel.backends.flash.attend import block_attend
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.plan import AttentionPlan
@@ -70,3 +72,21 @@ def test_heads_of_a_group_in_one_tile(pack: bool) -> None:
     plan = AShape(sink=9, window=30, block=64).plan(*tensors[:2], layout, layout)
     assert plan is not None
     check(plan, tensors, 0.1, partial(block_attend, pack=pack))
+
+
+@pytest.mark.parametrize("start", [0, 300])
+@pytest.mark.parametrize("size", causal.SIZES)
+def test_dense(size: int, start: int) -> None:
+    """What dense heads take from a length on: queries at the end of the keys, heads of a group."""
+    rng = torch.Generator().manual_seed(size)
+    n = 700
+    shapes = ((4, n), (2, start + n), (2, start + n))
+    query, key, value = (
+        torch.randn(2, h, m, size, generator=rng).to("cuda", torch.bfloat16) for h, m in shapes
+    )
+    assert causal.serves(query, value)
+    mask = torch.ones(n, start + n, dtype=torch.bool, device="cuda").tril(start)[None, None]
+    exact, allowed = budget(query, key, value, mask, 0.1)
+    with patch.object(dense, "FLASH_FROM", 1), patch.object(dense, "_sdpa", None):
+        out = ops.dense_attend(query, key, value, 0.1, start=start)
+    assert float((out.double() - exact).abs().max()) <= allowed

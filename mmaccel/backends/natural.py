@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import ref
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 _made: dict[tuple[torch.device, int], tuple[ref[Tensor], int]] = {}
 """Device and address -> what was made there, as long as somebody holds it, and how many rows are in it."""
+
+_together: dict[tuple[torch.device, tuple[int, ...]], tuple[tuple[ref[Tensor], ...], int]] = {}
+"""Device and addresses -> what holds all rows among it, as long as somebody holds all of it, and how many rows these are."""
 
 
 def counted(batch: int, n: int, width: int, device: torch.device) -> Tensor:
@@ -30,6 +34,25 @@ def rows_in_order(row: Tensor) -> int | None:
     made, n = _made.get((row.device, row.data_ptr()), (None, 0))
     known = made() if made is not None else None
     return n if known is not None and known.numel() == row.numel() and row.is_contiguous() else None
+
+
+def tell_together(rows: Sequence[Tensor], n: int) -> None:
+    """Say that `rows`, each [b, h, width], hold every row of 0 .. n - 1 once among them for each head, and else only -1."""
+    name = rows[0].device, tuple(row.data_ptr() for row in rows)
+    if all(name[1]):
+        _together[name] = tuple(ref(row, lambda _: _together.pop(name, None)) for row in rows), n
+
+
+def rows_together(rows: Sequence[Tensor]) -> int | None:
+    """How many rows `rows` are known to hold among them, every one once for each head and with nothing else but -1."""
+    if len(rows) == 1 and (n := rows_in_order(rows[0])) is not None:
+        return n
+    made, n = _together.get((rows[0].device, tuple(row.data_ptr() for row in rows)), ((), None))
+    for row, one in zip(rows, made, strict=False):
+        known = one()
+        if known is None or known.shape != row.shape or known.stride() != row.stride():
+            return None
+    return n
 
 
 def _told(row: Tensor, n: int) -> Tensor:

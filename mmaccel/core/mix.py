@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmaccel.backends.natural import rows_together, tell_together
 from mmaccel.backends.ops import ABSENT
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lists import BlockLists, BlockRuns
@@ -156,10 +157,12 @@ class Lead:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A part whose tensors have rooms on a sheet that is not written yet."""
+    """A part whose tensors have rooms on a sheet that is not written yet; `whole`: how many rows every head is known to
+    have, each once."""
 
     sheet: Sheet
     q_row: Room
+    whole: int | None
     spans: list[DraftSpan]
     cover: Cover | None
     turn: int
@@ -192,14 +195,16 @@ class Draft:
                     kind = piece.hi, _form(span.lists)
                     number = seen[kind] = seen.get(kind, -1) + 1
                     slots.setdefault((*kind, number), []).append(piece)
-        return cls(
-            sheet, q_row, [_span(pieces, lead, rows, blocks) for pieces in slots.values()], cover, turn
-        )
+        spans = [_span(pieces, lead, rows, blocks) for pieces in slots.values()]
+        return cls(sheet, q_row, _all_rows(members, cover), spans, cover, turn)
 
     def part(self) -> Part:
         """The part itself, once its sheet is written."""
         spans = tuple(span.made(self.sheet) for span in self.spans)
-        return Part(self.sheet.tensor(self.q_row), spans, self.cover, self.turn)
+        q_row = self.sheet.tensor(self.q_row)
+        if self.whole is not None:
+            tell_together([q_row], self.whole)
+        return Part(q_row, spans, self.cover, self.turn)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,6 +237,14 @@ class DraftRuns:
         """The lists themselves."""
         index = None if self.index is None else sheet.tensor(self.index).flatten()
         return BlockRuns(sheet.tensor(self.row), index, sheet.tensor(self.kind), self.most)
+
+
+def _all_rows(members: Sequence[Member], cover: Cover | None) -> int | None:
+    """How many rows each head has, every one once among the parts of its member; None where that is not known of all."""
+    if cover is not None and sum(len(member.heads) for member in members) < len(cover):
+        return None
+    found = {rows_together([part.q_row for part in member.parts]) for member in members}
+    return found.pop() if len(found) == 1 else None
 
 
 def _lead(sheet: Sheet, members: Sequence[Member], cover: Cover | None) -> Lead:

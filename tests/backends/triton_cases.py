@@ -265,14 +265,19 @@ def test_a_row_is_split_where_lists_are_uneven() -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize("in_order", [True, False])
 def test_every_row_is_written_where_nothing_is_laid_out_before(
-    chunk: int | None, monkeypatch: pytest.MonkeyPatch
+    chunk: int | None, in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows in their order, of which some see nothing: what the memory held before is nowhere left."""
+    """All rows, of which some see nothing: what the memory held before is nowhere left."""
     plan = random_plan(18, lead="", n_query=30, n_key=50).to(DEVICE)
     part = plan.parts[0]
     rows = part.q_row.shape[-1] - 2
-    part = replace(part, q_row=natural.counted(1, rows, rows + 2, torch.device(DEVICE))[:, None])
+    q_row = natural.counted(1, rows, rows + 2, torch.device(DEVICE))[:, None]
+    if not in_order:
+        q_row = q_row.flip(-1).contiguous()
+        natural.tell_together([q_row], rows)
+    part = replace(part, q_row=q_row)
     tensors = [t.to(DEVICE) for t in draw(replace(plan, parts=(part,)), 2, 16, 3)]
     query = torch.nn.functional.pad(tensors[0], (0, 0, 0, rows - 30))
 

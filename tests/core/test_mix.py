@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends import natural, ops
+from mmaccel.backends.natural import rows_together
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lists import BlockLists
-from mmaccel.core.lower import attend_plan
+from mmaccel.core.lower import attend_plan, launches
 from mmaccel.core.mix import HeadRun, mix, runs
 from mmaccel.core.plan import AttentionPlan, KeySpan, Part, span_from_table
 from tests.policies.sparse.scenes import Scene, scenes
@@ -246,3 +247,42 @@ def test_runs_of_unlike_patterns_stand_side_by_side() -> None:
     assert torch.equal(mixed.listed_pairs()[:, [1, 6]], shares[1][1].listed_pairs())
     out, _ = attend_plan(mixed, query, key, value, scene.size**-0.5, ops.block_attend)
     torch.testing.assert_close(out, masked(query, key, value, mask), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("start", [0, 100])
+def test_all_rows_are_known_to_be_there_as_long_as_they_are_held(start: int) -> None:
+    """Of a grid's turned and dense queries, alone and beside heads in their order; not where heads or tokens are missing."""
+    from mmaccel.core.layout import TEXT, VIDEO
+    from mmaccel.policies.sparse import AShape, Grid
+    from tests.policies.sparse.scenes import sequence
+
+    one = sequence([(TEXT, [9]), (VIDEO, [7] * 30), (TEXT, [12])])
+    scene, padded = Scene((one,), heads=4, groups=2), Scene((one, one[:150]), heads=4, groups=2)
+    grid, near = Grid(min_stride=2, last_q=16, block=BLOCK), AShape(sink=3, window=20, block=BLOCK)
+    known = len(natural._together)
+
+    def planned(scene: Scene, pattern: Grid | AShape, some: slice) -> AttentionPlan:
+        layout = scene.layout()
+        query, key, _ = scene.tensors()
+        found = pattern.plan(query[:, some, start:], key[:, :1], layout.take(slice(start, None)), layout)
+        assert found is not None
+        return found
+
+    layout = scene.layout()
+    n, queries = scene.length - start, layout.take(slice(start, None))
+    alone = planned(scene, grid, slice(4))
+    beside = [((0, 1), planned(scene, grid, slice(2))), ((2, 3), planned(scene, near, slice(2)))]
+    mixed = mix(beside, 4, 2, queries, layout)
+    fewer = mix([((0, 2), beside[0][1]), ((1, 3), None)], 4, 4, queries, layout)
+    assert mixed is not None and fewer is not None
+    for plan in (alone, mixed):
+        for part in launches(plan):
+            assert rows_together([part.q_row]) == n
+            rows = part.q_row.expand(1, 4, -1).sort(-1, descending=True).values
+            assert torch.equal(rows[..., :n].flip(-1), torch.arange(n).int().expand(1, 4, n))
+            assert (rows[..., n:] == -1).all()
+    for plan in (planned(padded, grid, slice(4)), fewer):
+        assert [rows_together([part.q_row]) for part in launches(plan)] == [None]
+    assert len(natural._together) > known
+    del alone, mixed, fewer, beside, plan, part
+    assert len(natural._together) == known

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from mmaccel.backends.current import on_its_device
-from mmaccel.backends.natural import rows_in_order
+from mmaccel.backends.natural import rows_together
 from mmaccel.backends.ops import room_for
 from mmaccel.backends.triton import hopper_launch, joint
 from mmaccel.backends.triton.homes import lead
@@ -83,7 +83,7 @@ def block_attend(
         )
     B, H, _, D = query.shape
     G, DV, P = key.shape[1], value.shape[-1], q_row.shape[-1]
-    out, lse = room_for(query, value, P, rows, whole=rows > 0 and rows_in_order(q_row) == rows)
+    out, lse = room_for(query, value, P, rows, whole=rows > 0 and rows_together([q_row]) == rows)
     if out.numel() == 0 or query.shape[2] == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if scale <= 0:

@@ -41,6 +41,11 @@ class Sight:
         return min(len(self.keys), self.layer.key.shape[2])
 
     @property
+    def final(self) -> bool:
+        """Whether these are all queries and all keys, none is padding, and the queries are the last of the keys."""
+        return self.kinds == (None, None) and not self.layer.k_layout.padded
+
+    @property
     def ties(self) -> bool:
         """Whether queries may have the same place: the keys between them are left out."""
         return self.kinds[1] is not None and self.kinds[0] != self.kinds[1]

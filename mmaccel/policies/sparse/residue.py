@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import ops
+from mmaccel.backends.natural import tell_together
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.policies.sparse.intra import Sight
 from mmaccel.policies.sparse.orders import places, whole_blocks
@@ -151,8 +152,13 @@ class ClassOrder:
         if vertical:
             q_place, k_row, k_place, *more = more
             spans.append(span_by_range(q_row, k_row, q_place, k_place, 0, FAR, block, block))
-        parts = (Part(q_row, tuple(spans)),)
-        return (*parts, dense_part(sight, more[0], more[1])) if horizontal else parts
+        parts = [Part(q_row, tuple(spans))]
+        if horizontal:
+            parts.append(dense_part(sight, more[0], more[1]))
+        if sight.final:
+            # Each query has a place and so a class: it is dense, or turned.
+            tell_together([part.q_row for part in parts], sight.layer.query.shape[2])
+        return tuple(parts)
 
 
 def query_classes(classes: Classes, at: Tensor) -> Tensor:

@@ -79,4 +79,5 @@ def rooms(chosen: Tensor) -> tuple[Tensor, Tensor]:
     side; what follows them is 0."""
     number = torch.arange(chosen.shape[-1], device=chosen.device)
     index, upto = packed(chosen, number)
-    return upto[..., -1].to(torch.int32), index.view(chosen.shape)
+    # Of a row of one column `packed` gives every other entry of its room.
+    return upto[..., -1].to(torch.int32), index.contiguous().view(chosen.shape)

@@ -23,10 +23,26 @@ def written_out(
     pack: bool,
 ) -> tuple[Tensor, Tensor]:
     """As `mmaccel.backends.flash.attend.call`. A tile that is listed twice is a fault."""
+    demand(query, key, value, tensors, tests)
     mask = seen(query.shape[:3], key.shape[1], tensors, tiles, tests)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out = masked(q.float(), k.float(), v.float(), mask, scale).to(query.dtype)
     return out.transpose(1, 2), log_sum_exp(q.float(), k.float(), mask, scale)
+
+
+def demand(query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Tensor], tests: list[Tensor]) -> None:
+    """What flash-attn 4 asks of tensors (`to_cute_tensor`, `get_aux_tensor_metadata` of 4.0.0b36): the last dimension is
+    dense, also where its size is 1, and of a test no other; all sequences and heads, in block tensors all or one."""
+    B, _, H, _ = query.shape
+    for t in (query, key, value, *tensors, *tests):
+        assert t.stride(-1) == 1, (t.shape, t.stride())
+    for t in tensors:
+        assert t.dtype == torch.int32 and t.shape[0] in (1, B) and t.shape[1] in (1, H)
+    for t in tests:
+        assert t.shape[:2] == (B, H) and t.dtype in (torch.int32, torch.int64)
+        assert [size for size, stride in zip(t.shape, t.stride(), strict=True) if stride == 1 < size] == [
+            t.shape[-1]
+        ]
 
 
 def seen(

@@ -229,6 +229,7 @@ def test_tiles_of_blocks(seed: int, queries: int, keys: int) -> None:
                 assert full[0, h, i, j] == ((tile == FULL).all() and tile.shape[1] == keys)
     count, index = rooms(listed)
     assert count.dtype == index.dtype == torch.int32
+    assert count.stride(-1) == index.stride(-1) == 1
     for row, (c, i) in zip(
         listed.flatten(0, 2), zip(count.flatten(), index.flatten(0, 2), strict=True), strict=True
     ):

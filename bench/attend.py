@@ -276,6 +276,26 @@ def ways_of(path: str) -> Callable[..., Iterator[tuple[str, Run]]]:
     return found
 
 
+def bench_dense(
+    told: dict[str, Any],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    options: argparse.Namespace,
+    how: dict[str, Any],
+    log: Log,
+) -> float:
+    """Seconds of the fastest dense kernel, a row for each; on the heads of one group where all would take too long, times
+    the groups, which is written down."""
+    query, key, value = tensors
+    (many, few), tokens, best = options.heads, query.shape[2], math.inf
+    part = 1 if tokens > options.dense_all and few > 1 else few
+    heads = many // few * part
+    for way, run in dense_ways(query[:, :heads], key[:, :part], value[:, :part]):
+        row = dict(told, way=way, kept=1.0, **({"groups_timed": part} if part < few else {}))
+        taken = measured(log, row, run, how, tokens * (tokens + 1) / 2 * heads, options.size)
+        best = min(best, taken * few / part) if taken is not None else best
+    return best
+
+
 def bench_case(name: str, case: Case, options: argparse.Namespace, log: Log) -> None:
     device, size, (many, few) = torch.device(options.device), options.size, options.heads
     dtype = getattr(torch, options.dtype)
@@ -285,18 +305,7 @@ def bench_case(name: str, case: Case, options: argparse.Namespace, log: Log) -> 
     layout = layout_of(case, frame, device)
     told = dict(case=name, tokens=case.tokens, heads=many, groups=few, size=size, dtype=options.dtype)
     causal = case.tokens * (case.tokens + 1) / 2
-
-    # Dense on the heads of one group where all would take too long; times the groups, which is written down.
-    part = 1 if case.tokens > options.dense_all and few > 1 else few
-    best = math.inf
-    if not options.no_dense:
-        heads = slice(0, many // few * part)
-        for way, run in dense_ways(query[:, heads], key[:, :part], value[:, :part]):
-            pairs = causal * many // few * part
-            row = dict(told, way=way, kept=1.0, **({"groups_timed": part} if part < few else {}))
-            taken = measured(log, row, run, how, pairs, size)
-            best = min(best, taken * few / part) if taken is not None else best
-
+    best = math.inf if options.no_dense else bench_dense(told, (query, key, value), options, how, log)
     pattern = pattern_of(case, frame)
     held: list[AttentionPlan | None] = [None]
 

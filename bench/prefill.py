@@ -6,10 +6,10 @@
 
 Steps, most telling first: `layer:*` are the cases of `bench/attend.py`; `model:*` the language model of a published 7B
 shape (random weights) from embeddings, sparse and dense, with the peak of memory; `short:*` what "auto" makes of prompts
-of 4k to 16k tokens, in turns with dense; `sweep:*` four patterns from 8k to 1M tokens. A step whose row is in the file
-already is not run again, and none is begun that would not end within `--limit` seconds by its own estimate: run the same
-command again for the rest. Dense attention that would take too long is timed on some layers, or on the heads of one
-group, and scaled; its row says so (`layers_timed`, `groups_timed`). `--shrink` divides all lengths: a smoke test.
+of 4k to 16k tokens, in turns with dense. A step whose row is in the file already is not run again, and none is begun that
+would not end within `--limit` seconds by its own estimate: run the same command again for the rest. Dense attention that
+would take too long is timed on some layers, or on the heads of one group, and scaled; its row says so (`layers_timed`,
+`groups_timed`). `--shrink` divides all lengths: a smoke test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attend import CASES, FRAME, NEAR, Case, GivenDiagonals, bench_case, layout_of, shortened
+from attend import CASES, FRAME, Case, GivenDiagonals, bench_case, layout_of, shortened
 from steps import Step, run_steps
 from timing import Log, Times, compare
 
@@ -60,22 +60,6 @@ def layer_step(name: str, case: Case, seconds: float) -> Step:
         bench_case(name, told, options, log)
 
     return Step(name, seconds, run)
-
-
-def sweep_cases() -> dict[str, Case]:
-    """The four patterns of the paper's figure 16 at each length."""
-    sparse: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "a_shape": (NEAR, {}),
-        "vertical_slash": ({"name": "vertical_slash", "vertical": 1000, "slash": 1024}, {"lines": "frames"}),
-        "grid": ({"name": "grid", "stride": "frame"}, {}),
-        "boundary_2d": ({"name": "boundary_2d", "default": NEAR}, {"islands": 32}),
-    }
-    lengths = {"8k": 1 << 13, "32k": 1 << 15, "128k": 1 << 17, "512k": 1 << 19, "1m": 1 << 20}
-    return {
-        f"sweep:{pattern}:{length}": Case(tokens, fields, **more)
-        for length, tokens in lengths.items()
-        for pattern, (fields, more) in sparse.items()
-    }
 
 
 def mixed_heads(heads: int, block: int, share: float) -> dict[int, Any]:
@@ -271,11 +255,7 @@ def steps() -> list[Step]:
         model_step("model:512k", 1 << 19, 80.0),
     ]
     short = [short_step(f"short:{n}k", n << 10, 25.0) for n in (4, 8, 16)]
-    sweep = [
-        layer_step(name, case, 10.0 if case.tokens < 1 << 19 else 30.0)
-        for name, case in sweep_cases().items()
-    ]
-    return [*first, *models, *short, *sweep]
+    return [*first, *models, *short]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -47,8 +47,8 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     ways = {row["way"]: row for row in rows if row.get("case") == "model:128k"}
     assert set(ways) == {"sparse", "dense", "dense_flash_2"} and 0 < ways["sparse"]["kept"] < 1
     assert ways["dense"]["median_s"] > 0 and ways["dense"]["layers_timed"] == 8
-    again = run(out, "layer:grid_128k", "sweep:a_shape:8k")
-    assert [row["done"] for row in again if "done" in row][2:] == ["sweep:a_shape:8k"]
+    again = run(out, "layer:grid_128k", "layer:a_shape_128")
+    assert [row["done"] for row in again if "done" in row][2:] == ["layer:a_shape_128"]
 
 
 def test_a_ratio_and_where_it_may_lie(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Rows that stand in their own order, told without a look at the device: who makes them says so."""
+"""Rows and places that stand in their own order, told without a look at the device: who makes them says so."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 _made: dict[tuple[torch.device, int], tuple[ref[Tensor], int]] = {}
 """Device and address -> what was made there, as long as somebody holds it, and how many rows are in it."""
 
 _together: dict[tuple[torch.device, tuple[int, ...]], tuple[tuple[ref[Tensor], ...], int]] = {}
 """Device and addresses -> what holds all rows among it, as long as somebody holds all of it, and how many rows these are."""
+
+
+_ranks: dict[tuple[torch.device, int], tuple[ref[UntypedStorage], int]] = {}
+"""Device and address -> the memory in which numbers from 0 on lie there, as long as there is any, and how many."""
 
 
 def counted(batch: int, n: int, width: int, device: torch.device) -> Tensor:
@@ -34,6 +38,30 @@ def rows_in_order(row: Tensor) -> int | None:
     made, n = _made.get((row.device, row.data_ptr()), (None, 0))
     known = made() if made is not None else None
     return n if known is not None and known.numel() == row.numel() and row.is_contiguous() else None
+
+
+def first_of(row: Tensor, n: int, width: int) -> Tensor:
+    """The first n of `row` [..., N] in a room of `width`, -1 behind them."""
+    kept = row[..., :width].masked_fill(torch.arange(width, device=row.device) >= n, -1)
+    known = rows_in_order(row)
+    return kept if known is None else _told(kept, min(n, known))
+
+
+def ranks(batch: int, width: int, device: torch.device) -> Tensor:
+    """[batch, width] int32: 0 .. width - 1, all sequences' the same memory. Nobody writes to it."""
+    rank = torch.arange(width, dtype=torch.int32, device=device)
+    name = rank.device, rank.data_ptr()
+    if rank.data_ptr():
+        _ranks[name] = ref(rank.untyped_storage(), lambda _: _ranks.pop(name, None)), width
+    return rank.expand(batch, width)
+
+
+def are_ranks(place: Tensor) -> bool:
+    """Whether `place` [..., width] is known to hold 0 .. width - 1 in each row."""
+    made, n = _ranks.get((place.device, place.data_ptr()), (None, 0))
+    alike = all(size == 1 or not step for size, step in zip(place.shape[:-1], place.stride(), strict=False))
+    dense = place.dtype == torch.int32 and place.stride(-1) == 1 and place.shape[-1] <= n
+    return made is not None and made() is not None and alike and dense
 
 
 def tell_together(rows: Sequence[Tensor], n: int) -> None:

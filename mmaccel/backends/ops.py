@@ -24,7 +24,9 @@ from mmaccel.backends.index import stride_scores as stride_scores
 from mmaccel.backends.index import strongest as strongest
 from mmaccel.backends.index import turned_classes as turned_classes
 from mmaccel.backends.natural import counted as counted
+from mmaccel.backends.natural import first_of as first_of
 from mmaccel.backends.natural import first_rows as first_rows
+from mmaccel.backends.natural import ranks as ranks
 
 FULL, ABSENT, TEST = 0, 1, 2
 """Kinds of listed block: no test needed; some keys absent (a vector mask); range test for each pair."""

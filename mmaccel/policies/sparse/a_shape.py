@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmaccel.backends import ops
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
@@ -51,6 +52,5 @@ def near_and_first(sight: Sight, sink: int, window: int, block: int) -> tuple[Ke
     if not sink:
         return (near,)
     head = min(whole_blocks(sink, block) * block, len(sight.keys))
-    k_place = k_place[..., :head]
-    k_row = k_row[..., :head].masked_fill(k_place >= sink, -1)
-    return near, span_by_range(q_row, k_row, q_place, k_place, window, FAR, block, block)
+    k_row = ops.first_of(k_row, sink, head)
+    return near, span_by_range(q_row, k_row, q_place, k_place[..., :head], window, FAR, block, block)

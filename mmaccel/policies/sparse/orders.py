@@ -58,7 +58,7 @@ def at_or_before(keys: Order, queries: Order) -> Tensor:
 def places(order: Order) -> Tensor:
     """[B, n] int32: the place of each key of `order`: its rank."""
     B, n = order.row.shape
-    return torch.arange(n, dtype=torch.int32, device=order.row.device).expand(B, n)
+    return ops.ranks(B, n, order.row.device)
 
 
 def whole_blocks(n: int, block: int) -> int:

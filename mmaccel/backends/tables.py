@@ -79,5 +79,6 @@ def rooms(chosen: Tensor) -> tuple[Tensor, Tensor]:
     side; what follows them is 0."""
     number = torch.arange(chosen.shape[-1], device=chosen.device)
     index, upto = packed(chosen, number)
-    # Of a row of one column `packed` gives every other entry of its room.
-    return upto[..., -1].to(torch.int32), index.contiguous().view(chosen.shape)
+    # Of one row, or one column, both are views with the strides of what is longer.
+    dense = torch.contiguous_format
+    return upto[..., -1].to(torch.int32, memory_format=dense), index.contiguous().view(chosen.shape)

@@ -19,12 +19,13 @@ def written_out(
     tensors: Sequence[Tensor],
     tiles: Tiles,
     tests: list[Tensor],
+    by_key: bool,
     scale: float,
     pack: bool,
 ) -> tuple[Tensor, Tensor]:
     """As `mmaccel.backends.flash.attend.call`. A tile that is listed twice is a fault."""
     demand(query, key, value, tensors, tests)
-    mask = seen(query.shape[:3], key.shape[1], tensors, tiles, tests)
+    mask = seen(query.shape[:3], key.shape[1], tensors, tiles, tests, by_key)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out = masked(q.float(), k.float(), v.float(), mask, scale).to(query.dtype)
     return out.transpose(1, 2), log_sum_exp(q.float(), k.float(), mask, scale)
@@ -46,22 +47,25 @@ def demand(query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Tensor],
 
 
 def seen(
-    shape: Sequence[int], n_key: int, tensors: Sequence[Tensor], tiles: Tiles, tests: list[Tensor]
+    shape: Sequence[int],
+    n_key: int,
+    tensors: Sequence[Tensor],
+    tiles: Tiles,
+    tests: list[Tensor],
+    by_key: bool,
 ) -> Tensor:
     """[B, H, n, N] bool: the pairs that are computed, for `shape` (B, n, H)."""
     B, n, H = shape
     rows, columns = -(-n // tiles.queries), -(-n_key // tiles.keys)
-    least, most, *spans = tests
     k = torch.arange(n_key)
+    place = k if by_key else tests[0][:, :, None, :n_key]
     inside = torch.zeros(B, H, n, n_key, dtype=torch.bool)
-    for span in spans:
-        place, begin, end = (t[..., :n, None] for t in span.unbind(2))
-        inside |= (
-            (begin <= k)
-            & (k < end)
-            & (least[:, :, None, :n_key] <= place)
-            & (place < most[:, :, None, :n_key])
-        )
+    for span in tests if by_key else tests[1:]:
+        first, length, *listed = (t[..., :n, None].long() for t in span.unbind(2))
+        mine = (first <= place) & (place - first < length)
+        if not by_key:
+            mine &= (listed[0] <= k) & (k - listed[0] < listed[1])
+        inside |= mine
     told = []
     for count, index in (tensors[:2], tensors[2:]):
         assert count.dtype == index.dtype == torch.int32

@@ -5,6 +5,7 @@ Its kernel is written out over all pairs (`flash_cases`); `test_flash_gpu` runs 
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.backends import cost, flash, natural, select
-from mmaccel.backends.flash import attend
+from mmaccel.backends.flash import attend, limits
+from mmaccel.backends.flash import kept as keep
 from mmaccel.backends.flash.limits import Lists, Tiles
 from mmaccel.backends.natural import counted, first_rows, rows_in_order
 from mmaccel.backends.ops import FULL, TEST
@@ -25,8 +28,9 @@ from mmaccel.backends.tables import finer, rooms, table, tiled
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.lists import BlockLists, BlockRuns
 from mmaccel.core.lower import attend_plan
-from mmaccel.core.plan import AttentionPlan
-from mmaccel.policies.sparse import AShape
+from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range
+from mmaccel.policies.sparse import AShape, BlockTopK, TriShape
+from mmaccel.policies.sparse.intra import IntraPattern
 from tests.policies.sparse.scenes import Scene
 from tests.policies.sparse.test_no_reads import NoReads
 
@@ -131,7 +135,8 @@ def test_rows_in_their_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -
     layout = scene.layout()
     for pattern, queries, keys in (
         (AShape(sink=0, window=40, block=64), True, True),
-        (AShape(sink=9, window=40, block=64), True, False),
+        (AShape(sink=9, window=40, block=64), True, True),
+        (BlockTopK(block=64, stride=16, sink=9), True, True),
         (PATTERNS["grid"], False, False),
     ):
         plan = pattern.plan(*tensors[:2], layout, layout)
@@ -140,6 +145,82 @@ def test_rows_in_their_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -
         check(plan, tensors)
         assert [args[0].data_ptr() == tensors[0].data_ptr() for args in calls] == [queries] * len(calls)
         assert [args[1].data_ptr() == tensors[1].data_ptr() for args in calls] == [keys] * len(calls)
+
+
+@pytest.mark.parametrize("start", [0, 70])
+@pytest.mark.parametrize("block", [16, 64, 128, 256])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        AShape(sink=0, window=40),
+        AShape(sink=9, window=40),
+        AShape(sink=80, window=1),
+        TriShape(sink=70, window=9, bottom=20),
+        PATTERNS["grid"],
+    ],
+    ids=lambda p: f"{type(p).__name__}-{getattr(p, 'sink', '')}",
+)
+def test_keys_in_their_order_are_told_as_runs(
+    pattern: IntraPattern, block: int, start: int, calls: list[tuple[Any, ...]]
+) -> None:
+    """A query then reads the keys that it sees as runs, and nothing of a key."""
+    scene = Scene(SCENE.sequences[:1], start, 4, 2, 16)
+    tensors = tuple(t.half() for t in scene.tensors(torch.float32))
+    layout = scene.layout()
+    plan = replace(pattern, block=block).plan(*tensors[:2], layout.take(slice(start, None)), layout)
+    assert plan is not None
+    check(plan, tensors)
+    # Of a tri-shape two parts are joined into one.
+    by_key = isinstance(pattern, AShape)
+    assert calls and {args[6] for args in calls} == {by_key}
+    for args in calls if by_key else []:
+        assert args[1].data_ptr() == tensors[1].data_ptr() and len(args[5]) == len(plan.parts[0].spans)
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 2**16),
+    blocks=st.sampled_from([(16, 16), (64, 64), (128, 32), (32, 256)]),
+    counts=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    cuts=st.lists(st.integers(-40, 330), min_size=2, max_size=5, unique=True),
+    shuffled=st.booleans(),
+)
+def test_runs_of_keys(
+    seed: int, blocks: tuple[int, int], counts: tuple[int, int], cuts: list[int], shuffled: bool
+) -> None:
+    """Ranges side by side over the first keys, as many as each span has; queries of any places and rows."""
+    rng = torch.Generator().manual_seed(seed)
+    n, n_key = counts
+    row = torch.randperm(n, generator=rng, dtype=torch.int32) if shuffled else torch.arange(n).int()
+    q_row = pad_rows(row[None, None], blocks[0])
+    q_place = torch.randint(-1, n_key, q_row.shape, generator=rng, dtype=torch.int32)
+    width = n_key + -n_key % blocks[1]
+    keys = natural.counted(1, n_key, width, torch.device("cpu"))
+    k_place = natural.ranks(1, width, torch.device("cpu"))[:, None]
+    spans = []
+    edges = sorted(cuts)
+    for i, (lo, hi) in enumerate(zip(edges, [*edges[1:-1], FAR], strict=False)):
+        some = int(torch.randint(1, n_key + 1, (), generator=rng)) if i else n_key
+        room = some + -some % blocks[1]
+        mine = natural.first_of(keys[:, None], some, room)
+        spans.append(span_by_range(q_row, mine, q_place, k_place[..., :room], lo, hi, *blocks))
+    plan = AttentionPlan((Part(q_row, tuple(spans)),), *blocks, 1, 4, n, n_key)
+    tensors = tuple(
+        torch.randn(1, h, m, 16, generator=rng).half() for h, m in ((4, n), (2, n_key), (2, n_key))
+    )
+    told: list[tuple[Any, ...]] = []
+
+    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
+        told.append(args)
+        return written_out(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "call", kernel)
+        patch.setattr(attend, "SIZES", (16,))
+        check(plan, tensors)
+        patch.setattr(limits, "are_ranks", lambda place: False)
+        check(plan, tensors)
+    assert [args[6] for args in told] == [True, False]
 
 
 def test_the_first_rows_of_an_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -> None:
@@ -170,6 +251,64 @@ def test_an_order_is_known_while_it_lives() -> None:
     known = len(natural._made)
     del row
     assert len(natural._made) == known - 1 and rows_in_order(few) == 3
+
+
+def test_ranks_are_known_while_their_memory_is_there() -> None:
+    cpu = torch.device("cpu")
+    with torch.inference_mode():
+        place = natural.ranks(2, 7, cpu)[:, None]
+        assert place.tolist() == [[[0, 1, 2, 3, 4, 5, 6]]] * 2
+        assert natural.are_ranks(place) and natural.are_ranks(place[..., :5])
+        for other in (place[..., 1:], place[..., ::2], place.clone(), place.mT, place.view(torch.float32)):
+            assert not natural.are_ranks(other)
+        known = len(natural._ranks)
+        del place, other
+        assert len(natural._ranks) == known - 1
+    assert not natural.are_ranks(natural.ranks(1, 5, torch.device("meta")))
+    row = counted(1, 9, 12, cpu)
+    few = natural.first_of(row[:, None], 3, 4)
+    assert few.tolist() == [[[0, 1, 2, -1]]] and rows_in_order(few) == 3
+    every = natural.first_of(row[:, None], 10, 12)
+    assert torch.equal(every[:, 0], row) and rows_in_order(every) == 9
+    assert rows_in_order(natural.first_of(row.flip(-1), 3, 4)) is None
+
+
+class Ops(TorchDispatchMode):
+    """Counts what is launched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_follows_from_a_plan_is_made_once(inference: bool, calls: list[tuple[Any, ...]]) -> None:
+    """For all layers whose plans have the same tensors, as long as these are there, and nobody writes to them."""
+    scene = Scene(SCENE.sequences[:1], 0, 4, 2, 16)
+    pattern = AShape(sink=9, window=40, block=64)
+    with torch.inference_mode(inference):
+        tensors = tuple(t.half() for t in scene.tensors(torch.float32))
+        layout = scene.layout()
+        gc.collect()
+        before = len(keep._kept)
+        counts = []
+        for _ in range(3):
+            plan = pattern.plan(*tensors[:2], layout, layout)
+            assert plan is not None
+            with Ops() as ops:
+                attend_plan(plan, *tensors, 0.2, attend.block_attend)
+            counts.append(ops.count)
+        assert counts[1] == counts[2] < counts[0] / 2, counts
+        assert len({id(t) for args in calls for t in args[3]}) == 4 and len(keep._kept) == before + 2
+        if not inference:
+            plan.parts[0].spans[0].q_place.sub_(1)
+            attend_plan(plan, *tensors, 0.2, attend.block_attend)
+            assert not torch.equal(calls[-1][5][0], calls[0][5][0])
+    del plan, layout
+    gc.collect()
+    assert len(keep._kept) <= before
 
 
 @pytest.mark.parametrize("name", list(PATTERNS))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends import dense, flash, ops, select
+from mmaccel.backends import dense, flash, natural, ops, select
 from mmaccel.backends.flash import causal
 from mmaccel.backends.flash.attend import block_attend
 from mmaccel.core.lower import attend_plan
@@ -49,6 +49,21 @@ def test_patterns(name: str, block: int, start: int) -> None:
     layout = scene.layout().to("cuda")
     plan = replace(PATTERNS[name], block=block).plan(*tensors[:2], layout.take(slice(start, None)), layout)
     assert plan is not None
+    check(plan, tensors, 128**-0.5, select.get("flash", "cuda"))
+
+
+@pytest.mark.parametrize("start", [0, 70])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("sink", [0, 9])
+def test_keys_in_their_order(sink: int, block: int, start: int) -> None:
+    """One sequence of its own length, the keys of both spans where they lie."""
+    scene = Scene(SCENE.sequences[:1], start, SCENE.heads, SCENE.groups, 128, SCENE.seed)
+    tensors = tuple(t.to("cuda", torch.bfloat16) for t in scene.tensors(torch.float32))
+    layout = scene.layout().to("cuda")
+    pattern = AShape(sink=sink, window=30, block=block)
+    plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)
+    assert plan is not None
+    assert all(natural.are_ranks(span.k_place) for span in plan.parts[0].spans)
     check(plan, tensors, 128**-0.5, select.get("flash", "cuda"))
 
 

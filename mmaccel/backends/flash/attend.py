@@ -2,19 +2,32 @@
 
 Where all lists are runs of blocks in their order, neighbours go together into tiles of 128 by 128, and each query keeps to
 the run of its own block. Other lists are told tile by tile, and their blocks, of 64 or 128, are tiles as they are. A tile
-whose blocks are all FULL is not tested; the rest are, also blocks of kind ABSENT, whose present pairs pass.
+whose blocks are all FULL is not tested; the rest are, also blocks of kind ABSENT, whose present pairs pass. Keys that stand
+in their own order stay where they are, also those that several spans list runs of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmaccel.backends.current import on_its_device
-from mmaccel.backends.flash.limits import Lists, Tiles, lengthened, limits, side_by_side
+from mmaccel.backends.flash.kept import kept
+from mmaccel.backends.flash.limits import (
+    Lists,
+    Span,
+    Tiles,
+    key_runs,
+    lengthened,
+    place_runs,
+    side_by_side,
+)
 from mmaccel.backends.natural import rows_in_order
 from mmaccel.backends.ops import placed, room_for
 from mmaccel.backends.tables import finer, rooms, table, tiled
@@ -28,6 +41,9 @@ SIZES = (64, 80, 96, 128)
 
 ROOM = 1 << 26
 """Pairs of blocks whose table is held at a time, about 30 bytes each while it is made, 8 after: heads go in turns."""
+
+KEPT = 1 << 24
+"""Most pairs of tiles whose table is kept for the next layer, 8 bytes each."""
 
 MOST = 1 << 28
 """Pairs of blocks of one head and all sequences beyond which nothing is made: a million tokens in blocks of 64."""
@@ -75,19 +91,31 @@ def block_attend(
     tiles = Tiles.of(block_q, block_k, plain)
     here = rows_in_order(q_row)
     q_own = here is not None and rows == n <= q_row.shape[-1]
-    k_own = len(k_row) == 1 and rows_in_order(k_row[0]) == key.shape[2]
-    k_rows = side_by_side([lengthened(t, tiles.keys, -1) for t in k_row])
+    spans, own = told(k_row, q_place, k_place, lo, hi, lists, tiles)
     q = query.transpose(1, 2) if q_own else gathered(query, lengthened(q_row, tiles.queries, -1), H)
-    k, v = (t.transpose(1, 2) if k_own else gathered(t, k_rows, H) for t in (key, value))
-    tests = limits(q_place, k_row, k_place, lo, hi, lists, tiles, (block_q, block_k))
-    group = H // k.shape[2]
+    if own is None:
+        k_rows = side_by_side([lengthened(t, tiles.keys, -1) for t in k_row])
+        k, v = (gathered(t, k_rows, H) for t in (key, value))
+    else:
+        k, v = (t[:, :, :own].transpose(1, 2) for t in (key, value))
+    by_key = all(span.there is not None for span in spans)
+    made_of = (*k_row, *q_place, *k_place, *offset, *index, *kind)
+    name = tuple(lo), tuple(hi), tuple(span.there for span in spans), own, block_q, block_k
+    runs = partial(key_runs if by_key else place_runs, spans, tiles, (block_q, block_k))
+    tests = kept(made_of, name, runs)
+    group, size = H // k.shape[2], (q.shape[1], k.shape[1])
+    each = max(one.offset.shape[0] * one.heads for one in lists)
+    small = each * size[0] * size[1] <= KEPT * tiles.queries * tiles.keys
     outs, sums = [], []
     for heads in turns(lists, H, group):
-        tensors = block_tensors([one.of(heads) for one in lists], tiles, q.shape[1], k.shape[1])
+        tables = partial(
+            block_tensors, [one.of(heads) for one in lists], tiles, *size, together=own is not None
+        )
+        tensors = kept(made_of, (*name, *size, heads.start, heads.stop), tables) if small else tables()
         mine = [over(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
         its = slice(heads.start // group, (heads.stop - 1) // group + 1)
         some = q[:, :, heads], k[:, :, its], v[:, :, its]
-        out, lse = call(*some, tensors, tiles, mine, scale, pack)
+        out, lse = call(*some, tensors, tiles, mine, by_key, scale, pack)
         outs.append(out)
         sums.append(lse)
     out, lse = side_by_side(outs, 2).transpose(1, 2), side_by_side(sums, 1)
@@ -118,6 +146,30 @@ def refuse(query: Tensor, value: Tensor, block_q: int, block_k: int, plain: bool
     raise RecipeError(f"backend: 'flash' {why}; choose 'triton'.")
 
 
+def told(
+    k_row: Sequence[Tensor],
+    q_place: Sequence[Tensor],
+    k_place: Sequence[Tensor],
+    lo: Sequence[int],
+    hi: Sequence[int],
+    lists: Sequence[Lists],
+    tiles: Tiles,
+) -> tuple[list[Span], int | None]:
+    """The spans side by side, each from a tile of its own on; or, if the second is not None, over the same keys, so many
+    rows as they lie."""
+    found, begin = [], 0
+    for s, row in enumerate(k_row):
+        found.append(Span(row, q_place[s], k_place[s], lo[s], hi[s], lists[s], begin))
+        begin += row.shape[-1] + -row.shape[-1] % tiles.keys
+    rows = [rows_in_order(t) for t in k_row]
+    known = [n for n in rows if n is not None]
+    # Of lists that are no runs a tile does not tell which span has listed it.
+    apart = len(found) > 1 and not all(span.there is not None and span.lists.plain for span in found)
+    if apart or len(known) < len(rows):
+        return found, None
+    return [span._replace(begin=0) for span in found], max(known)
+
+
 def gathered(x: Tensor, row: Tensor, heads: int) -> Tensor:
     """Rows `row` [b, h, n] of x [B, X, S, D]: [B, n, X, D], or [B, n, heads, D] where each head has rows of its own."""
     B, X = x.shape[:2]
@@ -140,13 +192,24 @@ def turns(lists: Sequence[Lists], heads: int, group: int) -> Iterator[slice]:
         yield slice(first, min(first + step, heads))
 
 
-def block_tensors(lists: Sequence[Lists], tiles: Tiles, n_query: int, n_key: int) -> tuple[Tensor, ...]:
+def block_tensors(
+    lists: Sequence[Lists], tiles: Tiles, n_query: int, n_key: int, *, together: bool
+) -> tuple[Tensor, ...]:
     """Of the tiles of `n_query` queries and `n_key` keys how many are tested [b, h, M] and which [b, h, M, N], and the
-    same of those that are not, all int32; the spans one after another."""
-    told = [tiled(finer(table(*one), *tiles.cut), *tiles.joined) for one in lists]
+    same of those that are not, all int32; the spans one after another, or `together` over the same keys."""
+    pairs = [tiled(finer(table(*one), *tiles.cut), *tiles.joined) for one in lists]
     rows, columns = -(-n_query // tiles.queries), -(-n_key // tiles.keys)
-    listed, full = (side_by_side([pair[i] for pair in told])[:, :, :rows, :columns] for i in (0, 1))
+    if together:
+        listed, full = (reduce(or_, (widened(pair[i], columns) for pair in pairs)) for i in (0, 1))
+    else:
+        listed, full = (side_by_side([pair[i] for pair in pairs])[..., :columns] for i in (0, 1))
+    listed, full = listed[:, :, :rows], full[:, :, :rows]
     return *rooms(listed & ~full), *rooms(full)
+
+
+def widened(t: Tensor, columns: int) -> Tensor:
+    """t [..., n] cut or lengthened with False to `columns`."""
+    return pad(t, (0, columns - t.shape[-1]))
 
 
 def over(t: Tensor, batch: int, heads: int) -> Tensor:
@@ -162,21 +225,23 @@ def call(
     tensors: Sequence[Tensor],
     tiles: Tiles,
     tests: list[Tensor],
+    by_key: bool,
     scale: float,
     pack: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]."""
+    """out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]; `tests` are of `key_runs`,
+    or of `place_runs`."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    from mmaccel.backends.flash.within import within
+    from mmaccel.backends.flash.within import between, within
 
     found: Any = flash_attn_func(
         query,
         key,
         value,
         softmax_scale=scale,
-        mask_mod=within,
+        mask_mod=between if by_key else within,
         aux_tensors=tests,
         block_sparse_tensors=BlockSparseTensorsTorch(*tensors, block_size=(tiles.queries, tiles.keys)),
         pack_gqa=pack and tensors[0].shape[1] == 1,

@@ -1,4 +1,4 @@
-"""What a tested tile compares: of each key the places that see it, of each query its place and what is listed for it."""
+"""What a tested tile compares: of each query the runs of keys or of places that it sees, of keys at most their place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmaccel.backends.natural import are_ranks, rows_in_order
+
 TILE = 128
 
 NEVER = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
-"""A least place that no query reaches: of keys that are not there."""
+"""A place that no query sees: of keys that are not there."""
 
 
 class Lists(NamedTuple):
@@ -58,6 +60,23 @@ class Tiles:
         return cls(queries, keys, joined, (max(block_q // queries, 1), max(block_k // keys, 1)))
 
 
+class Span(NamedTuple):
+    """One span as a tested tile knows it: its first key is key `begin` of those that are computed over."""
+
+    k_row: Tensor
+    q_place: Tensor
+    k_place: Tensor
+    lo: int
+    hi: int
+    lists: Lists
+    begin: int
+
+    @property
+    def there(self) -> int | None:
+        """How many keys stand at their own place, all others being absent; None where that is not known."""
+        return rows_in_order(self.k_row) if are_ranks(self.k_place) else None
+
+
 def lengthened(t: Tensor, tile: int, value: int) -> Tensor:
     """t [..., n] with `value` up to whole tiles."""
     short = -t.shape[-1] % tile
@@ -73,44 +92,60 @@ def side_by_side(tensors: Sequence[Tensor], dim: int = -1) -> Tensor:
     return torch.cat([t.expand(shape) for t in tensors], dim)
 
 
-def limits(
-    q_place: Sequence[Tensor],
-    k_row: Sequence[Tensor],
-    k_place: Sequence[Tensor],
-    lo: Sequence[int],
-    hi: Sequence[int],
-    lists: Sequence[Lists],
-    tiles: Tiles,
-    blocks: tuple[int, int],
-) -> list[Tensor]:
-    """What `within` takes, in `tiles` of joined `blocks` (of queries, of keys), the spans side by side.
+def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
+    """What the mask `between` takes of spans whose keys stand at their own place: for each, [b, h, 2, P] int32, of each
+    query the first key that it sees, and how many from there on."""
+    found = []
+    for span in spans:
+        assert span.there is not None
+        first, past = _places(span, span.there)
+        listed = _listed(span, blocks)
+        if listed is not None:
+            first, past = torch.maximum(first, listed[0]), torch.minimum(past, listed[1])
+        found.append(_runs((first + span.begin, past + span.begin), tiles, torch.int32))
+    return found
 
-    Of each key, [b, h, N], the least place that sees it, and the end of the places that do; then for each span, [b, h, 3,
-    P], of each query its place, the first key that the span lists for it, and the end of those.
-    """
-    dtype = torch.int64 if any(t.dtype == torch.int64 for t in (*q_place, *k_place)) else torch.int32
+
+def place_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
+    """What the mask `within` takes of any spans, all int64 where a place is: [b, h, N] the place of each key; then for each
+    span, [b, h, 4, P], of each query the first place that it sees, how many from there on, the first key that the span
+    lists for it, and how many from there on."""
+    wide = any(t.dtype == torch.int64 for span in spans for t in (span.q_place, span.k_place))
+    dtype = torch.int64 if wide else torch.int32
     never = NEVER[dtype]
-    least, most, rows, begin = [], [], [], 0
-    for s, (row, place) in enumerate(zip(k_row, k_place, strict=True)):
-        first, last = ((place.long() + edge).clamp(-never, never).to(dtype) for edge in (lo[s], hi[s]))
-        least.append(lengthened(torch.where(row >= 0, first, never), tiles.keys, never))
-        most.append(lengthened(last, tiles.keys, -never))
-        end = begin + least[-1].shape[-1]
-        at = q_place[s].to(dtype)
-        if tiles.joined == (1, 1):
-            listed = [torch.full_like(at[:1, :1], edge) for edge in (begin, end)]
-        else:
-            listed = [t.to(dtype) + begin for t in _run(lists[s].offset, *blocks)]
-        of_span = [lengthened(t, tiles.queries, -1)[:, :, None] for t in (at, *listed)]
-        rows.append(side_by_side(of_span, 2))
-        begin = end
-    return [side_by_side(least), side_by_side(most), *rows]
+    places, found = [], []
+    for span in spans:
+        place = torch.where(span.k_row >= 0, span.k_place.to(dtype), never)
+        places.append(lengthened(place, tiles.keys, never))
+        listed = _listed(span, blocks)
+        if listed is None:
+            none = torch.zeros_like(span.q_place[:1, :1], dtype=torch.long)
+            listed = none, none + places[-1].shape[-1]
+        keys = listed[0] + span.begin, listed[1] + span.begin
+        found.append(side_by_side([_runs(_places(span, never), tiles, dtype), _runs(keys, tiles, dtype)], 2))
+    return [side_by_side(places), *found]
 
 
-def _run(offset: Tensor, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """[b, h, P]: for each query the first key, and the end of the keys, of the run of blocks listed for its block."""
-    begin, count, _, _, shift = offset.unbind(-1)
-    first = (begin + shift) * block_k
-    found = torch.stack([first, first + count * block_k])
-    wide = found[..., None].expand(*found.shape, block_q).flatten(-2)
+def _places(span: Span, end: int) -> tuple[Tensor, Tensor]:
+    """[b, h, P]: for each query the first place that is in the range, and the end of those, all in 0 .. end."""
+    at = span.q_place.long()
+    return (at - (span.hi - 1)).clamp(0, end), (at - (span.lo - 1)).clamp(0, end)
+
+
+def _listed(span: Span, blocks: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+    """[b, h, P]: for each query the first key, and the end of the keys, of the run of blocks listed for its block; None
+    where lists are no runs: tiles are listed as they are."""
+    if not span.lists.plain:
+        return None
+    begin, count, _, _, shift = span.lists.offset.unbind(-1)
+    first = (begin + shift) * blocks[1]
+    found = torch.stack([first, first + count * blocks[1]])
+    wide = found[..., None].expand(*found.shape, blocks[0]).flatten(-2)
     return wide[0], wide[1]
+
+
+def _runs(ends: tuple[Tensor, Tensor], tiles: Tiles, dtype: torch.dtype) -> Tensor:
+    """[b, h, 2, P] of `dtype`: where each run begins, and its length, 0 where it ends before; whole tiles of queries."""
+    first, past = ends
+    told = torch.stack([first, (past - first).clamp(min=0)], 2).to(dtype)
+    return lengthened(told, tiles.queries, 0)

@@ -1,4 +1,7 @@
-"""What a query sees of a tested tile, in the language of flash-attn 4's kernels."""
+"""What a query sees of a tested tile, by runs of keys or of places, in the language of flash-attn 4's kernels.
+
+What is read of a query is read once for all keys of a tile; what is read of a key stays in registers for as long.
+"""
 
 # mypy: ignore-errors
 
@@ -10,13 +13,28 @@ from flash_attn.cute import utils
 
 
 @cute.jit
-def within(batch, head, row, column, seqlen_info, tensors):
-    """Whether a span lists the key for the query, and its place is in the range: see `mmaccel.backends.flash.limits`."""
+def between(batch, head, row, column, seqlen_info, tensors):
+    """Whether a span's run holds the key for the query: see `mmaccel.backends.flash.limits.key_runs`."""
     b, h, q, k = batch[0], head[0], row[0], column[0]
-    least, most = tensors[0][b, h, k], tensors[1][b, h, k]
     seen = cutlass.Boolean(False)
-    for span in tensors[2:]:
-        place, begin, end = span[b, h, 0, q], span[b, h, 1, q], span[b, h, 2, q]
-        listed = (begin <= k) & (k < end)
-        seen = seen | (listed & (least <= place) & (place < most))
+    for span in tensors:
+        seen = seen | _holds(span[b, h, 0, q], span[b, h, 1, q], k)
     return utils.scalar_to_ssa(seen, cutlass.Boolean)
+
+
+@cute.jit
+def within(batch, head, row, column, seqlen_info, tensors):
+    """Whether a span lists the key for the query, and its place is seen: see `mmaccel.backends.flash.limits.place_runs`."""
+    b, h, q, k = batch[0], head[0], row[0], column[0]
+    place = tensors[0][b, h, k]
+    seen = cutlass.Boolean(False)
+    for span in tensors[1:]:
+        listed = _holds(span[b, h, 2, q], span[b, h, 3, q], k)
+        seen = seen | (listed & _holds(span[b, h, 0, q], span[b, h, 1, q], place))
+    return utils.scalar_to_ssa(seen, cutlass.Boolean)
+
+
+def _holds(first, length, x):
+    # Whether first <= x < first + length: below the first is far above all lengths where there is no sign.
+    unsigned = cutlass.Uint64 if first.dtype.width == 64 else cutlass.Uint32
+    return unsigned(x - first) < unsigned(length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,10 @@ class OneVideo(TyperCommand):
 
 
 def check_question(video: str, question: str) -> None:
-    """Raise `VideoError` for a question that is a second video."""
-    if Path(question).is_file() or (Path(question).suffix and Path(question).suffix == Path(video).suffix):
+    """Raise `VideoError` for a question that is a second video: a file, or one word that ends as the video's name does."""
+    # Of a text that is too long for a name, pathlib raises what the system says.
+    named = len(question.split()) == 1 and Path(question).suffix
+    if os.path.isfile(question) or (named and named == Path(video).suffix):
         raise _two(video, question)
 
 

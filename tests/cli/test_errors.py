@@ -136,6 +136,13 @@ def test_a_users_error_is_one_sentence(
     assert err.rstrip().endswith((".", "?", ")")) and "Traceback" not in err
 
 
+@pytest.mark.parametrize("question", ["What is written on the sign? " * 20, "What is shown after intro.mp4"])
+def test_a_question_is_no_second_video(question: str, call: Call, clip: str, ov: str) -> None:
+    """One longer than a file's name can be, and one whose last word ends as the video's name does."""
+    status, out, err = call("ask", clip, question, "--model", ov, "--max-new-tokens", 1, "--json")
+    assert (status, err) == (0, "") and json.loads(out)["question"] == question
+
+
 def test_a_near_name_of_a_model_asks_no_hub(
     call: Call, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

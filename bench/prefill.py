@@ -47,7 +47,7 @@ NEVER = sys.maxsize
 
 DENSE = {
     "dense": {"FLASH_FROM": NEVER},
-    "dense_flash_attn_4": {},
+    "dense_flash_attn_4": {"FLASH_FROM": dense.FLASH_FROM},
     "dense_flash_2": {"FLASH_FROM": NEVER, "FASTEST": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]},
 }
 """Dense attention by PyTorch's fastest kernel, by flash-attn 4 where it is installed, and by FlashAttention-2: what of

@@ -8,8 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+
+from mmaccel.backends import dense
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,6 +52,21 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     assert ways["dense"]["median_s"] > 0 and ways["dense"]["layers_timed"] == 8
     again = run(out, "layer:grid_128k", "layer:a_shape_128")
     assert [row["done"] for row in again if "done" in row][2:] == ["layer:a_shape_128"]
+
+
+def test_every_way_of_dense_attention_can_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that by flash-attn 4, which no CPU has: what is changed is taken back."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    prefill = importlib.import_module("prefill")
+    before = dense.FLASH_FROM, dense.FASTEST
+    taken = {}
+    for way, changed in prefill.DENSE.items():
+        with patch.multiple(dense, **changed):
+            taken[way] = dense.FLASH_FROM, dense.FASTEST
+    assert taken["dense_flash_attn_4"] == before == (dense.FLASH_FROM, dense.FASTEST)
+    # In the two others no prompt is long enough.
+    assert all(taken[way][0] > 1 << 40 for way in ("dense", "dense_flash_2"))
+    assert taken["dense"][1] == before[1] != taken["dense_flash_2"][1]
 
 
 def test_a_ratio_and_where_it_may_lie(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,12 +109,13 @@ def summary(rows: Rows) -> Iterator[str]:
     for setting in sorted(rows.shots, key=str):
         found = Haystack(rows.depths or 1, rows.shots[setting])
         yield f"{setting.model} {setting.task} {setting.dtype}" + _after(setting.compress)
-        for name in found.recipes:
+        for name in sorted(found.recipes, key=_place):
             held = {row["frames"]: row for row in found.rows() if row["recipe"] == name}
             cells = [
                 f"{n}: {sum(row['right'])}/{sum(row['asked'])} ({row['kept']:.1%})" for n, row in held.items()
             ]
-            yield f"  {name:20}" + "  ".join(f"{cell:22}" for cell in cells)
+            mine = {((s.frames, s.seed), s.question): s.right for s in found.shots if s.recipe == name}
+            yield f"  {name:20}" + "  ".join(f"{cell:22}" for cell in (*cells, _share(mine)))
         for tasks in (setting.task, "both tasks"):
             together[tasks, setting.compress, setting.dtype].append(setting)
     for (tasks, compress, dtype), settings in together.items():
@@ -124,7 +125,7 @@ def summary(rows: Rows) -> Iterator[str]:
             for shot in rows.shots[setting]:
                 at = (setting.documents, shot.frames, shot.seed), setting, shot.question
                 right[shot.recipe][at] = shot.right
-        for name, mine in right.items():
+        for name, mine in sorted(right.items(), key=lambda item: _place(item[0])):
             line = f"  {name:20}{_share(mine)}"
             yield line + f"; against searched {_gap(mine, right['searched'])}" if name != "searched" else line
         if right.keys() >= {*DENSE_ROWS, *DENSE_ROWS.values()}:
@@ -149,8 +150,13 @@ def summary(rows: Rows) -> Iterator[str]:
             yield f"{setting.model} {setting.task}{_after(setting.compress)}, {frames} frames: {told}"
 
 
+def _place(name: str) -> tuple[bool, str]:
+    """Where a method is told: ours first, the others by name."""
+    return name not in OURS, name
+
+
 def _share(answers: Mapping[Any, bool]) -> str:
-    """Right of asked, and its interval; answers by (video, setting, question)."""
+    """Right of asked, and its interval; answers by (video, ..., question)."""
     right, asked = sum(answers.values()), len(answers)
     low, high = interval(right, asked, spread_by([at[0] for at in answers], list(answers.values())))
     return f"{right}/{asked} = {right / asked:.1%} ({low:.1%} to {high:.1%})"
@@ -170,8 +176,16 @@ def _after(compress: str | None) -> str:
 
 def draw(rows: Rows, folder: Path) -> None:
     """The maps of every setting in which rivals were asked, as pictures in a folder."""
+    import matplotlib
+
     for setting, found in rows.shots.items():
         if {shot.recipe for shot in found} - set(OURS):
             words = ["needles", setting.model, setting.task.lower(), setting.compress, setting.dtype]
             place = folder / ("_".join(Path(word).name for word in words if word) + ".svg")
-            save(haystack_maps(Haystack(rows.depths or 1, found)), place)
+            drawn = haystack_maps(
+                Haystack(rows.depths or 1, sorted(found, key=lambda shot: _place(shot.recipe)))
+            )
+            # Letters stay letters of one font: shapes, or a list of fonts at every word, are most of a file.
+            letters = {"svg.fonttype": "none", "svg.hashsalt": "needles", "font.sans-serif": ["DejaVu Sans"]}
+            with matplotlib.rc_context(letters):
+                save(drawn, place)

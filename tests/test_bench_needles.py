@@ -138,15 +138,18 @@ def test_figures_and_maps_follow_from_the_rows(
 ) -> None:
     needles.main(["--rows", str(RECORD), str(RECORD), "--maps", str(tmp_path / "maps")])
     told = capsys.readouterr().out
-    both = told[told.index("all models, both tasks") :]
-    assert "searched            63/63 = 100.0% (94.3% to 100.0%)\n" in both
-    assert "block_topk          45/63 = 71.4%" in both and "against searched -28.6" in both
-    # With the question's rows dense, boundaries are worth nothing here; without, a quarter of the answers.
-    boundaries = [line for line in told.splitlines() if "ours, less ours without boundaries" in line]
-    mixed = boundaries[-1].split("boundaries")[1].split()
-    assert mixed[0] == "+0.0" and " ".join(mixed[6:]) == "+25.5 (+10.6 to +38.4), 47 questions"
+    both = told[told.index("all models, both tasks, bfloat16\n") :]
+    assert "searched            615/615 = 100.0% (99.4% to 100.0%)\n" in both
+    assert "block_topk          414/580 = 71.4%" in both and "against searched -27.6" in both
+    # With the question's rows dense, boundaries are worth little here; without, three answers of ten.
+    mixed = told[told.index("all models, MM-NIAH, bfloat16\n") :]
+    boundaries = next(line for line in mixed.splitlines() if "ours, less ours without boundaries" in line)
+    words = boundaries.split("boundaries")[1].split()
+    assert words[0] == "+0.4" and " ".join(words[6:]) == "+30.2 (+22.9 to +36.8), 295 questions"
+    # A map of each setting in which rivals were asked.
     assert sorted(path.name for path in (tmp_path / "maps").iterdir()) == [
-        f"needles_{model}_{task}_float32.svg"
+        f"needles_{model}_{task}_{setting}.svg"
         for model in ("tiny-ov", "tiny-qwen")
         for task in ("mm-niah", "v-niah")
+        for setting in ("bfloat16", "float32", "visionzip_bfloat16")
     ]

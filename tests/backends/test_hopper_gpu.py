@@ -49,6 +49,26 @@ def test_random_plans(blocks: tuple[int, int], size: int, lead: str, chunk: int 
         check(plan, tensors, dtype, scale=size**-0.5, kernel=partial(block_attend, chunk=chunk))
 
 
+@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_a_program_computes_tile_after_tile(
+    programs: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a whole device plans as small as these are about a tile a program: here rings and words go round many times."""
+    kernel = partial(block_attend, chunk=chunk)
+    for lead, size, keys in (("bh", 128, 300), ("bh", 64, 60), ("", 128, 60)):
+        plan = random_plan(5, lead=lead, n_query=900, n_key=keys, blocks=(128, 64))
+        # Tiles that list nothing, between others, are among them.
+        assert keys > 60 or bool((sum(span.lists.count for span in plan.parts[0].spans) == 0).any())
+        tensors = draw(plan, 2, size, 5)
+        wanted = check(plan, tensors, torch.bfloat16, scale=size**-0.5, kernel=kernel)
+        with monkeypatch.context() as few:
+            few.setattr(hopper_launch, "_at_a_time", lambda device: programs)
+            found = check(plan, tensors, torch.bfloat16, scale=size**-0.5, kernel=kernel)
+        # Who computes a tile, and after which, makes no difference.
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("heads", [(4, 2), (6, 2)], ids=str)
 def test_heads_that_share_lists_share_tiles(heads: tuple[int, int]) -> None:
     plan = random_plan(3, heads=heads[0], n_query=200, n_key=500, lead="", blocks=(64, 64))

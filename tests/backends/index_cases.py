@@ -13,13 +13,14 @@ from torch import Tensor
 
 from mmaccel.backends import triton as backend
 from mmaccel.backends.reference import index as plain
-from mmaccel.backends.triton import strides, strongest
+from mmaccel.backends.triton import estimate_grid, strides, strongest
 from mmaccel.backends.triton.estimate import line_sums, row_totals
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse import Grid
 from mmaccel.policies.sparse.estimate import Asking, LastQueries, Score
-from mmaccel.policies.sparse.stride import _heaviest
+from mmaccel.policies.sparse.intra import Layer
+from mmaccel.policies.sparse.stride import Classes, Frames, Search, _heaviest, frame_phases
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import small
 
@@ -121,6 +122,35 @@ def test_plans(name: str, start: int) -> None:
         got = PATTERNS[name].plan(query, key, layout.take(slice(start, None)), layout)
     assert got is not None
     assert torch.equal(got.count_mask().cpu(), want.count_mask())
+
+
+@pytest.mark.parametrize("score", ["contrast", "mean", "sum"])
+@pytest.mark.parametrize(("padded", "pooled"), [(False, False), (True, True)])
+def test_classes_of_more_keys_than_a_tile(
+    padded: bool, pooled: bool, score: Score, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tiles that every query sees are not tested; the lines and the phases are those of the plain way."""
+    monkeypatch.setattr(estimate_grid, "KEYS", 16)
+    long = sequence([(TEXT, [5]), (VIDEO, [5] * 40), (TEXT, [20])])
+    other = sequence([(TEXT, [3]), (VIDEO, [4] * 45), (TEXT, [9])]) if padded else long
+    scene = Scene((long, other), heads=8, groups=2, size=16, seed=5)
+    search = Search(low=2, most=12, slack=0.1, score=score, rows=True, keys=scene.length)
+
+    def found(device: str) -> Classes:
+        query, key, _ = (t.to(device) for t in scene.tensors(torch.float32))
+        layout = scene.layout().to(device)
+        sight = Layer(query, key, layout, layout, 16).sight()
+        last, frames = sight.last(24, pooled), Frames.of(sight, search)
+        # Each class has a whole tile before the first of these queries.
+        sizes = torch.stack([(frames.number[..., :150] == c).sum(-1) for c in range(4)])
+        assert int(last.at.min()) > 150 and int(sizes.min()) >= estimate_grid.KEYS
+        return frame_phases(last, frames, search)
+
+    want = found("cpu")
+    with launched():
+        got = found(DEVICE)
+    for name in ("line", "shift", "dense"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
 
 
 @pytest.mark.parametrize("score", ["contrast", "mean", "sum"])

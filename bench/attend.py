@@ -21,6 +21,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -207,18 +208,14 @@ def dense_ways(query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[str,
         if query.shape[2] <= EFFICIENT:
             yield "dense_efficient", sdpa(SDPBackend.EFFICIENT_ATTENTION)
         turned = [t.transpose(1, 2).contiguous() for t in (query, key, value)]
-        try:
+        with suppress(ImportError):
             from flash_attn.cute import flash_attn_func
 
             yield "dense_flash_attn_4", lambda: flash_attn_func(*turned, softmax_scale=scale, causal=True)
-        except ImportError:
-            pass
-        try:
+        with suppress(ImportError):
             from flash_attn import flash_attn_func as flash_attn_2
 
             yield "dense_flash_attn_2", lambda: flash_attn_2(*turned, softmax_scale=scale, causal=True)
-        except ImportError:
-            pass
 
 
 def blocks_of(plan: AttentionPlan) -> int:

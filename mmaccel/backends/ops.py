@@ -27,6 +27,8 @@ from mmaccel.backends.natural import counted as counted
 from mmaccel.backends.natural import first_of as first_of
 from mmaccel.backends.natural import first_rows as first_rows
 from mmaccel.backends.natural import ranks as ranks
+from mmaccel.backends.natural import rows_together as rows_together
+from mmaccel.backends.natural import tell_together as tell_together
 
 FULL, ABSENT, TEST = 0, 1, 2
 """Kinds of listed block: no test needed; some keys absent (a vector mask); range test for each pair."""

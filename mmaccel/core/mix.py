@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends.natural import rows_together, tell_together
-from mmaccel.backends.ops import ABSENT
+from mmaccel.backends.ops import ABSENT, rows_together, tell_together
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lists import BlockLists, BlockRuns
 from mmaccel.core.plan import FAR, AttentionPlan, Cover, DenseHeads, KeySpan, Part, numbered

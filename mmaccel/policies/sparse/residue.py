@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.backends.natural import tell_together
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.policies.sparse.intra import Sight
 from mmaccel.policies.sparse.orders import places, whole_blocks
@@ -157,7 +156,7 @@ class ClassOrder:
             parts.append(dense_part(sight, more[0], more[1]))
         if sight.final:
             # Each query has a place and so a class: it is dense, or turned.
-            tell_together([part.q_row for part in parts], sight.layer.query.shape[2])
+            ops.tell_together([part.q_row for part in parts], sight.layer.query.shape[2])
         return tuple(parts)
 
 

@@ -1,12 +1,12 @@
-"""What is made for flash-attn 4, without it: block tensors, what tested tiles compare, turns of heads, and refusals.
+"""What flash-attn 4 is called with, without it: masks, ranges and orders of plans, and how often anything is launched.
 
-Its kernel is written out over all pairs (`flash_cases`); `test_flash_gpu` runs the real one.
+Its kernel is written out over all pairs (`flash_cases`); `test_flash_gpu` runs the real one, `test_flash_tables` holds what
+is made of lists beforehand.
 """
 
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,12 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmaccel.backends import cost, flash, natural, select
 from mmaccel.backends.flash import attend, limits
 from mmaccel.backends.flash import kept as keep
-from mmaccel.backends.flash.limits import Lists, Tiles
 from mmaccel.backends.natural import counted, first_rows, rows_in_order
-from mmaccel.backends.ops import FULL, TEST
-from mmaccel.backends.tables import finer, rooms, table, tiled
-from mmaccel.core.errors import RecipeError
-from mmaccel.core.lists import BlockLists, BlockRuns
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range
 from mmaccel.policies.sparse import AShape, BlockTopK, TriShape
@@ -37,8 +32,6 @@ from tests.policies.sparse.test_no_reads import NoReads
 from .flash_cases import written_out
 from .oracle import budget, flat
 from .plans import PATTERNS, SCENE, random_plan
-
-CUDA = torch.device("cuda")
 
 
 @pytest.fixture
@@ -325,125 +318,6 @@ def test_nothing_is_read_back(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         attend_plan(plan, *tensors, 0.2, attend.block_attend)
 
 
-@pytest.mark.parametrize("lead", ["", "b", "h", "bh"])
-def test_tables_of_lists_one_after_another(lead: str) -> None:
-    plan = random_plan(7, lead=lead, n_query=150, n_key=300)
-    for span in plan.parts[0].spans:
-        n = span.k_row.shape[-1] // plan.block_k
-        lists = span.lists
-        assert isinstance(lists, BlockLists)
-        want = lists.table(n)
-        slack = torch.cat([lists.index, lists.index[:3]]), torch.cat([lists.kind, lists.kind[:3]])
-        assert torch.equal(table(lists.offset, *slack, n), want)
-        if "h" in lead:
-            some = Lists(lists.offset, lists.index, lists.kind, n).of(slice(1, 3))
-            assert torch.equal(table(*some), want[:, 1:3])
-
-
-@pytest.mark.parametrize("name", list(PATTERNS))
-def test_tables_of_runs(name: str) -> None:
-    plan, _ = planned(name, 16, 0)
-    seen = 0
-    for part in plan.parts:
-        for span in part.spans:
-            if isinstance(span.lists, BlockRuns):
-                n, lists = span.k_row.shape[-1] // 16, span.lists
-                assert torch.equal(table(lists.row, lists.entries, lists.kind, n), lists.table(n))
-                seen += 1
-    assert seen
-
-
-@given(seed=st.integers(0, 2**16), queries=st.sampled_from([1, 2, 8]), keys=st.sampled_from([1, 2, 4]))
-def test_tiles_of_blocks(seed: int, queries: int, keys: int) -> None:
-    rng = torch.Generator().manual_seed(seed)
-    m, n = (int(torch.randint(1, 12, (), generator=rng)) for _ in range(2))
-    kinds = torch.randint(-1, 3, (1, 2, m, n), generator=rng, dtype=torch.int8)
-    kinds[:, :, : m // 2] = FULL
-    listed, full = tiled(kinds, queries, keys)
-    for h in range(2):
-        for i in range(-(-m // queries)):
-            for j in range(-(-n // keys)):
-                tile = kinds[0, h, i * queries : (i + 1) * queries, j * keys : (j + 1) * keys]
-                assert listed[0, h, i, j] == (tile >= 0).any()
-                assert full[0, h, i, j] == ((tile == FULL).all() and tile.shape[1] == keys)
-    count, index = rooms(listed)
-    assert count.dtype == index.dtype == torch.int32
-    assert count.stride(-1) == index.stride(-1) == 1
-    for row, (c, i) in zip(
-        listed.flatten(0, 2), zip(count.flatten(), index.flatten(0, 2), strict=True), strict=True
-    ):
-        assert i[: int(c)].tolist() == row.nonzero().flatten().tolist()
-    parts = finer(kinds, queries, keys)
-    assert torch.equal(parts, kinds.repeat_interleave(queries, 2).repeat_interleave(keys, 3))
-
-
-@pytest.mark.parametrize(
-    ("heads", "group", "room", "want"),
-    [
-        (8, 4, 10, [range(8)]),
-        (8, 4, 4, [range(4), range(4, 8)]),
-        (8, 4, 3, [range(i, i + 2) for i in range(0, 8, 2)]),
-        (14, 7, 6, [range(i, i + 1) for i in range(14)]),
-        (12, 2, 5, [range(0, 4), range(4, 8), range(8, 12)]),
-    ],
-)
-def test_turns_are_of_whole_groups_or_of_a_part_of_one(
-    heads: int, group: int, room: int, want: list[range], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attend, "ROOM", room * 5 * 7)
-    lists = Lists(torch.zeros(1, heads, 6, dtype=torch.long), torch.zeros(3), torch.zeros(3), 7)
-    assert [range(s.start, s.stop) for s in attend.turns([lists], heads, group)] == want
-    shared = Lists(lists.offset[:, :1], lists.entries, lists.kind, 7)
-    assert list(attend.turns([shared], heads, group)) == [slice(0, heads)]
-
-
-def test_tiles() -> None:
-    assert Tiles.of(64, 64, True) == Tiles(128, 128, (2, 2), (1, 1))
-    assert Tiles.of(16, 256, True) == Tiles(128, 128, (8, 1), (1, 2))
-    assert Tiles.of(64, 64, False) == Tiles(64, 64, (1, 1), (1, 1))
-    assert Tiles.of(256, 128, False) == Tiles(128, 128, (1, 1), (2, 1))
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype", "blocks", "why"),
-    [
-        (64, torch.float32, 64, "computes in float16 or bfloat16, not in float32"),
-        (24, torch.float16, 64, "serves heads of 64, 80, 96, 128, not of 24 and 24"),
-        (64, torch.float16, 32, "serves these lists in blocks of 64 or more, not of 32 by 32"),
-    ],
-)
-def test_refusals(size: int, dtype: torch.dtype, blocks: int, why: str) -> None:
-    plan = random_plan(1, n_query=64, n_key=128, blocks=(blocks, blocks))
-    tensors = (torch.zeros(2, h, n, size, dtype=dtype) for h, n in ((4, 64), (2, 128), (2, 128)))
-    with pytest.raises(RecipeError, match=re.escape(f"backend: 'flash' {why}; choose 'triton'.")):
-        attend.block_attend(*tensors, *flat(plan.parts[0], plan), 0.2)
-
-
-def test_a_table_has_a_bound() -> None:
-    one = torch.zeros(1, 1, 1, 64).half()
-    attend.refuse(one, one, 64, 64, False, (1 << 20) ** 2 // 64**2)
-    with pytest.raises(RecipeError, match="at most 268435456 pairs of blocks a head"):
-        attend.refuse(one, one, 64, 64, False, (1 << 20) ** 2 // 64**2 + 1)
-
-
-def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flash.usable(torch.device("cpu")) == "flash-attn 4 runs on cuda"
-    monkeypatch.setattr(flash, "_installed", lambda: False)
-    assert flash.usable(CUDA) == "it needs flash-attn 4 (pip install flash-attn-4)"
-    monkeypatch.setattr(flash, "_installed", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert flash.usable(CUDA) == "no CUDA device is visible"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.version, "hip", None)
-    for capability, why in (
-        ((8, 0), "it needs a Hopper GPU"),
-        ((9, 0), None),
-        ((10, 0), "it needs a Hopper GPU"),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert flash.usable(CUDA) == why
-
-
 def test_auto_passes_over_what_is_refused(
     calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,17 +331,3 @@ def test_auto_passes_over_what_is_refused(
     for other, block in ((shape, 32), (replace(shape, dtype=torch.float32), 64)):
         costs = cost.measure(torch.device("cpu"), other, backends, block=block, **how)
         assert set(costs.sparse) == {"reference"} and "RecipeError" in costs.untried["flash"]
-
-
-def test_kinds_agree_with_the_range() -> None:
-    """A block that is not tested elsewhere is tested here where it goes into a tested tile: it must pass its own test."""
-    for name in PATTERNS:
-        plan, _ = planned(name, 16, 0)
-        for part in plan.parts:
-            for span in part.spans:
-                kinds = span.lists.table(span.k_row.shape[-1] // 16)
-                gap = span.q_place[..., :, None] - span.k_place[..., None, :]
-                present = (part.q_row >= 0)[..., :, None] & (span.k_row >= 0)[..., None, :]
-                wide = kinds.repeat_interleave(16, 2).repeat_interleave(16, 3)
-                untested = present & (wide >= 0) & (wide != TEST)
-                assert (~untested | ((gap >= span.lo) & (gap < span.hi))).all()

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from mmaccel.backends import natural, ops
 from mmaccel.backends.natural import rows_together
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.lists import BlockLists
 from mmaccel.core.lower import attend_plan, launches
 from mmaccel.core.mix import HeadRun, mix, runs
 from mmaccel.core.plan import AttentionPlan, KeySpan, Part, span_from_table
-from tests.policies.sparse.scenes import Scene, scenes
+from mmaccel.policies.sparse import AShape, Grid
+from tests.policies.sparse.scenes import Scene, scenes, sequence
 
 BLOCK = 16
 
@@ -252,10 +253,6 @@ def test_runs_of_unlike_patterns_stand_side_by_side() -> None:
 @pytest.mark.parametrize("start", [0, 100])
 def test_all_rows_are_known_to_be_there_as_long_as_they_are_held(start: int) -> None:
     """Of a grid's turned and dense queries, alone and beside heads in their order; not where heads or tokens are missing."""
-    from mmaccel.core.layout import TEXT, VIDEO
-    from mmaccel.policies.sparse import AShape, Grid
-    from tests.policies.sparse.scenes import sequence
-
     one = sequence([(TEXT, [9]), (VIDEO, [7] * 30), (TEXT, [12])])
     scene, padded = Scene((one,), heads=4, groups=2), Scene((one, one[:150]), heads=4, groups=2)
     grid, near = Grid(min_stride=2, last_q=16, block=BLOCK), AShape(sink=3, window=20, block=BLOCK)
@@ -286,3 +283,29 @@ def test_all_rows_are_known_to_be_there_as_long_as_they_are_held(start: int) -> 
     assert len(natural._together) > known
     del alone, mixed, fewer, beside, plan, part
     assert len(natural._together) == known
+
+
+def test_a_caller_s_own_queries_are_not_taken_to_be_all_there() -> None:
+    """Where some are padding, or the host does not know that they are the last of the keys, no row is left unwritten."""
+    scene = Scene((sequence([(TEXT, [9]), (VIDEO, [7] * 30), (TEXT, [12])]),))
+    whole = scene.layout()
+    query, key, value = scene.tensors()
+    n = scene.length
+    some = torch.arange(n)[None] >= 20
+    grid, missing = Grid(min_stride=2, last_q=16, block=BLOCK), slice(20)
+    kept = slice(20, None)
+    cases = (
+        (replace(whole, valid=some), whole, key, value),
+        (whole, whole.take(kept), key[:, :, kept], value[:, :, kept]),
+    )
+    for queries, keys, *held in cases:
+        plan = grid.plan(query, held[0], queries, keys)
+        assert plan is not None
+        assert [rows_together([part.q_row]) for part in launches(plan)] == [None]
+        out, lse = attend_plan(plan, query, *held, scene.size**-0.5, ops.block_attend)
+        assert (out[:, :, missing] == 0).all() and (lse[:, :, missing] == -torch.inf).all()
+        want = masked(query, *held, plan.to_mask())
+        torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+    for start in (0, 100):
+        plan = grid.plan(query[:, :, start:], key, whole.take(slice(start, None)), whole)
+        assert plan is not None and [rows_together([p.q_row]) for p in launches(plan)] == [n - start]

@@ -42,8 +42,12 @@ class Sight:
 
     @property
     def final(self) -> bool:
-        """Whether these are all queries and all keys, none is padding, and the queries are the last of the keys."""
-        return self.kinds == (None, None) and not self.layer.k_layout.padded
+        """Whether these are all queries and all keys, none is padding, and the queries are the last of the keys, as far as
+        the host knows: of layouts of one memory."""
+        queries, keys = self.layer.q_layout, self.layer.k_layout
+        if self.kinds != (None, None) or queries.padded or keys.padded:
+            return False
+        return queries.position.is_set_to(keys.position[:, keys.length - queries.length :])
 
     @property
     def ties(self) -> bool:

@@ -82,22 +82,27 @@ def ask_each(
         options["streamer"] = streamer
     with torch.no_grad():
         ids = model.generate(**inputs, **options)
-    answers, report, end = [], model.report(), processor.tokenizer.eos_token_id
+    answers, report, ends = [], model.report(), _ends(model.model, processor.tokenizer)
     if len(ids) > 1:
         report = replace(report, prompt_tokens=report.prompt_tokens // len(ids))
     for said in ids[:, inputs["input_ids"].shape[1] :]:
         own = said.tolist()
-        if end in own:
-            # A shorter answer of a batch is padded.
-            said = said[: own.index(end) + 1]
-        text = processor.decode(said).strip()
-        answers.append(Answer(text, _raw(processor.tokenizer, said.tolist(), text), report))
+        # A shorter answer of a batch is padded.
+        own = own[: next((place for place, token in enumerate(own) if token in ends), len(own))]
+        text = processor.decode(own).strip()
+        answers.append(Answer(text, _raw(processor.tokenizer, own, text), report))
     return answers
 
 
+def _ends(model: nn.Module, tokenizer: Any) -> set[int]:
+    """The tokens at which the model stops; the tokenizer's end of a turn where it names none."""
+    told: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if told is None:
+        told = tokenizer.eos_token_id
+    return set(told) if isinstance(told, list | tuple) else {told}
+
+
 def _raw(tokenizer: Any, said: list[int], text: str) -> str:
-    """The text up to the end of the turn, special tokens and all."""
-    if tokenizer.eos_token_id in said:
-        said = said[: said.index(tokenizer.eos_token_id)]
+    """The text of an answer without its end, special tokens and all."""
     special = {place for place, token in tokenizer.added_tokens_decoder.items() if token.special}
     return str(tokenizer.decode(said, skip_special_tokens=False)).strip() if special & set(said) else text

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mmaccel.core.errors import WorldError
+from mmaccel.eval.answer import ask_each
 from mmaccel.eval.cases import Case, Film, cases, cut, seed_at, tokens_per_frame
 from mmaccel.eval.needle import Judged, Tally, judge
 from mmaccel.models.loading import load_model, load_processor
@@ -149,16 +150,30 @@ def test_films_of_one_seed_are_told_apart(tmp_path: Path) -> None:
     assert {what for what, _, _ in told} == {"write", "read"} and ("write", 64, 64) in told
 
 
-def test_a_special_token_inside_an_answer_is_wrong(random_folder: Callable[[str], Path]) -> None:
-    from mmaccel.eval.answer import _raw
-
-    tokenizer = load_processor(random_folder("tiny-ov-draft")).tokenizer
-    red, start, end, pad = tokenizer.convert_tokens_to_ids(
+def test_an_answer_ends_where_its_model_ends(
+    random_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of its ends that is: answers of a batch are padded from there on. A special token before it is wrong."""
+    folder = random_folder("tiny-ov-draft")
+    model, processor = load_model(folder, dtype=torch.float32), load_processor(folder)
+    red, start, end, pad = processor.tokenizer.convert_tokens_to_ids(
         ["\u0120red", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     )
     case = Case(World.generate(0, 4), "needle", (("video", 0, 4),), "what colour was the star ?", "red")
-    assert case.right(_raw(tokenizer, [red, end, pad, start], "red"))
-    assert not case.right(_raw(tokenizer, [start, red, end], "red"))
+    said = torch.tensor(
+        [[red, pad, end, end], [red, end, pad, pad], [red, red, red, red], [start, red, end, pad]]
+    )
+    prompts = torch.zeros(4, 3, dtype=torch.long)
+    monkeypatch.setattr(model, "generate", lambda input_ids, **_: torch.cat([input_ids, said], 1))
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [end, pad])
+    answers = ask_each(model, processor, {"input_ids": prompts})
+    assert [answer.raw for answer in answers] == ["red", "red", "red red red red", "<|im_start|> red"]
+    assert [answer.text for answer in answers] == ["red", "red", "red red red red", "red"]
+    assert [case.right(answer.raw) for answer in answers] == [True, True, False, False]
+    # Of a model that names none, the tokenizer's end of a turn is one.
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    answers = ask_each(model, processor, {"input_ids": prompts})
+    assert [answer.raw for answer in answers[:2]] == ["red<|endoftext|>", "red"]
 
 
 def test_what_was_expected_stays_in_a_tally() -> None:

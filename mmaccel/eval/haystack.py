@@ -7,6 +7,7 @@ question by question.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.recipe import Recipe
 from mmaccel.eval.answer import Answer
 from mmaccel.eval.cases import Case, Film
@@ -99,10 +101,10 @@ def whole_films(
 
     A video is then one sample of a whole column of the map, which costs one film and one run of the vision tower; its
     questions are not independent (see `spread_by`). Of the worlds `seed`, `seed` + 1, ... the others are left out, so that
-    the ones asked about hold more cards than most.
+    the ones asked about hold more cards than most. Warns where the worlds that are tried hold fewer such videos.
     """
-    found = 0
-    for number in range(seed, seed + MOST_WORLDS * samples):
+    found, tried = 0, MOST_WORLDS * samples
+    for number in range(seed, seed + tried):
         if found == samples:
             return
         cards = World.generate(number, frames).cards
@@ -116,6 +118,14 @@ def whole_films(
         if len(asked) == depths:
             found += 1
             yield tuple(asked[depth] for depth in range(depths))
+    if found < samples:
+        kind = f"documents of {documents} segments and {frames}" if documents else f"videos of {frames}"
+        warnings.warn(
+            f"only {found} of {samples} {kind} frames have a card in each of {depths} depths, of {tried} that were tried; "
+            "the others are not asked about.",
+            MmaccelWarning,
+            stacklevel=2,
+        )
 
 
 def shots(

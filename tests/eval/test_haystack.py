@@ -14,7 +14,7 @@ import torch
 
 from mmaccel import load_model, load_processor
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.eval.answer import ask, prompt
@@ -127,6 +127,12 @@ def test_a_whole_film_has_a_card_at_every_depth(documents: int) -> None:
         assert [card.frame * 5 // 128 for card in own] == [0, 1, 2, 3, 4]
         assert [case.answer for case in cases] == [card.colour for card in own]
         assert len({(case.world, case.pieces) for case in cases}) == 1
+
+
+def test_too_few_whole_films_are_told() -> None:
+    """Of four frames none shows a card in each of five stretches."""
+    with pytest.warns(MmaccelWarning, match="only 0 of 2 videos of 4 frames have a card in each of 5 depths"):
+        assert list(whole_films(4, 5, 2, 0)) == []
 
 
 def test_dropped_tokens_are_attention_not_computed() -> None:

@@ -114,7 +114,7 @@ def _lines(progress: Progress) -> Iterator[None]:
 
 
 def _line(tasks: Sequence[Task], seconds: float) -> str:
-    """The tasks that are under way, and the seconds since the first began."""
+    """The tasks that are under way, and the seconds since `bars` opened."""
     told = []
     for task in tasks:
         if task.visible and not task.finished:

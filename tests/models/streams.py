@@ -18,6 +18,7 @@ from mmaccel.world import World, render, vocabulary
 
 FPS = 2.0
 QUESTION = "what colour was the star ?"
+CLUSTERS = {"init": 8, "visual": 4, "semantic": 2, "smallest": 2, "largest": 6, "buffer": 4}
 MODELS = ("tiny-ov", "tiny-qwen", "random-ov", "random-qwen")
 """Two trained ones, and two random ones; the random Qwen takes two frames a unit and four positions a second."""
 
@@ -82,6 +83,9 @@ def every_stream(frames: int = 1 << 20, window: int = 1 << 20) -> dict[str, dict
                 fields["window"] = window * 16
             if name == "no_cache":
                 fields["kept"] = 2 * frames
+            if name == "mosaic" and frames < CLUSTERS["init"]:
+                # Short films have clusters too, which split.
+                fields |= CLUSTERS
             made[name] = fields
     return made
 

@@ -110,8 +110,7 @@ def test_sessions_on_one_model_do_not_see_each_other(kv: str) -> None:
         assert not torch.equal(alone[0], alone[1])
 
 
-@pytest.mark.parametrize("name", ["random-qwen"])
-@pytest.mark.parametrize("kv", TIGHT)
+@pytest.mark.parametrize(("name", "kv"), [*(("random-qwen", kv) for kv in TIGHT), ("random-ov", "mosaic")])
 def test_saved_and_loaded_it_goes_on(tmp_path: Path, name: str, kv: str) -> None:
     frames = film(25)
     model, processor = pair(name)
@@ -170,6 +169,17 @@ def test_a_unit_that_is_not_complete_is_seen_as_the_processor_fills_it(kv: str, 
         for frame in frames:
             session.watch(frame[None], fps=FPS)
         assert (logits(session) - plain("random-qwen", count)).abs().max() <= TOLERANCE
+
+
+def test_clusters_of_short_films_split_and_are_retrieved() -> None:
+    """What is shown above of `mosaic` is shown of a stream with clusters, not of one that has not begun to cluster."""
+    with open_session("random-ov", TIGHT["mosaic"]) as session:
+        session.watch(film(18), fps=FPS)
+        session.ask(QUESTION, 2)
+        told = session.counters()
+    named = ("clusters", "visual_clusters", "eager_splits", "deferred", "singletons", "resolved", "recalled")
+    assert min(told[name] for name in named) > 0, {name: told[name] for name in named}
+    assert told["deferred_splits"] > 0 and told["resident"] == 8 < told["units"]
 
 
 def test_every_memory_of_streams_is_here() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmaccel.core import attention
-from tests.models.streams import FPS, film, logits, open_session
+from tests.models.streams import FPS, QUESTION, film, logits, open_session
 
 BASE = {"name": "mosaic", "frames": 4, "window": 6, "local": 2, "init": 8}
 
@@ -70,3 +70,20 @@ def test_switched_off_it_takes_one_at_a_time(
     for name, count in most.items():
         assert count == 1 if name in single else count == together[name], (name, count)
     torch.testing.assert_close(found, whole, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
+def test_what_is_fetched_ahead_changes_no_bit(name: str) -> None:
+    """On trained models, whose layers' queries the predictors see: questions of one token and of several, one after the
+    other, so that caches and drifts of earlier ones count."""
+    found = []
+    for fields in ({}, {"prefetch": False}, {"predictor": "query"}, {"predictor": "frames"}, {"slack": 3.0}):
+        with open_session(name, {**BASE, "frames": 8, "cache": 4, **fields}) as session:
+            session.watch(film(25).repeat(2, 1, 1, 1), fps=FPS)
+            answers = [session.ask(question, 6) for question in (QUESTION, "how many shapes were shown ?")]
+            told = answers[-1].counters
+            assert (told["fetch_guessed"] > 0) == (fields.get("prefetch") is not False)
+            assert told["fetch_missing"] > 0 and told["visual_clusters"] > 0 and told["host_bytes_in"] > 0
+            found.append((logits(session), [(one.ids, one.evidence) for one in answers]))
+    for bits, said in found[1:]:
+        assert torch.equal(bits, found[0][0]) and said == found[0][1]

@@ -29,6 +29,8 @@ MAX_FRAMES = 4096
 LABELS, COLUMN = 32, 24
 """Characters of a table that its labels take, and that a recipe wants at least."""
 
+BY_HEAD = "layer by layer: the same with --json > FILE, then mmaccel draw FILE --out heads.svg"
+
 OPTIONS = (
     (r"; max_side= or size= sets another size", ""),
     (r", max_frames= or size=", " or max_frames="),
@@ -256,6 +258,8 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
     from rich.table import Table
     from rich.text import Text
 
+    from mmaccel.core.report import counted, share
+
     prompt = next(iter(answers.values())).report.prompt_tokens
     head = Text(
         f"{facts['question']}\n{facts['model']}, {many(facts['frames'], 'frame')}, {many(prompt, 'token')}",
@@ -267,8 +271,8 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
         ("answer", lambda a: a.text or "(nothing)"),
         ("first token", lambda a: number(a.report.ttft_s, ".2f", " s")),
         ("then", lambda a: number(a.report.tokens_per_s, ".1f", " tokens/s")),
-        ("kept", lambda a: number(a.report.kept, ".1%")),
-        ("heads", lambda a: ", ".join(f"{name} x {n}" for name, n in sorted(a.report.heads().items()))),
+        ("kept", lambda a: share(a.report.kept)),
+        ("heads", lambda a: counted(a.report.heads())),
         ("drafted", _drafted),
         ("video", lambda a: _pruned(video_tokens(a, tokens))),
         ("cache", _cache),
@@ -285,7 +289,8 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
             if any(cells):
                 table.add_row(label, *(Text(cell) for cell in cells))
         tables.append(table)
-    return Group(head, *tables)
+    unlike = any(len(answer.report.heads()) > 1 for answer in answers.values())
+    return Group(head, *tables, *([Text(BY_HEAD)] if unlike else []))
 
 
 def _cache(answer: Answer) -> str:
@@ -345,10 +350,13 @@ def as_object(
 
 
 def _figures(answer: Answer, tokens: int) -> dict[str, Any]:
-    """The figures of one answer with its cache (bytes, tokens held and seen), video tokens, and accepted tokens a round."""
+    """The figures of one answer with its cache (bytes, tokens held and seen), video tokens, accepted tokens a round, and by
+    layer and head what was run and the share kept.
+    """
     told, report = answer.figures(), answer.report
     draft = {name: value for name, value in report.draft.items() if name != "sequences"}  # there is one
     drafted = draft.get("rounds") or draft.get("failed")
     told["draft"] = {**draft, "accepted_length": report.accepted_length()} if drafted else None
     cache = {name: int(report.kv[name]) for name in ("bytes", "held", "seen") if name in report.kv}
-    return {**told, "cache": cache, "video_tokens": video_tokens(answer, tokens)}
+    by_head = {"patterns": report.patterns, "kept_by_head": report.kept_by_head}
+    return {**told, **by_head, "cache": cache, "video_tokens": video_tokens(answer, tokens)}

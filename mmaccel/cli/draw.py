@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +13,10 @@ from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Model
 from mmaccel.cli.console import bars, many, out, steps
 from mmaccel.cli.search import Fps, Most, Texts, Videos, check_videos, sample
-from mmaccel.core.errors import ModelError, RecipeError, WorldError
+from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError
 
 HEADS = "heads"
+FORMATS = ("png", "svg", "pdf")
 MANY = 16
 """So many heads are drawn unless they are named."""
 
@@ -23,7 +25,8 @@ def draw(
     what: Annotated[
         str,
         typer.Argument(
-            help="A table that `mmaccel search` wrote, the word: heads, or a session that `mmaccel watch` saved."
+            help="A table that `mmaccel search` wrote, what `mmaccel ask --json` printed, the word: heads, or a session "
+            "that `mmaccel watch` saved."
         ),
     ],
     output: Annotated[
@@ -51,7 +54,7 @@ def draw(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """The map of patterns by layer and head from a table, or, with the word heads, what heads of a model attend to.
+    """The map of patterns by layer and head, of a table or a run, or, with the word heads, what heads of a model attend to.
 
     A head is drawn as it stands, and with rows and columns ordered by place in the frame and by modality. Of a saved session
     that clusters: which cluster what it watched is in (timeline), and the frames that its questions retrieve (retrieved).
@@ -59,16 +62,16 @@ def draw(
     from mmaccel.figure import figure, save
     from mmaccel.search.picture import head_picture, table_map
 
+    if form not in FORMATS:
+        raise UnknownName("format", form, FORMATS)
     if Path(what).is_dir():
         _session(Path(what), output, model, layer, question or [], truth, form, device, dtype)
         return
     if what != HEADS:
-        from mmaccel.policies.sparse.head_table import read_table
-
-        table = read_table(what)
+        layers, title = _named(what)
         if not output.parent.is_dir():
             raise RecipeError(f"--out: the folder {output.parent} does not exist; create it first.")
-        save(table_map(table), output)
+        save(table_map(layers, title), output)
         out().print(str(output), markup=False, highlight=False, soft_wrap=True)
         return
 
@@ -98,7 +101,27 @@ def draw(
                 tell("draw", done, sum(map(len, wanted.values())))
 
         watch(loaded, inputs, visit, set(wanted))
-    out().print(f"{output}: {many(done, 'head')}", markup=False, highlight=False, soft_wrap=True)
+    whole = shape.layers * shape.heads
+    told = f"{output}: {many(done, 'head')}"
+    if not layer and not head and done < whole:
+        told += f" of {whole}, evenly spread; --layer and --head name others"
+    out().print(told, markup=False, highlight=False, soft_wrap=True)
+
+
+def _named(path: str) -> tuple[Sequence[Sequence[str]], str]:
+    """The names of patterns by layer and head in a file, and what is said over their map."""
+    from mmaccel.policies.sparse.head_table import read_table
+    from mmaccel.search.table import labels
+
+    try:
+        run = json.loads(Path(path).read_text(encoding="utf-8"))
+        if run["patterns"] and all(isinstance(layer, list) for layer in run["patterns"]):
+            layers = [[str(name) for name in layer] for layer in run["patterns"]]
+            return layers, f"{run['recipe']} on {run['model']}, {run['prompt_tokens']} tokens"
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    table = read_table(path)
+    return labels(table), f"{table['model']['type']}, {table['sample']['tokens']} tokens"
 
 
 def _session(

@@ -66,10 +66,12 @@ def search(
     "searched".
     """
     from mmaccel.backends import select
+    from mmaccel.core.report import counted, share
     from mmaccel.search import Settings
     from mmaccel.search import search as run
     from mmaccel.search.kinds import KINDS
     from mmaccel.search.parts import parts_of
+    from mmaccel.search.table import labels
 
     named = tuple(boundaries.replace(",", " ").split()) or KINDS
     settings = Settings(
@@ -104,13 +106,11 @@ def search(
     if as_json:
         print_json({"out": str(output), **facts})
         return
-    heads = ", ".join(f"{name} x {count}" for name, count in facts["patterns"].items())
-    types = ", ".join(f"{name} x {count}" for name, count in facts["boundaries"].items())
+    heads = counted(Counter(name for layer in labels(table) for name in layer))
     lines = [
         f"{output}: {many(facts['layers'], 'layer')}, {many(facts['heads'], 'head')} on {facts['tokens']} tokens",
-        f"patterns: {heads}",
-        f"boundaries: {types}",
-        f"kept {facts['kept']:.1%}, mean error {facts['error']:.3f}, {facts['seconds']:.0f} s, "
+        f"heads: {heads}",
+        f"kept {share(facts['kept'])}, mean error {facts['error']:.3f}, {facts['seconds']:.0f} s, "
         f"peak memory {size(facts['peak_bytes'])} on {table['device']}",
     ]
     for line in lines:

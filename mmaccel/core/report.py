@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,8 +20,9 @@ class Report:
 
     kept            query-key pairs in the listed blocks over causal pairs in prefill, mean over all layers and heads, dense
                     layers and rows included (a dense layer counts 1; blocks reach past the diagonal, so above 1 is possible)
-    patterns        for each layer, the name of the pattern each head ran ("dense" when it did not run sparse; "grid+dense"
-                    when pieces of a prompt ran differently)
+    kept_by_head    the same for each layer and head
+    patterns        for each layer, the name of the pattern each head ran ("boundary_2d(grid)" when it ran within a boundary,
+                    "dense" when it did not run sparse; "grid+dense" when pieces of a prompt ran differently)
     ttft_s          seconds from the call of `generate` to its first token, vision included; None without generation
     tokens_per_s    new tokens after the first over the seconds they took; None for fewer than two
     peak_bytes      largest device memory during the call (CUDA), or largest resident set of the process so far (CPU)
@@ -34,6 +38,7 @@ class Report:
     recipe: dict[str, Any]
     backend: str
     kept: float | None
+    kept_by_head: tuple[tuple[float, ...], ...]
     patterns: tuple[tuple[str, ...], ...]
     prompt_tokens: int
     new_tokens: int
@@ -64,11 +69,11 @@ class Report:
         def show(value: float | None, form: str) -> str:
             return "-" if value is None else format(value, form)
 
-        heads = ", ".join(f"{name} x {n}" for name, n in sorted(self.heads().items()))
+        heads = counted(self.heads())
         lines = [
             f"prompt {self.prompt_tokens} tokens, {self.new_tokens} new; first token after {show(self.ttft_s, '.3f')} s, "
             f"then {show(self.tokens_per_s, '.1f')} tokens/s",
-            f"attention: kept {show(self.kept, '.1%')} in prefill ({heads or 'no pattern'}), backend {self.backend}",
+            f"attention: kept {share(self.kept)} in prefill ({heads or 'no pattern'}), backend {self.backend}",
             ", ".join(
                 [
                     f"memory: peak {self.peak_bytes / 2**20:.0f} MiB",
@@ -87,6 +92,19 @@ class Report:
                 + (f"; stopped drafting: {self.draft['failed']}" if self.draft["failed"] else "")
             )
         return "\n".join(lines)
+
+
+def counted(heads: Mapping[str, int]) -> str:
+    """Patterns and how many heads ran each, in words."""
+    return ", ".join(f"{name} x {n}" for name, n in sorted(heads.items()))
+
+
+def share(kept: float | None) -> str:
+    """The share kept, for people; above 100% with the reason."""
+    if kept is None:
+        return "-"
+    told = f"{kept:.1%}"
+    return f"{told} (blocks count whole)" if kept > 1 and told != "100.0%" else told
 
 
 def _figure(name: str, value: float) -> str:
@@ -219,18 +237,18 @@ class Meter:
         """The draft was dropped; decoding went on by itself."""
         self.failed = reason
 
-    def kept(self) -> float | None:
-        """Mean over layers, heads and sequences of listed over causal pairs; reads the device."""
+    def kept_by_head(self) -> tuple[tuple[float, ...], ...]:
+        """Listed over causal pairs of each layer and head, mean over sequences; reads the device."""
         if not self.listed:
-            return None
+            return ()
         shares: list[Tensor] = []
-        for layer, parts in self.listed.items():
+        for layer, parts in sorted(self.listed.items()):
             listed = torch.stack([p.double() for p in parts]).sum(0)
             causal = torch.stack([p.double() for p in self.causal[layer]]).sum(0)
-            share = (listed / causal.clamp(min=1)).mean()
+            share = (listed / causal.clamp(min=1)).mean(0)
             # Layers of a model spread over devices tell from where they are.
             shares.append(share if not shares else share.to(shares[0].device))
-        return float(torch.stack(shares).mean())
+        return tuple(map(tuple, torch.stack(shares).tolist()))
 
     def report(
         self,
@@ -249,11 +267,13 @@ class Meter:
             and self.last > self.first
         ):
             rate = (self.new_tokens - 1) / (self.last - self.first)
+        by_head = self.kept_by_head()
         ttft = None if self.first is None or self.started is None else self.first - self.started
         return Report(
             recipe=recipe,
             backend=backend,
-            kept=self.kept(),
+            kept=fmean(chain.from_iterable(by_head)) if by_head else None,
+            kept_by_head=by_head,
             patterns=tuple(self.names[layer] for layer in sorted(self.names)),
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,

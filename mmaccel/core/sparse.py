@@ -68,5 +68,5 @@ class SparsePattern(ABC):
         return self.bound(n_query, n_key)
 
     def per_head(self, heads: int) -> tuple[str, ...]:
-        """The name of the pattern of each head of a layer, for the report."""
+        """The name of the pattern of each head of a layer, for the report; within a boundary as "boundary(pattern)"."""
         return (self.name,) * heads

@@ -6,8 +6,8 @@ that what is held is rows x length, never length x length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from mmaccel.core.layout import TokenLayout
 from mmaccel.figure import figure
 from mmaccel.search.sample import Inside, frame_tokens
-from mmaccel.search.table import main_pattern
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,11 +31,10 @@ COLOURS = {
 LETTERS = {"q_boundary": "Q", "k_boundary": "K", "boundary_2d": "2"}
 
 
-def table_map(table: Mapping[str, Any]) -> Figure:
-    """Layer by head: the colour is the intra-modality pattern, the letter the boundary (none: no boundary)."""
-    layers = table["layers"]
+def table_map(layers: Sequence[Sequence[str]], title: str) -> Figure:
+    """Layer by head, by the names that a report has: the colour is the pattern, the letter the boundary it runs within."""
     depth, heads = len(layers), max(map(len, layers))
-    drawn = figure(2.2 + 0.28 * heads, 1.2 + 0.28 * depth)
+    drawn = figure(2.6 + 0.28 * heads, 1.4 + 0.28 * depth)
     axes = drawn.add_subplot()
     from matplotlib.patches import Patch, Rectangle
 
@@ -44,7 +42,8 @@ def table_map(table: Mapping[str, Any]) -> Figure:
     letters: dict[str, None] = {}
     for n, layer in enumerate(layers):
         for h, head in enumerate(layer):
-            name, kind = main_pattern(head["pattern"]), head["pattern"]["name"]
+            kind, _, within = head.partition("(")
+            name = within.removesuffix(")") or kind
             name = name if name in COLOURS else "other"
             seen[name] = None
             axes.add_patch(Rectangle((h - 0.45, n - 0.45), 0.9, 0.9, color=COLOURS[name]))
@@ -58,8 +57,8 @@ def table_map(table: Mapping[str, Any]) -> Figure:
     axes.set_yticks(range(0, depth, max(1, depth // 8)))
     told = [Patch(color=COLOURS[name], label=name) for name in COLOURS if name in seen]
     told += [Patch(color="none", label=f"{LETTERS[kind]}: {kind}") for kind in LETTERS if kind in letters]
-    drawn.legend(handles=told, loc="outside right upper", fontsize=8, frameon=False)
-    axes.set_title(f"{table['model']['type']}, {table['sample']['tokens']} tokens", fontsize=9)
+    drawn.legend(handles=told, loc="outside right center", fontsize=8, frameon=False)
+    drawn.suptitle(title, fontsize=9, x=0.02, ha="left")
     return drawn
 
 
@@ -124,17 +123,20 @@ def head_picture(inside: Inside, head: int, size: int = 256) -> Figure:
     """One head: its last tokens one by one, then the whole of it in each order that changes anything."""
     panels = [("the last tokens", corner(inside, head, min(size, 192)))]
     panels += [(name, pooled(inside, head, order, size)) for name, order in orders(inside.layout).items()]
-    drawn = figure(3.2 * len(panels), 3.6)
+    drawn = figure(3.2 * len(panels), 4.2)
     from matplotlib.colors import LogNorm
 
     for axes, (name, values) in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         shown = values[values > 0]
         high = float(shown.quantile(0.999)) if shown.numel() else 1.0
-        axes.imshow(
+        image = axes.imshow(
             values, cmap="magma", norm=LogNorm(max(high / 1e4, 1e-12), max(high, 1e-11)), aspect="equal"
         )
         axes.set_title(name, fontsize=9)
         axes.set_xticks([])
         axes.set_yticks([])
+        drawn.colorbar(image, ax=axes, orientation="horizontal", shrink=0.8, pad=0.03).set_label(
+            "weight of a pair", fontsize=7
+        )
     drawn.suptitle(f"layer {inside.layer}, head {head}, {inside.layout.length} tokens", fontsize=10)
     return drawn

@@ -9,7 +9,7 @@ from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import MODALITIES
 from mmaccel.search.algorithm import Space, decided, levelled
 from mmaccel.search.measure import brief
-from mmaccel.search.space import Candidate, Scale, key
+from mmaccel.search.space import Candidate, Scale, built, key
 
 
 class Ledger:
@@ -97,6 +97,11 @@ def agreement(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
         a["kind"] == b["kind"] and main_pattern(a["pattern"]) == main_pattern(b["pattern"]) for a, b in pairs
     ]
     return sum(same) / len(pairs)
+
+
+def labels(table: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """For each layer the names of its heads' patterns, as a report has them."""
+    return [tuple(built(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]]
 
 
 def main_pattern(pattern: Mapping[str, Any]) -> str:

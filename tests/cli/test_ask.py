@@ -68,6 +68,14 @@ def test_compare_puts_dense_beside_the_recipe(call: Call, clip: str, ov: str) ->
         assert label in out
 
 
+def test_a_share_above_all_pairs_says_why(call: Call, clip: str, ov: str) -> None:
+    asked = ("ask", clip, "hi", "--model", ov, "--recipe", "grid", "--max-new-tokens", 1)
+    status, out, _ = call(*asked, "--frames", 8)
+    assert status == 0 and re.search(r"kept +│ 1[0-9]{2}\.\d% \(blocks count whole\)", out)
+    status, out, _ = call(*asked)
+    assert status == 0 and re.search(r"kept +│ \d\d\.\d% ", out) and "blocks" not in out
+
+
 def test_several_recipes_stand_side_by_side(call: Call, clip: str, ov: str) -> None:
     recipes = ("--recipe", "a_shape-short", "--recipe", "grid", "--recipe", "window")
     status, out, _ = call(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import builtins
 import errno
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mmaccel.cli import draw
 from mmaccel.search import replayed
 from mmaccel.search.parts import Parts
+from mmaccel.search.table import main_pattern
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -55,8 +58,38 @@ def test_ask_runs_it_and_names_each_head(table: Path, call: Call, ov: str, tmp_p
     assert status == 0, err
     told = json.loads(out)
     found = json.loads(table.read_text())
-    names = [head["pattern"]["name"] for layer in found["layers"] for head in layer]
+    names = [name for layer in told["patterns"] for name in layer]
     assert told["heads"] == {name: names.count(name) for name in set(names)} and told["kept"] < 1
+    heads = [head["pattern"] for layer in found["layers"] for head in layer]
+    within = [main_pattern(head) for head in heads]
+    assert "q_boundary" in {head["name"] for head in heads}
+    assert names == [
+        main if main == head["name"] else f"{head['name']}({main})"
+        for head, main in zip(heads, within, strict=True)
+    ]
+    by_head = told["kept_by_head"]
+    assert [len(layer) for layer in by_head] == [len(layer) for layer in found["layers"]]
+    shares = [share for layer in by_head for share in layer]
+    assert sum(shares) / len(shares) == pytest.approx(told["kept"]) and len(set(shares)) > 1
+
+
+def test_what_ask_ran_is_drawn_as_a_table_is(
+    table: Path, call: Call, ov: str, tmp_path: Path, clip: str
+) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"sparse: {{name: per_head, block: 16, table: {table}}}\n")
+    asked = ("ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 1)
+    status, out, _ = call(*asked)
+    assert status == 0 and "mmaccel draw FILE --out heads.svg" in out
+    (tmp_path / "run.json").write_text(call(*asked, "--json")[1])
+    for what, name in ((table, "table"), (tmp_path / "run.json", "run")):
+        assert call("draw", what, "--out", tmp_path / f"{name}.svg")[0] == 0
+    drawn = [(tmp_path / f"{name}.svg").read_text() for name in ("table", "run")]
+    cells = [[one for one in text.split("<path")[1:] if "fill: #" in one] for text in drawn]
+    assert len(cells[0]) == len(cells[1]) > 8 and drawn[1].count("q_boundary") == 1
+    (tmp_path / "run.json").write_text('{"patterns": {"grid": 3}}')
+    status, out, err = call("draw", tmp_path / "run.json", "--out", tmp_path / "run.svg")
+    assert (status, out) == (2, "") and "holds no head patterns" in err
 
 
 def test_a_sample_is_cut_to_its_bound(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
@@ -79,13 +112,21 @@ def test_draw_makes_a_map(table: Path, call: Call, tmp_path: Path, ending: str) 
         assert "<svg" in path.read_text()
 
 
-def test_draw_shows_heads(call: Call, ov: str, clip: str, tmp_path: Path) -> None:
+def test_draw_shows_heads(
+    call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "heads"
     named = ("--layer", 1, "--head", 0, "--head", 1, "--resolution", 32, "--max-tokens", 300)
     status, out, err = call("draw", "heads", "--model", ov, "--video", clip, "--out", folder, *named)
     assert status == 0, err
     assert sorted(p.name for p in folder.iterdir()) == ["layer01-head00.png", "layer01-head01.png"]
-    assert "2 heads" in out
+    assert "2 heads\n" in out
+    monkeypatch.setattr(draw, "MANY", 3)
+    unnamed = ("--resolution", 16, "--max-tokens", 300, "--format", "svg")
+    status, out, err = call("draw", "heads", "--model", ov, "--video", clip, "--out", folder, *unnamed)
+    assert status == 0 and (said := re.search(r"(\d+) heads of (\d+), evenly spread", out)), err
+    assert int(said[1]) == len(list(folder.glob("*.svg"))) < int(said[2])
+    assert "weight of a pair" in next(folder.glob("*.svg")).read_text()
 
 
 def test_a_missing_matplotlib_is_told(
@@ -143,6 +184,10 @@ def test_a_picture_is_written_whole_and_where_it_is_said(
         (("draw", "none.json", "--out", "TMP/m.svg"), "table 'none.json' cannot be read"),
         (("draw", "TABLE", "--out", "TMP/m.xyz"), "end the name in .svg, .png or .pdf."),
         (("draw", "TABLE", "--out", "TMP/no/m.svg"), "does not exist; create it first."),
+        (
+            ("draw", "heads", "--model", "OV", "--video", "CLIP", "--out", "TMP/h", "--format", "gif"),
+            "unknown format 'gif'",
+        ),
         (("draw", "heads", "--model", "OV", "--out", "TMP/h"), "--video: name at least one"),
         (("draw", "heads", "--model", "OV", "--video", "CLIP", "--out", "TABLE"), "is a file; give a folder"),
         (

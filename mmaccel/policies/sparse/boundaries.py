@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.layout import MODALITIES, TokenLayout
+from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.plan import AttentionPlan, KeySpan, Part
 from mmaccel.core.registry import policy, registry
 from mmaccel.core.sparse import SparsePattern
@@ -124,6 +124,15 @@ class Boundary(SparsePattern):
                 if pattern is not None and rows and among:
                     total += pattern.guess(rows, among, share, layer.sight(q, k))
         return total
+
+    def per_head(self, heads: int) -> tuple[str, ...]:
+        """The boundary and, in brackets, the pattern that most pairs follow within it: that of videos, or of text."""
+        of_queries, of_keys = self.groups()
+        for m in (VIDEO, TEXT, IMAGE):
+            pattern = self.within(m if m in of_queries else None, m if m in of_keys else None)
+            if pattern is not None:
+                return (f"{self.name}({pattern.name})",) * heads
+        return (self.name,) * heads
 
 
 @dataclass(frozen=True, kw_only=True)

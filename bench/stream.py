@@ -12,13 +12,17 @@ question  seconds from `VideoSession.ask` to the first token on the host, cluste
           the bytes, GB/s while the wire was busy, what was fetched ahead, and the share of recalled frames that show the
           scenes asked for
 profile   of one question of each memory: launches, device time, and what the host spends its time on
+budgets, lengths, rivals, whole: `bench/asking.py`
 encode    frames a second through `VideoSession.watch`, vision tower included; with each batching switch off
-memory    device memory after 1 024 and 7 200 frames, its growth a frame, and where keeping everything on the device ends
+splits    seconds a frame that clustering takes and how often clusters are split: at once or put off (Figure 8)
+memory    device memory after 1 024 and 7 200 frames, its growth a frame, ReKV's after 1 024, and where keeping everything on
+          the device ends
 streams   frames a second of one process on each of 1, 2, ... devices, to that of one
 day       43 200 rendered frames through `watch` on tiny-ov: seconds a frame and memory, hour by hour
 
-A step whose row is in the file is not run again; none is begun that would not end within `--limit` seconds by its own
-estimate.
+A stream of which less than nine in ten frames are off the device, or in which nothing was split, put off or retrieved, is
+no measurement: its step fails. A step whose row is in the file is not run again; none is begun that would not end within
+`--limit` seconds by its own estimate.
 """
 
 from __future__ import annotations
@@ -28,25 +32,20 @@ import json
 import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from asking import asked, budgets_step, grown, happened, lengths_step, rivals_step, spread, whole_step
 from scenes import QUESTION, SHAPE, Scenes
 from steps import Step, run_steps
 from timing import Log
-from watching import HELD, LOCAL, Sizes, day_step, encode_step, streams_step, wait
+from watching import HELD, LOCAL, Sizes, day_step, encode_step, splits_step, streams_step
 
 import mmaccel
-
-WIRE = ("copies_in", "bytes_in", "seconds_in", "gathers")
-FETCH = ("needed", "covered", "missing", "guessed", "in_time", "slack_s", "waited_s", "waited_missing_s")
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rekv, a copy a frame": ("rekv", {"way": "pieces"}),
@@ -64,72 +63,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@contextmanager
-def changed(state: Any, told: Mapping[str, Any]) -> Iterator[None]:
-    """A memory with one part changed, for a question."""
-    own = {k: v for k, v in told.items() if k in ("local", "budget")}
-    before = {name: getattr(state, name) for name in own}
-    policy, way = getattr(state, "policy", None), state.store._default
-    for name, value in own.items():
-        setattr(state, name, value)
-    state.store._default = told.get("way", way)
-    if policy is not None:
-        known = {k: v for k, v in told.items() if hasattr(policy, k) and k not in own}
-        state.policy = replace(policy, **known)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(state, name, value)
-        state.store._default = way
-        if policy is not None:
-            state.policy = policy
-
-
-def asked(sizes: Sizes, variant: str, kinds: tuple[int, ...]) -> dict[str, float]:
-    """One question under a variant: seconds and the difference that it made to the counters."""
-    name, told = VARIANTS[variant]
-    session, scenes = HELD.session(sizes, name)
-    live = session._live
-    assert live is not None
-    state: Any = live.state
-    if hasattr(state, "fetcher") and not told.get("warm"):
-        state.fetcher.cache.flush()
-    with changed(state, told), scenes.asking(*kinds):
-        state.idle()
-        before = state.counters()
-        wait(sizes.device)
-        began = time.perf_counter()
-        answer = session.ask(QUESTION, 1)
-        wait(sizes.device)
-        whole = time.perf_counter() - began
-    after = state.counters()
-    found = {"ttft_s": answer.ttft_s, "whole_s": whole, "recall": scenes.recall(answer, kinds)}
-    for names, prefix in ((WIRE, "host_"), (FETCH, "fetch_")):
-        for one in names:
-            if prefix + one in after:
-                found[one] = after[prefix + one] - before[prefix + one]
-    return found
-
-
 def question_step(options: argparse.Namespace, log: Log) -> None:
     sizes, draw = Sizes(options), random.Random(0)
     rows: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
     for number in range(sizes.questions + 2):
         kinds = tuple(draw.sample(range(sizes.kinds), 2))
         for variant in VARIANTS:
-            found = asked(sizes, variant, kinds)
+            name, told = VARIANTS[variant]
+            found = asked(*HELD.session(sizes, name), kinds, told)
             if number >= 2:
                 rows[variant].append(found)
     for variant, some in rows.items():
         mean = {name: statistics.fmean(row[name] for row in some) for name in some[0]}
-        ttft = sorted(row["ttft_s"] for row in some)
         row: dict[str, Any] = {
             "case": "question",
             "way": variant,
-            "p50_s": statistics.median(ttft),
-            "p95_s": ttft[min(len(ttft) - 1, round(0.95 * (len(ttft) - 1)))],
-            "questions": len(ttft),
+            **spread([row["ttft_s"] for row in some]),
             "frames": sizes.frames,
             "model": SHAPE,
             **mean,
@@ -154,10 +103,12 @@ def question_step(options: argparse.Namespace, log: Log) -> None:
 def growth(sizes: Sizes, log: Log) -> None:
     """What a frame adds on the device: the index of each memory, over the frames of the stream."""
     for name in ("rekv", "mosaic"):
-        state: Any = HELD.session(sizes, name)[0]._live.state  # type: ignore[union-attr]
+        session = HELD.session(sizes, name)[0]
+        state: Any = session._live.state  # type: ignore[union-attr]
         kept = state.index.nbytes() + state.store.nbytes()
         log.row(case="growth", way=name, frames=sizes.frames, index_bytes=kept, a_frame=kept / sizes.frames)
         print(f"growth {name}: {kept / sizes.frames / 1024:.1f} KiB a frame", flush=True)
+        log.row(case="happened", way=f"question, {name}", **happened(session, name, many=True))
 
 
 def profile_step(options: argparse.Namespace, log: Log) -> None:
@@ -167,9 +118,10 @@ def profile_step(options: argparse.Namespace, log: Log) -> None:
     cuda = sizes.device.type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     for variant in ("rekv, coalesced", "mosaic", "mosaic, no prefetch"):
-        asked(sizes, variant, (0, 1))
+        name, change = VARIANTS[variant]
+        asked(*HELD.session(sizes, name), (0, 1), change)
         with profile(activities=kinds) as told:
-            asked(sizes, variant, (1, 2))
+            asked(*HELD.session(sizes, name), (1, 2), change)
         events = told.key_averages()
         launches = sum(e.count for e in events if e.key.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
         waits = sum(e.count for e in events if "Synchronize" in e.key)
@@ -202,33 +154,32 @@ def memory_step(options: argparse.Namespace, log: Log) -> None:
     sizes = Sizes(options)
     HELD.drop("rekv", "mosaic")
     model, processor = HELD.model(sizes)
-    scenes = Scenes(model, sizes.late, sizes.kinds)
     cuda = sizes.device.type == "cuda"
-    with mmaccel.VideoSession(model, processor, None, kv=sizes.kv("mosaic")) as session:
-        for until in (sizes.early, sizes.late):
-            if session.frames:
-                scenes.go_on(session, until)
-            else:
-                scenes.open(session, (sizes.side, sizes.side), until)
-            if cuda:
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            with scenes.asking(0, 1):
-                answer = session.ask(QUESTION, 8)
-            with scenes.asking(2, 1):
-                session.ask(QUESTION, 8)
-            state: Any = session._live.state  # type: ignore[union-attr]
-            index = state.index.nbytes() + state.store.nbytes()
-            peak = torch.cuda.max_memory_allocated() if cuda else 0
-            log.row(
-                case="memory", way="mosaic", frames=until, peak_bytes=peak, index_bytes=index, rest_bytes=peak - index,
-                ttft_s=answer.ttft_s, host_bytes=answer.counters["host_bytes"],
-            )  # fmt: skip
-            print(
-                f"memory at {until} frames: peak {peak / 2**30:.2f} GiB, of it index {index / 2**20:.1f} MiB, host "
-                f"{answer.counters['host_bytes'] / 2**30:.1f} GiB, first token {answer.ttft_s * 1e3:.0f} ms",
-                flush=True,
-            )
+    for name, lengths in (("rekv", [sizes.early]), ("mosaic", [sizes.early, sizes.late])):
+        scenes = Scenes(model, lengths[-1], sizes.kinds)
+        with mmaccel.VideoSession(model, processor, None, kv=sizes.kv(name)) as session:
+            for until in lengths:
+                grown(session, scenes, sizes, until)
+                if cuda:
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+                with scenes.asking(0, 1):
+                    answer = session.ask(QUESTION, 8)
+                with scenes.asking(2, 1):
+                    session.ask(QUESTION, 8)
+                state: Any = session._live.state  # type: ignore[union-attr]
+                index = state.index.nbytes() + state.store.nbytes()
+                peak = torch.cuda.max_memory_allocated() if cuda else 0
+                log.row(
+                    case="memory", way=name, frames=until, peak_bytes=peak, index_bytes=index, rest_bytes=peak - index,
+                    ttft_s=answer.ttft_s, host_bytes=answer.counters["host_bytes"],
+                )  # fmt: skip
+                print(
+                    f"memory at {until} frames, {name}: peak {peak / 2**30:.2f} GiB, of it index {index / 2**20:.1f} MiB, "
+                    f"host {answer.counters['host_bytes'] / 2**30:.1f} GiB, first token {answer.ttft_s * 1e3:.0f} ms",
+                    flush=True,
+                )
+            log.row(case="happened", way=f"memory, {name}", **happened(session, name, many=False))
     shape = scenes.geometry
     frame = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2 * (state.stream.unit)
     weights = sum(p.nbytes for p in model.parameters())
@@ -245,9 +196,14 @@ def steps() -> list[Step]:
     found: list[tuple[str, float, Callable[[argparse.Namespace, Log], None]]] = [
         ("question", 120.0, question_step),
         ("profile", 60.0, profile_step),
+        ("budgets", 40.0, budgets_step),
         ("encode", 60.0, encode_step),
+        ("rivals", 70.0, rivals_step),
+        ("splits", 60.0, splits_step),
+        ("lengths", 90.0, lengths_step),
         ("day", 240.0, day_step),
         ("memory", 150.0, memory_step),
+        ("whole", 120.0, whole_step),
         ("streams", 150.0, streams_step),
     ]
     return [Step(*one) for one in found]

@@ -130,6 +130,35 @@ def encode_step(options: argparse.Namespace, log: Log) -> None:
             print(f"encode {memory}, {way:14} {1 / times.median:7.1f} frames/s", flush=True)
 
 
+def splits_step(options: argparse.Namespace, log: Log) -> None:
+    """Of a planted stream, past the layers: what is left is the memory's own work, and making the scenes, alike for all."""
+    sizes = Sizes(options)
+    model, processor = HELD.model(sizes)
+    count = max(180, 600 // options.shrink)
+    for encode_frames in (0, 8):
+        for deferred in (True, False):
+            kv = sizes.kv("mosaic", deferred=deferred, encode_frames=encode_frames)
+            scenes = Scenes(model, count, sizes.kinds)
+            with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
+                scenes.open(session, (sizes.side, sizes.side), count // 3)
+                wait(sizes.device)
+                began = time.perf_counter()
+                scenes.go_on(session, count)
+                wait(sizes.device)
+                taken = (time.perf_counter() - began) / (count - count // 3)
+                told = session.counters()
+            way = f"{'put off' if deferred else 'at once'}, retrieves {encode_frames} while watching"
+            made = {
+                name: told[name] for name in ("eager_splits", "deferred_splits", "deferred", "visual_splits")
+            }
+            log.row(case="splits", way=way, frames=count, frame_s=taken, **made)
+            print(
+                f"splits {way:36} {taken * 1e3:6.2f} ms a frame, {made['eager_splits']:.0f} at once, "
+                f"{made['deferred_splits']:.0f} later",
+                flush=True,
+            )
+
+
 def work_apart(rank: int, count: int, small: bool, rounds: int, gate: Any, told: Any) -> None:
     """One stream of one process on its own device."""
     options = argparse.Namespace(

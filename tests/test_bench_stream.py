@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,11 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
+
 ROOT = Path(__file__).parent.parent
 
 
 def run(out: Path, *only: str) -> list[dict[str, Any]]:
-    few = ("--device", "cpu", "--shrink", "10", "--only", *only)
+    few = ("--device", "cpu", "--shrink", "10", "--limit", "1000", "--only", *only)
     done = subprocess.run(
         [sys.executable, "bench/stream.py", "--out", str(out), *few],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -40,5 +45,51 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     assert ways["mosaic, no prefetch"]["guessed"] == 0 < ways["mosaic"]["guessed"]
     # Questions are about planted scenes, and find them.
     assert ways["mosaic"]["recall"] > 0.6 and ways["rekv, coalesced"]["recall"] > 0.6
+    happened = {row["way"]: row for row in rows if row.get("case") == "happened"}
+    told = happened["question, mosaic"]
+    assert min(told["recalled"], told["deferred"], told["singletons"], told["deferred_splits"]) > 0
+    assert all(row["off"] >= 0.9 for row in happened.values()) and len(happened) == 2
     again = run(out, "question", "encode")
     assert [row["done"] for row in again if "done" in row] == ["question", "encode"]
+
+
+def test_steps_that_vary_what_is_asked_of(tmp_path: Path) -> None:
+    """Latency by budget, length and memory, splits, memory and the plain model: counterparts of tables and figures."""
+    rows = run(tmp_path / "rows.jsonl", "budgets", "lengths", "rivals", "splits", "whole", "memory")
+    assert [row for row in rows if "failed" in row] == []
+    by: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by.setdefault(row.get("case", ""), []).append(row)
+    ways = {"rekv, a copy a frame", "rekv, coalesced", "mosaic"}
+    assert {row["way"] for row in by["budgets"]} == {row["way"] for row in by["lengths"]} == ways
+    for way in ways:
+        budgets = [row for row in by["budgets"] if row["way"] == way]
+        assert sorted({row["budget"] for row in budgets}) == [row["budget"] for row in budgets]
+        assert budgets[-1]["bytes_in"] > budgets[0]["bytes_in"]
+        lengths = [row["frames"] for row in by["lengths"] if row["way"] == way]
+        assert len(lengths) == 5 and lengths == sorted(set(lengths))
+    assert all(0 < row["p50_s"] <= row["p95_s"] for row in (*by["budgets"], *by["lengths"], *by["rivals"]))
+    names = {"no_cache", "livevlm", "streammem", "recent", "full", "offload"}
+    assert {row["way"] for row in by["rivals"]} == names
+    later, at_once = by["splits"][0], by["splits"][1]
+    assert later["deferred"] > 0 == at_once["deferred"] and later["eager_splits"] < at_once["eager_splits"]
+    assert by["splits"][2]["deferred_splits"] > 0, "watching that retrieves makes the splits it owes"
+    assert [row["frames"] for row in by["whole"]] == sorted(row["frames"] for row in by["whole"])
+    assert by["whole"][-1]["p50_s"] > by["whole"][0]["p50_s"]
+    assert {row["way"] for row in by["memory"]} == {"rekv", "mosaic", "full"}
+
+
+def test_a_stream_that_shows_too_little_is_no_measurement() -> None:
+    sys.path.insert(0, str(ROOT / "bench"))
+    asking = importlib.import_module("asking")
+    with open_session("random-ov", every_stream(frames=6, window=8)["mosaic"]) as session:
+        session.watch(film(25), fps=FPS)
+        session.ask(QUESTION, 1)
+        with pytest.raises(RuntimeError, match=r"no 90% of the stream off the device, but 68\.0%"):
+            asking.happened(session, "mosaic", many=False)
+    with open_session("random-ov", {"name": "rekv", "window": 2, "frames": 2, "local": 1}) as session:
+        session.watch(film(25), fps=FPS)
+        with pytest.raises(RuntimeError, match="no recalled"):
+            asking.happened(session, "rekv", many=False)
+        session.ask(QUESTION, 1)
+        assert asking.happened(session, "rekv", many=False)["off"] == 0.92

@@ -1,0 +1,248 @@
+"""What a question costs: how one is asked of a planted stream and what it is seen to do; the steps of `bench/stream.py` that
+vary what is asked of.
+
+budgets  to the first token at 16 to 128 retrieved frames (the paper's Figure 10)
+lengths  to the first token as a stream grows (Figures 3b, 3c and 12); `seconds_in` of it are spent on the wire
+rivals   to the first token of the memories that retrieve nothing from the host (Table III, Figure 7)
+whole    the plain model without a memory: everything from the pixels on, and its peak (Table I)
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from scenes import QUESTION, SHAPE, Scenes
+from timing import Log
+from watching import HELD, Sizes, wait
+
+import mmaccel
+
+WIRE = ("copies_in", "bytes_in", "seconds_in", "gathers")
+FETCH = ("needed", "covered", "missing", "guessed", "in_time", "slack_s", "waited_s", "waited_missing_s")
+MUST = ("recalled", "host_bytes_in")
+MUST_MOSAIC = ("deferred", "singletons", "splits")
+"""What must have happened in a stream in any memory on the host, and under mosaic; after many questions, which make owed
+splits, `deferred_splits` too."""
+OFF = 0.9
+"""Of a stream's units, at least so many are not on the device."""
+
+BUDGETS = (16, 32, 64, 128)
+LENGTHS = (225, 450, 900, 1800, 3600)
+WHOLE = (32, 64, 128, 256, 512, 1024)
+SEEN = 256
+"""Frames watched by memories whose cost does not depend on how many there were, and by those that keep everything."""
+RIVALS: dict[str, dict[str, Any]] = {
+    "no_cache": {},
+    "livevlm": {},
+    "streammem": {},
+    "recent": {},
+    "full": {},
+    "offload": {},
+}
+
+
+@contextmanager
+def changed(state: Any, told: Mapping[str, Any]) -> Iterator[None]:
+    """A memory with one part changed, for a question."""
+    own = {k: v for k, v in told.items() if k in ("local", "budget")}
+    before = {name: getattr(state, name) for name in own}
+    policy, way = getattr(state, "policy", None), state.store._default
+    for name, value in own.items():
+        setattr(state, name, value)
+    state.store._default = told.get("way", way)
+    if policy is not None:
+        known = {k: v for k, v in told.items() if hasattr(policy, k) and k not in own}
+        state.policy = replace(policy, **known)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(state, name, value)
+        state.store._default = way
+        if policy is not None:
+            state.policy = policy
+
+
+def asked(
+    session: mmaccel.VideoSession,
+    scenes: Scenes,
+    kinds: tuple[int, ...],
+    told: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+    """One question under what `told` changes: seconds and the difference that it made to the counters."""
+    live, told, device = session._live, told or {}, scenes.device
+    assert live is not None
+    state: Any = live.state
+    if hasattr(state, "fetcher") and not told.get("warm"):
+        state.fetcher.cache.flush()
+    with changed(state, told), scenes.asking(*kinds):
+        state.idle()
+        before = state.counters()
+        wait(device)
+        began = time.perf_counter()
+        answer = session.ask(QUESTION, 1)
+        wait(device)
+        whole = time.perf_counter() - began
+    after = state.counters()
+    found = {"ttft_s": answer.ttft_s, "whole_s": whole, "recall": scenes.recall(answer, kinds)}
+    for names, prefix in ((WIRE, "host_"), (FETCH, "fetch_")):
+        for one in names:
+            if prefix + one in after:
+                found[one] = after[prefix + one] - before[prefix + one]
+    return found
+
+
+def happened(session: mmaccel.VideoSession, name: str, many: bool) -> dict[str, float]:
+    """What shows that a stream was worth measuring, after `many` questions or few; raises `RuntimeError` for what did not
+    happen."""
+    told = session.counters()
+    told["splits"] = sum(told.get(one, 0.0) for one in ("eager_splits", "deferred_splits", "visual_splits"))
+    must = [*MUST, *(MUST_MOSAIC if name == "mosaic" else ())]
+    if many and name == "mosaic":
+        must.append("deferred_splits")
+    missing = [one for one in must if not told[one]]
+    off = 1 - told["resident"] / told["units"]
+    if off < OFF:
+        missing.append(f"{OFF:.0%} of the stream off the device, but {off:.1%}")
+    if missing:
+        raise RuntimeError(f"{name}, a stream that shows too little: no {', no '.join(missing)}")
+    return {one: told[one] for one in must} | {"off": off}
+
+
+def grown(session: mmaccel.VideoSession, scenes: Scenes, sizes: Sizes, until: int) -> None:
+    """A session's planted stream up to frame number `until`."""
+    if session.frames:
+        scenes.go_on(session, until)
+    else:
+        scenes.open(session, (sizes.side, sizes.side), until)
+
+
+def spread(ttft: Sequence[float]) -> dict[str, float]:
+    """Median and 95th percentile of the seconds to the first token."""
+    some = sorted(ttft)
+    return {
+        "p50_s": statistics.median(some),
+        "p95_s": some[min(len(some) - 1, round(0.95 * (len(some) - 1)))],
+        "questions": len(some),
+    }
+
+
+def some_questions(
+    session: mmaccel.VideoSession, scenes: Scenes, sizes: Sizes, count: int, told: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A row of several questions, after two that do not count: the spread of the first token, means of the rest."""
+    draw, rows = random.Random(0), list[dict[str, float]]()
+    for _ in range(count + 2):
+        rows.append(asked(session, scenes, tuple(draw.sample(range(sizes.kinds), 2)), told))
+    rows = rows[2:]
+    mean = {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
+    return {**spread([row["ttft_s"] for row in rows]), **mean, "model": SHAPE}
+
+
+def budgets_step(options: argparse.Namespace, log: Log) -> None:
+    sizes = Sizes(options)
+    ways: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("rekv, a copy a frame", "rekv", {"way": "pieces"}),
+        ("rekv, coalesced", "rekv", {}),
+        ("mosaic", "mosaic", {}),
+    )
+    for budget in BUDGETS:
+        frames = max(2, budget * sizes.budget // 64)
+        for way, name, told in ways:
+            session, scenes = HELD.session(sizes, name)
+            row = some_questions(
+                session, scenes, sizes, max(3, sizes.questions // 2), {**told, "budget": frames}
+            )
+            log.row(case="budgets", way=way, budget=frames, frames=sizes.frames, **row)
+            print(f"{frames:4} frames, {way:22} p50 {row['p50_s'] * 1e3:7.1f} ms", flush=True)
+
+
+def lengths_step(options: argparse.Namespace, log: Log) -> None:
+    sizes = Sizes(options)
+    lengths = [max(6 * sizes.window * (n + 1), length // options.shrink) for n, length in enumerate(LENGTHS)]
+    lengths = list(LENGTHS) if not sizes.small else lengths
+    model, processor = HELD.model(sizes)
+    HELD.drop("rekv", "mosaic")
+    for name in ("rekv", "mosaic"):
+        scenes = Scenes(model, lengths[-1], sizes.kinds)
+        with mmaccel.VideoSession(model, processor, None, kv=sizes.kv(name)) as session:
+            for length in lengths:
+                grown(session, scenes, sizes, length)
+                ways = {"rekv, a copy a frame": {"way": "pieces"}, "rekv, coalesced": {}}
+                for way, told in (ways if name == "rekv" else {name: {}}).items():
+                    row = some_questions(session, scenes, sizes, max(3, sizes.questions // 2), told)
+                    log.row(case="lengths", way=way, frames=length, budget=sizes.budget, **row)
+                    print(
+                        f"{length:5} frames, {way:22} p50 {row['p50_s'] * 1e3:7.1f} ms, on the wire "
+                        f"{row['seconds_in'] * 1e3:6.1f}",
+                        flush=True,
+                    )
+            log.row(case="happened", way=f"lengths, {name}", **happened(session, name, many=True))
+
+
+def noise(sizes: Sizes, count: int) -> torch.Tensor:
+    """[count, 3, S, S] uint8 frames with nothing in them."""
+    draw = torch.Generator(sizes.device).manual_seed(0)
+    shape = (count, 3, sizes.side, sizes.side)
+    return torch.randint(256, shape, generator=draw, device=sizes.device, dtype=torch.uint8)
+
+
+def first_tokens(session: mmaccel.VideoSession, count: int) -> list[float]:
+    """Seconds to the first token of `count` questions, after one that does not count."""
+    return [session.ask(QUESTION, 1).ttft_s for _ in range(count + 1)][1:]
+
+
+def fields_of(name: str, sizes: Sizes, frames: int) -> dict[str, Any]:
+    """A memory at the common window and budget, of what it has of them, that has room for `frames`."""
+    known = mmaccel.core.registry.registry("kv")[name].__dataclass_fields__
+    own = {"window": sizes.window, "frames": sizes.budget, "local": sizes.local, "kept": 2 * max(frames, 64)}
+    if name == "recent":
+        own["local"] = min(sizes.window, sizes.budget)
+    return {"name": name, **{field: value for field, value in own.items() if field in known}}
+
+
+def rivals_step(options: argparse.Namespace, log: Log) -> None:
+    sizes = Sizes(options)
+    model, processor = HELD.model(sizes)
+    seen = max(16, SEEN // options.shrink)
+    part = noise(sizes, min(seen, 64))
+    for name in RIVALS:
+        with mmaccel.VideoSession(model, processor, None, kv=fields_of(name, sizes, seen)) as session:
+            while session.frames < seen:
+                session.watch(part[: seen - session.frames], fps=0.5)
+            row = spread(first_tokens(session, max(3, sizes.questions // 4)))
+            held = session.counters().get("bytes", 0.0)
+            log.row(case="rivals", way=name, frames=seen, budget=sizes.budget, bytes=held, model=SHAPE, **row)
+            print(f"{name:10} p50 {row['p50_s'] * 1e3:8.1f} ms, holds {held / 2**30:.2f} GiB", flush=True)
+
+
+def whole_step(options: argparse.Namespace, log: Log) -> None:
+    sizes = Sizes(options)
+    model, processor = HELD.model(sizes)
+    HELD.drop("rekv", "mosaic")
+    cuda = sizes.device.type == "cuda"
+    for length in WHOLE:
+        frames = max(2, length // options.shrink)
+        kv = {"name": "no_cache", "frames": frames, "kept": 2 * frames}
+        row: dict[str, Any] = {"case": "whole", "way": "no memory", "frames": frames, "model": SHAPE}
+        with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
+            session.watch(noise(sizes, frames), fps=0.5)
+            if cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            try:
+                row |= spread(first_tokens(session, 2))
+            except torch.OutOfMemoryError:
+                row["out_of_memory"] = True
+            row["peak_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
+        log.row(**row)
+        taken = "out of memory" if "p50_s" not in row else f"{row['p50_s']:.2f} s"
+        print(f"{frames:5} frames, no memory: {taken}, peak {row['peak_bytes'] / 2**30:.1f} GiB", flush=True)

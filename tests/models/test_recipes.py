@@ -31,6 +31,8 @@ SMALL = {
         "video": {"name": "vertical_slash", "vertical": 12, "slash": 4, "last_q": 16},
     },
 }
+WITHIN = {"boundary_2d": "a_shape", "q_boundary": "grid", "k_boundary": "vertical_slash"}
+"""What the videos of a boundary follow in it."""
 SPARSE = sorted(set(registry("sparse")) - {"dense", "per_head"})
 
 
@@ -57,7 +59,7 @@ def test_a_pattern_runs_and_is_reported(family, name):
     with mmaccel.accelerate(model, sparse=small(name), dense_layers=[1], dense_tail=8) as fast:
         model.generate(**inputs, max_new_tokens=3, do_sample=False)
         report = fast.report()
-    told = f"{name}(a_shape)" if name in ("q_boundary", "k_boundary", "boundary_2d") else name
+    told = f"{name}({WITHIN[name]})" if name in WITHIN else name
     assert report.patterns == ((told,) * 4, ("dense",) * 4, (told,) * 4)
     assert report.heads() == {told: 8, "dense": 4}
     assert 1 / 3 < report.kept < 0.9

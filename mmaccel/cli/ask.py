@@ -56,7 +56,8 @@ def ask(
     question: Annotated[str, typer.Argument(help="What to ask about it.")],
     model: Model = "tiny-ov",
     recipe: Annotated[
-        list[str] | None, typer.Option("--recipe", help="A name or a YAML file; several stand side by side.")
+        list[str] | None,
+        typer.Option("--recipe", help="A name, a YAML file or a table; several stand side by side."),
     ] = None,
     draft: Draft = None,
     compare: Annotated[bool, typer.Option("--compare", help="Dense first, the recipe beside it.")] = False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mmaccel.core.compose import check_sequences, stream_policy
 from mmaccel.core.errors import RecipeError, UnknownName, WorldError
 from mmaccel.core.kv import StreamPolicy
-from mmaccel.core.recipe import Recipe, fields_of, names
+from mmaccel.core.recipe import TABLE, Recipe, fields_of, names
 from mmaccel.core.registry import registry
 from mmaccel.models import tiny
 
@@ -21,7 +21,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 def recipe(text: str, model: str = "", draft: str | None = None) -> Recipe:
-    """The recipe of a name or a YAML file.
+    """The recipe of a name, a YAML file or a table of head patterns.
 
     A draft strategy that wants a model and names none gets `draft`, or else the draft shipped beside a shipped `model`;
     `draft` beside a recipe that drafts nothing turns sequential drafting on.
@@ -50,7 +50,7 @@ def recipes(texts: Sequence[str], model: str, draft: str | None = None) -> dict[
     """Recipes by the name they are shown under: the text given, or a file's name without its ending."""
     found: dict[str, Recipe] = {}
     for text in texts:
-        name = Path(text).stem if text.endswith((".yaml", ".yml")) else text
+        name = Path(text).stem if text.endswith((".yaml", ".yml", TABLE)) else text
         if name in found:
             raise RecipeError(f"recipe {name!r} is given twice; give each once, or rename one of the files.")
         found[name] = recipe(text, model, draft)

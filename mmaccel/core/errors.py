@@ -29,7 +29,9 @@ class UnknownName(RecipeError):
         if kinds is not None:
             of = kinds[near[0]] if near else ""
             same = [one for one in names if kinds[one] == of]
-            told = f"of kind {of} there are {', '.join(same)}." if near else "`mmaccel list` has them all."
+            told = "`mmaccel list` has them all."
+            if near:
+                told = f"of kind {of} there are {', '.join(same)}; `mmaccel list` has the others."
         hint = f"did you mean {near[0]!r}? {told[0].upper()}{told[1:]}" if near else told
         super().__init__(f"unknown {kind} {name!r}: {hint}")
 

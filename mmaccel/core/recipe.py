@@ -20,6 +20,9 @@ from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import policy, registry
 from mmaccel.core.sparse import SparsePattern
 
+TABLE = ".json"
+"""The ending of a table of head patterns, which alone is a recipe of `per_head`."""
+
 
 def _default(kind: str, name: str) -> Any:
     return field(default_factory=lambda: registry(kind).build(name))
@@ -27,14 +30,16 @@ def _default(kind: str, name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What an accelerated model does.
+    """What an accelerated model does. A policy is given by its name, or as a mapping with its name and fields, such as
+    ``{name: grid, stride: frame}``; `mmaccel describe NAME` explains those.
 
     sparse      the prefill pattern
     kv          the memory
     draft       the draft strategy
     prune       a token pruner, or None
     backend     "auto" (chosen once, when the recipe is attached; on CUDA by measured cost, and dense wherever a pattern
-                would not win), or one by name ("reference", "flex", "triton", "flash"), which never falls back
+                would not win; on a CPU nothing is measured and the pattern always runs, on short prompts more slowly than
+                dense attention would), or one by name ("reference", "flex", "triton", "flash"), which never falls back
     chunk       prefill in chunks of this many tokens; None runs the whole prompt at once
     dense_tail  the last this many rows of a prompt see every key: the question's rows decide the answer and cost next to
                 nothing. 0 runs the pattern on every row, as the paper's baselines do
@@ -78,7 +83,8 @@ class Recipe:
 
     @classmethod
     def load(cls, source: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any) -> Recipe:
-        """A recipe from a `Recipe`, a preset's or a policy's name, a YAML path or a mapping; `choices` replace fields.
+        """A recipe from a `Recipe`, a preset's or a policy's name, a YAML path, a table of heads (.json) or a mapping;
+        `choices` replace fields.
 
         Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError`.
         """
@@ -137,13 +143,18 @@ def names() -> dict[str, str]:
 
 
 def fields_of(source: str | Path) -> dict[str, Any]:
-    """The fields that a preset, a policy's name or a YAML file sets, before any of them is checked.
+    """The fields that a preset, a policy's name, a YAML file or a table of head patterns (.json) sets, before any of them is
+    checked. Paths of files in a YAML file count from its folder.
 
     Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError` for a file that is no recipe.
     """
     text = str(source)
+    folder = None
+    if text.endswith(TABLE):
+        return {"sparse": {"name": "per_head", "table": text}}
     if isinstance(source, Path) or text.endswith((".yaml", ".yml")):
         path = Path(text)
+        folder = path.parent
         if not path.is_file():
             raise RecipeError(
                 f"recipe: there is no file {text!r}; give an existing YAML file, or a name (`mmaccel list` has them)."
@@ -157,18 +168,38 @@ def fields_of(source: str | Path) -> dict[str, Any]:
                 return {kind: text}
         raise UnknownName("recipe", text, names(), names())
     try:
-        fields = yaml.safe_load(content)
+        fields = yaml.load(content, _Once)
     except yaml.YAMLError as error:
         raise RecipeError(f"recipe {text!r} is no valid YAML: {' '.join(str(error).split())}.") from error
     if fields is None:
-        fields = {}
+        raise RecipeError(
+            f"recipe {text!r} is empty; write a mapping such as 'sparse: a_shape', or name 'dense'."
+        )
     if not isinstance(fields, dict):
         raise RecipeError(
             f"recipe {text!r} holds {type(fields).__name__}; write a mapping such as 'sparse: a_shape'."
         )
     if fields.get("draft") is False:
         fields["draft"] = "off"  # YAML reads a bare off as false
+    sparse = fields.get("sparse")
+    if folder is not None and isinstance(sparse, dict) and sparse.get("name") in registry("sparse"):
+        fields["sparse"] = registry("sparse")[sparse["name"]].placed(sparse, folder)  # type: ignore[attr-defined]
     return fields
+
+
+class _Once(yaml.SafeLoader):
+    """YAML in which no key of a mapping is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = key.value, key.start_mark.line + 1
+            if isinstance(name, str) and name in lines:
+                raise yaml.YAMLError(
+                    f"{name!r} is given twice, in lines {lines[name]} and {line}; leave one out"
+                )
+            lines[str(name)] = line
+        return super().construct_mapping(node, deep)
 
 
 def _plain(value: Any) -> Any:

@@ -245,9 +245,9 @@ class Meter:
         for layer, parts in sorted(self.listed.items()):
             listed = torch.stack([p.double() for p in parts]).sum(0)
             causal = torch.stack([p.double() for p in self.causal[layer]]).sum(0)
-            share = (listed / causal.clamp(min=1)).mean(0)
+            mean = (listed / causal.clamp(min=1)).mean(0)
             # Layers of a model spread over devices tell from where they are.
-            shares.append(share if not shares else share.to(shares[0].device))
+            shares.append(mean if not shares else mean.to(shares[0].device))
         return tuple(map(tuple, torch.stack(shares).tolist()))
 
     def report(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -46,6 +48,11 @@ class SparsePattern(ABC):
         query [B, H, n_query, D] and key [B, G, n_key, D] after rotation, H a multiple of G; layouts of the same lengths,
         `q_layout.position` and `k_layout.position` in the same count. Queries may be the last rows of a longer sequence.
         """
+
+    @classmethod
+    def placed(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        """Fields that a file in `folder` gives, with their paths counted from there."""
+        return fields
 
     def bind(self, model: ModelView) -> SparsePattern:
         """This pattern as it serves `model`, asked once when a recipe is attached; `RecipeError` where it cannot."""

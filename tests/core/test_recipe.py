@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -63,10 +64,36 @@ def test_yaml_off_is_no_draft(tmp_path: Path) -> None:
     assert Recipe.load(path).draft.name == "off"
 
 
-def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
-    path = tmp_path / "empty.yml"
+def test_an_empty_file_and_a_key_given_twice_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yml"
     path.write_text("# nothing\n")
-    assert Recipe.load(path) == Recipe()
+    assert "is empty; write a mapping such as 'sparse: a_shape'" in sentence(path)
+    path.write_text("sparse: a_shape\nchunk: 128\nsparse: grid\n")
+    assert "'sparse' is given twice, in lines 1 and 3; leave one out" in sentence(path)
+    path.write_text("sparse: {name: a_shape, sink: 1, sink: 2}\n")
+    assert "'sink' is given twice, in lines 1 and 1" in sentence(path)
+
+
+def test_a_table_counts_from_the_folder_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    model = {"name": "per_head", "table": "heads.json"}
+    head = {"pattern": {"name": "a_shape", "sink": 16, "window": 128}}
+    facts = {"kind": "mmaccel heads", "schema": 1, "model": {}, "block": 64, "layers": [[head]]}
+    (there / "heads.json").write_text(json.dumps(facts))
+    (there / "mine.yaml").write_text(yaml.safe_dump({"sparse": model}))
+    monkeypatch.chdir(here)
+    recipe = Recipe.load("../there/mine.yaml")
+    assert recipe.sparse.at(0).per_head(1) == ("a_shape",)
+    # A table alone is a recipe as well.
+    assert Recipe.load("../there/heads.json") == recipe
+    monkeypatch.chdir(there)
+    assert Recipe.load("mine.yaml").sparse.at(0).per_head(1) == ("a_shape",)
+    (here / "mine.yaml").write_text(yaml.safe_dump({"sparse": model}))
+    told = sentence(here / "mine.yaml")
+    assert f"cannot be read (no such file or directory: {here}/heads.json)" in told
+    assert fields_of("searched")["sparse"]["table"] == "shipped"
 
 
 def test_choices_replace_fields() -> None:
@@ -93,7 +120,8 @@ def test_unknown_names_give_the_nearest_and_the_list() -> None:
     for wrong, near in (("a_shap", "a_shape"), ("rekw", "rekv"), ("sequentiel", "sequential")):
         told, kinds = sentence(wrong), names()
         same = [name for name, kind in kinds.items() if kind == kinds[near]]
-        want = f"did you mean {near!r}? Of kind {kinds[near]} there are {', '.join(sorted(same))}."
+        want = f"did you mean {near!r}? Of kind {kinds[near]} there are {', '.join(sorted(same))}; "
+        want += "`mmaccel list` has the others."
         assert told == f"unknown recipe {wrong!r}: {want}"
     assert "unknown sparse 'griddd': did you mean 'grid'?" in sentence(sparse="griddd")
     assert "unknown recipe field 'sprase': did you mean 'sparse'?" in sentence({"sprase": "dense"})

@@ -22,7 +22,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
         table = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(
-            f"{where} cannot be read ({(error.strerror or type(error).__name__).lower()}); "
+            f"{where} cannot be read ({(error.strerror or type(error).__name__).lower()}: {Path(path).absolute()}); "
             "give a file that `mmaccel search` wrote."
         ) from error
     except ValueError as error:

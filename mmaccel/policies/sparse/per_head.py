@@ -33,8 +33,9 @@ FILE = "heads.json"
 class PerHead(SparsePattern):
     """Each head of each layer follows the pattern that a table gives it (MMInference, section 3.3 and Algorithm 4).
 
-    table    "shipped": the file heads.json in the model's folder; or the path of a file that `mmaccel search` wrote; or
-             the choices themselves, ``{layer: {head: {"name": "grid", "stride": "free"}}}``
+    table    "shipped": the file heads.json in the model's folder; or the path of a file that `mmaccel search` wrote, in a
+             YAML file counted from its folder; or the choices themselves,
+             ``{layer: {head: {"name": "grid", "stride": "free"}}}``
     default  the pattern of layers and heads that the table does not name; None: dense
 
     A file is bound to the model it was searched on: type, layers, heads, key/value heads, head size, rotary settings.
@@ -61,6 +62,15 @@ class PerHead(SparsePattern):
             )
         elif self.table != SHIPPED:
             _ = self._named
+
+    @classmethod
+    def placed(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        table = fields.get("table")
+        return (
+            {**fields, "table": str(folder / table)}
+            if isinstance(table, str) and table != SHIPPED
+            else fields
+        )
 
     @cached_property
     def _file(self) -> dict[str, Any] | None:

@@ -11,9 +11,11 @@ import typer
 
 from mmaccel.cli.console import out, print_json
 from mmaccel.core.errors import UnknownName
-from mmaccel.core.recipe import presets
+from mmaccel.core.recipe import Recipe, presets
 from mmaccel.core.registry import KINDS, registry
 
+RECIPE = "recipe"
+"""The word for what a recipe holds."""
 DESCRIBED = tuple(kind for kind in KINDS if kind != "model")
 
 
@@ -61,12 +63,16 @@ def list_names(
 
 def describe(
     name: Annotated[
-        str, typer.Argument(help="A policy, a preset, a model, a shape, a backend, or a word of a policy.")
+        str,
+        typer.Argument(
+            help="A policy, a preset, a model, a shape, a backend, a word of a policy, or recipe: what one holds."
+        ),
     ],
 ) -> None:
     """What a name stands for: its text, its fields with types and defaults, or its YAML."""
     found = catalogue()
     told = [_preset(name)] if name in found["recipe"] else []
+    told += [_recipe()] if name == RECIPE else []
     told += [_class(kind, name) for kind in DESCRIBED if name in registry(kind)]
     told += [_class("model", name)] if name in registry("model") else []
     told += [_other(kind, name) for kind in ("model", "shape", "backend") if name in found[kind]]
@@ -80,7 +86,27 @@ def describe(
 
 def _preset(name: str) -> str:
     text = resources.files("mmaccel").joinpath("recipes", f"{name}.yaml").read_text()
-    return f"{name} (recipe)\n\n{text.rstrip()}"
+    kinds = [kind for kind in DESCRIBED if name in registry(kind)]
+    both = f"; there is a {' and a '.join(kinds)} of this name too, below" if kinds else ""
+    return f"{name} (recipe: what `--recipe {name}` is{both})\n\n{text.rstrip()}"
+
+
+def _recipe() -> str:
+    """The fields of a recipe, from its class."""
+    shown = []
+    for name, value in Recipe().to_dict().items():
+        default = value["name"] if isinstance(value, dict) else "null" if value is None else value
+        shown.append(f"  {name} = {default}")
+    return "\n".join(
+        [
+            f"{RECIPE} (what a YAML file or `accelerate` sets)",
+            "",
+            inspect.getdoc(Recipe) or "",
+            "",
+            "defaults",
+            *shown,
+        ]
+    )
 
 
 def _class(kind: str, name: str) -> str:

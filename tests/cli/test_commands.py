@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from mmaccel import media
 from mmaccel.cli.worlds import DEMO_KINDS
+from mmaccel.core.recipe import Recipe
 from mmaccel.world import World
 
 Call = Callable[..., tuple[int, str, str]]
@@ -41,7 +44,18 @@ def test_describe_shows_fields_and_presets(call: Call) -> None:
     assert "window: int = 4096" in out and "sink: int = 128" in out and "first `sink` tokens" in out
     assert "sparse: {name: a_shape" in call("describe", "long-video")[1]
     out = call("describe", "window")[1]
-    assert "window (recipe)" in out and "window (kv)" in out
+    assert "window (recipe: what `--recipe window` is; there is a kv of this name too, below)" in out
+    assert "window (kv)" in out and "(recipe: what `--recipe std` is)" in call("describe", "std")[1]
+
+
+def test_describe_explains_every_field_of_a_recipe(call: Call) -> None:
+    status, out, _ = call("describe", "recipe")
+    text, defaults = out.split("\ndefaults\n")
+    assert status == 0
+    for field in dataclasses.fields(Recipe):
+        assert re.search(rf"^{field.name}  +[\w\"]", text, re.MULTILINE), field.name
+        assert f"  {field.name} = " in defaults
+    assert "dense_tail = 64\n" in defaults and "sparse = dense\n" in defaults and "chunk = null\n" in defaults
 
 
 def test_describe_knows_the_words_of_policies(call: Call) -> None:

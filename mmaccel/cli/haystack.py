@@ -17,7 +17,7 @@ from mmaccel.core.recipe import Recipe
 
 if TYPE_CHECKING:
     from mmaccel.eval.cases import Case, Film
-    from mmaccel.eval.haystack import Gap, Haystack
+    from mmaccel.eval.haystack import Gap, Haystack, Shot
     from mmaccel.eval.haystack_log import Log
     from mmaccel.eval.methods import Methods
     from mmaccel.eval.rivals import Rival
@@ -79,7 +79,7 @@ def haystack(
     if rows:
         log = Log.gathered(rows)
         found = Haystack(log.settings["depths"], log.shots)
-        _show(found, log.settings, level or "searched", log.missed(), True, as_json)
+        _show(found, log.settings, level or "searched", log.missed(), [], True, as_json)
         _draw(found, picture)
         return
     lengths = lengths_of(frames)
@@ -98,7 +98,7 @@ def haystack(
         dtype=dtype,
     )
     run.load(output)
-    found = Haystack(depths, run.log.shots)
+    found = Haystack(depths)
     stopped, whole = False, False
     try:
         run.ask(lengths, videos)
@@ -107,8 +107,11 @@ def haystack(
         stopped = True
     finally:
         # Also when something broke: what was answered is not lost.
+        found.shots, rest = run.answers()
         if whole or found.shots or (stopped and as_json):
-            _show(found, run.settings, run.level, run.log.missed(), whole, as_json)
+            _show(found, run.settings, run.level, run.missed(), rest, whole, as_json)
+            if rest and not as_json:
+                _tell_rest(rest, output)
     _draw(found, picture)
     if stopped:
         tell_stop(len(found.shots), GO_ON if output is not None else "")
@@ -145,6 +148,7 @@ class _Run:
         self.place, self.dtype = choices.where(device), choices.dtype(dtype)
         self.methods = methods_of(model, self.place, recipes, rivals, level, compress)
         self.level = self.methods.yardstick
+        self.asked: dict[int, list[tuple[int, Case]]] = {}
         self.settings = {
             "model": model,
             "documents": documents,
@@ -161,6 +165,24 @@ class _Run:
         self.loaded = choices.load(self.model, self.place, self.dtype)
         kept = str(next(self.loaded.parameters()).dtype).removeprefix("torch.")
         self.log = Log(output, self.settings, environment(self.place, kept))
+        self.log.check_yardstick(self.methods.rivals, self.level)
+
+    def answers(self) -> tuple[list[Shot], list[Shot]]:
+        """What was asked, and what else the file holds."""
+        names = {*self.methods.fixed, *self.methods.rivals}
+        keys = {
+            self.log.key(name, case) for cases in self.asked.values() for _, case in cases for name in names
+        }
+        mine = [shot for shot in self.log.shots if self.log.key(shot.recipe, shot) in keys]
+        return mine, [shot for shot in self.log.shots if self.log.key(shot.recipe, shot) not in keys]
+
+    def missed(self) -> list[dict[str, Any]]:
+        """The rivals that were asked and are not near their share."""
+        return [
+            one
+            for one in self.log.missed()
+            if one["rival"] in self.methods.rivals and one["frames"] in self.asked
+        ]
 
     def ask(self, lengths: list[int], videos: Path | None) -> None:
         """Every question that the file lacks, to every method; length by length."""
@@ -169,9 +191,12 @@ class _Run:
 
         with bars() as progress, Film(videos, steps(progress)) as film:
             per_frame = tokens_per_frame(self.processor) if self.documents else 16
-            for length in lengths:
-                options = {"documents": self.documents, "tokens_per_frame": per_frame}
-                asked = list(haystack_cases(length, self.depths, self.samples, self.seed, **options))
+            options = {"documents": self.documents, "tokens_per_frame": per_frame}
+            self.asked = {
+                length: list(haystack_cases(length, self.depths, self.samples, self.seed, **options))
+                for length in lengths
+            }
+            for length, asked in self.asked.items():
                 bar = progress.add_task(f"{length:>5}", total=len(asked), unit="questions")
                 if not asked:
                     continue
@@ -200,7 +225,7 @@ class _Run:
             for done, name in enumerate(todo):
                 told("level", done, len(todo))
                 found = methods.levelled(name, wanted, self.loaded, self.processor, inputs, seen)
-                self.log.level(name, length, *found, wanted)
+                self.log.level(name, length, *found, wanted, methods.yardstick)
             told("level", len(todo), len(todo))
         return {name: methods.recipe(self.log.levels[name, length]) for name in methods.rivals}
 
@@ -280,9 +305,11 @@ def _show(
     settings: Mapping[str, Any],
     yardstick: str,
     missed: list[dict[str, Any]],
+    rest: Sequence[Shot],
     whole: bool,
     as_json: bool,
 ) -> None:
+    """The table, or one JSON object; `rest` is what the file holds beside `found`."""
     from rich.table import Table
 
     from mmaccel.eval.haystack import interval
@@ -309,11 +336,16 @@ def _show(
                     for name, gap in gaps.items()
                 },
                 "missed": missed,
+                "not_asked": {
+                    "answers": len(rest),
+                    "recipes": list(dict.fromkeys(shot.recipe for shot in rest)),
+                    "frames": sorted({shot.frames for shot in rest}),
+                },
                 "complete": whole,
             }
         )
         return
-    shown = Table(title="accuracy, and the share of attention computed, by frames")
+    shown = Table(title="accuracy, and the mean share of attention computed over the prompts, by frames")
     shown.add_column("recipe")
     for frames in found.lengths:
         shown.add_column(str(frames), justify="right")
@@ -329,13 +361,23 @@ def _show(
     out().print(shown)
     for one in missed:
         why = "no budget tried comes nearer" if one["budget"] else "it has no budget"
-        out().print(
-            f"{one['rival']} computes {one['share']:.1%} at {many(one['frames'], 'frame')}, and {yardstick} "
-            f"{one['wanted']:.1%}: {why}.",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+        _line(
+            f"{one['rival']} computes {one['share']:.1%} of the first prompt of {many(one['frames'], 'frame')}, "
+            f"and {one['yardstick'] or 'what it is levelled with'} {one['wanted']:.1%}: {why}."
         )
+
+
+def _tell_rest(rest: Sequence[Shot], path: Path | None) -> None:
+    names = ", ".join(dict.fromkeys(shot.recipe for shot in rest))
+    lengths = ", ".join(str(frames) for frames in sorted({shot.frames for shot in rest}))
+    _line(
+        f"{path} also holds {many(len(rest), 'answer')} not asked for here ({names}; {lengths} frames): "
+        f"--rows {path} shows all."
+    )
+
+
+def _line(told: str) -> None:
+    out().print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def _points(gap: Gap | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from mmaccel.eval.haystack import Shot
 from mmaccel.eval.rivals import NEAR, RIVALS
 
 Key = tuple[str, int, int, str]
+BEGIN = '{"environment": '
+"""How a file begins."""
 
 
 def environment(device: str, dtype: str) -> dict[str, Any]:
@@ -50,14 +52,15 @@ class Log:
         self.settings: dict[str, Any] = dict(settings)
         self.shots: list[Shot] = []
         self.levels: dict[tuple[str, int], dict[str, Any]] = {}
-        self.shares: dict[tuple[str, int], tuple[float, float]] = {}
+        self.shares: dict[tuple[str, int], dict[str, Any]] = {}
         self._seen: set[Key] = set()
-        rows = list(_rows(path)) if path is not None and path.exists() else []
+        rows = _rows(path, "--out") if path is not None and path.exists() else []
+        if rows and path is not None:
+            self._take(path, "--out", rows, {})
+        if path is not None and path.exists():
+            _trim(path)
         if not rows:
             self._put({"environment": dict(about), "settings": self.settings})
-            return
-        assert path is not None
-        self._take(path, "--out", rows, {})
 
     @classmethod
     def gathered(cls, paths: Sequence[Path]) -> Log:
@@ -67,7 +70,7 @@ class Log:
         for path in paths:
             if not path.is_file():
                 raise WorldError(f"--rows: there is no file {path}; give one that --out wrote.")
-            held.append((path, list(_rows(path))))
+            held.append((path, _rows(path, "--rows")))
         try:
             log = cls(None, held[0][1][0]["settings"], {})
         except (IndexError, KeyError, TypeError) as error:
@@ -90,8 +93,9 @@ class Log:
                         )
                 elif "level" in row:
                     self.levels[row["level"], row["frames"]] = row["fields"]
-                    self.shares[row["level"], row["frames"]] = row["share"], row["wanted"]
-                elif (shot := Shot(**row)) and self._key(shot.recipe, shot) not in self._seen:
+                    told = {"share": row["share"], "wanted": row["wanted"], "yardstick": row.get("yardstick")}
+                    self.shares[row["level"], row["frames"]] = told
+                elif (shot := Shot(**row)) and self.key(shot.recipe, shot) not in self._seen:
                     self._keep(shot)
             except (KeyError, TypeError) as error:
                 raise WorldError(
@@ -99,17 +103,18 @@ class Log:
                 ) from error
 
     @staticmethod
-    def _key(recipe: str, at: Shot | Case) -> Key:
+    def key(recipe: str, at: Shot | Case) -> Key:
+        """What tells an answer from all others: the recipe, the length, the world's seed and the question."""
         world = at.world if isinstance(at, Case) else at
         return recipe, world.frames, world.seed, at.question
 
     def _keep(self, shot: Shot) -> None:
         self.shots.append(shot)
-        self._seen.add(self._key(shot.recipe, shot))
+        self._seen.add(self.key(shot.recipe, shot))
 
     def has(self, recipe: str, case: Case) -> bool:
         """Whether a recipe was asked this."""
-        return self._key(recipe, case) in self._seen
+        return self.key(recipe, case) in self._seen
 
     def write(self, shots: Sequence[Shot]) -> None:
         """Add answers."""
@@ -117,25 +122,36 @@ class Log:
             self._keep(shot)
             self._put(shot.to_dict())
 
-    def level(self, name: str, frames: int, fields: dict[str, Any], share: float, wanted: float) -> None:
-        """Add the fields of a rival at a length, and the share it computes where `wanted` was wanted."""
+    def level(
+        self, name: str, frames: int, fields: dict[str, Any], share: float, wanted: float, yardstick: str
+    ) -> None:
+        """Add the fields of a rival at a length, and the share it computes where the `yardstick` computes `wanted`."""
         # As it is read again: in JSON keys are text.
         self.levels[name, frames] = json.loads(json.dumps(fields))
-        self.shares[name, frames] = share, wanted
-        self._put({"level": name, "frames": frames, "fields": fields, "share": share, "wanted": wanted})
+        self.shares[name, frames] = told = {"share": share, "wanted": wanted, "yardstick": yardstick}
+        self._put({"level": name, "frames": frames, "fields": fields, **told})
+
+    def check_yardstick(self, rivals: Collection[str], yardstick: str) -> None:
+        """Raise `WorldError` where the file holds one of `rivals` at the share of another recipe."""
+        for (name, _), told in self.shares.items():
+            if name in rivals and told["yardstick"] not in (None, yardstick):
+                raise WorldError(
+                    f"--level: {self.path} holds {name} at the share of {told['yardstick']}, and not of {yardstick}; "
+                    "name that recipe, or give another file."
+                )
 
     def missed(self) -> list[dict[str, Any]]:
-        """The rivals that are not near the share they should have, at each length; `budget` is whether they have one."""
+        """The rivals that are not near the share they should have on the first prompt of a length; `budget` is whether they
+        have one, `yardstick` the recipe whose share it is (None in files that do not tell)."""
         return [
             {
                 "rival": name,
                 "frames": frames,
-                "share": share,
-                "wanted": wanted,
+                **told,
                 "budget": name != "without_tail" and (name not in RIVALS or RIVALS[name].budget),
             }
-            for (name, frames), (share, wanted) in self.shares.items()
-            if abs(share / wanted - 1) > NEAR
+            for (name, frames), told in self.shares.items()
+            if abs(told["share"] / told["wanted"] - 1) > NEAR
         ]
 
     def _put(self, row: Mapping[str, Any]) -> None:
@@ -144,14 +160,22 @@ class Log:
                 file.write(json.dumps(row) + "\n")
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file; a last line that was cut off while it was written is taken away."""
+def _rows(path: Path, option: str) -> list[dict[str, Any]]:
+    """The rows of a file, less a last line that was cut off while it was written."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        # A first line that was cut off is told by how it begins.
+        if not rows and text and not BEGIN.startswith(text[: len(BEGIN)]):
+            raise ValueError
+    except ValueError as error:
+        raise WorldError(f"{option}: {path} is there and holds no haystack; give another file.") from error
+    return rows
+
+
+def _trim(path: Path) -> None:
+    """Take away a last line that was cut off; what is added would stand in it."""
     text = path.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
-    if whole != text and whole:
+    if whole != text:
         path.write_text(whole, encoding="utf-8")
-    try:
-        for line in whole.splitlines():
-            yield json.loads(line)
-    except ValueError as error:
-        raise WorldError(f"--out: {path} is there and holds no haystack; give another file.") from error

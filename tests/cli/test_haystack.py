@@ -52,9 +52,49 @@ def test_a_rival_that_misses_its_share_is_told(call: Call, ov: str, tmp_path: Pa
     assert missed["share"] < 0.9 * missed["wanted"]
     # The second time both shares come out of the file.
     share, wanted = f"{missed['share']:.1%}", f"{missed['wanted']:.1%}"
-    told = f"sf_strided computes {share} at 48 frames, and a_shape-short {wanted}: it has no budget."
+    told = f"sf_strided computes {share} of the first prompt of 48 frames, and a_shape-short {wanted}: it has no budget."
     out = call(*words)[1]
     assert told in out.splitlines() and "tri_shape computes" not in out
+    assert "the mean share of attention computed over the prompts" in " ".join(out.split())
+    # The name is that of the run in which the share was set, and a rival's answers stay with it.
+    again = [word if word != "a_shape-short" else "dense" for word in words]
+    status, _, err = call(*again)
+    assert status == 2 and err.startswith("error: --level:") and "at the share of a_shape-short" in err
+    assert told in call("eval", "haystack", "--rows", words[-1], "--level", "dense")[1].splitlines()
+
+
+def test_only_what_is_asked_is_shown(call: Call, ov: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    words = ["eval", "haystack", "--model", ov, "--depths", "1", "--out", str(rows), "--recipe", "dense"]
+    more = ["--recipe", "a_shape-short", "--rival", "sf_strided", "--frames", "32,48", "--samples", "2"]
+    assert call(*words, *more)[0] == 0
+    told = json.loads(call(*words, "--frames", "48", "--samples", "1", "--json")[1])
+    assert [(row["recipe"], row["frames"], row["asked"]) for row in told["rows"]] == [("dense", 48, [1])]
+    assert told["missed"] == [] and told["against"] == {}
+    assert told["not_asked"] == {
+        "answers": 11,
+        "recipes": ["dense", "a_shape-short", "sf_strided"],
+        "frames": [32, 48],
+    }
+    out = call(*words, "--frames", "48", "--samples", "1")[1]
+    assert out.splitlines()[-1] == (
+        f"{rows} also holds 11 answers not asked for here (dense, a_shape-short, sf_strided; 32, 48 frames): "
+        f"--rows {rows} shows all."
+    )
+    assert "sf_strided" not in "".join(out.splitlines()[:-1]) and "computes" not in out
+    assert len(json.loads(call("eval", "haystack", "--rows", rows, "--json")[1])["rows"]) == 6
+
+
+@pytest.mark.parametrize("content", ["{\n}", '{"seed": 7}', "[1]\n[2]", "\x80\n"])
+@pytest.mark.parametrize("option", ["--rows", "--out"])
+def test_another_file_is_told_and_left_as_it_is(
+    content: str, option: str, call: Call, ov: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "clip.json"
+    path.write_bytes(content.encode("latin-1"))
+    status, out, err = call("eval", "haystack", "--model", ov, "--recipe", "dense", option, path)
+    assert (status, out) == (2, "") and err.startswith(f"error: {option}: {path} ") and err.count("\n") == 1
+    assert "holds no haystack" in err and path.read_bytes() == content.encode("latin-1")
 
 
 def test_processes_share_the_work(call: Call, ov: str, tmp_path: Path) -> None:

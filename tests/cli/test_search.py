@@ -15,7 +15,7 @@ import pytest
 from mmaccel.cli import draw
 from mmaccel.search import replayed
 from mmaccel.search.parts import Parts
-from mmaccel.search.table import main_pattern
+from mmaccel.search.table import labels, main_pattern
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -90,6 +90,18 @@ def test_what_ask_ran_is_drawn_as_a_table_is(
     (tmp_path / "run.json").write_text('{"patterns": {"grid": 3}}')
     status, out, err = call("draw", tmp_path / "run.json", "--out", tmp_path / "run.svg")
     assert (status, out) == (2, "") and "holds no head patterns" in err
+
+
+def test_search_names_heads_as_a_report_does(
+    table: Path, call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = json.loads(table.read_text())
+    monkeypatch.setattr("mmaccel.search.search", lambda *given, **more: found)
+    status, out, err = call("search", ov, "--video", clip, "--max-tokens", 300, "--out", tmp_path / "t.json")
+    names = [name for layer in labels(found) for name in layer]
+    told = ", ".join(f"{name} x {names.count(name)}" for name in sorted(set(names)))
+    assert status == 0 and f"\nheads: {told}\n" in out, err
+    assert "q_boundary(" in told
 
 
 def test_a_sample_is_cut_to_its_bound(call: Call, ov: str, clip: str, tmp_path: Path) -> None:

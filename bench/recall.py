@@ -21,6 +21,7 @@ import json
 import math
 import multiprocessing
 import queue
+import signal
 import sys
 import time
 from collections import Counter, defaultdict
@@ -250,10 +251,12 @@ def apart(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for number in range(min(options.processes, len(heads))):
         mine = [one for one in options.todo if one[1] in heads[number :: options.processes]]
         processes.append(context.Process(target=_work, args=(options, mine, told), daemon=True))
-    for process in processes:
-        process.start()
+    # A signal's own way to end leaves `finally` out, and with it the processes.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     running = len(processes)
     try:
+        for process in processes:
+            process.start()
         while running and (left := ends - time.monotonic()) > 0:
             try:
                 row = told.get(timeout=min(5.0, left))
@@ -269,7 +272,9 @@ def apart(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield row
     finally:
         for process in processes:
-            process.kill()
+            if process.is_alive():
+                process.kill()
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,11 @@ class Parts:
         """Start, or go on with what is there if it is about the same; `RecipeError` if it is about something else."""
         told = json.loads(json.dumps(about))
         if (self.folder / "about.json").is_file():
-            known = _read(self.folder / "about.json")
+            known = self._read("about.json", dict)
             if known != told:
-                other = next(n for n in {**told, **known} if told.get(n) != known.get(n))
                 raise RecipeError(
-                    f"{self.folder} holds a search with another {other}; delete the folder, or give another --out."
+                    f"{self.folder} holds a search with another {_listed(differing(known, told))}; give what it was begun "
+                    "with, delete the folder, or give another --out."
                 )
             return
         self.folder.mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ class Parts:
     def measured(self) -> list[dict[str, Any]]:
         """What was measured."""
         path = self.folder / "measured.json"
-        return _read(path) if path.is_file() else []
+        return self._read("measured.json", list) if path.is_file() else []
 
     def note(self, row: dict[str, Any]) -> dict[str, Any]:
         """Keep one measurement."""
@@ -75,14 +75,20 @@ class Parts:
     def spent(self, seconds: float) -> None:
         """Count time that was no layer's."""
         path = self.folder / "spent.json"
-        write_json(path, [*(_read(path) if path.is_file() else []), seconds])
+        write_json(path, [*(self._read("spent.json", list) if path.is_file() else []), seconds])
 
     def _path(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:03d}.json"
 
     def has(self, layer: int) -> bool:
-        """Whether a layer is done."""
-        return self._path(layer).is_file()
+        """Whether a layer is done; one whose file is damaged is not, and is measured again."""
+        if not self._path(layer).is_file():
+            return False
+        try:
+            found = self._layer(layer)
+        except RecipeError:
+            return False
+        return found.keys() >= {"heads", "seconds", "peak_bytes"}
 
     def layer(self, layer: int, heads: list[dict[str, Any]], seconds: float, peak: int) -> None:
         """Keep a layer."""
@@ -90,21 +96,81 @@ class Parts:
 
     def heads(self, layer: int) -> list[dict[str, Any]]:
         """What was measured for the heads of a layer."""
-        found: list[dict[str, Any]] = _read(self._path(layer))["heads"]
+        found: list[dict[str, Any]] = self._layer(layer)["heads"]
         return found
 
     def seconds(self, depth: int) -> float:
         """All time spent, over all the times the search was started."""
-        spent = _read(self.folder / "spent.json")
-        return sum(spent) + sum(_read(self._path(n))["seconds"] for n in range(depth))
+        spent = self._read("spent.json", list)
+        return float(sum(spent)) + sum(self._layer(n)["seconds"] for n in range(depth))
 
     def peaks(self, depth: int) -> list[int]:
         """The most memory held at each layer."""
-        return [_read(self._path(n))["peak_bytes"] for n in range(depth)]
+        return [self._layer(n)["peak_bytes"] for n in range(depth)]
 
     def remove(self) -> None:
         """The table is written."""
         shutil.rmtree(self.folder)
+
+    def _layer(self, layer: int) -> dict[str, Any]:
+        found: dict[str, Any] = self._read(self._path(layer).name, dict)
+        return found
+
+    def _read(self, name: str, kind: type) -> Any:
+        """What a file holds; `RecipeError` where it was cut off or is not of its `kind`."""
+        path = self.folder / name
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            found = None
+        if not isinstance(found, kind):
+            raise RecipeError(
+                f"{path} is damaged; delete the folder {self.folder} and search anew, or give another --out."
+            )
+        return found
+
+
+OPTIONS = {
+    "cost": "--cost",
+    "model": "model",
+    "block": "--block",
+    "context": "--context",
+    "boundaries": "--boundaries",
+    "extended": "--extended",
+    "backend": "--backend",
+    "device": "--device",
+    "dtype": "--dtype",
+    "tolerance": "tolerance",
+    "versions": "version of a package",
+}
+"""What a user gives, by its name in what a search is about; all else there follows from these and from the sample."""
+
+
+def differing(known: Mapping[str, Any], told: Mapping[str, Any]) -> list[str]:
+    """What differs between two searches, as a user gives it: the videos first, then the cost, in brackets what was known."""
+    was, now = known.get("sample") or {}, told.get("sample") or {}
+    found = []
+    for name, option in (("videos", "--video"), ("text", "--text")):
+        if was.get(name) != now.get(name):
+            found.append(f"{option} ({', '.join(was.get(name, ()))})")
+    if was != now and not found:
+        found.append("sample (what is in --video, --fps or --max-tokens)")
+    # What is not given follows the sample.
+    follows = (
+        {"context"}
+        if all(a.get("context") == b.get("tokens") for a, b in ((known, was), (told, now)))
+        else set()
+    )
+    follows |= {"boundaries"} if known.get("modalities") != told.get("modalities") else set()
+    for name, option in OPTIONS.items():
+        if known.get(name) != told.get(name) and name not in follows:
+            held = known.get(name)
+            found.append(f"{option} ({held})" if isinstance(held, str | int | float) else option)
+    return found or [next(n for n in {**told, **known} if told.get(n) != known.get(n))]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -115,7 +181,3 @@ def write_json(path: Path, value: Any) -> None:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from mmaccel.search import Settings, agreement, replayed, search
 from mmaccel.search.algorithm import decided, levelled, scored
 from mmaccel.search.kinds import KINDS, Slot
 from mmaccel.search.measure import Bench, relative_error
+from mmaccel.search.parts import differing
 from mmaccel.search.picture import orders, pooled, weights
 from mmaccel.search.sample import Inside, frame_tokens, watch
 from mmaccel.search.space import Scale
@@ -115,8 +116,12 @@ def test_a_stopped_search_goes_on(found: Any, tmp_path: Path) -> None:
     parts = tmp_path / "t.json.parts"
     done = sorted(p.name for p in parts.glob("layer-*.json"))
     assert done == ["layer-000.json"]
-    with pytest.raises(RecipeError, match="holds a search with another tolerance"):
+    with pytest.raises(RecipeError, match=r"holds a search with another tolerance \(0.05\); give what"):
         search(model, inputs, path, Settings(cost="pairs", block=16, tolerance=0.1))
+    with pytest.raises(
+        RecipeError, match=r"another sample \(.*\), --cost \(pairs\) and --extended \(False\);"
+    ):
+        search(model, prompt(kind, PIECES[:-1]), path, Settings(block=16, extended=True))
     before = (parts / "layer-000.json").stat().st_mtime_ns
     marks: list[int] = []
 
@@ -129,6 +134,46 @@ def test_a_stopped_search_goes_on(found: Any, tmp_path: Path) -> None:
     assert not parts.exists() and again["layers"] == table["layers"] and again["space"] == table["space"]
     whole = max(total for what, total in [("score", m) for m in marks])
     assert len(marks) == whole  # one of two layers, and each of its steps once
+
+
+@pytest.mark.parametrize("found", ["qwen"], indirect=True)
+def test_a_damaged_layer_is_measured_again_and_another_file_is_named(found: Any, tmp_path: Path) -> None:
+    kind, model, _, table = found
+    inputs, path, parts = prompt(kind, PIECES), tmp_path / "t.json", tmp_path / "t.json.parts"
+
+    def stop(what: str, done: int, total: int | None) -> None:
+        if what == "score" and done > (total or 0) // 2 + 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(model, inputs, path, PAIRS, progress=stop)
+    for name in ("about.json", "measured.json", "spent.json"):
+        whole = (parts / name).read_text()
+        (parts / name).write_text(whole[: len(whole) // 2])
+        with pytest.raises(RecipeError, match=rf"{name} is damaged; delete the folder .*t.json.parts"):
+            search(model, inputs, path, PAIRS)
+        (parts / name).write_text(whole)
+    layer = parts / "layer-000.json"
+    layer.write_text(layer.read_text()[:100])
+    again = search(model, inputs, path, PAIRS)
+    assert not parts.exists() and again["layers"] == table["layers"]
+
+
+def test_what_a_search_differs_in_is_told_as_it_is_given() -> None:
+    sample = {"videos": ["a.mp4"], "text": ["hi"], "tokens": 300, "digest": "0"}
+    known = {"context": 300, "target": 1, "boundaries": ["no_boundary"], "cost": "pairs", "sample": sample}
+    assert differing(known, {**known, "target": 2, "context": 400}) == ["--context (300)"]
+    other = {**sample, "videos": ["b.mp4"], "tokens": 301, "digest": "1"}
+    told = {**known, "context": 301, "target": 2, "cost": "seconds", "sample": other}
+    assert differing(known, told) == ["--video (a.mp4)", "--cost (pairs)"]
+    assert differing(known, {**told, "context": 9000, "boundaries": []}) == [
+        "--video (a.mp4)",
+        "--cost (pairs)",
+        "--context (300)",
+        "--boundaries",
+    ]
+    assert differing({**known, "context": 64000}, told)[-1] == "--context (64000)"
+    assert differing(known, {**known, "schema": 2}) == ["schema"]
 
 
 def test_costs_are_measured_when_asked(tmp_path: Path) -> None:

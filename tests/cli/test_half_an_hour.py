@@ -1,4 +1,4 @@
-"""An mp4 of half an hour through the command and through Python: four kinds of question, evidence, counters, the same words."""
+"""An mp4 of half an hour through the command and through Python: four kinds of question, evidence, counters, same words."""
 
 from __future__ import annotations
 

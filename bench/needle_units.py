@@ -26,7 +26,8 @@ SEGMENTS = 4
 @dataclass(frozen=True)
 class Unit:
     """What a process does at once: the questions `cases` of one video, by depth, to methods `names`, or, with `levels`, the
-    budgets of these rivals. `turn` counts the rounds; what has the same may be done in any order."""
+    budgets of these rivals. `turn` counts the rounds; what has the same may be done in any order. `alone`: questions go
+    one by one, which takes less memory than a batch."""
 
     setting: Setting
     cases: tuple[Case, ...]
@@ -34,6 +35,7 @@ class Unit:
     turn: int
     levels: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
+    alone: bool = False
 
     @property
     def world(self) -> World:

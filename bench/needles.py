@@ -7,8 +7,10 @@ A sample of the map is a round: one video for each length, task and model, with 
 (`mmaccel.eval.haystack.whole_films`). Rounds follow each other, so that a run that is cut is a whole map of fewer samples;
 after the second come a compressor before every method (two lengths), and dense attention and ours in float32. The questions
 of a video go through a method in one batch, whose prompts have one length, and the vision tower sees the video once for all
-methods; a method that drops tokens takes them one by one. Intervals know that questions of a video go together.
-Every row is written when it is there; the same command with the same --out goes on with what that file lacks.
+methods; a method that drops tokens takes them one by one, and so do all where questions differ in their number of tokens.
+Intervals know that questions of a video go together. What a process had no memory for is asked once more when all else is
+done, by half as many processes and one by one. Every row is written when it is there; the same command with the same --out
+goes on with what that file lacks.
 
 A row is an answer (see `mmaccel.eval.haystack.Shot`; `kept` is a mean over what was asked at once), or a level: the fields
 of a rival at a length, and the share it computes of the first prompts there, where `wanted` was wanted. Both say the model,
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import sys
@@ -28,7 +31,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -64,7 +67,7 @@ class Asker:
         self.film = Film(films)
         self.models: dict[tuple[str, str], Any] = {}
         self.methods: dict[tuple[str, str | None], Methods] = {}
-        self.last: tuple[Any, list[dict[str, Any]], dict[str, Any], Encoded] | None = None
+        self.last: tuple[Any, list[dict[str, Any]], list[dict[str, Any]], Encoded] | None = None
 
     def rows(self, unit: Unit) -> Iterator[dict[str, Any]]:
         """The rows of a unit, as they come."""
@@ -72,18 +75,20 @@ class Asker:
         model = self._model(setting.model, setting.dtype)
         processor = choices.processor(setting.model)
         methods = self._methods(setting)
-        key = setting.model, setting.dtype, unit.cases
+        key = setting.model, setting.dtype, unit.cases, unit.alone
         if self.last is None or self.last[0] != key:
             # What is held of the last video goes first.
             self.last, seen = None, Encoded()
             alone = prompts(processor, unit.cases, self.film, model)
-            self.last = key, alone, seen.together(alone), seen
-        _, alone, batch, seen = self.last
+            one_length = len({one["input_ids"].shape[1] for one in alone}) == 1
+            batches = [seen.together(alone)] if one_length and not unit.alone else alone
+            self.last = key, alone, batches, seen
+        _, alone, batches, seen = self.last
         for name in _turned(unit.names, self.number) if not unit.levels else ():
             recipe = methods.fixed.get(name) or methods.recipe(unit.fields[name])
             with seen.shared(model, recipe):
                 # A pruner takes one sequence.
-                asked = [batch] if recipe.prune is None else alone
+                asked = batches if recipe.prune is None else alone
                 answers = [
                     answer
                     for inputs in asked
@@ -92,13 +97,22 @@ class Asker:
             for depth, (case, answer) in enumerate(zip(unit.cases, answers, strict=True)):
                 yield {**about, **Shot.of(name, depth, case, answer).to_dict()}
         if unit.levels:
-            inputs = batch if setting.compress is None else alone[0]
+            inputs = (batches if setting.compress is None else alone)[0]
             wanted = methods.wanted(model, processor, inputs, seen)
             for name in _turned(unit.levels, self.number):
-                whole = batch if methods.recipe(methods.rivals[name].make(1.0)).prune is None else alone[0]
+                prunes = methods.recipe(methods.rivals[name].make(1.0)).prune is not None
+                whole = (alone if prunes else batches)[0]
                 fields, share = methods.levelled(name, wanted, model, processor, whole, seen)
                 row = {"level": name, "frames": unit.world.frames, "fields": fields, "share": share}
                 yield {**about, **row, "wanted": wanted}
+
+    def release(self) -> None:
+        """Give back the memory of the device, models too."""
+        self.last = None
+        self.models.clear()
+        gc.collect()
+        if self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
 
     def _model(self, name: str, dtype: str) -> Any:
         if (name, dtype) not in self.models:
@@ -139,17 +153,36 @@ def _turned(names: Sequence[str], number: int) -> list[str]:
     return [*names[begin:], *names[:begin]]
 
 
+@dataclass(frozen=True)
+class Fault:
+    """Why a unit was not done, and whether it is that there was no memory for it."""
+
+    trace: str
+    memory: bool
+
+
 def _work(device: str, films: str, number: int, line: Any) -> None:
     """Does the units that come down the line, until there is None."""
     torch.set_num_threads(1)
     asker = Asker(device, films, number)
     while (unit := line.recv()) is not None:
-        try:
-            for row in asker.rows(unit):
-                line.send(row)
-            line.send(None)
-        except Exception:
-            line.send(traceback.format_exc())
+        fault = _tried(asker, unit, line)
+        if fault is not None and fault.memory:
+            # Not before the error is gone, whose frames hold tensors.
+            asker.release()
+        line.send(fault)
+
+
+def _tried(asker: Asker, unit: Unit, line: Any) -> Fault | None:
+    """Does a unit, if it can."""
+    try:
+        for row in asker.rows(unit):
+            line.send(row)
+    except Exception as error:
+        # Kernels that find no memory say so in errors of other classes.
+        memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+        return Fault(traceback.format_exc(), memory)
+    return None
 
 
 def _render(worlds: Sequence[World], films: str) -> None:
@@ -168,18 +201,15 @@ class Run:
         self.options, self.rows, self.films = options, rows, films
         self.faults: list[str] = []
         self.todo: list[Unit] = []
+        self.again: list[Unit] = []
+        self.wanted = list(units(options, options.dtype))
         self.known: dict[Any, set[tuple[str, int, int]]] = {}
         self.path = functools.cache(Film(films).path)
         planned = set(rows.levels)
-        for _, turn in groupby(units(options, options.dtype), lambda unit: unit.turn):
+        for _, turn in groupby(self.wanted, lambda unit: unit.turn):
             asked = []
             for unit in turn:
-                names = [
-                    name
-                    for name in unit.names
-                    if not all(rows.has(unit.setting, name, case) for case in unit.cases)
-                ]
-                unit = replace(unit, names=tuple(names))
+                unit = self._lacking(unit)
                 if new := [level for level in unit.needs() if level not in planned]:
                     planned.update(new)
                     self.todo.append(replace(unit, names=(), levels=tuple(name for _, _, name in new)))
@@ -187,13 +217,43 @@ class Run:
                     asked.append(unit)
             self.todo += asked
 
-    def __call__(self) -> bool:
-        """Until all is done, or the time is up; whether all is done."""
+    def __call__(self) -> None:
+        """Until all is done, or the time is up."""
+        ends = time.monotonic() + self.options.limit
+        self._go(self.options.processes, ends)
+        if self.again and time.monotonic() < ends:
+            # With it goes what waited for a level that is among it.
+            self.todo, self.again = sorted([*self.again, *self.todo], key=lambda unit: unit.turn), []
+            self._go(self.options.processes // 2 or 1, ends)
+
+    def missing(self) -> tuple[int, int]:
+        """How many of the answers that are wanted there are not, and how many are wanted."""
+        there = [
+            self.rows.has(unit.setting, name, case)
+            for unit in self.wanted
+            for name in unit.names
+            for case in unit.cases
+        ]
+        return there.count(False), len(there)
+
+    def _lacking(self, unit: Unit) -> Unit:
+        """A unit without the methods and levels that are there."""
+        at, frames = replace(unit.setting, dtype=""), unit.world.frames
+        names = [
+            name
+            for name in unit.names
+            if not all(self.rows.has(unit.setting, name, case) for case in unit.cases)
+        ]
+        levels = [name for name in unit.levels if (at, frames, name) not in self.rows.levels]
+        return replace(unit, names=tuple(names), levels=tuple(levels))
+
+    def _go(self, processes: int, ends: float) -> None:
+        """Do what there is to do, by new processes, until it is done or `ends`."""
         options, context = self.options, multiprocessing.get_context("spawn")
-        ends = time.monotonic() + options.limit
+        self.known = {}
         lines: dict[Any, Unit | None] = {}
         workers, renderers = [], []
-        for number in range(min(options.processes, max(1, len(self.todo)))):
+        for number in range(min(processes, max(1, len(self.todo)))):
             mine, its = context.Pipe()
             lines[mine] = None
             told = options.device, self.films, number, its
@@ -222,7 +282,8 @@ class Run:
         finally:
             for process in (*renderers, *workers):
                 process.kill()
-        return not self.todo and not any(lines.values()) and not self.faults
+            for process in (*renderers, *workers):
+                process.join()
 
     def _hear(self, line: Any, lines: dict[Any, Unit | None]) -> None:
         try:
@@ -233,9 +294,14 @@ class Run:
         if isinstance(told, dict):
             self.rows.add_new(told)
             return
-        lines[line] = None
-        if told is not None:
-            self.faults.append(told)
+        unit, lines[line] = lines[line], None
+        if told is None:
+            return
+        assert unit is not None
+        if told.memory and not unit.alone:
+            self.again.append(replace(self._lacking(unit), alone=True))
+        else:
+            self.faults.append(told.trace)
 
     def _next(self, line: Any, rendering: bool) -> Unit | None:
         """A unit of the earliest round of which one can be done: levels are known and, while films are written, its own is.
@@ -316,11 +382,13 @@ def ask_all(options: argparse.Namespace) -> Rows:
         films = options.films or stack.enter_context(tempfile.TemporaryDirectory(prefix="mmaccel-"))
         Path(films).mkdir(parents=True, exist_ok=True)
         run = Run(options, rows, films)
-        whole = run()
+        run()
     for fault in dict.fromkeys(run.faults):
         print(fault, file=sys.stderr)
-    if not whole:
-        print("not complete: the same command goes on.", file=sys.stderr)
+    missing, wanted = run.missing()
+    if missing:
+        told = f"not complete: {missing} of {wanted} answers are missing; the same command goes on."
+        print(told, file=sys.stderr)
     return rows
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import multiprocessing
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mmaccel.eval.answer import ask, prompt
 from mmaccel.eval.haystack import Shot
@@ -131,6 +135,88 @@ def test_a_run_goes_on_where_it_stopped(
     again = [json.loads(line) for line in rows.read_text().splitlines()]
     assert sorted(map(json.dumps, answers)) == sorted(json.dumps(line) for line in again if "recipe" in line)
     assert len([line for line in again if "level" in line]) == 2
+
+
+class Thread(threading.Thread):
+    """What stands for a process, so that it knows what is patched here; it ends when nobody holds its line."""
+
+    def run(self) -> None:
+        with contextlib.suppress(EOFError):
+            super().run()
+
+    def kill(self) -> None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+
+def test_what_had_no_memory_is_asked_again_one_by_one(
+    needles: Any,
+    shipped: Callable[[str], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Once, when all else is done and by fewer processes; what fails again, or for another reason, is missing and told."""
+    tries = tmp_path / "tries"
+
+    def rows(self: Any, unit: Any) -> Any:
+        with tries.open("a", encoding="utf-8") as file:
+            file.write(f"{unit.world.frames} {unit.alone} {self.number} {','.join(unit.names)}\n")
+        if unit.alone and unit.world.frames == 64:
+            raise RuntimeError("CUDA: out of memory")
+        for name in unit.names:
+            for depth, case in enumerate(unit.cases):
+                shot = Shot(name, unit.world.frames, depth, case.world.seed, case.question, True, 9, 1.0)
+                yield {**asdict(unit.setting), **shot.to_dict()}
+            if unit.world.frames == 16:
+                raise ValueError("no answer")
+            if not unit.alone:
+                raise torch.OutOfMemoryError("no memory")
+
+    context = Namespace(Pipe=multiprocessing.Pipe, Process=Thread)
+    monkeypatch.setattr(needles.multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(needles.Asker, "rows", rows)
+    words = ["--models", shipped("tiny-ov"), "--documents", "0", "--lengths", "0.25", "0.5", "1"]
+    words += ["--depths", "2", "--samples", "1", "--methods", "dense", "searched", "--device", "cpu"]
+    needles.main([*words, "--processes", "2", "--renderers", "0", "--out", str(tmp_path / "rows.jsonl")])
+    told = capsys.readouterr()
+    whole = [line.split() for line in tries.read_text().splitlines()]
+    again = [line for line in whole if line[1] == "True"]
+    assert whole[-len(again) :] == again and {number for _, _, number, _ in again} == {"0"}
+    # Of a plain and a compressed unit of 64 and 32 frames each the first method is there, and is not asked again.
+    assert sorted((frames, names) for frames, _, _, names in again) == [
+        *[("32", "searched")] * 2,
+        *[("64", "searched")] * 2,
+    ]
+    assert "no answer" in told.err and told.err.count("RuntimeError: CUDA: out of memory") == 1
+    assert "OutOfMemoryError" not in told.err
+    assert "not complete: 6 of 20 answers are missing" in told.err
+
+
+def test_questions_of_unlike_length_are_asked_one_by_one(
+    needles: Any, shipped: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Namespace(
+        models=[shipped("tiny-ov")], documents=[0], lengths=[0.25], depths=2, samples=1, seed=0
+    )
+    options.methods = ["dense"]
+    unit = next(needles.units(options, "float32"))
+    first, last = unit.cases
+    longer = replace(last, question=last.question.replace("what", "and what"))
+    sizes: list[int] = []
+    ask_each = needles.ask_each
+
+    def told(model: Any, processor: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        sizes.append(len(inputs["input_ids"]))
+        return ask_each(model, processor, inputs, *rest, **more)
+
+    monkeypatch.setattr(needles, "ask_each", told)
+    asker = needles.Asker("cpu", str(tmp_path))
+    rows = list(asker.rows(replace(unit, cases=(first, longer))))
+    assert sizes == [1, 1] and rows[1]["tokens"] > rows[0]["tokens"]
+    alone = list(asker.rows(replace(unit, alone=True)))
+    assert sizes == [1] * 4 and [row["right"] for row in alone] == [True, True]
+    assert list(asker.rows(unit)) == alone and sizes[4:] == [2]
 
 
 def test_figures_and_maps_follow_from_the_rows(

@@ -120,11 +120,12 @@ def test_the_cap_of_host_memory_is_told_before_it_is_passed() -> None:
     fields = {**TIGHT["rekv"], "host_bytes": 20 * unit}
     with begun(fields) as session, unharmed(session, StoreError):
         session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
-    with begun({**TIGHT["offload"], "host_bytes": 20 * unit}) as session, unharmed(session, StoreError):
-        session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
+    for kv in ("offload", "mosaic"):
+        with begun({**TIGHT[kv], "host_bytes": 20 * unit}) as session, unharmed(session, StoreError):
+            session.watch(film(25).repeat(4, 1, 1, 1), fps=FPS)
 
 
-@pytest.mark.parametrize("kv", ["rekv", "offload"])
+@pytest.mark.parametrize("kv", ["rekv", "offload", "mosaic"])
 def test_with_a_place_on_disk_the_cap_changes_nothing(kv: str, tmp_path: Path) -> None:
     disk = {**TIGHT[kv], "host_bytes": 0, "spill": "disk", "folder": str(tmp_path / "spill")}
     found = []
@@ -137,13 +138,16 @@ def test_with_a_place_on_disk_the_cap_changes_nothing(kv: str, tmp_path: Path) -
     assert not list(tmp_path.rglob("slab-*")), "closed, its files are gone"
 
 
-def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_a_full_disk_is_told_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str
+) -> None:
     from mmaccel.policies.kv.store import slabs
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    fields = {**TIGHT["rekv"], "host_bytes": 0, "spill": "disk", "folder": str(tmp_path)}
+    fields = {**TIGHT[kv], "host_bytes": 0, "spill": "disk", "folder": str(tmp_path)}
     with begun(fields, 5) as session, unharmed(session, StoreError), monkeypatch.context() as patch:
         patch.setattr(slabs, "_occupy", full)
         session.watch(film(25), fps=FPS)
@@ -242,8 +246,9 @@ def saved(folder: Path, kv: str = "rekv") -> Path:
     return folder
 
 
-def test_damaged_sessions_are_refused(tmp_path: Path) -> None:
-    whole = saved(tmp_path / "whole")
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_damaged_sessions_are_refused(tmp_path: Path, kv: str) -> None:
+    whole = saved(tmp_path / "whole", kv)
     files = [p.relative_to(whole) for p in sorted(whole.rglob("*")) if p.is_file()]
     assert len(files) >= 6
     for number, file in enumerate(files):
@@ -261,7 +266,7 @@ def test_damaged_sessions_are_refused(tmp_path: Path) -> None:
                 (folder / file).write_bytes(bytes(b ^ 255 for b in data[:64]) + data[64:])
             else:
                 (folder / file).write_bytes(b"[" + data[1:])
-            with begun() as session:
+            with begun(kv) as session:
                 before = logits(session)
                 with pytest.raises(MmaccelError) as caught:
                     session.load(folder)

@@ -14,7 +14,8 @@ are not complete.
 Rows by `what`: "answer" (see `mmaccel.eval.stream.Shot`), "watch" (`Watch`: time, counters, clusters against the truth),
 "world" (all memories were asked), and at the end, over the questions that every memory was asked: "mean" (accuracy and
 recall with 95% intervals, of each memory, budget, kind and length), "paired" (the first memory against each other one, and
-mosaic against rekv, on the same questions), "watches".
+mosaic against rekv, on the same questions), "watches", "idle" (what should have happened in a memory's streams, retrievals,
+splits, nine frames in ten off the device, and did not: a memory that did not have to work shows nothing).
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ Memory = str | dict[str, Any]
 def _mosaic(label: str, **fields: Any) -> Memory:
     return {"name": "mosaic", "label": f"mosaic, {label}", **fields}
 
+
+OFF = 0.9
+HAPPENS = ("recalled", "host_bytes_in", "eager_splits", "deferred", "singletons", "resolved")
 
 MEMORIES = ("mosaic", "rekv", "livevlm", "streammem", "recent", "window", "no_cache", "full", "offload")
 
@@ -256,6 +260,19 @@ def conclusions(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                 yield {"what": "paired", "length": length, **row}
         for row in watches([one for one in seen if length in (one.frames, "all")]):
             yield {"what": "watches", "length": length, **row}
+            if (absent := idle(row)) is not None:
+                yield {"what": "idle", "length": length, "memory": row["memory"], "absent": absent}
+
+
+def idle(row: Mapping[str, Any]) -> list[str] | None:
+    """Of the means over a memory's watches: what should have happened and did not; None of memories that keep nothing
+    on the host, or everything at hand."""
+    told = row["counters"]
+    if "recalled" not in told or "host_bytes_in" not in told:
+        return None
+    absent = [name for name in HAPPENS if name in told and not told[name]]
+    off = 1 - told.get("resident", 0.0) / told["units"]
+    return absent if off >= OFF else [*absent, f"{off:.0%} of the frames off the device, not {OFF:.0%}"]
 
 
 def _key(row: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
@@ -281,6 +298,8 @@ def shown(row: Mapping[str, Any]) -> str | None:
     if row["what"] == "paired" and row["kind"] == "all":
         gain = f"{row['gain']:+.1%} ({row['low']:+.1%} to {row['high']:+.1%})"
         return f"{row['length']:>5} {row['memory']} over {row['rival']} at {row['budget']}: {gain}"
+    if row["what"] == "idle" and row["absent"]:
+        return f"{row['length']:>5} {row['memory']}, what did not happen: {', '.join(row['absent'])}"
     if row["what"] == "watches":
         levels = "; ".join(
             f"{level} {one['clusters']:.0f} purity {one['purity']:.3f} (chance {one['chance']:.3f}) rand {one['rand']:.3f} "

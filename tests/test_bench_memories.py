@@ -53,6 +53,9 @@ def test_worlds_by_two_processes_one_more_later_and_files_together(
     assert gap["gain"] == means["mosaic init=8", "all"]["accuracy"] - means["rekv", "all"]["accuracy"]
     (watch,) = (row for row in found if row.get("what") == "watches" and row["memory"] == "mosaic init=8")
     assert watch["streams"] == 3 and 0 < watch["clusters"]["semantic"]["purity"] <= 1
+    # So short a stream with so wide a window shows little, and that is told.
+    absent = {row["memory"]: row["absent"] for row in found if row.get("what") == "idle"}
+    assert absent["rekv"] == ["75% of the frames off the device, not 90%"] == absent["mosaic init=8"][-1:]
     # Another run, one world the same: broken off in a line, and put together with the first.
     main([*FEW, *memories, "--worlds", "1", "--seed", "2", "--out", str(other)])
     other.write_text(other.read_text()[:-30])
@@ -62,8 +65,46 @@ def test_worlds_by_two_processes_one_more_later_and_files_together(
     ]
     told = rows(brief)
     assert "environment" in told[0] and {row["what"] for row in told if "what" in row} == {
-        "mean", "paired", "watches"
+        "mean", "paired", "watches", "idle"
     }  # fmt: skip
+
+
+def test_what_did_not_happen_in_a_stream_is_told(main: Callable[..., None]) -> None:
+    idle = importlib.import_module("memories").idle
+    told = {"recalled": 8.0, "host_bytes_in": 1.0, "units": 100.0, "resident": 10.0}
+    splits = {"eager_splits": 1.0, "deferred": 2.0, "singletons": 1.0, "resolved": 1.0}
+    assert idle({"counters": told}) == [] == idle({"counters": {**told, **splits}})
+    assert idle({"counters": {**told, **splits, "deferred": 0.0}}) == ["deferred"]
+    assert idle({"counters": {**told, "resident": 11.0}}) == ["89% of the frames off the device, not 90%"]
+    assert idle({"counters": {"units": 3.0}}) is None
+
+
+def test_curves_are_drawn_of_rows(main: Callable[..., None], tmp_path: Path) -> None:
+    curves = importlib.import_module("memory_curves")
+    mean = {"what": "mean", "kind": "all", "memory": "mosaic", "low": 0.4, "high": 0.6}
+    rows = [
+        {**mean, "length": length, "budget": budget, "accuracy": accuracy}
+        for length, budget, accuracy in (
+            (500, 32, 0.1), (500, 64, 0.2), (1000, 32, 0.3), (1000, 64, 0.4), ("all", 32, 0.5), ("all", 64, 0.6),
+        )
+    ]  # fmt: skip
+    rows += [{**mean, "length": "all", "memory": "full", "budget": None, "accuracy": 0.9}]
+    times = {"way": "mosaic", "p50_s": 0.05, "p95_s": 0.08, "budget": 64}
+    rows += [{**times, "case": "lengths", "frames": frames} for frames in (100, 200)]
+    rows += [{"case": "memory", "way": "rekv", "frames": 1024, "peak_bytes": 2 << 30}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    panels = curves.read([tmp_path / "rows.jsonl"])
+    values = [
+        {at: point[0] for at, point in panel.curves[next(iter(panel.curves))].items()} for panel in panels
+    ]
+    assert values == [{32: 50, 64: 60}, {500: 20, 1000: 40}, {100: 50, 200: 50}, {1024: 2}]
+    assert panels[0].lines == {"full": 90} and panels[2].curves["mosaic"][100] == (50, 50, 80)
+    curves.main(["--rows", str(tmp_path / "rows.jsonl"), "--picture", str(tmp_path / "a.svg")])
+    assert (tmp_path / "a.svg").stat().st_size > 10_000
+    (tmp_path / "none.jsonl").write_text("{}\n")
+    with pytest.raises(SystemExit, match="no row of these files"):
+        curves.main(["--rows", str(tmp_path / "none.jsonl"), "--picture", str(tmp_path / "b.svg")])
+    assert not (tmp_path / "b.svg").exists()
 
 
 def test_what_cannot_be_is_told_and_a_limit_keeps_what_there_is(

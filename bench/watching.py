@@ -209,15 +209,16 @@ def day_step(options: argparse.Namespace, log: Log) -> None:
     model = mmaccel.load_model("tiny-ov", dtype=dtype).to(sizes.device)
     processor = mmaccel.load_processor("tiny-ov")
     kv = sizes.kv("mosaic", window=min(32, sizes.window), frames=min(32, sizes.budget))
+    first = {"frame_s": 0.0, "beside": 0.0}
     with mmaccel.VideoSession(model, processor, None, kv=kv, chunk=64 * 64) as session:
         for hour in range(sizes.day // sizes.hour):
             table = World.generate(900 + hour, sizes.hour).table(0.3)
             on = {name: column.to(sizes.device) for name, column in table.items()}
             drawn = watched = 0.0
-            for first in range(0, sizes.hour, 256):
+            for start in range(0, sizes.hour, 256):
                 wait(sizes.device)
                 began = time.perf_counter()
-                frames = render({name: column[first : first + 256] for name, column in on.items()}, 112, 112)
+                frames = render({name: column[start : start + 256] for name, column in on.items()}, 112, 112)
                 wait(sizes.device)
                 middle = time.perf_counter()
                 session.watch(frames, fps=0.5)
@@ -226,8 +227,17 @@ def day_step(options: argparse.Namespace, log: Log) -> None:
             answer = session.ask("what colour was the star ?", 4)
             told = answer.counters
             held = torch.cuda.memory_allocated() if sizes.device.type == "cuda" else 0
+            # Beside the index nothing on the device grows; the host holds each frame that has left the window once.
+            beside = held - told["index_bytes"]
+            if not hour:
+                first = {"frame_s": watched / sizes.hour, "beside": beside}
+            state: Any = session._live.state  # type: ignore[union-attr]
+            shape, left = state.geometry, told["units"] - told["resident"]
+            entry = state.stream.unit * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
             log.row(
-                case="day", hour=hour + 1, frames=session.frames, frame_s=watched / sizes.hour,
+                case="day", hour=hour + 1, slower=watched / sizes.hour / first["frame_s"],
+                device_predicted=first["beside"] + told["index_bytes"], host_predicted=left * shape.layers * entry,
+                frames=session.frames, frame_s=watched / sizes.hour,
                 drawn_s=drawn / sizes.hour, device_bytes=held, index_bytes=told["index_bytes"],
                 host_bytes=told["host_bytes"], summary_bytes=told["summary_bytes"], clusters=told["clusters"],
                 visual_clusters=told["visual_clusters"], ttft_s=answer.ttft_s,

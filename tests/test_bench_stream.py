@@ -17,8 +17,8 @@ from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 ROOT = Path(__file__).parent.parent
 
 
-def run(out: Path, *only: str) -> list[dict[str, Any]]:
-    few = ("--device", "cpu", "--shrink", "10", "--limit", "1000", "--only", *only)
+def run(out: Path, *only: str, shrink: int = 10) -> list[dict[str, Any]]:
+    few = ("--device", "cpu", "--shrink", str(shrink), "--limit", "1000", "--only", *only)
     done = subprocess.run(
         [sys.executable, "bench/stream.py", "--out", str(out), *few],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -77,6 +77,17 @@ def test_steps_that_vary_what_is_asked_of(tmp_path: Path) -> None:
     assert [row["frames"] for row in by["whole"]] == sorted(row["frames"] for row in by["whole"])
     assert by["whole"][-1]["p50_s"] > by["whole"][0]["p50_s"]
     assert {row["way"] for row in by["memory"]} == {"rekv", "mosaic", "full"}
+
+
+def test_a_day_beside_what_is_predicted(tmp_path: Path) -> None:
+    rows = run(tmp_path / "rows.jsonl", "day", shrink=200)
+    assert [row for row in rows if "failed" in row] == []
+    hours = [row for row in rows if row.get("case") == "day"]
+    assert [row["hour"] for row in hours] == list(range(1, len(hours) + 1)) and len(hours) >= 3
+    assert hours[0]["slower"] == 1 and all(row["slower"] > 0 for row in hours)
+    frames = [row["host_predicted"] / (row["frames"] - 2) for row in hours]
+    assert frames == [frames[0]] * len(hours), "a window of 2 frames is on the device, all others on the host"
+    assert all(row["host_bytes"] >= row["host_predicted"] > 0 for row in hours)
 
 
 def test_a_stream_that_shows_too_little_is_no_measurement() -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from mmaccel.media.preprocess import Pixels
 
 MAX_FRAMES = 4096
+ATTENTION = ("self_attn", "attn")
+"""What the attention of a layer is called in language models and vision towers."""
 
 LABELS, COLUMN = 32, 24
 """Characters of a table that its labels take, and that a recipe wants at least."""
@@ -219,7 +221,11 @@ class _Counted:
 
 @contextmanager
 def _layers(model: nn.Module, recipe: Recipe, progress: Progress, most: int) -> Iterator[_Counted]:
-    """Bars that follow one generation: a step a layer for frames and prompt, then a step a token."""
+    """Bars that follow one generation: a step a layer for frames and prompt, then a step a token.
+
+    A bar shows while its layers run. Of a long prompt one layer's attention is one call that can take most of a minute, so
+    that what is under way is told beside what is done.
+    """
     from torch.nn import ModuleList
 
     from mmaccel.core.attach import adapter_for
@@ -233,14 +239,29 @@ def _layers(model: nn.Module, recipe: Recipe, progress: Progress, most: int) -> 
     hooks, tasks = [], []
     for name, layers in (("encode", vision), ("prefill", list(adapter.layers(model)))):
         whole = len(layers) if recipe.chunk is None or name == "encode" else None
-        task = progress.add_task(name, total=whole, unit="layers")
+        task = progress.add_task(name, total=whole, unit="layers", visible=False)
         tasks.append(task)
+
+        def begin(told: str, task: Any = task) -> Callable[..., None]:
+            def show(*_: Any) -> None:
+                if streamer.task is None:
+                    progress.update(task, visible=True, unit=f"layers, {told}")
+
+            return show
 
         def step(*_: Any, task: Any = task) -> None:
             if streamer.task is None:
                 progress.advance(task)
 
-        hooks += [layer.register_forward_hook(step) for layer in layers]
+        for place, layer in enumerate(layers, 1):
+            entered = begin(f"in layer {place}")
+            hooks.append(layer.register_forward_pre_hook(entered))
+            for part, block in layer.named_children():
+                if part in ATTENTION:
+                    attending = begin(f"in the attention of layer {place}")
+                    hooks.append(block.register_forward_pre_hook(attending))
+                    hooks.append(block.register_forward_hook(entered))
+            hooks.append(layer.register_forward_hook(step))
     try:
         yield streamer
     finally:

@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mmaccel import media
+from mmaccel.cli import console
 from mmaccel.cli.console import columns
 from mmaccel.world import World
 
@@ -175,3 +177,45 @@ def test_a_damaged_video_is_answered_with_a_warning(call: Call, clip: str, ov: s
     status, out, err = call("ask", cut, "hi", "--model", ov, "--json", "--max-new-tokens", 1)
     assert status == 0 and 0 < json.loads(out)["frames"] <= 64
     assert err.startswith("warning: ") and "cut.ts" in err and "Warning" not in err
+
+
+@pytest.mark.parametrize("name", ["tiny-ov-draft", "tiny-qwen-draft"])
+def test_progress_tells_what_is_under_way(
+    name: str,
+    call: Call,
+    clip: str,
+    random_folder: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mmaccel.cli import ask
+    from mmaccel.core.attach import adapter_for
+
+    lines: list[str] = []
+
+    def watching(model: Any, recipe: Any, progress: Any, most: int) -> Any:
+        adapter = adapter_for(model)
+        tower = adapter.multimodal(model).get_submodule("vision_tower" if "ov" in name else "visual")
+        block = tower.encoder.layers[1].self_attn if "ov" in name else tower.blocks[1].attn
+        for module in (block, tower, adapter.layers(model)[0].self_attn, adapter.layers(model)[1].mlp):
+            # As it is called, after the hooks that move the bars.
+            plain = module.forward
+
+            def forward(*args: Any, plain: Any = plain, **options: Any) -> Any:
+                if len(lines) < 4:
+                    lines.append(console._line(progress.tasks, 0))
+                return plain(*args, **options)
+
+            monkeypatch.setattr(module, "forward", forward)
+        return made(model, recipe, progress, most)
+
+    made = ask._layers
+    monkeypatch.setattr(ask, "_layers", watching)
+    status, _, err = call("ask", clip, "hi", "--model", random_folder(name), "--max-new-tokens", 2)
+    assert status == 0, err
+    depth = [int(line.split("/")[1].split()[0]) for line in lines[1:]]
+    assert lines == [
+        "at work; 0 s",
+        f"encode 1/{depth[0]} layers, in the attention of layer 2; 0 s",
+        f"prefill 0/{depth[1]} layers, in the attention of layer 1; 0 s",
+        f"prefill 1/{depth[2]} layers, in layer 2; 0 s",
+    ]

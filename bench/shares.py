@@ -45,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
+    parser.add_argument("--out", help="file of result rows; rows are added to it (default: only printed)")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--heads", nargs=2, type=int, default=(2, 1), metavar=("HEADS", "GROUPS"))
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--tokens", type=int, help="this length for every case: a smoke test")
     options = parser.parse_args(argv)
     device = torch.device("cpu")
-    log = Log(options.out, device)
+    log = Log(options.out, device) if options.out else None
     print(environment(device))
     for name in options.cases:
         case = shortened(CASES[name], options.tokens) if options.tokens else CASES[name]
@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "listed": 1.0 if plan is None else float(plan.listed_pairs().mean()) / causal,
             "bytes": 0 if plan is None else nbytes(plan),
         }
-        log.row(**row)
+        if log is not None:
+            log.row(**row)
         print(
             " ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()),
             flush=True,

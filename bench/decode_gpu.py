@@ -1,16 +1,19 @@
 """Decode steps, drafting and pruned drafts at published shapes, random weights, on CUDA devices.
 
     python bench/decode_gpu.py pipeline --out bench/results/pipeline_h200x2_202601.jsonl
+    python bench/decode_gpu.py pipeline --target llava-onevision-72b --draft llava-onevision-7b --spread 2 --out ...
     python bench/decode_gpu.py steps prune flash prefill batch --target qwen2.5-vl-7b --out ...
     python bench/decode_gpu.py pipeline --device cpu --layers 1 --target qwen2.5-vl-3b --draft qwen2.5-vl-3b --shrink 64 ...
 
 Parts, each of some steps whose rows are written as they are made:
 
 steps     a captured step of one and of several rows, beside the time in which the device reads weights and cache once
-pipeline  a draft on the second device ahead of its target: alone, the pipeline at two windows and at the measured one, in
+pipeline  a draft on the next device ahead of its target: alone, the pipeline at two windows and at the measured one, in
           turns, trees, all with replayed acceptance (see replayed.py); then whole, through `generate`, prefill and pruning
           included; a model that drafts for itself after 256k columns; a batch
 sharded   the target spread over both devices, both ways round
+ratios    a step of the target after all columns, and of a draft that keeps 1, 0.5, 0.1, 0.05, 0.01 and none of them: T_p,
+          T_q and their ratio, the window that is worth most and what it gains (the paper's Tables 3 and 5)
 prune     a step after all columns and after a tenth of them, beside the ratio of the bytes that they read; and eagerly
 flash     a step of the model by transformers' own code without and with a flash kernel, beside the captured one
 prefill   seconds to read a video and to say a token after it, at several lengths
@@ -45,6 +48,8 @@ from mmaccel.policies.draft import Off
 
 LENGTHS = (8 << 10, 16 << 10, 24 << 10, 32 << 10)
 """Tokens of video at which prefill and flash kernels are timed."""
+KEPT = (1.0, 0.5, 0.1, 0.05, 0.01, 0.0)
+"""Shares of the video that a draft keeps where T_p / T_q is told."""
 PRUNED = (25_088, 100_352, SELF)
 """Columns of which a draft keeps a tenth."""
 
@@ -58,6 +63,29 @@ def steps_part(bench: Bench) -> Iterator[Step]:
                 tell(log, **row)
 
     yield Step("steps", 60.0, run)
+
+
+def ratios_part(bench: Bench) -> Iterator[Step]:
+    """T_p / T_q as the draft is pruned. One model after the other on one device: a pair need not fit on it."""
+    given = bench.given
+
+    def run(options: argparse.Namespace, log: Log) -> None:
+        (target,) = timed_step(bench, bench.target, bench.columns, (1,))
+        if given.draft != given.target:
+            bench.drop("runner", "target")
+        model = bench.target if given.draft == given.target else bench.small
+        shape = {"target": given.target, "draft": given.draft, "columns": bench.columns, "keep": given.keep}
+        for share in KEPT:
+            held = int(share * bench.columns) + replayed.LATER
+            (draft,) = timed_step(bench, model, held, (1,))
+            costs = simulate.Costs(step=target["median_s"], draft=draft["median_s"])
+            window, gain = simulate.best(given.keep, costs, parallel=True)
+            told = {"retention": share, "held": held, "step_s": costs.step, "draft_step_s": costs.draft}
+            told |= {"c": costs.ratio, "byte_ratio": target["floor_s"] / draft["floor_s"]}
+            tell(log, case="ratios", **shape, **told, window=window, simulated=gain)
+        bench.drop("small")
+
+    yield Step("ratios", 60.0, run)
 
 
 def prune_part(bench: Bench) -> Iterator[Step]:
@@ -174,6 +202,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Step]]] = {
     "pipeline": pipeline_part,
     "sharded": sharded_part,
     "steps": steps_part,
+    "ratios": ratios_part,
     "prune": prune_part,
     "flash": flash_part,
     "prefill": prefill_part,
@@ -230,6 +259,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", help="steps, or the beginnings of their names")
     parser.add_argument("--limit", type=float, default=520.0, help="seconds in all")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument(
+        "--spread", type=int, default=1, help="devices that the target lies on; the draft is on the next one"
+    )
     parser.add_argument("--layers", type=int, help="fewer layers: a smoke test")
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths: a smoke test")
     parser.add_argument("--seed", type=int, default=0)

@@ -64,7 +64,10 @@ class Bench:
         self.given = given
         self.device = torch.device(given.device)
         count = torch.cuda.device_count() if self.device.type == "cuda" else 1
-        self.other = f"cuda:{(self.device.index or 0) + 1}" if count > 1 else given.device
+        first = self.device.index or 0
+        cuda = self.device.type == "cuda"
+        self.devices = [f"cuda:{first + n}" if cuda else given.device for n in range(given.spread)]
+        self.other = f"cuda:{first + given.spread}" if count > given.spread else given.device
         self.columns = max(given.context // given.shrink, 64)
         self.pruned = self.columns // 10 + 2 * replayed.LATER
         self.tokens = max(given.tokens // given.shrink, 24)
@@ -77,10 +80,11 @@ class Bench:
 
     @cached_property
     def target(self) -> nn.Module:
-        """The target alone on its device; of the pipeline's and of every other part."""
+        """The target alone on its devices; of the pipeline's and of every other part."""
         if self.given.parts[0] == "pipeline":
             self.start()  # it loads while this process does
-        return quiet(model_of(self.given.target, self.given.device, self.given.layers))
+        devices = self.devices if len(self.devices) > 1 else ()
+        return quiet(model_of(self.given.target, self.given.device, self.given.layers, devices))
 
     @cached_property
     def draft(self) -> nn.Module:
@@ -195,7 +199,7 @@ def piped(
 ) -> dict[str, Any]:
     """One generation of each runner by the pipeline, whose draft holds `held` columns."""
     choice = Parallel(model="shape", window=window)
-    devices = [runners[0].model.device]
+    devices = list(dict.fromkeys(torch.device(name) for name in bench.devices))
     states = [Pipeline(_remote.Remote(worker, replayed.VOCAB), choice, devices) for _ in runners]
     return decode(runners, states, [columns, held], tokens or bench.tokens, seed)
 

@@ -113,24 +113,25 @@ def wait(device: torch.device) -> None:
 
 
 def question(shape: str, tokens: int, device: str) -> dict[str, Tensor]:
-    """A prompt for a Qwen shape: a video of about `tokens` tokens, 196 a step of two frames, and some text after it."""
+    """A prompt for a shape: a video of about `tokens` tokens, 196 a frame (of Qwen: a step of two), some text around it."""
     conf = shapes.config(shape)
     steps = max(1, tokens // 196)
-    vision = conf.vision_config
-    patch_size = 3 * vision.temporal_patch_size * vision.patch_size**2
-    grid = [steps, 28, 28]
-    video = torch.full((1, steps * 196), conf.video_token_id)
+    vision, qwen = conf.vision_config, shapes.SHAPES[shape].family == "qwen2_5_vl"
+    count, mark = (steps * 196, conf.video_token_id) if qwen else (steps * 196 + 1, conf.video_token_index)
+    video = torch.full((1, count), mark)
     text = torch.full((1, LATER), START)
     ids = torch.cat([text, video, text], 1).to(device)
-    pixels = torch.zeros(math.prod(grid), patch_size, dtype=torch.bfloat16, device=device)
+    if qwen:
+        size = (steps * 28 * 28, 3 * vision.temporal_patch_size * vision.patch_size**2)
+    else:
+        size = (1, steps, 3, vision.image_size, vision.image_size)
+    pixels = torch.zeros(size, dtype=torch.bfloat16, device=device)
     pixels.normal_(0, 1, generator=torch.Generator(device).manual_seed(0))
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "pixel_values_videos": pixels,
-        "video_grid_thw": torch.tensor([grid], device=device),
-        "second_per_grid_ts": torch.tensor([1.0], device=device),
-    }
+    told = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values_videos": pixels}
+    if qwen:
+        told["video_grid_thw"] = torch.tensor([[steps, 28, 28]], device=device)
+        told["second_per_grid_ts"] = torch.tensor([1.0], device=device)
+    return told
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -150,3 +151,57 @@ def test_pruning_is_the_same_by_one_process_and_by_two(tmp_path: Path) -> None:
         run("bench/pruning.py", "--model", "tiny-qwen", *few, "--jobs", jobs, "--out", str(out))
         told.append(read(out)[1:])
     assert told[0] == told[1] and {row["what"] for row in told[0]} == {"draft", "lossy", "frames"}
+
+
+@pytest.mark.parametrize("shape", ["qwen2.5-vl-3b", "llava-onevision-0.5b"])
+def test_a_question_fits_its_shape(shape: str) -> None:
+    """As many marks as a video has tokens, for both families: else the whole way of a prompt is no row."""
+    asked = replayed.question(shape, 3 * 196, "cpu")
+    model = replayed.model_of(shape, "cpu", 1)
+    layout = adapter_for(model).layout(model, asked)
+    assert int((layout.frame[0] >= 0).sum()) == 3 * 196
+    assert layout.length in (3 * 196 + 2 * replayed.LATER, 3 * 196 + 1 + 2 * replayed.LATER)
+
+
+@pytest.mark.slow
+def test_ratios_and_a_target_over_devices(tmp_path: Path) -> None:
+    """The rows of Tables 3 and 5, and the whole way with a target whose layers are dealt out; at sizes that say nothing."""
+    shape, out = "llava-onevision-0.5b", tmp_path / "rows.jsonl"
+    few = (
+        "--device",
+        "cpu",
+        "--target",
+        shape,
+        "--draft",
+        shape,
+        "--shrink",
+        "128",
+        "--windows",
+        "3",
+        "--tokens",
+        "6400",
+    )
+    more = (
+        "--draws",
+        "1",
+        "--repeats",
+        "2",
+        "--limit",
+        "10000",
+        "--layers",
+        "2",
+        "--spread",
+        "2",
+        "--out",
+        str(out),
+    )
+    run("bench/decode_gpu.py", "ratios", *few, *more)
+    ratios = [row for row in read(out) if row.get("case") == "ratios"]
+    assert [row["retention"] for row in ratios] == [1.0, 0.5, 0.1, 0.05, 0.01, 0.0]
+    assert all(one["byte_ratio"] <= two["byte_ratio"] for one, two in itertools.pairwise(ratios))
+    run(
+        *("bench/decode_gpu.py", "pipeline", *few, *more),
+        *("--only", "pipeline:alone", "pipeline:parallel:3", "pipeline:end:alone", "pipeline:end:parallel"),
+    )
+    ways = {row["way"]: row for row in read(out) if row.get("case") == "end"}
+    assert ways["parallel"]["failed"] is None and ways["parallel"]["a_step"] > 1

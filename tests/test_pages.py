@@ -16,7 +16,10 @@ from typer.main import get_command
 from mmaccel.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/mminference.md", "docs/mosaic.md", "docs/compose.md", "docs/architecture.md")
+PAGES = (
+    "README.md",
+    *(f"docs/{n}.md" for n in ("mminference", "mosaic", "speed", "compose", "architecture")),
+)
 ENDS = re.compile(r"\s(?:#|&&|<|>|\|).*")
 """What comes after a command on its line."""
 

@@ -226,6 +226,13 @@ def test_sampled_triples_have_the_targets_joint_distribution(shape: str) -> None
     assert sampled(shape) > 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_many_sampled_triples_have_the_targets_joint_distribution(shape: str) -> None:
+    """A hundred thousand triples a shape, where the quick test has 2,500."""
+    assert sampled(shape, triples=100_000) > 1e-4
+
+
 def test_the_sampled_test_sees_uniforms_shared_between_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The generator seeded by position, as in PEARL: a token judged in pre-verify and the next share their random number."""
 

@@ -115,10 +115,8 @@ def _next(words, barriers, turn):
 
 
 @gluon.jit
-def _rows(
-    queries, row, tile, M, which: gl.constexpr, line: gl.constexpr, shape: gl.constexpr, D: gl.constexpr
-):
-    """Where the 64 rows of a group are in a tile, as `rows_of`, and the rows themselves [64, D]; all of row 0 of none."""
+def _rows(queries, row, tile, M, which: gl.constexpr, shape: gl.constexpr, D: gl.constexpr):
+    """The 64 rows [64, D] of a group in a tile, those of list row 0 where it is none."""
     Q, q_b, q_h, q_s, q_row, q_row_b, q_row_h = queries
     b, h, g, m = where_of(gl.maximum(row, 0), tile, M, shape)
     place = (b, h, g, m, tile, q_row, q_row_b, q_row_h)
@@ -128,7 +126,7 @@ def _rows(
     q_at = b * q_b + head_of * q_h + gl.maximum(at, 0).to(gl.int64) * q_s
     here = gl.expand_dims(mine & (at >= 0), 1) & gl.expand_dims(d >= 0, 0)
     q = gl.load(Q + gl.expand_dims(q_at, 1) + gl.expand_dims(d, 0), mask=here, other=0.0)
-    return q, rows_of(place, which, line, shape)
+    return q
 
 
 @gluon.jit
@@ -155,24 +153,20 @@ def consume(
     n = gl.arange(0, 128, gl.SliceLayout(0, s_layout))
     nothing = gl.full([64, 128], 0.0, gl.float32, s_layout)
     q = q_buf.index(which)
-    chunk = gl.to_tensor(0)
-    if SPLIT:
-        chunk = gl.load(TOLD)
     step, turn = gl.to_tensor(0), gl.to_tensor(1)
     row, tile, piece = _next(words, barriers, gl.to_tensor(0))
-    own, rows = _rows(queries, row, tile, M, which, line, shape, D)
+    own = _rows(queries, row, tile, M, which, shape, D)
     while row >= 0:
         q.store(own)
         fence_async_shared()
         together()
         first, last = gl.to_tensor(0), gl.to_tensor(2147483647)
-        slot, split = gl.full([], 0, gl.int64), gl.to_tensor(0)
         if SPLIT:
+            chunk = gl.load(TOLD)
             first, last = piece * chunk, piece * chunk + chunk
-            slot = ((gl.load(SLOT + row).to(gl.int64) + piece) * tiles + tile) * 128
-            split = (gl.load(PIECES + row) > 1).to(gl.int32)
         b, h, g, m = where_of(row, tile, M, shape)
-        head_of, mine, at_place, at = rows
+        place = (b, h, g, m, tile, queries[4], queries[5], queries[6])
+        head_of, mine, at_place, at = rows_of(place, which, line, shape)
         peak = gl.full([64], float("-inf"), gl.float32, line)
         acc = gl.full([64, D], 0.0, gl.float32, o_layout)
         total = partly(nothing)
@@ -226,9 +220,13 @@ def consume(
         # The values of the last step stay: the next tile begins with them, and weights of zero.
         mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
         acc = warpgroup_mma(weights, v_ring.index(step % STAGES), acc, is_async=True)
+        slot, split = gl.full([], 0, gl.int64), gl.to_tensor(0)
+        if SPLIT:
+            slot = ((gl.load(SLOT + row).to(gl.int64) + piece) * tiles + tile) * 128
+            split = (gl.load(PIECES + row) > 1).to(gl.int32)
         # Meanwhile the rows of the next tile are asked for.
         row, tile, piece = _next(words, barriers, turn)
-        own, rows = _rows(queries, row, tile, M, which, line, shape, D)
+        own = _rows(queries, row, tile, M, which, shape, D)
         turn += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         total = gl.convert_layout(gl.sum(total, 1), line)

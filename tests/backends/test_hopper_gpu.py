@@ -69,6 +69,19 @@ def test_a_program_computes_tile_after_tile(
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
+def test_what_is_no_number_stays_with_those_who_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values that a tile leaves behind are those that the next one begins with."""
+    monkeypatch.setattr(hopper_launch, "_at_a_time", lambda device: 1)
+    plan = random_plan(5, n_query=900, n_key=300, blocks=(128, 64)).to("cuda")
+    query, key, value = (t.to("cuda", torch.bfloat16) for t in draw(plan, 2, 128, 5))
+    wanted, _ = attend_plan(plan, query, key, value, 128**-0.5, block_attend)
+    for b in range(2):
+        broken = value.clone()
+        broken[b] = torch.nan
+        found, _ = attend_plan(plan, query, key, broken, 128**-0.5, block_attend)
+        assert torch.equal(found[1 - b], wanted[1 - b]) and bool(found[b].isnan().any())
+
+
 @pytest.mark.parametrize("heads", [(4, 2), (6, 2)], ids=str)
 def test_heads_that_share_lists_share_tiles(heads: tuple[int, int]) -> None:
     plan = random_plan(3, heads=heads[0], n_query=200, n_key=500, lead="", blocks=(64, 64))

@@ -2,6 +2,9 @@
 
 A group's product of queries and keys is issued before the product of weights and values of the step before, so that the
 softmax of one hides behind the other.
+
+`step` is told in quarters: four for each step a program has taken, over all its tiles, and in the lowest two bits which of
+its tile it is: `FRESH` the first, 1 the second, 0 any later one. Held in one number, the kernel has a register to spare.
 """
 
 # What follows is Gluon's language, not Python's: constant conditions are told from the rest by their nesting.
@@ -35,6 +38,19 @@ from mmaccel.backends.triton.hopper_walk import (
     where_of,
 )
 
+FRESH = gl.constexpr(2)
+
+
+@gluon.jit
+def _place(step, STAGES: gl.constexpr):
+    """Where in the rings a step is, and the parity of its turn there."""
+    return (step >> 2) % STAGES, ((step >> 2) // STAGES) & 1
+
+
+@gluon.jit
+def _after(step):
+    return step + 4 - ((step & 3) > 0).to(gl.int32)
+
 
 @gluon.jit
 def _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER: gl.constexpr):
@@ -57,14 +73,15 @@ def _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER: gl.conste
 
 @gluon.jit
 def _products(q, rings, barriers, weights, nothing, acc, step, STAGES: gl.constexpr):
-    """The scores of a step, and under way behind them the product of weights and values of the one before."""
+    """The scores of a step, and under way behind them the product of weights and values of the one before. Before the
+    first step lie values of another tile, which may be no numbers: what comes of them is dropped at the second."""
     k_ring, v_ring = rings
     k_full, k_free, v_full = barriers[0], barriers[1], barriers[2]
-    stage, turn = step % STAGES, (step // STAGES) & 1
+    stage, turn = _place(step, STAGES)
     mbarrier.wait(k_full.index(stage), turn)
     score = warpgroup_mma(q, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(stage), turn)
-    acc = warpgroup_mma(weights, v_ring.index(stage), acc, is_async=True)
+    acc = warpgroup_mma(weights, v_ring.index(stage), acc, use_acc=(step & 3) != 1, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(k_free.index(stage), count=1)
     return score, acc
@@ -94,7 +111,8 @@ def _softmax(
     )
     p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(v_free.index(step % STAGES), count=1)
+    stage, _ = _place(step, STAGES)
+    mbarrier.arrive(v_free.index(stage), count=1)
     acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, o_layout)), 1)
     return p, acc, top, total
 
@@ -153,7 +171,7 @@ def consume(
     n = gl.arange(0, 128, gl.SliceLayout(0, s_layout))
     nothing = gl.full([64, 128], 0.0, gl.float32, s_layout)
     q = q_buf.index(which)
-    step, turn = gl.to_tensor(0), gl.to_tensor(1)
+    step, turn = gl.to_tensor(FRESH), gl.to_tensor(1)
     row, tile, piece = _next(words, barriers, gl.to_tensor(0))
     own = _rows(queries, row, tile, M, which, shape, D)
     while row >= 0:
@@ -210,16 +228,17 @@ def consume(
                         weights, acc, peak, total = _softmax(
                             score, acc, peak, total, scale, barriers, step, q_buf.dtype, o_layout, STAGES
                         )
-                        step += 1
+                        step = _after(step)
                     for _ in range(tested, sure):
                         score, acc = _products(q, rings, barriers, weights, nothing, acc, step, STAGES)
                         weights, acc, peak, total = _softmax(
                             score, acc, peak, total, scale, barriers, step, q_buf.dtype, o_layout, STAGES
                         )
-                        step += 1
-        # The values of the last step stay: the next tile begins with them, and weights of zero.
-        mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
-        acc = warpgroup_mma(weights, v_ring.index(step % STAGES), acc, is_async=True)
+                        step = _after(step)
+        # The values of the last step stay: the next tile begins with them, and drops what comes of it.
+        stage, parity = _place(step, STAGES)
+        mbarrier.wait(v_full.index(stage), parity)
+        acc = warpgroup_mma(weights, v_ring.index(stage), acc, use_acc=(step & 3) != 1, is_async=True)
         slot, split = gl.full([], 0, gl.int64), gl.to_tensor(0)
         if SPLIT:
             slot = ((gl.load(SLOT + row).to(gl.int64) + piece) * tiles + tile) * 128
@@ -228,6 +247,7 @@ def consume(
         row, tile, piece = _next(words, barriers, turn)
         own = _rows(queries, row, tile, M, which, shape, D)
         turn += 1
+        step = (step & -4) + FRESH
         acc = warpgroup_mma_wait(0, deps=(acc,))
         total = gl.convert_layout(gl.sum(total, 1), line)
         finish(

@@ -163,7 +163,8 @@ def finish(
             r = which * 64 + gl.arange(0, 64, line)
             gl.store(PART_LSE + slot + r, gl.where(seen, sum_log, float("-inf")))
             o = (slot + which * 64 + gl.arange(0, 64, out_line)) * D
-            gl.store(PART_OUT + gl.expand_dims(o, 1) + gl.expand_dims(d, 0), acc * gl.expand_dims(share, 1))
+            part = gl.where(gl.expand_dims(share > 0, 1), acc * gl.expand_dims(share, 1), 0.0)
+            gl.store(PART_OUT + gl.expand_dims(o, 1) + gl.expand_dims(d, 0), part)
     if (SPLIT == 0) | (split == 0):
         seen = seen & (at >= 0)
         row, held = at_place, mine

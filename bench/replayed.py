@@ -30,7 +30,7 @@ from mmaccel.core.draft import DraftState, Prompt
 from mmaccel.core.generate import Speculation, lockstep
 from mmaccel.core.worker import READY, Wire, Worker
 from mmaccel.models import decode as decoding
-from mmaccel.models import drafting, shapes
+from mmaccel.models import drafting, layers, shapes
 from mmaccel.models.decode import ROWS, StaticRunner
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import _remote
@@ -143,7 +143,7 @@ def replaying(target: nn.Module, keep: float, seed: int) -> Iterator[None]:
             raise RuntimeError("steps of this model cannot be captured.")
         return Counting(model, family, cache, keep=keep if model is target else None, seed=seed)
 
-    everywhere = patch.object(decoding, "DEVICES", ("cuda", "cpu"))
+    everywhere = patch.object(layers, "DEVICES", ("cuda", "cpu"))
     with (
         patch.object(decoding, "open_runner", opened),
         patch.object(drafting, "open_runner", opened),

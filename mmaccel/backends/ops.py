@@ -49,7 +49,8 @@ REACH = (
 LISTED_AREA = "(Tensor row, Tensor index, Tensor nq, Tensor nk) -> Tensor"
 GATHER_UNITS = "(Tensor(a!) out, Tensor[] slab, Tensor base, Tensor slot) -> ()"
 DECODE_ATTEND = (
-    "(Tensor query, Tensor key, Tensor value, Tensor columns, float scale, Tensor? sees=None) -> Tensor"
+    "(Tensor query, Tensor key, Tensor value, Tensor columns, float scale, Tensor? sees=None, "
+    "Tensor? bias=None) -> Tensor"
 )
 PROJECT_ROWS = (
     "(Tensor x, Tensor[] weight, Tensor[] bias, Tensor? gain=None, float eps=0., Tensor? residual=None, "
@@ -306,8 +307,8 @@ decode_attend = torch.library.custom_op(
 
 query [B, H, n, D], key and value [B, G, capacity, D], H a multiple of G. columns [B, n] long, on the device: the column of
 each new row, ascending; row i sees the columns 0 .. columns[b, i]. With sees [n] long (a tree) row i sees, of the last
-`WINDOW` columns up to columns[b, n - 1], those whose bits are set, the oldest first, and all before them. Gives
-[B, H, n, D]; in memory a row of all heads lies together.
+`WINDOW` columns up to columns[b, n - 1], those whose bits are set, the oldest first, and all before them. bias [m] float32
+is added to the scores of the columns 0 .. m - 1. Gives [B, H, n, D]; in memory a row of all heads lies together.
 """
 
 project_rows = torch.library.custom_op(

@@ -137,10 +137,11 @@ class StreamSeam(ABC):
         """[n, E] input embeddings of text `ids` [n]."""
 
     @abstractmethod
-    def run(self, state: StreamState, embeds: Tensor, hidden: bool = False) -> Tensor:
+    def run(self, state: StreamState, embeds: Tensor, hidden: bool = False, few: bool = False) -> Tensor:
         """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory.
 
-        Keys and queries reach the memory before rotation; with `hidden` it is told what enters each layer.
+        Keys and queries reach the memory before rotation; with `hidden` it is told what enters each layer. `few`: the
+        columns are a question's or an answer's, which few kernels may compute where they round otherwise than the modules.
         """
 
     @abstractmethod

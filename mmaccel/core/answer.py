@@ -74,7 +74,7 @@ class Turn(Runner):
 
     def _pass(self, piece: Piece, embeds: Tensor, last: bool = False) -> Tensor:
         self._state.enter(piece)
-        hidden = self._seam.run(self._state, embeds, self._hidden)
+        hidden = self._seam.run(self._state, embeds, self._hidden, few=True)
         self._state.leave()
         return self._seam.logits(hidden[-1:] if last else hidden)
 

@@ -275,6 +275,9 @@ class StreamRun:
     def _part(self, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention of query [B, H, n, D], the last n of the columns of key and value."""
         heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
+        if view.bias is not None:
+            columns = torch.arange(keys - rows, keys, device=key.device).expand(len(query), -1)
+            return ops.decode_attend(query, key, value, columns, scale, bias=view.bias)  # type: ignore[no-any-return]
         windowed = view.window is not None and view.window < keys and view.column is None
         if windowed and self.kernel is not None and rows >= MIN_ROWS and len(query) == 1:
             plan = window_plan(rows, keys, view.sinks, view.window, heads, query.device)

@@ -28,8 +28,8 @@ class KVView:
     less than `window` columns behind it, so that a verified window of rows sees what one row at a time would.
 
     In a stream the columns are the view's own, 0 .. N - 1 in the order of the keys, and the `n` queries stand at the last
-    `n` of them; `query` [B, H, n, D'] are the queries as the memory turned them, with keys of the same D'. `step` (None:
-    all) of them go to a kernel at a time.
+    `n` of them; `query` [B, H, n, D] are the queries as the memory turned them. `step` (None: all) of them go to a kernel at
+    a time. `bias` [m] float32 is added to the scores of the first m keys.
     """
 
     key: Tensor
@@ -39,6 +39,7 @@ class KVView:
     window: int | None = None
     query: Tensor | None = None
     step: int | None = None
+    bias: Tensor | None = None
 
 
 class KVState(ABC):

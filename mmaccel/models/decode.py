@@ -20,6 +20,7 @@ from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.room import with_room
+from mmaccel.models import layers as layers_of
 from mmaccel.models import spread
 from mmaccel.models.runner import HFRunner
 from mmaccel.models.spread import Handed
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
-
-LAYERS = {"Qwen2DecoderLayer", "Qwen2_5_VLDecoderLayer"}
-"""Classes of decoder layers that `Step` computes."""
-
-DEVICES = ("cuda",)
-"""Where steps are captured."""
 
 
 class Step(nn.Module):
@@ -74,28 +69,11 @@ class Step(nn.Module):
         B, n = columns.shape
         x = given if words is None else words(given).flatten(0, 1)
         for layer, (key, value) in zip(layers, self.buffers_of, strict=True):
-            own, mlp = layer.self_attn, layer.mlp
-            rows = _project(x, [own.q_proj, own.k_proj, own.v_proj], layer.input_layernorm)
+            rows = layers_of.entering(layer, x)
             query = ops.turn_rows(rows.view(B, n, -1), self.cos, self.sin, places, columns, key, value)
             out = ops.decode_attend(query, key, value, columns, self.scale, sees)
-            x = _project(out.transpose(1, 2).reshape(B * n, -1), [own.o_proj], residual=x)
-            wide = _project(x, [mlp.gate_proj, mlp.up_proj], layer.post_attention_layernorm, gated=True)
-            x = _project(wide, [mlp.down_proj], residual=x)
-        return x if ends is None else _project(x, [ends[1]], ends[0]).view(B, n, -1)
-
-
-def _project(
-    x: Tensor,
-    linear: Sequence[nn.Linear],
-    norm: Any = None,
-    residual: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
-    """See `ops.project_rows`."""
-    weight = [one.weight for one in linear]
-    bias = [one.bias for one in linear if one.bias is not None]
-    gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-    return ops.project_rows(x, weight, bias, gain, eps, residual, gated)  # type: ignore[no-any-return]
+            x = layers_of.leaving(layer, x, out.transpose(1, 2).reshape(B * n, -1))
+        return x if ends is None else layers_of.project(x, [ends[1]], ends[0]).view(B, n, -1)
 
 
 class Memory(Protocol):
@@ -163,11 +141,10 @@ class Moved:
 
 def admits(model: nn.Module, family: Family, cache: Any) -> bool:
     """Whether the steps of `model` after `cache` can be captured: on CUDA devices, each layer on one of them and the ends on
-    one, of layers that `Step` computes, with no module that others put or hooked in, and with a memory that is written in
-    place."""
+    one, layers that are `known`, with no module that others put or hooked in, and a memory that is written in place."""
     from transformers import DynamicCache
 
-    if any(p.device.type not in DEVICES for p in model.parameters()):
+    if any(p.device.type not in layers_of.DEVICES for p in model.parameters()):
         return False
     owner, state = attached(model), getattr(cache, "state", None)
     if state is None and type(cache) is not DynamicCache:
@@ -179,28 +156,12 @@ def admits(model: nn.Module, family: Family, cache: Any) -> bool:
     ends: list[Any] = [model.get_input_embeddings(), family.text(model).norm, head]  # type: ignore[operator]
     inner = [module for part in (*layers, *ends) for module in part.modules()]
     return (
-        family.text(model).config.hidden_act == "silu"  # type: ignore[union-attr]
-        and all(type(layer).__name__ in LAYERS for layer in layers)
-        and all(layer.self_attn.sliding_window is None for layer in layers)
-        and all(
-            type(linear) is nn.Linear
-            for linear in (*(own for layer in layers for own in _linear(layer)), head)
-        )
-        and all(_alone(layer) for layer in layers)
+        layers_of.known(layers, family.text(model).config.hidden_act)  # type: ignore[union-attr,arg-type]
+        and type(head) is nn.Linear
         and len({p.device for end in ends for p in end.parameters()}) == 1
         and not any(module._forward_hooks for module in inner)
         and all(isinstance(hook, Handed) for module in inner for hook in module._forward_pre_hooks.values())
     )
-
-
-def _alone(layer: nn.Module) -> bool:
-    """Whether a layer lies on one device."""
-    return len({p.device for p in layer.parameters()}) == 1
-
-
-def _linear(layer: Any) -> list[nn.Module]:
-    own, mlp = layer.self_attn, layer.mlp
-    return [own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
 def open_runner(model: nn.Module, family: Family, cache: Any) -> HFRunner:

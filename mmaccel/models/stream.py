@@ -28,6 +28,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import StreamState
 from mmaccel.core.places import Places
 from mmaccel.core.windowed import kernel_for
+from mmaccel.models import layers as layers_of
 from mmaccel.models.family import Family
 from mmaccel.models.pointwise import in_chunks, turning
 
@@ -36,6 +37,9 @@ READ_FPS = 0.5
 
 READ_FRAMES = 64
 """Frames of a file that are held at a time."""
+
+FEW = 64
+"""Rows of a question or an answer up to which its layers are computed by `layers`: more is work for the modules."""
 
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _guard = threading.Lock()
@@ -234,11 +238,14 @@ class Seam(StreamSeam):
 
     # Passes.
 
-    def run(self, state: StreamState, embeds: Tensor, hidden: bool = False) -> Tensor:
+    def run(self, state: StreamState, embeds: Tensor, hidden: bool = False, few: bool = False) -> Tensor:
         from mmaccel.models.cache import KVCache
 
         depth = self.view.geometry.layers
         run = StreamRun(state, self._kernel)
+        if few and embeds.shape[0] <= FEW and self._plain:
+            with self._busy():
+                return self._by_hand(run, embeds, hidden)
         cache = KVCache(state, depth)
         places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         if self.family.mrope:
@@ -258,6 +265,30 @@ class Seam(StreamSeam):
                 use_cache=True,
             )
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    @property
+    def _plain(self) -> bool:
+        """Whether `layers` knows those of the model, and nobody listens to them."""
+        known = self.family.layers(self.model)
+        return (
+            self.device.type in layers_of.DEVICES
+            and layers_of.known(known, getattr(self.text.config, "hidden_act", ""))
+            and not any(m._forward_hooks or m._forward_pre_hooks for one in known for m in one.modules())
+        )
+
+    def _by_hand(self, run: StreamRun, embeds: Tensor, hidden: bool) -> Tensor:
+        """`run` without the layers' modules."""
+        shape, state, x = self.view.geometry, run.state, embeds
+        heads, groups, size = shape.heads, shape.kv_heads, shape.head_dim
+        for number, layer in enumerate(self.family.layers(self.model)):
+            if hidden:
+                state.ahead(number, x[None])
+            rows = layers_of.entering(layer, x).view(1, len(x), -1, size).transpose(1, 2)
+            query, key, value = rows.split([heads, groups, groups], 1)
+            state.append(number, key, value)
+            out = run.attend(number, query, key, value, size**-0.5)
+            x = layers_of.leaving(layer, x, out.transpose(1, 2).reshape(len(x), -1))
+        return self.text.norm(x)  # type: ignore[no-any-return,operator]
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

@@ -166,3 +166,19 @@ def test_tensors_that_are_views() -> None:
     got = rows.turn_rows(new, cos, sin, places, places, *mine)
     torch.testing.assert_close(got, plain.turn_rows(new, cos, sin, places, places, *theirs))
     torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("biased", [1, 31, 64, 100])
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_bias_on_the_first_columns(n: int, biased: int) -> None:
+    """As if keys and queries had one more coordinate whose product it is."""
+    query, scale = drawn(1, n, 4, 64).transpose(1, 2), 0.125
+    key, value = (drawn(1, 2, 160, 64, seed=i) for i in (1, 2))
+    columns, bias = (torch.arange(150, 150 + n)[None]).to(DEVICE), 3 * drawn(biased, seed=3)
+    mask = mask_of(columns, 160, None)
+    more = torch.nn.functional.pad(bias / scale, (0, 160 - biased)).expand(1, 2, -1)[..., None]
+    wider = torch.cat([query, torch.ones_like(query[..., :1])], -1), torch.cat([key, more], -1)
+    exact, allowed = budget(*wider, value, mask, scale)
+    for attend in (lambda *given: decode.decode_attend(*given, splits=3, block_n=32), plain.decode_attend):
+        out = attend(query, key, value, columns, scale, None, bias)
+        assert float((out.double() - exact).abs().max()) <= allowed

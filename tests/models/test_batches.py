@@ -8,7 +8,7 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError
-from mmaccel.models import decode
+from mmaccel.models import decode, layers
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import g_test
@@ -142,7 +142,7 @@ def test_each_sequence_is_what_it_is_alone_in_static_steps(family, monkeypatch):
         runners.add(self)
         return lay(self, room)
 
-    monkeypatch.setattr(decode, "DEVICES", ("cpu",))
+    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
     monkeypatch.setattr(decode.StaticRunner, "lay", seen)
     with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)) as fast:
         assert torch.equal(model.generate(**batch(name, prompts), **options), plain)

@@ -9,7 +9,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.draft import Branches, Proposal
 from mmaccel.core.errors import ModelError
 from mmaccel.core.generate import speculate
-from mmaccel.models import decode
+from mmaccel.models import decode, layers
 from mmaccel.models.decode import StaticRunner
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential, Tree
@@ -140,7 +140,7 @@ def test_a_recipe_decodes_through_it(family, strategy, monkeypatch):
     after = model.generate(
         want.sequences, attention_mask=longer, past_key_values=want.past_key_values, **more
     )
-    monkeypatch.setattr(decode, "DEVICES", ("cpu",))
+    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
     seen = counted(None, monkeypatch)
     peer = BUILD[name](seed=1)
     draft = {"off": Off(), "sequential": Sequential(model=peer, window=3), "tree": Tree(model=peer)}[strategy]
@@ -181,7 +181,7 @@ def test_without_a_draft_all_is_as_it_was(family, monkeypatch):
 
     want = sampled(model, first := Streamer())
     beams = model.generate(**inputs, max_new_tokens=5, num_beams=2, do_sample=False)
-    monkeypatch.setattr(decode, "DEVICES", ("cpu",))
+    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
     seen = counted(None, monkeypatch)
     with mmaccel.accelerate(model) as fast:
         assert torch.equal(sampled(fast, second := Streamer()), want)
@@ -229,7 +229,7 @@ def test_it_is_chosen_for_models_it_computes(family, monkeypatch):
     _, model = family
     adapter = adapter_for(model)
     assert type(adapter.runner(model)) is HFRunner
-    monkeypatch.setattr(decode, "DEVICES", ("cpu",))
+    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
     assert type(adapter.runner(model)) is StaticRunner
     with mmaccel.accelerate(model) as fast:
         assert type(fast.view.runner()) is StaticRunner

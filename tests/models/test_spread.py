@@ -18,7 +18,7 @@ from mmaccel.core.attention import Run
 from mmaccel.core.draft import Proposal
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.models import decode, shapes, spread
+from mmaccel.models import decode, layers, shapes, spread
 from mmaccel.models.decode import StaticRunner
 from mmaccel.policies.draft import Off, Sequential
 from tests.models.streams import pair
@@ -168,7 +168,7 @@ def test_hooks_of_ours_do_not_keep_steps_from_being_captured(
     family: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, model = family
-    monkeypatch.setattr(decode, "DEVICES", ("cpu",))
+    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
     spread.spread(model, [CPU, OTHER])
     assert decode.admits(model, adapter_for(model), DynamicCache())
     adapter_for(model).layers(model)[1].register_forward_pre_hook(lambda *_: None)

@@ -12,7 +12,13 @@ from mmaccel.backends.ops import WINDOW
 
 
 def decode_attend(
-    query: Tensor, key: Tensor, value: Tensor, columns: Tensor, scale: float, sees: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    columns: Tensor,
+    scale: float,
+    sees: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attention under a mask over the whole cache."""
     column = torch.arange(key.shape[2], device=key.device)
@@ -25,6 +31,9 @@ def decode_attend(
     held = (column <= columns[:, -1:])[:, None, :, None]
     key, value = (torch.where(held, x, 0) for x in (key, value))  # what lies behind may be anything
     grouped = query.shape[1] != key.shape[1]
+    if bias is not None:
+        added = functional.pad(bias, (0, key.shape[2] - len(bias)))
+        mask = added.masked_fill(~mask, -torch.inf).to(query.dtype)
     out = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask[:, None], scale=scale, enable_gqa=grouped
     )

@@ -36,17 +36,19 @@ def _pieces(columns, b, n, SPLITS, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):
     return length, tiles, tl.minimum(SPLITS, tl.cdiv(tiles, LEAST))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "biased"])
 def piece_kernel(
     query,
     key,
     value,
     columns,
     sees,
+    bias,
     part,
     lse,
     scale,
     n,
+    biased,
     query_b,
     query_h,
     query_s,
@@ -65,11 +67,13 @@ def piece_kernel(
     BLOCK_D: tl.constexpr,
     LEAST: tl.constexpr,
     TREE: tl.constexpr,
+    BIAS: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Rows of all heads of a key/value head, over one piece of the columns; row r is head r % GROUP of new row r // GROUP.
+    Under BIAS the first `biased` columns have one.
 
     part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) in float32; a row that sees nothing of a piece is 0, -inf.
     """
@@ -104,6 +108,10 @@ def piece_kernel(
             key + (at * key_s)[None, :] + d[:, None], mask=held[None, :] & wide[:, None], other=0.0
         )
         score = tl.dot(q, keys, input_precision=PRECISION) * (scale * 1.4426950408889634)
+        if BIAS:  # noqa: SIM102 - what is constant leaves no trace
+            if tile * BLOCK_N < biased:
+                more = tl.load(bias + at, mask=at < biased, other=0.0)
+                score += (more * 1.4426950408889634)[None, :]
         if TREE:
             if (tile + 1) * BLOCK_N > length - WINDOW:
                 late = at - (length - WINDOW)
@@ -181,6 +189,7 @@ def decode_attend(
     columns: Tensor,
     scale: float,
     sees: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     splits: int | None = None,
     block_n: int | None = None,
@@ -208,10 +217,12 @@ def decode_attend(
             value,
             columns,
             columns if sees is None else sees.contiguous(),
+            lse if bias is None else bias.contiguous(),
             part,
             lse,
             scale,
             n,
+            0 if bias is None else len(bias),
             *query.stride()[:3],
             *key.stride()[:3],
             *value.stride()[:3],
@@ -224,6 +235,7 @@ def decode_attend(
             BLOCK_D=block_d,
             LEAST=LEAST,
             TREE=sees is not None,
+            BIAS=bias is not None,
             WINDOW=ops.WINDOW,
             PRECISION="ieee",
             STAGES=stages,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamPolicy
@@ -88,7 +89,7 @@ class MosaicMemory(StreamMemory):
         self._found: dict[int, Found] = {}
         self._hidden: Tensor | None = None
         self.drift = Drift()
-        self._rep_logs: list[Tensor | None] = [None] * layers
+        self._rep_bias: list[Tensor | None] = [None] * layers
         self._recalled = self._questions = 0
 
     def asked_under(self, policy: StreamPolicy) -> None:
@@ -253,7 +254,7 @@ class MosaicMemory(StreamMemory):
 
     def _representatives(self, layer: int, found: Found, begin: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Pseudo tokens [G, k, D] of clusters, raw keys and values, and the mean numbers [k] of their entries."""
-        self._rep_logs[layer] = None
+        self._rep_bias[layer] = None
         if not self.policy.reps or not self.tree.started or not len(found.entries):
             return None
         policy = self.policy
@@ -265,21 +266,14 @@ class MosaicMemory(StreamMemory):
         if self.policy.rep_bias == "log_size":
             tokens = (held * (self.stream.unit // self.parts)).float()
             # What stands for retrieved tokens adds nothing to them.
-            self._rep_logs[layer] = tokens.clamp_min(1e-30).log()
+            self._rep_bias[layer] = pad(tokens.clamp_min(1e-30).log(), (self.stream.head, 0))
         heads, size = self.geometry.kv_heads, self.geometry.head_dim
         key, value = (rows.view(-1, heads, size).transpose(0, 1) for rows in (key, value))
         return key, value, time
 
     def _answer(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
-        view, logs = super()._answer(layer, query, piece, key, value), self._rep_logs[layer]
-        if logs is None or view.query is None:
-            return view
-        # One more coordinate adds the logarithms to the scores, which are scaled by 1 / sqrt(D).
-        column = view.key.new_zeros(*view.key.shape[:3], 1)
-        head = self.stream.head
-        column[:, :, head : head + len(logs), 0] = (logs * self.geometry.head_dim**0.5).to(column)
-        ones = view.query.new_ones(*view.query.shape[:3], 1)
-        return KVView(torch.cat([view.key, column], 3), view.value, query=torch.cat([view.query, ones], 3))
+        view, bias = super()._answer(layer, query, piece, key, value), self._rep_bias[layer]
+        return view if bias is None or view.query is None else replace(view, bias=bias)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -296,7 +290,7 @@ class MosaicMemory(StreamMemory):
         self.fetcher.drop()
         self.drift.settle()
         self._hidden = None
-        self._rep_logs = [None] * len(self._rep_logs)
+        self._rep_bias = [None] * len(self._rep_bias)
         found, self._found = self._found, {}
         if found:
             picked = torch.stack([one.picked for one in found.values()]).cpu()

@@ -133,14 +133,12 @@ def test_a_representative_may_weigh_as_much_as_what_it_stands_for() -> None:
     biased.ask(4)
     plain.ask(4)
     with_log, without = biased.seen[0], plain.seen[0]
-    size = without.key.shape[3]
-    assert with_log.key.shape[3] == size + 1 and with_log.query is not None
-    torch.testing.assert_close(with_log.key[..., :size], without.key)
-    added = (with_log.key[0, 0, :, size] * with_log.query[0, 0, 0, size] * size**-0.5).exp()
-    extra = int((added != 1).sum())
-    assert torch.equal(added[3 : 3 + extra] != 1, torch.ones(extra, dtype=torch.bool))
+    assert without.bias is None and with_log.bias is not None
+    assert torch.equal(with_log.key, without.key)
+    added, head = with_log.bias.exp(), 3
+    assert torch.equal(added[:head], torch.ones(head)) and bool((added[head:] != 1).all())
     # 40 units less the local ones less those retrieved (whose clusters may have members left over), in tokens.
-    told = float(added[3 : 3 + extra].sum()) / TOKENS
+    told = float(added[head:].sum()) / TOKENS
     assert told == pytest.approx(round(told)) and 20 <= round(told) <= 40 - 2 - 6
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,27 @@ def summary(rows: Rows) -> Iterator[str]:
             both = mine.keys() & its.keys()
             unlike = sum(mine[at] != its[at] for at in both)
             yield f"{setting.model} {setting.task}: {unlike} of {len(both)} answers in {setting.dtype} and float32 differ"
-    for (setting, frames, name), row in rows.levels.items():
-        if abs(row["share"] / row["wanted"] - 1) > 0.1:
-            told = f"{name} computes {row['share']:.1%} where {row['wanted']:.1%} is wanted"
-            yield f"{setting.model} {setting.task}{_after(setting.compress)}, {frames} frames: {told}"
+    for setting in sorted(rows.shots, key=str):
+        for frames, name, mine, ours in departures(rows.shots[setting]):
+            told = f"{name} computes {mine:.1%} where ours computes {ours:.1%} ({mine / ours - 1:+.0%})"
+            about = f"{setting.model} {setting.task} {setting.dtype}" + _after(setting.compress)
+            yield f"{about}, {frames} frames: {told}"
+
+
+def departures(shots: Sequence[Shot]) -> Iterator[tuple[int, str, float, float]]:
+    """(frames, method, its share, ours) by length where a method's share of attention is more than a tenth off ours: means
+    over the questions that both were asked. A level is of one prompt, and what a method computes may hang on the video."""
+    kept: dict[tuple[int, str], dict[tuple[int, str], float]] = defaultdict(dict)
+    for shot in shots:
+        if shot.kept is not None:
+            kept[shot.frames, shot.recipe][shot.seed, shot.question] = shot.kept
+    for frames, name in sorted(kept):
+        its, ours = kept[frames, name], kept[frames, "searched"]
+        both = its.keys() & ours.keys()
+        if name not in OURS and both:
+            mine, our = (math.fsum(one[at] for at in both) / len(both) for one in (its, ours))
+            if abs(mine / our - 1) > 0.1:
+                yield frames, name, mine, our
 
 
 def _place(name: str) -> tuple[bool, str]:

@@ -9,6 +9,7 @@ import multiprocessing
 import sys
 import threading
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -225,13 +226,25 @@ def test_figures_and_maps_follow_from_the_rows(
     needles.main(["--rows", str(RECORD), str(RECORD), "--maps", str(tmp_path / "maps")])
     told = capsys.readouterr().out
     both = told[told.index("all models, both tasks, bfloat16\n") :]
-    assert "searched            615/615 = 100.0% (99.4% to 100.0%)\n" in both
-    assert "block_topk          414/580 = 71.4%" in both and "against searched -27.6" in both
+    assert "searched            800/800 = 100.0% (99.5% to 100.0%)\n" in both
+    assert "block_topk          564/800 = 70.5%" in both and "against searched -29.5" in both
     # With the question's rows dense, boundaries are worth little here; without, three answers of ten.
     mixed = told[told.index("all models, MM-NIAH, bfloat16\n") :]
     boundaries = next(line for line in mixed.splitlines() if "ours, less ours without boundaries" in line)
     words = boundaries.split("boundaries")[1].split()
-    assert words[0] == "+0.4" and " ".join(words[6:]) == "+30.2 (+22.9 to +36.8), 295 questions"
+    assert words[0] == "+0.2" and " ".join(words[6:]) == "+32.0 (+25.1 to +38.3), 400 questions"
+    # Of every cell of every method, eight questions; its share against ours is told where it is a tenth off.
+    rows = needles.Rows(RECORD)
+    whole = {setting: shots for setting, shots in rows.shots.items() if setting.dtype == "bfloat16"}
+    for setting, shots in whole.items():
+        asked = Counter((shot.recipe, shot.frames, shot.depth) for shot in shots)
+        methods, lengths, times = (11, 2, 2) if setting.compress else (12, 5, 8)
+        assert len(asked) == methods * lengths * 5 and set(asked.values()) == {times}
+    assert (
+        "tiny-qwen V-NIAH bfloat16, 128 frames: minference computes 41.6% where ours computes 29.8% (+40%)\n"
+        in told
+    )
+    assert "bfloat16, 1536 frames: tri_shape computes" not in told
     # A map of each setting in which rivals were asked.
     assert sorted(path.name for path in (tmp_path / "maps").iterdir()) == [
         f"needles_{model}_{task}_{setting}.svg"

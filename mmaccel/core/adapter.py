@@ -222,8 +222,12 @@ class ModelAdapter(ABC):
         """[n, E] features of the visual tokens of ``inputs``' videos, in order, as the language model would get them."""
 
     @abstractmethod
-    def query(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
-        """[B, H, n, D] queries of `layer` for hidden states [B, n, E] that enter it, before rotation."""
+    def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
+        """[B, n, E]: hidden states that enter `layer`, as its first norm gives them to its projections."""
+
+    @abstractmethod
+    def query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
+        """[B, H, n, D] queries of `layer` for rows [B, n, E] of `norm`, before rotation; linear but for a constant."""
 
     @abstractmethod
     def rotate(self, model: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
@@ -286,9 +290,13 @@ class ModelView:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def query(self, layer: int, hidden: Tensor) -> Tensor:
+    def norm(self, layer: int, hidden: Tensor) -> Tensor:
+        """See `ModelAdapter.norm`."""
+        return self.adapter.norm(self.model, layer, hidden)
+
+    def query(self, layer: int, rows: Tensor) -> Tensor:
         """See `ModelAdapter.query`."""
-        return self.adapter.query(self.model, layer, hidden)
+        return self.adapter.query(self.model, layer, rows)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """See `ModelAdapter.rotate`."""

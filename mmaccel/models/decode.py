@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends import ops
+from mmaccel.backends.replay import captured
 from mmaccel.core.attach import attached
 from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
@@ -330,16 +331,6 @@ class _Graph:
         return (bits.long() << torch.arange(ops.WINDOW)).sum(1)
 
     def _capture(self) -> None:
-        # Not by `torch.cuda.graph`, which collects garbage and gives the pool back: a sequence captures several.
-        with torch.cuda.device(self.start.device):
-            graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    out = self._run()
-                finally:
-                    graph.capture_end()
-            torch.cuda.current_stream().wait_stream(side)
+        graph, out = captured(self._run, self.start.device, self.pool)
         # Only now: a step that failed would be replayed.
         self.graph, self.out = graph, out

@@ -18,6 +18,7 @@ from mmaccel.core.attach import Accelerated
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.models.pointwise import normed
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
 _TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids")
@@ -208,9 +209,13 @@ class Family(ModelAdapter):
         rows = found.flatten(0, 1) if isinstance(found, Tensor) else torch.cat(found)
         return rows.to(self.words(model).weight)
 
-    def query(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
+    def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
         block: Any = self.layers(model)[layer]
-        out = block.self_attn.q_proj(block.input_layernorm(hidden))
+        return normed(block.input_layernorm, hidden)
+
+    def query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
+        block: Any = self.layers(model)[layer]
+        out = block.self_attn.q_proj(rows)
         shape = self.geometry(model)
         return out.view(*out.shape[:2], shape.heads, shape.head_dim).transpose(1, 2)
 

@@ -109,6 +109,12 @@ def _is_gated(module: nn.Module) -> bool:
     return type(module).__name__.endswith("MLP") and silu and all(hasattr(module, name) for name in names)
 
 
+def normed(module: Any, hidden: Tensor) -> Tensor:
+    """What the norm `module` makes of `hidden`, by one kernel where there is one."""
+    whole = module.forward
+    return _normed(module, whole, hidden) if _is_norm(module) else whole(hidden)  # type: ignore[no-any-return]
+
+
 def _normed(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
     fits = module.weight.dtype == hidden.dtype and pointwise.fusible(hidden)
     if not fits or _wants_gradients(hidden, module.weight):

@@ -30,7 +30,7 @@ from mmaccel.core.places import Places
 from mmaccel.core.windowed import kernel_for
 from mmaccel.models import layers as layers_of
 from mmaccel.models.family import Family
-from mmaccel.models.pointwise import in_chunks, turning
+from mmaccel.models.pointwise import in_chunks, normed, turning
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
@@ -288,7 +288,7 @@ class Seam(StreamSeam):
             state.append(number, key, value)
             out = run.attend(number, query, key, value, size**-0.5)
             x = layers_of.leaving(layer, x, out.transpose(1, 2).reshape(len(x), -1))
-        return self.text.norm(x)  # type: ignore[no-any-return,operator]
+        return normed(self.text.norm, x)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

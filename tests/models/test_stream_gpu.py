@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel.backends import replay
 from mmaccel.media.preprocess import resize
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 
@@ -128,3 +129,31 @@ def test_a_question_waits_for_nothing_before_its_first_token(
             session.ask(QUESTION, 1)
         monkeypatch.setattr(mmaccel.core.answer.Turn, "prefill", watched)
         assert session.ask(QUESTION, 1).counters["host_bytes_in"] > 0
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize("positions", ["original", "compact"])
+def test_replayed_questions_say_what_questions_launched_one_by_one_say(
+    name: str, positions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the stream grows, so that what replays read is written anew, and now and then moved."""
+    kv = {**TIGHT["mosaic"], "positions": positions}
+    _, plain = on_gpu(name, torch.float32, kv)
+    _, replayed = on_gpu(name, torch.float32, kv)
+    made, capture = [], replay.captured
+
+    def noted(*given: Any) -> Any:
+        made.append(1)
+        return capture(*given)
+
+    monkeypatch.setattr(replay, "captured", noted)
+    with plain, replayed:
+        for part in film(25).repeat(8, 1, 1, 1).split(20):
+            found = []
+            for session in (plain, replayed):
+                session.watch(part, fps=FPS)
+                live: Any = session._live
+                live.state.replays._works = session is replayed
+                found.append(torch.stack([logits(session) for _ in range(3)]))
+            assert (found[0] - found[1]).abs().max() <= 1e-4
+    assert made

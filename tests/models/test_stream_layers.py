@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 
 import mmaccel
 from mmaccel.models import layers, stream

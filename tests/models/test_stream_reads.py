@@ -50,7 +50,7 @@ def test_watching_reads_nothing_back_and_launches_little(
         monkeypatch.setattr(type(live.state), "idle", lambda self: None)
         before = live.state.units()
         frames = film(24)[16:]
-        with Counted() as counted:
+        with Counted(monkeypatch) as counted:
             live.take(frames, [100.0 + i for i in range(8)])
         assert live.state.units() == before + 8
         # Of a clip, however long: a tower of one layer, and two layers of which each gives units to the store.

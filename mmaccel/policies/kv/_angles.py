@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from mmaccel.backends import pointwise
 from mmaccel.core.adapter import ModelView
 
 Angles = tuple[Tensor, Tensor]
@@ -37,3 +38,10 @@ class Turner:
     def turn(self, x: Tensor, angles: Angles) -> Tensor:
         """`x` rotated by `angles`, which are those of as many positions."""
         return self._model.turn(x, angles)
+
+    def turn_(self, x: Tensor, angles: Angles) -> None:
+        """`turn` in place."""
+        if pointwise.fusible(x):
+            pointwise.rotate_(x, *(angle[:, 0] for angle in angles))
+        else:
+            x.copy_(self._model.turn(x, angles))

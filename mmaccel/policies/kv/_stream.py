@@ -201,10 +201,10 @@ class StreamMemory(StreamState):
         end = start + piece.rows
         asked.key = with_room(asked.key, key, start, end)
         asked.value = with_room(asked.value, value, start, end)
-        # Both at once: what is small costs its launches.
-        both = self.turner.turn(torch.cat([query, key], 1), angles)
-        query, asked.key[:, :, start:end] = both[:, : query.shape[1]], both[:, query.shape[1] :]
-        asked.value[:, :, start:end] = value
+        asked.key[:, :, start:end], asked.value[:, :, start:end] = key, value
+        self.turner.turn_(asked.key[:, :, start:end], angles)
+        query = query.contiguous()
+        self.turner.turn_(query, angles)
         return KVView(asked.key[:, :, :end], asked.value[:, :, :end], query=query)
 
     def _tail(self, seen: int, start: int, count: int, pending: int) -> Tensor:
@@ -239,7 +239,7 @@ class StreamMemory(StreamState):
             angles = self.turner.angles(
                 self.stream.places.chosen(torch.cat([numbers, local]), self._count - 1)
             )
-        raw[:1] = self.turner.turn(raw[:1], angles)
+        self.turner.turn_(raw[:1], angles)
         asked.seen = count
         return asked
 

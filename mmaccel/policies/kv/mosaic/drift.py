@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mmaccel.core.kv import Piece
-from mmaccel.policies.kv._evidence import words_of
-
 
 class Drift:
     """What each layer adds to the hidden states of a question's words, in the mean, as the last question showed it.
@@ -25,14 +22,14 @@ class Drift:
         self._seen: dict[int, Tensor] = {}
         self._before: tuple[int, Tensor] | None = None
 
-    def next(self, layer: int, hidden: Tensor, piece: Piece) -> Tensor:
-        """The hidden states that will enter the next layer, about, for those [1, n, E] of a question entering this one."""
-        begin, end = words_of(piece)
-        mean = hidden[:, begin:end].mean(1, keepdim=True)
+    def next(self, layer: int, words: Tensor) -> Tensor:
+        """The hidden states that will enter the next layer, about, for those [1, n, E] of a question's words entering this
+        one."""
+        mean = words.mean(1, keepdim=True)
         if self._before is not None and self._before[0] == layer - 1:
             self._seen[layer - 1] = mean - self._before[1]
         self._before = layer, mean
-        return hidden + self._known[layer] if layer in self._known else hidden
+        return words + self._known[layer] if layer in self._known else words
 
     def settle(self) -> None:
         """The question is over: what it showed is known to the next."""

@@ -88,11 +88,10 @@ class Fetcher:
         self._counts["ahead"] += 1
 
     def bring(
-        self, layer: int, entries: Tensor, rest: Tensor, out: Tensor, window: Window, then: Callable[[], None]
+        self, layer: int, wanted: Tensor, recalled: int, out: Tensor, window: Window, then: Callable[[], None]
     ) -> None:
-        """Keys and values of `entries` and of `rest`, those of the window that come after them, into `out` [2, G, n * p, D];
-        `then` is called when all that is missing is under way. `entries` are cached."""
-        wanted = torch.cat([entries, rest]) if len(rest) else entries
+        """Keys and values of entries `wanted` [n] into `out` [2, G, n * p, D]; `then` is called when all that is missing is
+        under way. The first `recalled` of them are cached; those after are of the window."""
         if not self._store.indexed:
             out.copy_(self.sources.listed(layer, wanted.tolist(), window.first, window.pair))
             then()
@@ -105,8 +104,8 @@ class Fetcher:
         asked, ready = self.sources.gather(code, out)
         then()
         self._store.lanes.compute.wait(ready)
-        self._brought.append(_Brought(layer, code[: len(entries)], ahead, asked, ready))
-        self.cache.keep(layer, entries, out[:, :, : len(entries) * self._store.shape.tokens])
+        self._brought.append(_Brought(layer, code[:recalled], ahead, asked, ready))
+        self.cache.keep(layer, wanted[:recalled], out[:, :, : recalled * self._store.shape.tokens])
 
     def drop(self, layer: int | None = None) -> None:
         """Give up what was fetched ahead, for one layer or all, and never asked for."""

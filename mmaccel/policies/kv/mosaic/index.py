@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from mmaccel.policies.kv.mosaic.buffers import grown
+from mmaccel.policies.kv.mosaic.buffers import LEAST, grown
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
 from mmaccel.policies.kv.store.wire import on_device
 
@@ -19,8 +20,8 @@ FEWEST = 2
 """Visual clusters that the first stage takes at least."""
 
 
-SPARE = 0.125
-"""What is on the device grows by this share; doubling would waste up to half of it."""
+SPARE = 0.25
+"""What is on the device grows by this share, and is then somewhere else; doubling would waste up to half of it."""
 
 APART = 1e30
 """Above any score."""
@@ -42,15 +43,17 @@ class Found(NamedTuple):
         return self.picked.nonzero()[:, 0]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _There:
     """What there is below an entry `end`, on the device: made when the stream has changed, for the questions until it does.
 
-    entries  [N] ascending: those that are not forgotten; `everyone` says that these are all
+    Tensors have places to spare, C, V and N of them, so that they stay where they are while the stream grows into these.
+
+    entries  [n] ascending: those that are not forgotten
     size     [L, C] and `visual` [V], sizes counting these alone; `empty` [V] where that is 0
     parent   [L, C] the visual cluster of each semantic one, V for those without entries; None before there are clusters
-    first    [L, C] where in `flat` [L, N'] the entries of a cluster begin; there they are ascending
-    largest  the largest size; `alive` [L] how many clusters have entries; `rising` [L, C] sizes in order, on the host
+    first    [L, C] where in `flat` [L, N] the entries of a cluster begin; there they are ascending
+    largest  a bound of all sizes; `alive` [L] how many clusters have entries; `rising` [L, C] sizes in order, on the host
     """
 
     end: int
@@ -64,10 +67,6 @@ class _There:
     largest: int
     alive: list[int]
     rising: Tensor
-
-    @property
-    def everyone(self) -> bool:
-        return len(self.entries) == self.end
 
 
 class Index:
@@ -101,7 +100,7 @@ class Index:
         self._ready: _There | None = None
         self._units = 0
         self._fewest: dict[int, list[int]] = {}
-        self._columns = torch.zeros(2, 0, dtype=torch.long, device=device)
+        self._fixed: dict[str, Tensor] = {}
 
     def forget(self, entries: Sequence[int]) -> None:
         """Entries whose keys and values are no more; they are not found again."""
@@ -182,37 +181,53 @@ class Index:
         there = (
             ~grown(self.absent, 0, end)[:end] if self.absent.numel() else torch.ones(end, dtype=torch.bool)
         )
-        device = self._device
         if tree.started:
-            count, above = tree.semantic.used, tree.visual.used
+            count, above = self.key.shape[1], self.visual_key.shape[1]
             owner = torch.where(there, tree.semantic.owner[:, :end], count)
             over = torch.where(there, tree.visual.owner[0, every // parts], above)
             visual = torch.bincount(over, minlength=above + 1)[:above]
         else:
-            count, visual = end, torch.zeros(0, dtype=torch.long)
-            owner = torch.where(there, every, end).expand(layers, -1)
+            rows = tree.summaries.key[:end].transpose(0, 1)
+            self.key = grown(self.key, 1, end, share=SPARE)
+            self.key[:, :end] = rows.to(self.key)
+            count, visual = self.key.shape[1], torch.zeros(0, dtype=torch.long)
+            owner = torch.where(there, every, count).expand(layers, -1)
         size = torch.zeros(layers, count + 1, dtype=torch.long)
         size = size.scatter_add_(1, owner, torch.ones_like(owner))[:, :count]
         parent = None
         if tree.started:
-            parent = torch.where(size > 0, tree.semantic.parent[:, :count], above).to(device)
-        else:
-            rows = tree.summaries.key[:end].transpose(0, 1)
-            self.key = grown(self.key, 1, end, share=SPARE)
-            self.key[:, :end] = rows.to(self.key)
+            parents = pad(tree.semantic.parent[:, :count], (0, count), value=above)[:, :count]
+            parent = self._fix("parent", torch.where(size > 0, parents, above))
+        room = max(end, self._fixed["flat"].shape[1] if "flat" in self._fixed else 0)
+        room = room if room > end else end + max(int(SPARE * end), LEAST)
+        owners = self._sent(pad(owner, (0, room - end), value=count + 1))
+        largest = int(size.max()) if size.numel() else 0
         return _There(
             end=end,
-            entries=every[there].to(device),
-            size=size.to(device),
-            visual=visual.to(device),
-            empty=(visual == 0).to(device),
+            entries=self._sent(every[there]),
+            size=self._fix("size", size),
+            visual=self._fix("visual", visual),
+            empty=self._fix("empty", visual == 0),
             parent=parent,
-            first=(size.cumsum(1) - size).to(device),
-            flat=owner.to(device).argsort(dim=1, stable=True),
-            largest=int(size.max()) if size.numel() else 0,
+            first=self._fix("first", size.cumsum(1) - size),
+            flat=self._fix("flat", owners.argsort(dim=1, stable=True)),
+            largest=1 << max(largest - 1, 0).bit_length(),
             alive=(size > 0).sum(1).tolist(),
             rising=size.sort(1).values,
         )
+
+    def _fix(self, name: str, new: Tensor) -> Tensor:
+        """`new` on the device, where what had this name and shape was."""
+        held = self._fixed.get(name)
+        if held is None or held.shape != new.shape:
+            with torch.inference_mode(False):
+                held = self._fixed[name] = torch.empty_like(new, device=self._device)
+        return held.copy_(new if new.device == held.device else self._sent(new))
+
+    def mark(self) -> Hashable:
+        """Where all lies that searches read; it stays the same until something has been moved."""
+        kept = (self.key, self.value, self.pseudo, self.time, self.visual_key, self._tree.summaries.all_keys)
+        return tuple((one.data_ptr(), one.shape) for one in (*kept, *self._fixed.values()))
 
     def search(self, layer: int, query: Tensor, budget: int, end: int) -> Found:
         """`budget` entries below `end` (all, when they are fewer) for a query [d] float32 on the device.
@@ -226,33 +241,34 @@ class Index:
         self, layer: int, queries: Tensor, budget: int, ahead: int, end: int
     ) -> tuple[Found, Tensor | None]:
         """`search` by the first of `queries` [1 or 2, d], and by the second, in the next layer, `ahead` entries: of the last
-        cluster the oldest ones."""
+        cluster the oldest ones; -1 where there are no more."""
         there, rows = self.prepare(end), slice(layer, layer + len(queries))
-        total, more = len(there.entries), len(queries) > 1
-        if total <= budget:
-            scores = self._score(self.key[rows, : there.size.shape[1]], queries)
+        if len(there.entries) <= budget:
+            scores = self._score(self.key[rows], queries)
             picked = there.size[layer] > 0
             found = Found(there.entries, picked if there.parent is not None else picked[:0], scores[0])
-            return found, there.entries if more else None
+            return found, there.entries if len(queries) > 1 else None
         scores = self._candidates(rows, queries, budget, there)
         order = scores.sort(dim=1, descending=True, stable=True).indices
         size = there.size[rows].gather(1, order)
         held = size.cumsum(1)
         before = held - size
-        width = min(budget + there.largest - 1, total)
-        entries, rank = self._entries(rows, order, held, before, max(width, min(ahead, total) * more), there)
+        width = budget + there.largest - 1
+        entries, rank = self._entries(rows, order, held, before, max(width, ahead), there)
         picked = before[0] < budget
         picked = torch.zeros_like(picked).scatter_(0, order[0], picked)
         chosen = self._trimmed(layer, entries[0, :width], rank[0, :width], queries[0], budget)
         found = Found(chosen, picked if there.parent is not None else picked[:0], scores[0])
-        return found, entries[1, : min(ahead, total)] if more else None
+        if len(queries) == 1:
+            return found, None
+        return found, torch.where(rank[1, :ahead] < held.shape[1], entries[1, :ahead], -1)
 
     def _candidates(self, rows: slice, queries: Tensor, budget: int, there: _There) -> Tensor:
         """[R, C] scores of the semantic clusters inside the visual ones of the first stage, -inf elsewhere."""
-        scores = self._score(self.key[rows, : there.size.shape[1]], queries)
+        scores = self._score(self.key[rows], queries)
         if there.parent is None:
             return scores.masked_fill(there.size[rows] == 0, -torch.inf)
-        ranked = self._score(self.visual_key[rows, : len(there.visual)], queries)
+        ranked = self._score(self.visual_key[rows], queries)
         order = ranked.masked_fill(there.empty, -torch.inf).sort(dim=1, descending=True, stable=True).indices
         size = there.visual[order]
         before = size.cumsum(1) - size
@@ -265,43 +281,45 @@ class Index:
         self, rows: slice, order: Tensor, held: Tensor, before: Tensor, width: int, there: _There
     ) -> tuple[Tensor, Tensor]:
         """[R, width] the entries of clusters in `order` [R, C], one cluster after the other, and the rank of the cluster of
-        each; `before` and `held` [R, C] entries come before a cluster's and with them."""
-        if self._columns.shape[1] < width:
-            self._columns = torch.arange(width, device=self._device).expand(2, -1).contiguous()
-        column = self._columns[: len(order), :width].contiguous()
+        each, C for those that are none; `before` and `held` [R, C] entries come before a cluster's and with them."""
+        column = torch.arange(width, device=self._device).expand(len(order), -1).contiguous()
         rank = torch.searchsorted(held, column, right=True)
         begin = there.first[rows].gather(1, order) - before
-        return there.flat[rows].gather(1, begin.gather(1, rank) + column), rank
+        at = begin.gather(1, rank.clamp(max=held.shape[1] - 1)) + column
+        return there.flat[rows].gather(1, at.clamp(0, there.flat.shape[1] - 1)), rank
 
     def _trimmed(self, layer: int, entries: Tensor, rank: Tensor, query: Tensor, budget: int) -> Tensor:
         """[budget] ascending: of `entries` [n], those of lower `rank` [n] first, the last rank's by their own score."""
+        last = rank[budget - 1 : budget] - rank
+        # What comes after the last rank may be no entry at all.
         own = self._score(self._tree.summaries.key_rows(layer, entries)[None], query[None])[0]
-        last = rank[budget - 1] - rank
         best = own.add(last, alpha=APART).sort(descending=True, stable=True).indices[:budget]
         return entries[best].sort().values
 
-    def rest(
-        self, layer: int, found: Found, budget: int, most: int, end: int, everyone: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of clusters around a search for `budget` entries: key, value [k, d], time and size [k] on the device; the size of
-        retrieved clusters is 0.
+    def left(self, layer: int, budget: int, most: int, everyone: bool) -> int:
+        """How many clusters around a search for `budget` entries have something that stands for them, at most `most`.
 
-        The `most` of the largest score; what the search left aside comes after what it looked at. With `everyone` of all
-        clusters, those that the search retrieved last; none, if it retrieved everything. Otherwise of those that it left, as
-        many as are sure to be left, so that the host knows k: those that may be needed to fill the budget, were they the
-        smallest, have none.
+        With `everyone` all clusters, those that the search retrieved last; none, if it retrieved everything. Otherwise those
+        that it left, as many as are sure to be left, so that the host knows their number: those that may be needed to fill
+        the budget, were they the smallest, have none.
         """
-        there = self.prepare(end, budget)
-        count = (
-            there.alive[layer] * (len(there.entries) > budget) if everyone else self._fewest[budget][layer]
-        )
+        there = self._ready
+        assert there is not None
+        some = there.alive[layer] * (len(there.entries) > budget) if everyone else self._fewest[budget][layer]
+        return min(some, most)
+
+    def rest(self, layer: int, found: Found, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the `count` clusters of the largest score: keys and values [2, k, d], time and size [k] on the device; the size
+        of retrieved clusters is 0. Those that were retrieved come last, and before them what the search left aside."""
+        there = self._ready
+        assert there is not None
         # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
         size, lowest = there.size[layer], torch.finfo(torch.float32).min / 2
         rank = found.scores.clamp_min(lowest).masked_fill(found.picked, 1.5 * lowest)
-        ids = rank.masked_fill(size == 0, -torch.inf).topk(min(count, most), sorted=False).indices
+        ids = rank.masked_fill(size == 0, -torch.inf).topk(count, sorted=False).indices
         key = self.pseudo if self._reps == "medoid" else self.key
-        held = size.masked_fill(found.picked, 0)[ids]
-        return key[layer, ids], self.value[layer, ids], self.time[layer, ids], held
+        rows = torch.stack([key[layer].index_select(0, ids), self.value[layer].index_select(0, ids)])
+        return rows, self.time[layer, ids], size.masked_fill(found.picked, 0)[ids]
 
     def guess(self, layer: int, entries: Tensor, budget: int, end: int) -> Tensor:
         """[n] what the clusters of `layer` that hold `entries` contain, largest overlap first, up to `budget`; -1: none."""
@@ -320,12 +338,11 @@ class Index:
         held = size.cumsum(1)
         known = (size * (count.gather(1, order) > 0)).sum()
         found, _ = self._entries(rows, order, held, held - size, width, there)
-        return torch.where(self._columns[0, :width] < known, found[0], -1)
+        return torch.where(torch.arange(width, device=self._device) < known, found[0], -1)
 
     def nbytes(self) -> int:
         kept = (self.key, self.value, self.pseudo, self.time, self.visual_key)
-        there = () if self._ready is None else (self._ready.size, self._ready.first, self._ready.flat)
-        return sum(tensor.nbytes for tensor in (*kept, *there))
+        return sum(tensor.nbytes for tensor in (*kept, *self._fixed.values()))
 
     def _score(self, key: Tensor, query: Tensor) -> Tensor:
         """[R, C] of keys [R, C, d] for queries [R, d]."""

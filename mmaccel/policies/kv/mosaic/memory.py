@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmaccel.backends.replay import Replays
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamPolicy
-from mmaccel.policies.kv._evidence import Look
+from mmaccel.policies.kv._angles import Angles
+from mmaccel.policies.kv._evidence import Look, words_of
 from mmaccel.policies.kv._stream import Asked, StreamMemory, mean_query, weigh
 from mmaccel.policies.kv.mosaic import saved
 from mmaccel.policies.kv.mosaic.drift import Drift
@@ -29,6 +31,21 @@ from mmaccel.policies.kv.store.wire import in_units
 
 if TYPE_CHECKING:
     from mmaccel.policies.kv.mosaic.policy import Mosaic
+
+
+class Chosen(NamedTuple):
+    """What one layer sees of a stream at a question: what it `found`, all `entries` [k] ascending, those of the window that
+    it need not search among them; what to fetch `ahead` [n] for the next layer (-1: nothing); pseudo tokens `reps`
+    [2, G, m, D] before them, and a `bias` [h + m] of the scores of these and the head; the `angles` of all, and how many
+    units they seem to be of (`seen`)."""
+
+    found: Found
+    entries: Tensor
+    ahead: Tensor | None
+    reps: Tensor | None
+    bias: Tensor | None
+    angles: Angles
+    seen: int
 
 
 class MosaicMemory(StreamMemory):
@@ -87,8 +104,9 @@ class MosaicMemory(StreamMemory):
         self.writer = Writer(self.store, self.tree, self.fetcher.cache)
         self.standing = Standing(stream.places, stream.unit, parts)
         self._found: dict[int, Found] = {}
-        self._hidden: Tensor | None = None
+        self._words: Tensor | None = None
         self.drift = Drift()
+        self.replays = Replays(device)
         self._rep_bias: list[Tensor | None] = [None] * layers
         self._recalled = self._questions = 0
 
@@ -146,7 +164,7 @@ class MosaicMemory(StreamMemory):
         found = self._found[layer] = self.index.search(layer, mean, budget, self._first * self.parts)
         entries, p = found.entries, self.stream.unit // self.parts
         old = view.key.new_empty(2, view.key.shape[1], len(entries) * p, view.key.shape[3])
-        self.fetcher.bring(layer, entries, entries[:0], old, self._window_of(layer), lambda: None)
+        self.fetcher.bring(layer, entries, len(entries), old, self._window_of(layer), lambda: None)
         numbers = (entries // self.parts - self._base).clamp(min=0)
         where = self.standing.tokens(entries, numbers, self._count)
         old_key, old_value = self.turner.turn(old[:1], self.turner.angles(where)), old[1:]
@@ -173,11 +191,18 @@ class MosaicMemory(StreamMemory):
             self._digest()
             self._found = {}
             self._questions += 1
+            self.index.prepare(max(self._count - self.local, self._first) * self.parts, self.budget)
+            self.replays.under((self.index.mark(), self.stream.places.mark(self._count)))
         super().enter(piece)
 
     def ahead(self, layer: int, hidden: Tensor) -> None:
-        if self._piece is not None and self._piece.kind == "question" and self._guesses:
-            self._hidden = self.drift.next(layer, hidden, self._piece)
+        piece, self._words = self._piece, None
+        if piece is not None and piece.kind == "question" and self._guesses:
+            begin, end = words_of(piece)
+            words = self.drift.next(layer, hidden[:, begin:end])
+            if layer + 1 < self.geometry.layers:
+                # A mean goes through the projection as its rows do.
+                self._words = self._model.norm(layer + 1, words).float().mean(1, keepdim=True)
 
     @property
     def _guesses(self) -> bool:
@@ -186,54 +211,114 @@ class MosaicMemory(StreamMemory):
     def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
         if piece.kind == "proxy":
             return super()._gather(layer, query, piece)
-        begin, parts = max(self._count - self.local, self._first), self.parts
-        mean = self._folded(mean_query(query, piece))
-        found, ahead = self._search(layer, mean, piece, begin * parts)
-        self._found[layer] = found
-        self._recalled += len(found.entries)
-        local = torch.arange(begin * parts, self._count * parts, device=self.device)
-        entries = torch.cat([found.entries, local])
-        extra = self._representatives(layer, found, begin)
-        few, columns = 0 if extra is None else extra[0].shape[1], len(entries) * self.stream.unit // parts
-        asked, raw = self._space(layer, few + columns, few + columns + piece.rows + piece.room)
+        chosen = self._chosen(layer, mean_query(query, piece))
+        self._found[layer] = chosen.found
+        self._recalled += len(chosen.found.entries)
+        self._rep_bias[layer] = chosen.bias
+        few = 0 if chosen.reps is None else chosen.reps.shape[2]
+        columns = few + len(chosen.entries) * self.stream.unit // self.parts
+        asked, raw = self._space(layer, columns, columns + piece.rows + piece.room)
         window = self._window_of(layer)
 
         def launch() -> None:
-            if ahead is not None:
-                self.fetcher.prefetch(layer + 1, ahead, window)
+            if chosen.ahead is not None:
+                self.fetcher.prefetch(layer + 1, chosen.ahead, window)
 
         if self._first:
-            self.fetcher.bring(layer, found.entries, local, raw[:, :, few:], window, launch)
+            cached = len(chosen.found.entries)
+            self.fetcher.bring(layer, chosen.entries, cached, raw[:, :, few:], window, launch)
         else:
-            self._chosen_near(layer, entries, raw[:, :, few:])
-        where, asked.seen = self.standing.seen(entries, self._count, self.compact)
-        if extra is not None:
-            raw[0, :, :few], raw[1, :, :few], times = extra
-            middles = self.standing.middles(times, entries, self._count, self.compact)
-            angles = self.turner.angles(torch.cat([middles, where()], -1))
-        elif len(entries) == self._count * parts or (self.compact and parts == 1):
-            angles = self.turner.at(("ranks", len(entries)), where)
-        else:
-            angles = self.turner.angles(where())
-        raw[:1] = self.turner.turn(raw[:1], angles)
+            self._chosen_near(layer, chosen.entries, raw[:, :, few:])
+        if chosen.reps is not None:
+            raw[:, :, :few] = chosen.reps
+        self.turner.turn_(raw[:1], chosen.angles)
+        asked.seen = chosen.seen
         return asked
 
-    def _search(self, layer: int, mean: Tensor, piece: Piece, end: int) -> tuple[Found, Tensor | None]:
-        """What a layer retrieves for a folded query [d], and what the next will need, by the policy's guess."""
-        policy = self.policy
+    def _chosen(self, layer: int, mean: Tensor) -> Chosen:
+        """What a layer sees for the mean query [H, D] of a question's words, and what the next will need, by the policy's
+        guess."""
+        policy, budget, parts = self.policy, self.budget, self.parts
+        begin, count = max(self._count - self.local, self._first), self._count
+        local, end = count - begin, begin * parts
+        there = self.index.prepare(end, budget)
+        reps = self.index.left(layer, budget, policy.reps, policy.reps_for == "all") if policy.reps else 0
+        reps *= self.tree.started
+        guessing = policy.prefetch and bool(self._first) and layer + 1 < self.geometry.layers
+        wide, words = int(budget * policy.slack), self._words
+        # What all layers share is made once; so it is where the host has to know how many units there are.
+        total = min(len(there.entries), budget) + local * parts
+        shared = not reps and (total == count * parts or (self.compact and parts == 1))
+
+        def choose(mean: Tensor, at: Tensor, words: Tensor | None = None) -> tuple[Tensor, ...]:
+            found, ahead = self._search(layer, mean, words, wide, end)
+            near = (at - local) * parts + torch.arange(local * parts, device=self.device)
+            entries = torch.cat([found.entries, near])
+            made, places = [] if ahead is None else [ahead], []
+            if reps:
+                rows, times, held = self.index.rest(layer, found, reps)
+                made += self._standing_for(rows, held)
+                places.append(self.standing.middles(times, entries, count, self.compact))
+            if not shared:
+                places.append(self.standing.where(entries, count, self.compact))
+                angles = self.turner.angles(torch.cat(places, -1))
+                room = self.replays.room("angles", (2, *angles[0].shape), angles[0])
+                made.append(torch.stack(angles, out=room))
+            return entries, found.picked, found.scores, *made
+
+        given = [mean, torch.full((1,), count, device=self.device), *([] if words is None else [words])]
+        if self._first and parts == 1 and len(there.entries) > budget:
+            sizes = (layer, budget, wide, local, reps, there.largest)
+            kinds = (self.compact, shared, guessing, policy.predictor)
+            entries, picked, scores, *made = self.replays((sizes, kinds), choose, *given)
+        else:
+            entries, picked, scores, *made = choose(*given)
+        ahead = made.pop(0) if guessing else None
+        rows, bias = (made.pop(0), made.pop(0)) if reps else (None, None)
+        angles = self._shared(entries, count) if shared else (made[0][0], made[0][1])
+        recalled = len(entries) - local * parts
+        return Chosen(
+            Found(entries[:recalled], picked, scores),
+            entries,
+            ahead,
+            rows,
+            bias if policy.rep_bias == "log_size" else None,
+            angles,
+            self.standing.seen(entries, count, self.compact),
+        )
+
+    def _shared(self, entries: Tensor, count: int) -> Angles:
+        """The angles of `entries` where they are those of all layers."""
+        return self.turner.at(
+            ("ranks", len(entries)), lambda: self.standing.where(entries, count, self.compact)
+        )
+
+    def _search(
+        self, layer: int, mean: Tensor, words: Tensor | None, wide: int, end: int
+    ) -> tuple[Found, Tensor | None]:
+        """What a layer retrieves for a mean query [H, D], and what the next will need, by the policy's guess: by the queries
+        of `words` [1, 1, E], if any."""
+        policy, folded = self.policy, self._folded(mean)
         if layer + 1 == self.geometry.layers:
-            return self.index.search(layer, mean, self.budget, end), None
-        guessing = policy.prefetch and bool(self._first)
-        later = mean
-        if self._guesses:
-            assert self._hidden is not None
-            later = self._folded(mean_query(self._model.query(layer + 1, self._hidden), piece))
+            return self.index.search(layer, folded, self.budget, end), None
+        later = folded
+        if words is not None:
+            later = self._folded(self._model.query(layer + 1, words.to(self.stream.dtype))[0, :, 0].float())
         # Without a guess too: what else is computed beside it may change the last bit of a score.
-        both, wide = torch.stack([mean, later]), int(self.budget * policy.slack)
-        found, ahead = self.index.search_ahead(layer, both, self.budget, wide, end)
-        if policy.predictor == "frames" and guessing:
+        found, ahead = self.index.search_ahead(layer, torch.stack([folded, later]), self.budget, wide, end)
+        if not (policy.prefetch and self._first):
+            return found, None
+        if policy.predictor == "frames":
             ahead = self.index.guess(layer + 1, found.entries, wide, end)
-        return found, ahead if guessing else None
+        return found, ahead
+
+    def _standing_for(self, rows: Tensor, held: Tensor) -> list[Tensor]:
+        """Pseudo tokens [2, G, k, D] of keys and values [2, k, d], and what is added to the scores of the head and of them:
+        the logarithms of the tokens of `held` [k] entries."""
+        heads, size = self.geometry.kv_heads, self.geometry.head_dim
+        # What stands for retrieved tokens adds nothing to them.
+        logs = (held * (self.stream.unit // self.parts)).float().clamp_min(1e-30).log()
+        return [rows.view(2, -1, heads, size).transpose(1, 2), pad(logs, (self.stream.head, 0))]
 
     def _window_of(self, layer: int) -> Window:
         ring = self._rings[layer]
@@ -251,25 +336,6 @@ class MosaicMemory(StreamMemory):
         """[d]: a query [H, D] against keys of all heads, the heads of a group summed, for they share their keys."""
         heads, size = self.geometry.kv_heads, self.geometry.head_dim
         return query.reshape(heads, -1, size).sum(1).flatten()
-
-    def _representatives(self, layer: int, found: Found, begin: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Pseudo tokens [G, k, D] of clusters, raw keys and values, and the mean numbers [k] of their entries."""
-        self._rep_bias[layer] = None
-        if not self.policy.reps or not self.tree.started or not len(found.entries):
-            return None
-        policy = self.policy
-        key, value, time, held = self.index.rest(
-            layer, found, self.budget, policy.reps, begin * self.parts, policy.reps_for == "all"
-        )
-        if not len(key):
-            return None
-        if self.policy.rep_bias == "log_size":
-            tokens = (held * (self.stream.unit // self.parts)).float()
-            # What stands for retrieved tokens adds nothing to them.
-            self._rep_bias[layer] = pad(tokens.clamp_min(1e-30).log(), (self.stream.head, 0))
-        heads, size = self.geometry.kv_heads, self.geometry.head_dim
-        key, value = (rows.view(-1, heads, size).transpose(0, 1) for rows in (key, value))
-        return key, value, time
 
     def _answer(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
         view, bias = super()._answer(layer, query, piece, key, value), self._rep_bias[layer]
@@ -289,7 +355,7 @@ class MosaicMemory(StreamMemory):
         """What was retrieved has been on the device: the splits that it owed are made."""
         self.fetcher.drop()
         self.drift.settle()
-        self._hidden = None
+        self._words = None
         self._rep_bias = [None] * len(self._rep_bias)
         found, self._found = self._found, {}
         if found:
@@ -317,6 +383,8 @@ class MosaicMemory(StreamMemory):
         """[end]: the best score of a unit's entries, that of their clusters; the lowest where the search did not look."""
         if self.tree.started:
             scores = scores[self.tree.semantic.owner[layer, : end * self.parts]]
+        else:
+            scores = scores[: end * self.parts]
         known = scores.isfinite()
         scores = torch.where(known, scores, scores[known].min() if bool(known.any()) else 0.0)
         return scores.view(-1, self.parts).amax(1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -25,17 +23,19 @@ class Standing:
         columns = start[:, None] + torch.arange(p, device=start.device)
         return self._places.cells(columns.flatten(), most)
 
-    def seen(self, entries: Tensor, count: int, compact: bool) -> tuple[Callable[[], Tensor], int]:
-        """The tokens of ascending `entries` [k] of a stream of `count` units, and how many units they seem to be of."""
+    def where(self, entries: Tensor, count: int, compact: bool) -> Tensor:
+        """[k * p] or [3, k * p]: the tokens of ascending `entries` [k] of a stream of `count` units."""
         if len(entries) == count * self._parts:
-            return lambda: self._places.units(0, count), count
+            return self._places.units(0, count)
         units = entries // self._parts
-        if not compact:
-            return lambda: self.tokens(entries, units, count - 1), count
-        rank = ranks(units)
+        return self.tokens(entries, ranks(units) if compact else units, count - 1)
+
+    def seen(self, entries: Tensor, count: int, compact: bool) -> int:
+        """How many units `entries`, as `where` has them, seem to be of."""
+        if not compact or len(entries) == count * self._parts:
+            return count
         # Of parts of units the host cannot know it without asking.
-        units_seen = len(entries) if self._parts == 1 else int(rank[-1]) + 1
-        return lambda: self.tokens(entries, rank, count - 1), units_seen
+        return len(entries) if self._parts == 1 else int(ranks(entries // self._parts)[-1]) + 1
 
     def middles(self, time: Tensor, entries: Tensor, count: int, compact: bool) -> Tensor:
         """[k] or [3, k]: the middle of the unit at the mean entry numbers `time` [k], where `entries` are seen."""

@@ -49,6 +49,11 @@ class Summaries:
         return self._key.rows
 
     @property
+    def all_keys(self) -> Tensor:
+        """`key` and the room behind it."""
+        return self._key.all
+
+    @property
     def value(self) -> Tensor:
         return self._value.rows
 

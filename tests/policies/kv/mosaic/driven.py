@@ -47,9 +47,12 @@ class Wheel:
         half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
         return x * angles[0] + half * angles[1]
 
-    def query(self, layer: int, hidden: Tensor) -> Tensor:
-        turn = torch.eye(HIDDEN, HEADS * SIZE, dtype=hidden.dtype) + 0.1 * layer
-        return (hidden @ turn).view(1, -1, HEADS, SIZE).transpose(1, 2)
+    def norm(self, layer: int, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def query(self, layer: int, rows: Tensor) -> Tensor:
+        turn = torch.eye(HIDDEN, HEADS * SIZE, dtype=rows.dtype) + 0.1 * layer
+        return (rows @ turn).view(1, -1, HEADS, SIZE).transpose(1, 2)
 
 
 WHEEL = Wheel()

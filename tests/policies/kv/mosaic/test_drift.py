@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from mmaccel.core.kv import Piece
 from mmaccel.policies.kv.mosaic.drift import Drift
 
 
@@ -12,14 +11,11 @@ def states(seed: int) -> torch.Tensor:
     return torch.randn(1, 5, 4, generator=torch.Generator().manual_seed(seed))
 
 
-PIECE = Piece(kind="question", rows=5, words=(1, 4))
-
-
 def ask(drift: Drift, start: torch.Tensor, added: list[torch.Tensor]) -> list[torch.Tensor]:
     """What is foretold at each layer, when layers add `added` to all rows."""
     told = []
     for layer in range(len(added) + 1):
-        told.append(drift.next(layer, start + sum(added[:layer], torch.zeros(4)), PIECE))
+        told.append(drift.next(layer, start + sum(added[:layer], torch.zeros(4))))
     drift.settle()
     return told
 
@@ -36,27 +32,27 @@ def test_what_layers_add_alike_is_foretold_from_the_second_question_on() -> None
     torch.testing.assert_close(told[2], start + sum(added, torch.zeros(4)))
 
 
-def test_of_a_question_s_rows_its_words_count() -> None:
+def test_a_layer_s_words_are_moved_by_what_it_added_in_the_mean() -> None:
     drift = Drift()
     before, after = states(3), states(4)
-    drift.next(0, before, PIECE)
-    drift.next(1, after, PIECE)
+    drift.next(0, before)
+    drift.next(1, after)
     drift.settle()
-    moved = (after - before)[:, 1:4].mean(1, keepdim=True)
-    torch.testing.assert_close(drift.next(0, before, PIECE), before + moved)
+    moved = (after - before).mean(1, keepdim=True)
+    torch.testing.assert_close(drift.next(0, before), before + moved)
 
 
 def test_a_question_that_broke_off_tells_nothing_of_layers_it_did_not_reach() -> None:
     drift = Drift()
-    drift.next(0, states(5), PIECE)
+    drift.next(0, states(5))
     drift.settle()
-    drift.next(1, states(6), PIECE)
-    assert torch.equal(drift.next(0, states(7), PIECE), states(7))
+    drift.next(1, states(6))
+    assert torch.equal(drift.next(0, states(7)), states(7))
 
 
 def test_of_another_stream_nothing_is_known() -> None:
     drift = Drift()
     ask(drift, states(8), [states(9)[0, 0]])
-    assert not torch.equal(drift.next(0, states(8), PIECE), states(8))
+    assert not torch.equal(drift.next(0, states(8)), states(8))
     drift.clear()
-    assert torch.equal(drift.next(0, states(8), PIECE), states(8))
+    assert torch.equal(drift.next(0, states(8)), states(8))

@@ -51,7 +51,8 @@ class Replay:
             rest = list(range(max(units) + 1, COUNT))[-2:]
             out = self.store.buffer(len(units) + len(rest))
             self.hold_up()
-            self.fetcher.bring(layer, self.told(units), self.told(rest), out, self.windows[layer], launch)
+            every = self.told([*units, *rest])
+            self.fetcher.bring(layer, every, len(units), out, self.windows[layer], launch)
             self.read(layer, [*units, *rest], out)
         self.fetcher.drop()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
-from mmaccel.policies.kv.mosaic.index import FEWEST, STAGE, Index
+from mmaccel.policies.kv.mosaic.index import FEWEST, STAGE, Found, Index
 from tests.policies.kv.mosaic.scenes import WIDTH, feed, plant, runs, tree_of
 
 
@@ -16,6 +16,15 @@ def index_of(tree: Hierarchy, cosine: bool = False) -> Index:
     index = Index(tree, WIDTH, torch.float32, torch.device("cpu"), "mean", cosine)
     index.refresh()
     return index
+
+
+def rest(
+    index: Index, layer: int, found: Found, budget: int, most: int, end: int, everyone: bool
+) -> tuple[torch.Tensor, ...]:
+    """Keys, values, times and sizes of what stands for clusters around a search."""
+    index.prepare(end, budget)
+    rows, time, size = index.rest(layer, found, index.left(layer, budget, most, everyone))
+    return rows[0], rows[1], time, size
 
 
 def query(seed: int) -> torch.Tensor:
@@ -86,7 +95,7 @@ def test_a_budget_above_the_stream_retrieves_all(tree: Hierarchy) -> None:
     found = index_of(tree).search(1, query(0), end, end)
     assert torch.equal(found.entries, torch.arange(end))
     for everyone in (False, True):
-        assert index_of(tree).rest(1, found, end, 99, end, everyone)[0].shape[0] == 0
+        assert rest(index_of(tree), 1, found, end, 99, end, everyone)[0].shape[0] == 0
 
 
 def test_the_rest_are_the_means_of_other_clusters(tree: Hierarchy) -> None:
@@ -96,7 +105,7 @@ def test_the_rest_are_the_means_of_other_clusters(tree: Hierarchy) -> None:
     # A budget for which the first stage takes all visual clusters.
     budget = end // STAGE + 1
     found = index.search(0, query(1), budget, end)
-    key, value, time, size = index.rest(0, found, budget, 999, end, False)
+    key, value, time, size = rest(index, 0, found, budget, 999, end, False)
     means = {}
     for c in range(tree.semantic.size.shape[1]):
         members = (tree.semantic.owner[0] == c).nonzero()[:, 0]
@@ -117,7 +126,7 @@ def test_the_rest_are_the_means_of_other_clusters(tree: Hierarchy) -> None:
         assert at == pytest.approx(when) and near == held
         torch.testing.assert_close(k, mean_k, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(v, mean_v, atol=1e-4, rtol=1e-4)
-    few = index.rest(0, found, budget, 4, end, False)
+    few = rest(index, 0, found, budget, 4, end, False)
     assert sorted(few[2].tolist()) == pytest.approx(sorted(means[c][0] for c in order[:4]))
 
 
@@ -128,9 +137,9 @@ def test_all_clusters_have_one_and_retrieved_ones_come_last(tree: Hierarchy) -> 
     near = {c: n for c, n in enumerate(there(tree, 0, end)) if n}
     assert sum(c not in near for c in found.clusters.tolist()) == 0 < len(found.clusters)
     left = [c for c in near if c not in found.clusters.tolist()]
-    held = index.rest(0, found, budget, 999, end, True)[3].tolist()
+    held = rest(index, 0, found, budget, 999, end, True)[3].tolist()
     assert sorted(held) == sorted([near[c] for c in left] + [0] * len(found.clusters))
-    few = index.rest(0, found, budget, len(left), end, True)
+    few = rest(index, 0, found, budget, len(left), end, True)
     middles = [float((tree.semantic.owner[0] == c).nonzero().float().mean()) for c in left]
     assert sorted(few[2].tolist()) == pytest.approx(sorted(middles))
 
@@ -197,7 +206,7 @@ def test_a_medoid_is_one_of_its_cluster_s_entries() -> None:
     index = Index(tree, WIDTH, torch.float32, torch.device("cpu"), "medoid", False)
     index.refresh()
     found = index.search(1, query(1), 9, 60)
-    key, value, time, size = index.rest(1, found, 9, 999, 60, False)
+    key, value, time, size = rest(index, 1, found, 9, 999, 60, False)
     assert key.shape[0] == len(size) > 5
     for row, entry in enumerate(time.long().tolist()):
         assert torch.equal(key[row], tree.summaries.key[entry, 1].float())

@@ -1,0 +1,88 @@
+"""Functions of tensors that a device runs again and again: captured once, and launched as one from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Work = Callable[..., tuple[Tensor, ...]]
+
+
+def captured(work: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Any, Any]:
+    """A CUDA graph of `work`, which is not run, and the tensors that a replay of it writes to.
+
+    Not by `torch.cuda.graph`, which collects garbage and gives the pool back: there are many captures, one after another.
+    """
+    with torch.cuda.device(device):
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                out = work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
+    return graph, out
+
+
+class Replays:
+    """Functions by name, each of tensors of fixed shapes; whatever else it reads stays where it is as long as `mark` does.
+
+    The first call of a name runs the function as it is written, and so does every call where there is no CUDA. The second
+    captures it. What a captured function gives lies where its next call writes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._works = device.type == "cuda"
+        self._held: dict[Hashable, _Replay | None] = {}
+        self._rooms: dict[Hashable, Tensor] = {}
+        self._mark: Hashable = None
+        self._pool: Any = None
+
+    def under(self, mark: Hashable) -> None:
+        """What functions read is where `mark` says, or has been moved: then captures are given up."""
+        if mark != self._mark:
+            self._held.clear()
+            self._rooms.clear()
+            self._mark, self._pool = mark, None
+
+    def room(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A tensor for functions to write to, always the same until the mark changes; what is in it is the last one's."""
+        known = (name, shape, like.dtype)
+        if known not in self._rooms:
+            with torch.inference_mode(False):
+                self._rooms[known] = torch.empty(shape, dtype=like.dtype, device=self._device)
+        return self._rooms[known]
+
+    def __call__(self, name: Hashable, work: Work, *given: Tensor) -> tuple[Tensor, ...]:
+        """What `work` makes of `given`."""
+        if not self._works:
+            return work(*given)
+        if name not in self._held:
+            self._held[name] = None
+            return work(*given)
+        held = self._held[name]
+        if held is None:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            held = self._held[name] = _Replay(work, given, self._device, self._pool)
+        return held(*given)
+
+
+class _Replay:
+    def __init__(self, work: Work, given: tuple[Tensor, ...], device: torch.device, pool: Any) -> None:
+        # Captures write to them from whatever mode they are replayed in.
+        with torch.inference_mode(False):
+            self._given = [torch.empty_like(one) for one in given]
+        self._graph, self._out = captured(lambda: work(*self._given), device, pool)
+
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        for place, one in zip(self._given, given, strict=True):
+            place.copy_(one)
+        self._graph.replay()
+        return self._out  # type: ignore[no-any-return]

@@ -101,9 +101,12 @@ class Slabs:
 
     def grow(self) -> bool:
         """One slab more; False when memory is used up and there is no disk. Raises `StoreError` when the disk is full."""
-        if not self.files and (self._ahead is not None or self._room()):
-            made = self._memory() if self._ahead is None else self._ahead.result()
+        if not self.files:
+            made = None if self._ahead is None else self._ahead.result()
             self._ahead = None
+            # What could not be had ahead of need may be there by now.
+            if made is None and self._room():
+                made = self._memory()
             if made is not None:
                 self.slabs.append(made)
                 self.in_memory += 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +18,17 @@ from .units import LAYERS, UNIT_BYTES, check, contents, fill, open_store
 
 
 def ahead(
-    monkeypatch: pytest.MonkeyPatch, cap: int | None = None, fail: int = 100
+    monkeypatch: pytest.MonkeyPatch, fails: Collection[int] = (), **fields: Any
 ) -> tuple[HostStore, list[str]]:
-    """A store of 4 slots a slab, as if pinned; and the threads that made its slabs, of which the `fail`-th fails."""
-    store = open_store(4, cap=cap)
+    """A store of 4 slots a slab, as if pinned; and the threads that made its slabs, of which those numbered in `fails`,
+    from 1, fail."""
+    store = open_store(4, **fields)
     slabs, made = store._slabs, list[str]()
 
     def memory() -> Tensor | None:
         made.append(threading.current_thread().name)
         raw = torch.empty(slabs._bytes, dtype=torch.uint8)
-        return None if len(made) == fail else slabs._cut(raw)
+        return None if len(made) in fails else slabs._cut(raw)
 
     slabs._pinned = True
     monkeypatch.setattr(slabs, "_memory", memory)
@@ -55,14 +59,27 @@ def test_none_is_made_beyond_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_that_cannot_be_made_is_told_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, _ = ahead(monkeypatch, fail=4)
+    store, made = ahead(monkeypatch, fails={4, 5})
     fill(store, [0, 1, 2, 3])
     with pytest.raises(StoreError, match="full with 4"):
         store.put(0, [4], *contents(0, [4]))
     check(store, 0, [3, 0])
+    assert made[3:] == ["mmaccel-slab", "MainThread"], "it is tried once more when it is needed"
     # Nor is that the end: the next may be had.
     store.put(0, [4], *contents(0, [4]))
     check(store, 0, [4])
+    store.close()
+
+
+def test_one_that_could_not_be_made_ahead_is_made_when_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store, made = ahead(monkeypatch, fails={4}, spill="disk", folder=tmp_path)
+    for unit in range(5):
+        fill(store, [unit])
+    assert made[3:5] == ["mmaccel-slab", "MainThread"]
+    assert store.counters()["disk_bytes"] == 0 and not list(tmp_path.iterdir())
+    check(store, 0, [4, 0])
     store.close()
 
 

@@ -1,4 +1,8 @@
-"""Rows and places that stand in their own order, told without a look at the device: who makes them says so."""
+"""Rows and places that stand in their own order, told without a look at the device: who makes them says so.
+
+What is written to afterwards is no longer known: tensors count their writes. Those of inference mode do not, so what is made
+here is made out of it; of what others make there, `tell_together` takes their word.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,28 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage
 
-_made: dict[tuple[torch.device, int], tuple[ref[Tensor], int]] = {}
-"""Device and address -> what was made there, as long as somebody holds it, and how many rows are in it."""
+_made: dict[tuple[torch.device, int], tuple[ref[Tensor], int, int | None]] = {}
+"""Device and address -> what was made there, as long as somebody holds it, how many rows are in it, and its `_writes`."""
 
-_together: dict[tuple[torch.device, tuple[int, ...]], tuple[tuple[ref[Tensor], ...], int]] = {}
-"""Device and addresses -> what holds all rows among it, as long as somebody holds all of it, and how many rows these are."""
+_together: dict[
+    tuple[torch.device, tuple[int, ...]], tuple[tuple[tuple[ref[Tensor], int | None], ...], int]
+] = {}
+"""Device and addresses -> what holds all rows among it, as long as somebody holds all of it, each with its `_writes`, and
+how many rows these are."""
 
 
-_ranks: dict[tuple[torch.device, int], tuple[ref[UntypedStorage], int]] = {}
-"""Device and address -> the memory in which numbers from 0 on lie there, as long as there is any, and how many."""
+_ranks: dict[tuple[torch.device, int], tuple[ref[UntypedStorage], int, int | None]] = {}
+"""Device and address -> the memory in which numbers from 0 on lie there, as long as there is any, how many, `_writes`."""
 
 
+@torch.inference_mode(False)
 def counted(batch: int, n: int, width: int, device: torch.device) -> Tensor:
     """[batch, width] int32: the rows 0 .. n - 1, and -1 past the last. Nobody writes to it."""
     row = torch.arange(width, dtype=torch.int32, device=device)
     return _told(row.masked_fill(row >= n, -1).repeat(batch, 1), n)
 
 
+@torch.inference_mode(False)
 def first_rows(row: Tensor, n: int) -> Tensor:
     """`row` without what is no row below n: -1 stands there."""
     kept = torch.where(row < n, row, -1)
@@ -35,11 +44,14 @@ def first_rows(row: Tensor, n: int) -> Tensor:
 def rows_in_order(row: Tensor) -> int | None:
     """How many rows `row` [b, width] or [b, 1, width] holds in their order, with -1 behind them; None if that is not known
     to be all that it holds."""
-    made, n = _made.get((row.device, row.data_ptr()), (None, 0))
+    made, n, writes = _made.get((row.device, row.data_ptr()), (None, 0, None))
     known = made() if made is not None else None
-    return n if known is not None and known.numel() == row.numel() and row.is_contiguous() else None
+    if known is None or _writes(known) != writes:
+        return None
+    return n if known.numel() == row.numel() and row.is_contiguous() else None
 
 
+@torch.inference_mode(False)
 def first_of(row: Tensor, n: int, width: int) -> Tensor:
     """The first n of `row` [..., N] in a room of `width`, -1 behind them."""
     kept = row[..., :width].masked_fill(torch.arange(width, device=row.device) >= n, -1)
@@ -47,28 +59,33 @@ def first_of(row: Tensor, n: int, width: int) -> Tensor:
     return kept if known is None else _told(kept, min(n, known))
 
 
+@torch.inference_mode(False)
 def ranks(batch: int, width: int, device: torch.device) -> Tensor:
     """[batch, width] int32: 0 .. width - 1, all sequences' the same memory. Nobody writes to it."""
     rank = torch.arange(width, dtype=torch.int32, device=device)
     name = rank.device, rank.data_ptr()
     if rank.data_ptr():
-        _ranks[name] = ref(rank.untyped_storage(), lambda _: _ranks.pop(name, None)), width
+        storage = ref(rank.untyped_storage(), lambda _: _ranks.pop(name, None))
+        _ranks[name] = storage, width, _writes(rank)
     return rank.expand(batch, width)
 
 
 def are_ranks(place: Tensor) -> bool:
     """Whether `place` [..., width] is known to hold 0 .. width - 1 in each row."""
-    made, n = _ranks.get((place.device, place.data_ptr()), (None, 0))
+    made, n, writes = _ranks.get((place.device, place.data_ptr()), (None, 0, None))
     alike = all(size == 1 or not step for size, step in zip(place.shape[:-1], place.stride(), strict=False))
     dense = place.dtype == torch.int32 and place.stride(-1) == 1 and place.shape[-1] <= n
-    return made is not None and made() is not None and alike and dense
+    return made is not None and made() is not None and _writes(place) == writes and alike and dense
 
 
 def tell_together(rows: Sequence[Tensor], n: int) -> None:
     """Say that `rows`, each [b, h, width], hold every row of 0 .. n - 1 once among them for each head, and else only -1."""
     name = rows[0].device, tuple(row.data_ptr() for row in rows)
     if all(name[1]):
-        _together[name] = tuple(ref(row, lambda _: _together.pop(name, None)) for row in rows), n
+        _together[name] = (
+            tuple((ref(row, lambda _: _together.pop(name, None)), _writes(row)) for row in rows),
+            n,
+        )
 
 
 def rows_together(rows: Sequence[Tensor]) -> int | None:
@@ -76,11 +93,18 @@ def rows_together(rows: Sequence[Tensor]) -> int | None:
     if len(rows) == 1 and (n := rows_in_order(rows[0])) is not None:
         return n
     made, n = _together.get((rows[0].device, tuple(row.data_ptr() for row in rows)), ((), None))
-    for row, one in zip(rows, made, strict=False):
+    for row, (one, writes) in zip(rows, made, strict=False):
         known = one()
-        if known is None or known.shape != row.shape or known.stride() != row.stride():
+        if known is None or _writes(known) != writes:
+            return None
+        if known.shape != row.shape or known.stride() != row.stride():
             return None
     return n
+
+
+def _writes(made: Tensor) -> int | None:
+    """How often `made`, or a view of what it is a view of, was written to; None of inference mode, which does not count."""
+    return None if made.is_inference() else made._version
 
 
 def _told(row: Tensor, n: int) -> Tensor:
@@ -88,5 +112,5 @@ def _told(row: Tensor, n: int) -> Tensor:
     if not row.data_ptr():
         # Tensors without memory all have one address.
         return row
-    _made[name] = ref(row, lambda _: _made.pop(name, None)), n
+    _made[name] = ref(row, lambda _: _made.pop(name, None)), n, _writes(row)
     return row

@@ -266,6 +266,34 @@ def test_ranks_are_known_while_their_memory_is_there() -> None:
     assert rows_in_order(natural.first_of(row.flip(-1), 3, 4)) is None
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_was_written_to_is_no_longer_known(inference: bool) -> None:
+    cpu = torch.device("cpu")
+    with torch.inference_mode(inference):
+        row, place = counted(1, 5, 8, cpu), natural.ranks(2, 7, cpu)
+        few, some = first_rows(row, 3), natural.first_of(row, 2, 4)
+        assert [rows_in_order(t) for t in (row, few, some)] == [5, 3, 2] and natural.are_ranks(place)
+        row[:, None][..., 0] = 4
+        assert rows_in_order(row) is None and rows_in_order(row[:, None]) is None
+        assert natural.rows_together([row]) is None and rows_in_order(first_rows(row, 3)) is None
+        assert rows_in_order(few) == 3 and rows_in_order(some) == 2
+        few.copy_(row)
+        some.add_(1)
+        assert rows_in_order(few) is None and rows_in_order(some) is None
+        place[0, :1].fill_(3)
+        assert not natural.are_ranks(place) and not natural.are_ranks(place[:, None])
+
+
+def test_rows_that_were_written_to_are_no_longer_all_of_them() -> None:
+    rows = [torch.tensor([[[0, 2, -1]]]), torch.tensor([[[1, 3]]])]
+    natural.tell_together(rows, 4)
+    assert natural.rows_together(rows) == 4
+    rows[1][..., 0] = 3
+    assert natural.rows_together(rows) is None
+    natural.tell_together(rows[:1], 2)
+    assert natural.rows_together(rows[:1]) == 2
+
+
 class Ops(TorchDispatchMode):
     """Counts what is launched."""
 

@@ -30,8 +30,8 @@ class Asking:
     query_row [B, L] long, their rows; at [B, L] long, place of each among the keys, -1 where there is none.
     row [B, n] long, the rows of the keys in the key tensor, or None when they are its first n.
     seen [B, n] whether there is a key, no later than the last query.
-    final: the queries are known to be the last rows and the last of the keys, one after the other; runs: they lie in at most
-    so many runs of places that follow each other. held: what else was derived of it.
+    final: the queries are known to be the last rows and the last of the keys, one after the other; runs: in so many runs of
+    places they are taken to lie, by which the faster way is chosen. held: what else was derived of it.
     """
 
     query_row: Tensor
@@ -57,7 +57,7 @@ class Asking:
         """The last `count` of `queries`, whose places among `keys` are `place` [B, P]; no host read.
 
         `width` is the most keys there can be. `gathered` says whether the rows of `keys` are anything but 0, 1, 2, ...;
-        `final` that no sequence has padding and the queries are the last of the keys.
+        `final` that all queries are the last of the keys and no sequence has padding (`intra.Orders.final`).
         """
         L = min(count, place.shape[1])
         last = (queries.row >= 0).sum(1, keepdim=True) - L + torch.arange(L, device=place.device)

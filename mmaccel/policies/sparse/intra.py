@@ -42,12 +42,8 @@ class Sight:
 
     @property
     def final(self) -> bool:
-        """Whether these are all queries and all keys, none is padding, and the queries are the last of the keys, as far as
-        the host knows: of layouts of one memory."""
-        queries, keys = self.layer.q_layout, self.layer.k_layout
-        if self.kinds != (None, None) or queries.padded or keys.padded:
-            return False
-        return queries.position.is_set_to(keys.position[:, keys.length - queries.length :])
+        """Whether these are all queries and all keys, and the last of them, as `Orders.final` says."""
+        return self.kinds == (None, None) and self.layer.orders.final
 
     @property
     def ties(self) -> bool:
@@ -116,6 +112,15 @@ class Orders:
             found = q_layout.memo[name] = cls(q_layout, k_layout, block)
         return found
 
+    @property
+    def final(self) -> bool:
+        """Whether no query and no key is padding, and the queries are the last of the keys, as far as the host knows: of
+        layouts of one memory."""
+        queries, keys = self.q_layout, self.k_layout
+        if queries.padded or keys.padded:
+            return False
+        return queries.position.is_set_to(keys.position[:, keys.length - queries.length :])
+
     def queries(self, modality: int | None = None) -> tuple[Order, Tensor]:
         """The queries of a modality, or all, and their rows [B, 1, P]."""
         modality = _told_apart(self.q_layout, modality)
@@ -155,7 +160,7 @@ class Orders:
                 min(count, self.q_layout.length),
                 min(len(self.keys(key)), self.k_layout.length),
                 gathered,
-                not gathered and kinds[0] is None,
+                kinds == (None, None) and self.final,
                 runs,
             )
         return self._asking[name]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.policies.sparse import AShape, Grid, VerticalSlash
+from mmaccel.policies.sparse.intra import Layer
 
 from . import masks
 from .scenes import Scene, Token, scenes, sequence
@@ -174,3 +177,36 @@ def test_full_budget_is_causal(pattern) -> None:
     got = planned(pattern, scene)
     for b, tokens in enumerate(scene.sequences):
         assert (got[b] == place(scene, b, masks.causal(tokens))).all()
+
+
+CALLERS = {
+    "the last queries are padding": (slice(None), slice(None), 25),
+    "the queries are the first of the keys": (slice(0, 60), slice(None), 60),
+    "some keys are gone": (slice(None), slice(20, None), None),
+    "the last of the keys": (slice(30, None), slice(None), None),
+}
+"""Which of the tokens ask, which are keys, and how many of those that ask are there."""
+
+
+@pytest.mark.parametrize("case", CALLERS)
+def test_the_last_queries_of_a_caller_s_own_are_those_that_are_there(case: str) -> None:
+    ask, held, there = CALLERS[case]
+    scene = Scene((sequence([(TEXT, [9]), (VIDEO, [7] * 12), (TEXT, [12])]),))
+    whole, (query, key, _) = scene.layout(), scene.tensors()
+    queries, query, key = whole.take(ask), query[:, :, ask], key[:, :, held]
+    n, count = queries.length if there is None else there, 16
+    if there is not None:
+        queries = replace(queries, valid=torch.arange(queries.length)[None] < there)
+    last = Layer(query, key, queries, whole.take(held), 16).sight().last(count)
+    assert last.asking.final == (case == "the last of the keys")
+    # Places among the keys, of which some may be gone.
+    at = torch.arange(scene.length)[ask][n - count : n] - (held.start or 0)
+    grouped = key.repeat_interleave(scene.heads // scene.groups, 1)
+    column = torch.arange(key.shape[2])
+    scores = query[:, :, n - count : n] @ grouped.mT * scene.size**-0.5
+    weight = scores.masked_fill(column > at[:, None], -torch.inf).softmax(-1)
+    diagonals = torch.zeros(weight.shape[:2] + column.shape, dtype=weight.dtype)
+    for row, place in enumerate(at.tolist()):
+        diagonals[..., : place + 1] += weight[:, :, row, : place + 1].flip(-1)
+    for found, want in zip(last.lines(), (weight.sum(2), diagonals), strict=True):
+        torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-6)

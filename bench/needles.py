@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import timing
 from needle_rows import OURS, Rows, Setting, draw, summary
 from needle_units import METHODS, SEGMENTS, Unit, rivals_of, units
+from stopping import ends_in_order
 
 from mmaccel.cli import choices
 from mmaccel.cli.haystack import methods_of
@@ -378,7 +379,7 @@ def ask_all(options: argparse.Namespace) -> Rows:
         for (setting, frames, name), told in Rows(options.levels).levels.items():
             if (setting, frames, name) not in rows.levels:
                 rows.add({**asdict(setting), "level": name, "frames": frames, **told})
-    with contextlib.ExitStack() as stack:
+    with ends_in_order(), contextlib.ExitStack() as stack:
         films = options.films or stack.enter_context(tempfile.TemporaryDirectory(prefix="mmaccel-"))
         Path(films).mkdir(parents=True, exist_ok=True)
         run = Run(options, rows, films)

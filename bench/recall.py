@@ -21,7 +21,6 @@ import json
 import math
 import multiprocessing
 import queue
-import signal
 import sys
 import time
 from collections import Counter, defaultdict
@@ -35,6 +34,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from heads import PLANTED, draw
+from stopping import ends_in_order
 from timing import Log, environment
 
 from mmaccel.backends import select
@@ -251,30 +251,28 @@ def apart(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for number in range(min(options.processes, len(heads))):
         mine = [one for one in options.todo if one[1] in heads[number :: options.processes]]
         processes.append(context.Process(target=_work, args=(options, mine, told), daemon=True))
-    # A signal's own way to end leaves `finally` out, and with it the processes.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     running = len(processes)
-    try:
-        for process in processes:
-            process.start()
-        while running and (left := ends - time.monotonic()) > 0:
-            try:
-                row = told.get(timeout=min(5.0, left))
-            except queue.Empty:
-                if not any(process.is_alive() for process in processes):
-                    return
-                continue
-            if isinstance(row, Exception):
-                raise row
-            if row is None:
-                running -= 1
-            else:
-                yield row
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-        signal.signal(signal.SIGTERM, before)
+    with ends_in_order():
+        try:
+            for process in processes:
+                process.start()
+            while running and (left := ends - time.monotonic()) > 0:
+                try:
+                    row = told.get(timeout=min(5.0, left))
+                except queue.Empty:
+                    if not any(process.is_alive() for process in processes):
+                        return
+                    continue
+                if isinstance(row, Exception):
+                    raise row
+                if row is None:
+                    running -= 1
+                else:
+                    yield row
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
 
 
 if __name__ == "__main__":

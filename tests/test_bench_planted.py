@@ -5,11 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,30 +131,6 @@ def test_several_processes_judge_what_is_missing(
     assert len(about) == 3 and sorted(map(json.dumps, rows)) == sorted(map(json.dumps, found))
     mean = [json.loads(line) for line in out.read_text().splitlines()][-1]
     assert mean["case"] == "mean" and sorted(mean["heads"]) == ["columns", "local"]
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="children are read from /proc")
-def test_processes_end_with_the_one_that_began_them(tmp_path: Path) -> None:
-    words = ["--device", "cpu", "--tokens", "262144", "--heads", "columns", "local", "--processes", "2"]
-    command = [sys.executable, str(BENCH / "recall.py"), *words, "--out", str(tmp_path / "rows.jsonl")]
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    ) as parent:
-        told = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-        children: list[str] = []
-        ends = time.monotonic() + 60
-        # Two that judge, and the one that Python keeps beside them.
-        while len(children) < 3 and time.monotonic() < ends:
-            time.sleep(0.1)
-            children = told.read_text().split()
-        parent.terminate()
-        assert parent.wait(30) == 128 + signal.SIGTERM
-    assert len(children) == 3
-    while (
-        left := [child for child in children if Path(f"/proc/{child}").exists()]
-    ) and time.monotonic() < ends:
-        time.sleep(0.1)
-    assert left == []
 
 
 def test_each_choice_of_a_grid_is_judged(tmp_path: Path) -> None:

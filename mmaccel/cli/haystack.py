@@ -359,10 +359,12 @@ def _show(
             cells.append(f"{number(row['accuracy'], '.1%')} ({number(row['kept'], '.0%')})")
         shown.add_row(name, *cells, number(found.mean(name), ".1%"), _points(gaps.get(name)))
     out().print(shown)
+    several = len({one["seed"] for one in missed}) > 1
     for one in missed:
         why = "no budget tried comes nearer" if one["budget"] else "it has no budget"
+        run = f" (--seed {one['seed']})" if several else ""
         _line(
-            f"{one['rival']} computes {one['share']:.1%} of the first prompt of {many(one['frames'], 'frame')}, "
+            f"{one['rival']} computes {one['share']:.1%} of the first prompt of {many(one['frames'], 'frame')}{run}, "
             f"and {one['yardstick'] or 'what it is levelled with'} {one['wanted']:.1%}: {why}."
         )
 

@@ -52,7 +52,7 @@ class Log:
         self.settings: dict[str, Any] = dict(settings)
         self.shots: list[Shot] = []
         self.levels: dict[tuple[str, int], dict[str, Any]] = {}
-        self.shares: dict[tuple[str, int], dict[str, Any]] = {}
+        self.shares: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self._seen: set[Key] = set()
         rows = _rows(path, "--out") if path is not None and path.exists() else []
         if rows and path is not None:
@@ -83,10 +83,12 @@ class Log:
 
     def _take(self, path: Path, option: str, rows: list[dict[str, Any]], apart: Mapping[str, Any]) -> None:
         """Take in the rows of a file; settings may differ in what `apart` names, and after the first row in the seed."""
+        seed = None
         for number, row in enumerate(rows):
             free = {**apart, **({"seed": None} if number else {})}
             try:
                 if number == 0 or "settings" in row:
+                    seed = row["settings"]["seed"]
                     if {**row["settings"], **free} != {**self.settings, **free}:
                         raise WorldError(
                             f"{option}: {path} holds a run with other settings ({row['settings']}); give another file."
@@ -94,7 +96,7 @@ class Log:
                 elif "level" in row:
                     self.levels[row["level"], row["frames"]] = row["fields"]
                     told = {"share": row["share"], "wanted": row["wanted"], "yardstick": row.get("yardstick")}
-                    self.shares[row["level"], row["frames"]] = told
+                    self._levelled(row["level"], row["frames"], {**told, "seed": seed})
                 elif (shot := Shot(**row)) and self.key(shot.recipe, shot) not in self._seen:
                     self._keep(shot)
             except (KeyError, TypeError) as error:
@@ -128,21 +130,32 @@ class Log:
         """Add the fields of a rival at a length, and the share it computes where the `yardstick` computes `wanted`."""
         # As it is read again: in JSON keys are text.
         self.levels[name, frames] = json.loads(json.dumps(fields))
-        self.shares[name, frames] = told = {"share": share, "wanted": wanted, "yardstick": yardstick}
+        told = {"share": share, "wanted": wanted, "yardstick": yardstick}
+        self._levelled(name, frames, {**told, "seed": self.settings["seed"]})
         self._put({"level": name, "frames": frames, "fields": fields, **told})
+
+    def _levelled(self, name: str, frames: int, told: dict[str, Any]) -> None:
+        """Keep the share of a rival at a length; runs of several seeds set their own."""
+        held = self.shares.setdefault((name, frames), [])
+        if told not in held:
+            held.append(told)
 
     def check_yardstick(self, rivals: Collection[str], yardstick: str) -> None:
         """Raise `WorldError` where the file holds one of `rivals` at the share of another recipe."""
-        for (name, _), told in self.shares.items():
-            if name in rivals and told["yardstick"] not in (None, yardstick):
-                raise WorldError(
-                    f"--level: {self.path} holds {name} at the share of {told['yardstick']}, and not of {yardstick}; "
-                    "name that recipe, or give another file."
-                )
+        for (name, _), held in self.shares.items():
+            for told in held:
+                if name in rivals and told["yardstick"] not in (None, yardstick):
+                    raise WorldError(
+                        f"--level: {self.path} holds {name} at the share of {told['yardstick']}, and not of {yardstick}; "
+                        "name that recipe, or give another file."
+                    )
 
     def missed(self) -> list[dict[str, Any]]:
-        """The rivals that are not near the share they should have on the first prompt of a length; `budget` is whether they
-        have one, `yardstick` the recipe whose share it is (None in files that do not tell)."""
+        """The rivals that are not near the share they should have on the first prompt of a length, of each run that set one.
+
+        `budget` is whether they have one, `yardstick` the recipe whose share it is (None in files that do not tell), `seed`
+        that of the run.
+        """
         return [
             {
                 "rival": name,
@@ -150,7 +163,8 @@ class Log:
                 **told,
                 "budget": name != "without_tail" and (name not in RIVALS or RIVALS[name].budget),
             }
-            for (name, frames), told in self.shares.items()
+            for (name, frames), held in self.shares.items()
+            for told in held
             if abs(told["share"] / told["wanted"] - 1) > NEAR
         ]
 

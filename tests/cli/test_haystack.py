@@ -63,6 +63,29 @@ def test_a_rival_that_misses_its_share_is_told(call: Call, ov: str, tmp_path: Pa
     assert told in call("eval", "haystack", "--rows", words[-1], "--level", "dense")[1].splitlines()
 
 
+def test_the_level_of_each_file_is_told(call: Call, ov: str, tmp_path: Path) -> None:
+    words = ["eval", "haystack", "--model", ov, "--recipe", "a_shape-short", "--rival", "sf_strided"]
+    words += ["--frames", "48", "--depths", "1", "--samples", "1"]
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for seed, file in enumerate(files):
+        assert call(*words, "--seed", 10 * seed, "--out", file)[0] == 0
+    # Rivals of the second run are further away.
+    rows = [json.loads(line) for line in files[1].read_text().splitlines()]
+    (level,) = (row for row in rows if "level" in row)
+    level["share"] /= 2
+    files[1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["eval", "haystack", "--rows", files[0], "--rows", files[1], "--rows", files[0]]
+    missed = json.loads(call(*given, "--json")[1])["missed"]
+    assert [(one["rival"], one["seed"]) for one in missed] == [("sf_strided", 0), ("sf_strided", 10)]
+    assert missed[1]["share"] == level["share"]
+    told = [line for line in call(*given)[1].splitlines() if "computes" in line]
+    assert [line.split(", and")[0] for line in told] == [
+        f"sf_strided computes {one['share']:.1%} of the first prompt of 48 frames (--seed {one['seed']})"
+        for one in missed
+    ]
+    assert "--seed" not in call(*given[:4])[1]
+
+
 def test_only_what_is_asked_is_shown(call: Call, ov: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     words = ["eval", "haystack", "--model", ov, "--depths", "1", "--out", str(rows), "--recipe", "dense"]

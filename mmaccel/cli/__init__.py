@@ -59,11 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     A user's error is one sentence on standard error; with MMACCEL_DEBUG=1 it is the traceback.
     """
-    quiet()
-    command = typer.main.get_command(app)
     try:
+        quiet()
+        command = typer.main.get_command(app)
         status = command.main(args=arguments if arguments is None else list(arguments), standalone_mode=False)
     except KeyboardInterrupt:
+        print("stopped.", file=sys.stderr)
         status = 130
     except Exception as error:
         if type(error).__name__ == "NoArgsIsHelpError":

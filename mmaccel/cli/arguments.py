@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,22 @@ from mmaccel.core.errors import VideoError
 class Commands(TyperGroup):
     """The commands; one that is stopped says so, unless it has said more itself."""
 
+    def make_context(self, *given: Any, **how: Any) -> Any:
+        with _told_when_stopped():
+            return super().make_context(*given, **how)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _told_when_stopped():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print("stopped.", file=sys.stderr)
-            raise typer.Exit(130) from None
+
+
+@contextmanager
+def _told_when_stopped() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped.", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 class OneVideo(TyperCommand):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,3 +133,43 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(
     lines = err.splitlines()
     assert out == "" and 2 <= len(lines) <= 5 and lines[0] == "at work; 0 s"
     assert lines[-1] == "decode 7/40 frames; 0 s"
+
+
+IMPORTED = """
+import signal, sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            print("importing", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+sys.argv = ["mmaccel", "list"]
+from mmaccel_command import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["mmaccel", "torch", "mmaccel.cli", "typer"])
+def test_a_stop_while_the_command_is_imported_is_told(module: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", IMPORTED.format(module=module)],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        assert command.stdout is not None and command.stdout.readline() == "importing\n"
+        command.send_signal(signal.SIGINT)
+        assert command.communicate(timeout=30) == ("", "stopped.\n")
+    assert command.returncode == 130
+
+
+@pytest.mark.parametrize("place", ["typer.main.get_command", "mmaccel.cli.arguments.TyperGroup.make_context"])
+def test_a_stop_before_the_command_runs_is_told(
+    place: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, stopped)
+    assert call("list") == (130, "", "stopped.\n")

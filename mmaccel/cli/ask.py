@@ -293,7 +293,7 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
         ("answer", lambda a: a.text or "(nothing)"),
         ("first token", lambda a: number(a.report.ttft_s, ".2f", " s")),
         ("then", lambda a: number(a.report.tokens_per_s, ".1f", " tokens/s")),
-        ("kept", lambda a: share(a.report.kept)),
+        ("attention kept", lambda a: share(a.report.kept)),
         ("heads", lambda a: counted(a.report.heads())),
         ("drafted", _drafted),
         ("video", lambda a: _pruned(video_tokens(a, tokens))),

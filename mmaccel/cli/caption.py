@@ -113,11 +113,11 @@ def lines(told: Drafted, facts: dict[str, Any], compare: bool) -> list[str]:
         f"{many(told.tokens, 'token')} said in {many(told.steps, 'target step')}",
         f"speed   {number(told.tokens_per_s, '.1f', ' tokens/s')}"
         + (
-            f", {number(told.speedup, '.2f')} x plain decoding ({number(told.plain_per_s, '.1f')})"
+            f", {number(told.speedup, '.2f')} x plain decoding ({number(told.plain_per_s, '.1f', ' tokens/s')})"
             if compare
             else ""
         )
-        + f"; a plain step that only read weights and cache would give {facts['floor_tokens_per_s']:.0f}",
+        + f"; a plain step that only read weights and cache would give {facts['floor_tokens_per_s']:.0f} tokens/s",
         f"first   {number(told.ttft_s, '.2f', ' s')}"
         + (f", plain {number(told.plain_ttft_s, '.2f', ' s')}" if compare else ""),
         f"accepted {told.kept:.2f} tokens a round, {told.a_step:.2f} a target step, {told.streak:.1f} in a row, "
@@ -125,8 +125,8 @@ def lines(told: Drafted, facts: dict[str, Any], compare: bool) -> list[str]:
     ]
     if "window" in counters:
         found.append(
-            f"window  {counters['window']:.0f}; a target step takes {1e3 * counters['target_step_s']:.1f} ms, a draft step "
-            f"{1e3 * counters['draft_step_s']:.1f} ms"
+            f"window  {many(round(counters['window']), 'token')}; a target step takes "
+            f"{1e3 * counters['target_step_s']:.1f} ms, a draft step {1e3 * counters['draft_step_s']:.1f} ms"
         )
     if counters.get("pauses"):
         found.append(

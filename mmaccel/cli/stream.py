@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MEMORIES = ("rekv", "mosaic", "recent", "no_cache")
+HEADS = (
+    "memory",
+    "budget\n(frames)",
+    "kind",
+    "questions",
+    "right\n(95% interval)",
+    "evidence\nseen",
+    "seen\n(frames)",
+    "frames off\nthe device",
+    "first token",
+)
+"""Of the table; what is seen of the evidence is the recall of the rows."""
 
 
 def stream(
@@ -123,8 +135,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     from rich.text import Text
 
     table = Table()
-    heads = ("memory", "budget", "kind", "questions", "right", "recall", "seen", "off device", "first token")
-    for head in heads:
+    for head in HEADS:
         table.add_column(head)
     for row in rows:
         cells = (

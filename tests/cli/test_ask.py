@@ -61,7 +61,7 @@ def test_compare_puts_dense_beside_the_recipe(call: Call, clip: str, ov: str) ->
     for label in (
         "answer",
         "first token",
-        "kept",
+        "attention kept",
         "heads",
         "peak memory",
         "what colour was the star ?",

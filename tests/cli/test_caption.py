@@ -70,6 +70,7 @@ def test_people_read_the_text_and_the_figures(call: Call, clip: str, pair: str) 
     assert out.startswith(json.loads(plain)["text"][:10])
     for word in ("20 tokens said in", "x plain decoding", "tokens a round", "in a row", "only read weights"):
         assert word in out
+    assert out.count("tokens/s") == 3, "of the run, of plain decoding and of one that only reads"
 
 
 def test_a_piece_of_text_is_shown_once_it_is_whole_and_the_last_in_any_case() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import DraftError
+from mmaccel.core.placed import Placed
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import ModelView
@@ -115,7 +116,7 @@ class DraftState(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftStrategy(ABC):
+class DraftStrategy(Placed, ABC):
     """A choice of draft; `open` gives the state for one sequence.
 
     needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `lookback` columns,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.placed import Placed
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import Geometry, ModelView
@@ -123,7 +124,7 @@ class KVState(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVPolicy(ABC):
+class KVPolicy(Placed, ABC):
     """A choice of memory; `open` gives a state that lives as long as one sequence or stream.
 
     exact     answers equal those of a model that keeps everything

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.placed import Placed
 
 SIGNALS = ("hidden", "attention", "vision_attention", "vision_key")
 """What a pruner may need; all float, without a batch axis.
@@ -53,7 +54,7 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenPruner(ABC):
+class TokenPruner(Placed, ABC):
     """Chooses the columns to keep, from signals it declares. Text, images and marks (such as LLaVA's newline) always stay.
 
     seat    whose columns go: those of the target before its language model ("frames") or between its layers ("layer"), or

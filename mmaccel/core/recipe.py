@@ -31,7 +31,7 @@ def _default(kind: str, name: str) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What an accelerated model does. A policy is given by its name, or as a mapping with its name and fields, such as
-    ``{name: grid, stride: frame}``; `mmaccel describe NAME` explains those.
+    ``{name: grid, stride: frame}``; `mmaccel describe NAME` explains those. Paths in a YAML file count from its folder.
 
     sparse      the prefill pattern
     kv          the memory
@@ -181,9 +181,10 @@ def fields_of(source: str | Path) -> dict[str, Any]:
         )
     if fields.get("draft") is False:
         fields["draft"] = "off"  # YAML reads a bare off as false
-    sparse = fields.get("sparse")
-    if folder is not None and isinstance(sparse, dict) and sparse.get("name") in registry("sparse"):
-        fields["sparse"] = registry("sparse")[sparse["name"]].placed(sparse, folder)  # type: ignore[attr-defined]
+    for slot, kind, _ in _SLOTS if folder is not None else ():
+        given = fields.get(slot)
+        if isinstance(given, dict) and given.get("name") in registry(kind):
+            fields[slot] = registry(kind)[given["name"]].placed(given, folder)  # type: ignore[attr-defined]
     return fields
 
 

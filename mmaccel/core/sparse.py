@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.placed import Placed
 from mmaccel.core.plan import AttentionPlan
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparsePattern(ABC):
+class SparsePattern(Placed, ABC):
     """Which key blocks each block of queries attends to in prefill.
 
     Subclasses are frozen keyword dataclasses: parameters are fields, ranges are checked at birth, nothing on a device is
@@ -48,11 +47,6 @@ class SparsePattern(ABC):
         query [B, H, n_query, D] and key [B, G, n_key, D] after rotation, H a multiple of G; layouts of the same lengths,
         `q_layout.position` and `k_layout.position` in the same count. Queries may be the last rows of a longer sequence.
         """
-
-    @classmethod
-    def placed(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-        """Fields that a file in `folder` gives, with their paths counted from there."""
-        return fields
 
     def bind(self, model: ModelView) -> SparsePattern:
         """This pattern as it serves `model`, asked once when a recipe is attached; `RecipeError` where it cannot."""

@@ -96,6 +96,37 @@ def test_a_table_counts_from_the_folder_of_its_file(tmp_path: Path, monkeypatch:
     assert fields_of("searched")["sparse"]["table"] == "shipped"
 
 
+def test_every_path_counts_from_the_folder_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there, here / "small", there / "draft", there / "tiny-ov-draft"):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+
+    def model(name: str, strategy: str = "sequential") -> str:
+        (there / "mine.yaml").write_text(yaml.safe_dump({"draft": {"name": strategy, "model": name}}))
+        return str(Path(Recipe.load("../there/mine.yaml").draft.model).resolve().relative_to(there))
+
+    for name, strategy in (("draft", "tree"), ("./draft", "parallel"), ("tiny-ov-draft", "text_only")):
+        assert model(name, strategy) == Path(name).name
+    assert model("./missing") == "missing", "what is wrong is told of the place that was meant"
+    # Names stay, and so does what is not there.
+    for name in ("beside", "owner/draft", "tiny-qwen-draft", "small"):
+        (there / "mine.yaml").write_text(yaml.safe_dump({"draft": {"name": "sequential", "model": name}}))
+        assert Recipe.load("../there/mine.yaml").draft.model == name
+    for memory in ("mosaic", "rekv", "offload"):
+        kv = {"name": memory, "spill": "disk", "folder": "files"}
+        (there / "mine.yaml").write_text(yaml.safe_dump({"kv": kv}))
+        assert Path(Recipe.load("../there/mine.yaml").kv.folder).resolve() == there / "files"
+        assert Recipe.load({"kv": kv}).kv.folder == "files", "there is no file to count from"
+    monkeypatch.chdir(there)
+    assert (
+        model("./tiny-ov-draft") == "tiny-ov-draft"
+        and Path(Recipe.load("mine.yaml").draft.model).is_absolute()
+    )
+
+
 def test_choices_replace_fields() -> None:
     assert Recipe.load("a_shape", dense_tail=0).dense_tail == 0
     assert Recipe.load(Recipe(chunk=128), sparse="a_shape") == Recipe(chunk=128, sparse=AShape())

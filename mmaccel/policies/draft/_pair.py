@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
@@ -10,6 +12,7 @@ from torch import nn
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import DraftError, ModelError, RecipeError
+from mmaccel.core.placed import counted_from
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import policy
 
@@ -98,7 +101,8 @@ def draft_pruner(name: str, prune: Any) -> TokenPruner | None:
 class PeerStrategy(DraftStrategy):
     """The base of drafts by a model of the target's family, whose prompt a pruner may thin.
 
-    model  folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
+    model  folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module; in a
+           YAML file a folder counts from the file's where it is there, or begins with a dot, and anything else is a name
     prune  a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
     """
 
@@ -106,6 +110,15 @@ class PeerStrategy(DraftStrategy):
 
     model: str | nn.Module | None = None
     prune: TokenPruner | None = None
+
+    @classmethod
+    def placed(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        model = fields.get("model")
+        if not isinstance(model, str) or model in ("", BESIDE):
+            return fields
+        there = model.startswith(".") or (folder / model).is_dir()
+        # Whole, so that a folder is not taken for the shipped model of its name.
+        return counted_from(folder.absolute(), fields, "model") if there else fields
 
     def __post_init__(self) -> None:
         check_model(self.name, self.model)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.kv import Piece, Stream, StreamPolicy
+from mmaccel.core.placed import counted_from
 from mmaccel.core.room import with_room
 from mmaccel.policies.kv._stream import StreamMemory, WindowedPolicy
 from mmaccel.policies.kv.store import HostStore, Sources, Spill, Way
@@ -29,7 +30,7 @@ class StoredPolicy(WindowedPolicy):
     similarity  of a unit's mean key to the question's mean query: "dot" or "cosine"
     host_bytes  host memory at most; None: as much as the host can spare
     spill       what happens when it is used up: "refuse", "disk", or "drop_oldest"
-    folder      where files go with spill "disk"; None: a temporary folder
+    folder      where files go with spill "disk", in a YAML file counted from its folder; None: a temporary folder
     """
 
     asks: ClassVar[frozenset[str]] = frozenset({"frames", "local"})
@@ -39,6 +40,10 @@ class StoredPolicy(WindowedPolicy):
     host_bytes: int | None = None
     spill: Spill = "refuse"
     folder: str | None = None
+
+    @classmethod
+    def placed(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        return counted_from(folder, fields, "folder")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.kv import Piece, Stream, StreamPolicy, StreamState
+from mmaccel.core.placed import counted_from
 from mmaccel.core.registry import register
 from mmaccel.core.room import with_room
 from mmaccel.policies.kv._stored import store_for
@@ -32,13 +34,17 @@ class Offload(StreamPolicy):
 
     host_bytes  host memory at most; None: as much as the host can spare
     spill       what happens when it is used up: "refuse" or "disk"
-    folder      where files go with spill "disk"; None: a temporary folder
+    folder      where files go with spill "disk", in a YAML file counted from its folder; None: a temporary folder
     """
 
     exact: ClassVar[bool] = True
     host_bytes: int | None = None
     spill: Spill = "refuse"
     folder: str | None = None
+
+    @classmethod
+    def placed(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        return counted_from(folder, fields, "folder")
 
     def __post_init__(self) -> None:
         if self.host_bytes is not None and self.host_bytes < 0:

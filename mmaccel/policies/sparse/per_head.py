@@ -13,6 +13,7 @@ from torch import Tensor
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.mix import Share, mix, runs
+from mmaccel.core.placed import counted_from
 from mmaccel.core.plan import AttentionPlan
 from mmaccel.core.registry import policy, register
 from mmaccel.core.sparse import SparsePattern
@@ -65,12 +66,7 @@ class PerHead(SparsePattern):
 
     @classmethod
     def placed(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-        table = fields.get("table")
-        return (
-            {**fields, "table": str(folder / table)}
-            if isinstance(table, str) and table != SHIPPED
-            else fields
-        )
+        return fields if fields.get("table") == SHIPPED else counted_from(folder, fields, "table")
 
     @cached_property
     def _file(self) -> dict[str, Any] | None:

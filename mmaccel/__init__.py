@@ -18,7 +18,7 @@ from mmaccel.core.recipe import names as list_recipes
 from mmaccel.core.registry import KINDS, register, registry
 from mmaccel.core.report import Report
 from mmaccel.core.session import VideoSession
-from mmaccel.models.loading import load_model, load_processor
+from mmaccel.models.loading import check_recipe, load_model, load_processor
 from mmaccel.models.tiny import NAMES as _SHIPPED
 
 __version__ = "0.1.0"
@@ -33,6 +33,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "attached",
+    "check_recipe",
     "list_models",
     "list_policies",
     "list_recipes",

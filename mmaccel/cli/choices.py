@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmaccel.core.compose import check_sequences, stream_policy
+from mmaccel.core.compose import stream_policy
 from mmaccel.core.errors import RecipeError, UnknownName, WorldError
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.recipe import TABLE, Recipe, fields_of, names
@@ -68,17 +68,13 @@ def memory(text: str, model: str) -> Recipe:
 
 
 def check(recipe: Recipe, model: str, device: str) -> None:
-    """Raise `RecipeError` where `recipe` cannot serve prompts of `model` on `device`, as far as that is known unloaded."""
+    """Raise `RecipeError` where `recipe` cannot serve prompts of `model` on `device`, which is known unloaded."""
     from mmaccel.backends import select
-    from mmaccel.models.loading import resolve
-    from mmaccel.policies.sparse.per_head import PerHead
+    from mmaccel.models.loading import check_recipe
 
-    check_sequences(recipe)
     if recipe.backend != "auto":
         select.get(recipe.backend, device)
-    folder = Path(resolve(model))
-    if isinstance(recipe.sparse, PerHead) and folder.is_dir():
-        recipe.sparse.check_shipped(folder)
+    check_recipe(recipe, model)
 
 
 def kinds(text: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def draw(
         out().print(str(output), markup=False, highlight=False, soft_wrap=True)
         return
 
-    from mmaccel.core.attach import adapter_for
+    from mmaccel.models.loading import outline
     from mmaccel.search.sample import Inside, watch
 
     figure(1, 1)  # says at once where matplotlib is missing
@@ -83,11 +83,11 @@ def draw(
         raise RecipeError(f"--out: {output} is a file; give a folder for the pictures.")
     check_videos(video)
     place, kind = choices.where(device), choices.dtype(dtype)
+    shape = outline(model).geometry
+    wanted = _wanted(layer, head, shape.layers, shape.heads)
     processor = choices.processor(model)
     with bars() as progress:
         loaded = choices.load(model, place, kind)
-        shape = adapter_for(loaded).geometry(loaded)
-        wanted = _wanted(layer, head, shape.layers, shape.heads)
         inputs, _ = sample(loaded, processor, video or [], text or [], max_tokens, fps, progress)
         output.mkdir(parents=True, exist_ok=True)
         tell, done = steps(progress, "heads"), 0

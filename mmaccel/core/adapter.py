@@ -259,18 +259,31 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def load(self, path: str, like: nn.Module) -> nn.Module:
-        """The model saved in folder `path`, in the dtype and on the device of `like`."""
+        """The model saved in folder `path`, in the dtype and on the device of `like`; its outline if that is one."""
+
+
+class Outline(nn.Module):
+    """In the place of a model whose weights are not read: its configuration, from which sizes and folder follow."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
 
 
 @dataclass(frozen=True, eq=False)
 class ModelView:
-    """The narrow handle on a model that policies get."""
+    """The narrow handle on a model that policies get; of an `Outline`, to be told whether they can serve such a model."""
 
     model: nn.Module
     adapter: ModelAdapter
     resolve: Callable[[nn.Module], ModelAdapter]
     _loaded: dict[str, nn.Module] = field(default_factory=dict, init=False, repr=False)
     _held: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def outlined(self) -> bool:
+        """Whether there are no weights: peers then are outlines too, and nothing can be run."""
+        return isinstance(self.model, Outline)
 
     @property
     def geometry(self) -> Geometry:

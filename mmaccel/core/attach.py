@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mmaccel.backends import select
-from mmaccel.core.adapter import ModelAdapter, ModelView
+from mmaccel.core.adapter import ModelAdapter, ModelView, Outline
 from mmaccel.core.attention import Road
 from mmaccel.core.compose import check_sequences
 from mmaccel.core.errors import ModelError, RecipeError
@@ -41,6 +41,8 @@ def adapter_for(model: nn.Module) -> ModelAdapter:
         )
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     adapter = family_of(kind)
+    if isinstance(model, Outline):
+        return adapter
     whole = hasattr(model, "generate") and callable(getattr(model, "get_output_embeddings", None))
     if not whole or model.get_output_embeddings() is None:  # type: ignore[operator]
         raise ModelError(
@@ -67,23 +69,12 @@ class Accelerated:
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        check_sequences(recipe)
         self.model = model
         self.adapter = adapter_for(model)
         self.view = ModelView(model, self.adapter, adapter_for)
-        bound = recipe.sparse.bind(self.view)
-        self.recipe = recipe = recipe if bound is recipe.sparse else replace(recipe, sparse=bound)
         self.last_state: KVState | None = None
-        depth = self.view.geometry.layers
-        wrong = [n for n in recipe.dense_layers if n >= depth]
-        if wrong:
-            raise RecipeError(
-                f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."
-            )
         try:
-            recipe.draft.check(self.view)
-            if recipe.prune is not None:
-                recipe.prune.stages(depth)
+            self.recipe = recipe = fitted(recipe, self.view)
             device = self.view.device
             choice = choose_backend(recipe, self.view)
             self.road = Road(recipe, choice.backend, select.get(choice.backend, device), choice=choice)
@@ -154,6 +145,27 @@ def accelerate(
             "the model is accelerated already; call detach() on what accelerate returned, then attach anew."
         )
     return Accelerated(model, chosen)
+
+
+def fitted(recipe: Recipe, view: ModelView) -> Recipe:
+    """A recipe as it serves a model, asked when it is attached, and of the model's outline before it is loaded.
+
+    Raises `RecipeError` for one that cannot serve sequences, or a model of this depth and shape, and `DraftError` for a
+    draft that is not there or does not fit.
+    """
+    check_sequences(recipe)
+    bound = recipe.sparse.bind(view)
+    recipe = recipe if bound is recipe.sparse else replace(recipe, sparse=bound)
+    depth = view.geometry.layers
+    wrong = [n for n in recipe.dense_layers if n >= depth]
+    if wrong:
+        raise RecipeError(
+            f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."
+        )
+    if recipe.prune is not None:
+        recipe.prune.stages(depth)
+    recipe.draft.check(view)
+    return recipe
 
 
 def choose_backend(recipe: Recipe, view: ModelView) -> select.Choice:

@@ -144,7 +144,8 @@ class DraftStrategy(Placed, ABC):
         return None
 
     def check(self, target: ModelView) -> None:
-        """Called when the recipe is attached: raise `DraftError` for a draft that cannot serve `target`."""
+        """Called when the recipe is attached: raise `DraftError` for a draft that cannot serve `target`. Of an outlined
+        target, before it is loaded: from configurations alone."""
 
     @abstractmethod
     def open(self, target: ModelView) -> DraftState: ...

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Geometry, ModelAdapter, Runner, StreamSeam
+from mmaccel.core.adapter import Geometry, ModelAdapter, Outline, Runner, StreamSeam
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
@@ -269,8 +269,10 @@ class Family(ModelAdapter):
         return HFRunner.open(model, self, kv)
 
     def load(self, path: str, like: nn.Module) -> nn.Module:
-        from mmaccel.models.loading import load_model
+        from mmaccel.models.loading import load_model, outline
 
+        if isinstance(like, Outline):
+            return outline(path).model
         first = next(like.parameters())
         return load_model(path, dtype=first.dtype, device=first.device)
 

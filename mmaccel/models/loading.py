@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from mmaccel.core.adapter import ModelView, Outline
+from mmaccel.core.attach import adapter_for, family_of, fitted
 from mmaccel.core.errors import ModelError, UnknownName
+from mmaccel.core.recipe import Recipe
 from mmaccel.models import tiny
 from mmaccel.models.hub import absent
 from mmaccel.models.spread import spread
@@ -91,6 +94,31 @@ def load_model(
         spread(model, places)
         return model.eval()  # type: ignore[no-any-return]
     return model.to(first).eval()  # type: ignore[no-any-return]
+
+
+def outline(name: str | Path) -> ModelView:
+    """The model `name` as its configuration tells it; no weights are read.
+
+    Raises `ModelError` where there is no such model, or one of a family that is not supported.
+    """
+    from transformers import AutoConfig
+
+    from mmaccel.models.processor_files import config_of, folder_of
+
+    source = resolve(known_model(name))
+    folder = folder_of(source)
+    family = family_of(str(config_of(folder).get("model_type")))
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        told = " ".join(str(error).split())
+        raise ModelError(f"model {source!r}: its config.json cannot be read ({told[:200]}).") from error
+    return ModelView(Outline(config), family, adapter_for)
+
+
+def check_recipe(recipe: Recipe | str | Path | Mapping[str, Any], name: str | Path) -> None:
+    """Raise what `accelerate` would raise of a recipe on the model `name`, which is not loaded, nor is a draft."""
+    fitted(Recipe.load(recipe), outline(name))
 
 
 def load_processor(name: str | Path) -> Any:

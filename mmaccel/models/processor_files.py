@@ -33,13 +33,11 @@ def read_folder(name: str | os.PathLike[str]) -> ProcessorFiles:
     preprocessor_config.json, video_preprocessor_config.json (the image's file stands in for it), and
     processor_config.json with the rest.
     """
-    folder = _folder(name)
-    config = _json(folder / "config.json")
+    folder = folder_of(name)
+    config = config_of(folder)
     whole = _json(folder / "processor_config.json") or {}
     image = whole.get("image_processor") or _json(folder / "preprocessor_config.json")
     video = whole.get("video_processor") or _json(folder / "video_preprocessor_config.json") or image
-    if config is None:
-        raise ModelError(f"{folder} has no config.json: name the folder of a saved model.")
     check_type(str(config.get("model_type")))
     if image is None and video is None:
         raise ModelError(
@@ -72,7 +70,16 @@ def write_folder(folder: Path, tokenizer: Any, chat_template: str | None, whole:
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
 
 
-def _folder(name: str | os.PathLike[str]) -> Path:
+def config_of(folder: Path) -> dict[str, Any]:
+    """What config.json says; raises `ModelError` where there is none."""
+    config = _json(folder / "config.json")
+    if config is None:
+        raise ModelError(f"{folder} has no config.json: name the folder of a saved model.")
+    return config
+
+
+def folder_of(name: str | os.PathLike[str]) -> Path:
+    """A folder as it is; of a model on the hub that with its small files, which are fetched. Raises `ModelError`."""
     if Path(name).is_dir():
         return Path(name)
     if Path(name).exists() or os.fspath(name).count("/") != 1:

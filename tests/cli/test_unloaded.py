@@ -20,6 +20,14 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a memory of streams": ((*ASK, "rekv"), "kv 'rekv' is a memory of video streams"),
     "a backend": ((*ASK, "BACKEND"), "backend 'flash' cannot run on cpu"),
     "a table that is not shipped": ((*ASK, "searched"), "no table is shipped with this model"),
+    "a layer that is not there": ((*ASK, "LAYER"), "there is no layer 40; the model has layers 0 to 2"),
+    "a pruner's layer": ((*ASK, "PRUNE"), "fastv: layer 9 of a model of 3"),
+    "the layer of a draft's pruner": ((*ASK, "DRAFT"), "uv: layer 30 and base 0 on a target of 3 layers"),
+    "a layer of a table": ((*ASK, "TABLE"), "table has layer 8; the model has layers 0 to 2"),
+    "a layer to draw": (
+        ("draw", "heads", "--video", "CLIP", "--model", "OV", "--out", "x", "--layer", "9"),
+        "--layer",
+    ),
     "of captions": (
         ("caption", "CLIP", "--model", "OV", "--recipe", "rekv", "--draft", "OV"),
         "a memory of video streams",
@@ -71,6 +79,10 @@ def test_it_is_told_unloaded(
         ("FIELD", "sparse: {name: a_shape, windw: 3}"),
         ("PAIR", "sparse: a_shape\nkv: window"),
         ("BACKEND", "backend: flash"),
+        ("LAYER", "dense_layers: [0, 40]"),
+        ("PRUNE", "prune: {name: fastv, layer: 9}"),
+        ("DRAFT", f"draft: {{name: parallel, model: {ov}, prune: {{name: uv, layer: 30}}}}"),
+        ("TABLE", "sparse: {name: per_head, table: {8: {0: grid}}}"),
     ):
         stand[file] = str(tmp_path / f"{file}.yaml")
         Path(stand[file]).write_text(text + "\n")

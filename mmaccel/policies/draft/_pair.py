@@ -129,9 +129,9 @@ class PeerStrategy(DraftStrategy):
         return self.prune
 
     def check(self, target: ModelView) -> None:
-        self.peer(target)
         if self.prune is not None:
             self.prune.stages(target.geometry.layers)
+        self.peer(target)
 
     def peer(self, target: ModelView) -> ModelView:
         """The draft model's view, in this process; raises `DraftError`."""

@@ -90,12 +90,12 @@ class Parallel(PeerStrategy):
         return (self.window or self.most) + 1
 
     def check(self, target: ModelView) -> None:
-        if not self.process:
+        if not self.process or target.outlined:
             super().check(target)
             return
-        self._worker(target)
         if self.prune is not None:
             self.prune.stages(target.geometry.layers)
+        self._worker(target)
 
     def open(self, target: ModelView) -> DraftState:
         vocab = target.geometry.vocab

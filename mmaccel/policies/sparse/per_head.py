@@ -118,17 +118,13 @@ class PerHead(SparsePattern):
             )
         return pattern
 
-    def check_shipped(self, folder: Path | None) -> None:
-        """Raise `RecipeError` where the table is that of the model's folder, and `folder` has none."""
-        if self.table == SHIPPED and (folder is None or not (folder / FILE).is_file()):
-            raise RecipeError(
-                f"per_head: no table is shipped with this model (there is no {FILE} in its folder); "
-                "run `mmaccel search` on it and give the file as table."
-            )
-
     def bind(self, model: ModelView) -> SparsePattern:
         if self.table == SHIPPED:
-            self.check_shipped(model.folder)
+            if model.folder is None or not (model.folder / FILE).is_file():
+                raise RecipeError(
+                    f"per_head: no table is shipped with this model (there is no {FILE} in its folder); "
+                    "run `mmaccel search` on it and give the file as table."
+                )
             return replace(self, table=f"{model.folder}/{FILE}").bind(model)
         other = None if self._file is None else difference(self._file, model.fingerprint)
         if other is not None:

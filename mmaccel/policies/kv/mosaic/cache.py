@@ -39,7 +39,8 @@ class Cache:
             place = self._sources.place(("cache", layer), count)
             units = in_units(rows, self._sources.store.shape.tokens)[:, :, len(entries) - count :]
             self._sources.store.lanes.compute.run(partial(_copy, place, units.permute(2, 0, 1, 3, 4)))
-            self._entries[layer], self._told = entries[len(entries) - count :], None
+            # What was told may be written over by the next question.
+            self._entries[layer], self._told = entries[len(entries) - count :].clone(), None
 
     def holds(self) -> bool:
         """Whether anything is here."""

@@ -235,14 +235,21 @@ class Index:
         First whole visual clusters by score until they hold `STAGE` times the budget, then semantic clusters inside these
         until the budget is full; of the last one those entries of the largest score of their own.
         """
-        return self.search_ahead(layer, query[None], budget, 0, end)[0]
+        self.prepare(end)
+        return self.search_ahead(layer, query[None], budget, 0)[0]
+
+    @property
+    def _now(self) -> _There:
+        """What was prepared."""
+        assert self._ready is not None
+        return self._ready
 
     def search_ahead(
-        self, layer: int, queries: Tensor, budget: int, ahead: int, end: int
+        self, layer: int, queries: Tensor, budget: int, ahead: int
     ) -> tuple[Found, Tensor | None]:
         """`search` by the first of `queries` [1 or 2, d], and by the second, in the next layer, `ahead` entries: of the last
-        cluster the oldest ones; -1 where there are no more."""
-        there, rows = self.prepare(end), slice(layer, layer + len(queries))
+        cluster the oldest ones; -1 where there are no more. After `prepare`."""
+        there, rows = self._now, slice(layer, layer + len(queries))
         if len(there.entries) <= budget:
             scores = self._score(self.key[rows], queries)
             picked = there.size[layer] > 0
@@ -303,16 +310,14 @@ class Index:
         that it left, as many as are sure to be left, so that the host knows their number: those that may be needed to fill
         the budget, were they the smallest, have none.
         """
-        there = self._ready
-        assert there is not None
+        there = self._now
         some = there.alive[layer] * (len(there.entries) > budget) if everyone else self._fewest[budget][layer]
         return min(some, most)
 
     def rest(self, layer: int, found: Found, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of the `count` clusters of the largest score: keys and values [2, k, d], time and size [k] on the device; the size
         of retrieved clusters is 0. Those that were retrieved come last, and before them what the search left aside."""
-        there = self._ready
-        assert there is not None
+        there = self._now
         # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
         size, lowest = there.size[layer], torch.finfo(torch.float32).min / 2
         rank = found.scores.clamp_min(lowest).masked_fill(found.picked, 1.5 * lowest)
@@ -321,9 +326,9 @@ class Index:
         rows = torch.stack([key[layer].index_select(0, ids), self.value[layer].index_select(0, ids)])
         return rows, self.time[layer, ids], size.masked_fill(found.picked, 0)[ids]
 
-    def guess(self, layer: int, entries: Tensor, budget: int, end: int) -> Tensor:
+    def guess(self, layer: int, entries: Tensor, budget: int) -> Tensor:
         """[n] what the clusters of `layer` that hold `entries` contain, largest overlap first, up to `budget`; -1: none."""
-        there = self.prepare(end)
+        there = self._now
         width = min(budget, len(there.entries))
         if there.parent is None or not entries.numel():
             return entries[:width]

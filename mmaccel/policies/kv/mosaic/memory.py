@@ -240,8 +240,8 @@ class MosaicMemory(StreamMemory):
         guess."""
         policy, budget, parts = self.policy, self.budget, self.parts
         begin, count = max(self._count - self.local, self._first), self._count
-        local, end = count - begin, begin * parts
-        there = self.index.prepare(end, budget)
+        local = count - begin
+        there = self.index.prepare(begin * parts, budget)
         reps = self.index.left(layer, budget, policy.reps, policy.reps_for == "all") if policy.reps else 0
         reps *= self.tree.started
         guessing = policy.prefetch and bool(self._first) and layer + 1 < self.geometry.layers
@@ -251,7 +251,7 @@ class MosaicMemory(StreamMemory):
         shared = not reps and (total == count * parts or (self.compact and parts == 1))
 
         def choose(mean: Tensor, at: Tensor, words: Tensor | None = None) -> tuple[Tensor, ...]:
-            found, ahead = self._search(layer, mean, words, wide, end)
+            found, ahead = self._search(layer, mean, words, wide)
             near = (at - local) * parts + torch.arange(local * parts, device=self.device)
             entries = torch.cat([found.entries, near])
             made, places = [] if ahead is None else [ahead], []
@@ -294,22 +294,22 @@ class MosaicMemory(StreamMemory):
         )
 
     def _search(
-        self, layer: int, mean: Tensor, words: Tensor | None, wide: int, end: int
+        self, layer: int, mean: Tensor, words: Tensor | None, wide: int
     ) -> tuple[Found, Tensor | None]:
         """What a layer retrieves for a mean query [H, D], and what the next will need, by the policy's guess: by the queries
         of `words` [1, 1, E], if any."""
         policy, folded = self.policy, self._folded(mean)
         if layer + 1 == self.geometry.layers:
-            return self.index.search(layer, folded, self.budget, end), None
+            return self.index.search_ahead(layer, folded[None], self.budget, 0)
         later = folded
         if words is not None:
             later = self._folded(self._model.query(layer + 1, words.to(self.stream.dtype))[0, :, 0].float())
         # Without a guess too: what else is computed beside it may change the last bit of a score.
-        found, ahead = self.index.search_ahead(layer, torch.stack([folded, later]), self.budget, wide, end)
+        found, ahead = self.index.search_ahead(layer, torch.stack([folded, later]), self.budget, wide)
         if not (policy.prefetch and self._first):
             return found, None
         if policy.predictor == "frames":
-            ahead = self.index.guess(layer + 1, found.entries, wide, end)
+            ahead = self.index.guess(layer + 1, found.entries, wide)
         return found, ahead
 
     def _standing_for(self, rows: Tensor, held: Tensor) -> list[Tensor]:

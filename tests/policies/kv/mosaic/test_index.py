@@ -191,11 +191,11 @@ def test_the_index_follows_what_changes() -> None:
 def test_guessing_by_frames_takes_the_clusters_that_hold_them(tree: Hierarchy) -> None:
     index, end = index_of(tree), tree.units * tree.summaries.parts
     found = index.search(0, query(0), 6, end)
-    guessed = index.guess(1, found.entries, end, end)
+    guessed = index.guess(1, found.entries, end)
     guessed = guessed[guessed >= 0]
     owners = tree.semantic.owner[1]
     assert set(guessed.tolist()) == set(torch.isin(owners, owners[found.entries]).nonzero()[:, 0].tolist())
-    assert index.guess(1, found.entries, 3, end).numel() == 3
+    assert index.guess(1, found.entries, 3).numel() == 3
 
 
 def test_a_medoid_is_one_of_its_cluster_s_entries() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -12,12 +13,13 @@ Work = Callable[..., tuple[Tensor, ...]]
 
 
 def captured(work: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Any, Any]:
-    """A CUDA graph of `work`, which is not run, and the tensors that a replay of it writes to.
+    """A CUDA graph of `work`, which is not run, and what a replay of it writes to, until another graph of the pool replays.
 
     Not by `torch.cuda.graph`, which collects garbage and gives the pool back: there are many captures, one after another.
     """
+    side = _side(device)
     with torch.cuda.device(device):
-        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -29,17 +31,24 @@ def captured(work: Callable[[], Any], device: torch.device, pool: Any) -> tuple[
     return graph, out
 
 
+@functools.cache
+def _side(device: torch.device) -> Any:
+    """The stream of all captures on a device: libraries keep a workspace for each stream that they have seen."""
+    with torch.cuda.device(device):
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
 class Replays:
     """Functions by name, each of tensors of fixed shapes; whatever else it reads stays where it is as long as `mark` does.
 
     The first call of a name runs the function as it is written, and so does every call where there is no CUDA. The second
-    captures it. What a captured function gives lies where its next call writes.
+    captures it. What a captured function gives lies where its own next call writes, and no other.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._works = device.type == "cuda"
-        self._held: dict[Hashable, _Replay | None] = {}
+        self._held: dict[Hashable, _Replay | tuple[Tensor, ...]] = {}
         self._rooms: dict[Hashable, Tensor] = {}
         self._mark: Hashable = None
         self._pool: Any = None
@@ -51,38 +60,54 @@ class Replays:
             self._rooms.clear()
             self._mark, self._pool = mark, None
 
-    def room(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor for functions to write to, always the same until the mark changes; what is in it is the last one's."""
-        known = (name, shape, like.dtype)
+        known = (name, shape, dtype)
         if known not in self._rooms:
             with torch.inference_mode(False):
-                self._rooms[known] = torch.empty(shape, dtype=like.dtype, device=self._device)
+                self._rooms[known] = torch.empty(shape, dtype=dtype, device=self._device)
         return self._rooms[known]
 
     def __call__(self, name: Hashable, work: Work, *given: Tensor) -> tuple[Tensor, ...]:
         """What `work` makes of `given`."""
         if not self._works:
             return work(*given)
-        if name not in self._held:
-            self._held[name] = None
-            return work(*given)
-        held = self._held[name]
+        held = self._held.get(name)
         if held is None:
+            out = work(*given)
+            with torch.inference_mode(False):
+                self._held[name] = tuple(torch.empty_like(one) for one in out)
+            return out
+        if not isinstance(held, _Replay):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            held = self._held[name] = _Replay(work, given, self._device, self._pool)
+            held = self._held[name] = _Replay(work, given, held, self._device, self._pool)
         return held(*given)
 
 
 class _Replay:
-    def __init__(self, work: Work, given: tuple[Tensor, ...], device: torch.device, pool: Any) -> None:
+    """`out`: where results go. Those of the graph itself lie in memory that graphs captured before may work in."""
+
+    def __init__(
+        self,
+        work: Work,
+        given: tuple[Tensor, ...],
+        out: tuple[Tensor, ...],
+        device: torch.device,
+        pool: Any,
+    ) -> None:
         # Captures write to them from whatever mode they are replayed in.
         with torch.inference_mode(False):
             self._given = [torch.empty_like(one) for one in given]
-        self._graph, self._out = captured(lambda: work(*self._given), device, pool)
+        self._out = out
+        self._graph, _ = captured(lambda: self._run(work), device, pool)
+
+    def _run(self, work: Work) -> None:
+        for place, one in zip(self._out, work(*self._given), strict=True):
+            place.copy_(one)
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         for place, one in zip(self._given, given, strict=True):
             place.copy_(one)
         self._graph.replay()
-        return self._out  # type: ignore[no-any-return]
+        return self._out

@@ -20,7 +20,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from mmaccel.backends.replay import Replays
 from mmaccel.core.adapter import Clip, ModelView, StreamSeam, Tail
 from mmaccel.core.attach import adapter_for, attached
 from mmaccel.core.attention import StreamRun
@@ -38,8 +40,9 @@ READ_FPS = 0.5
 READ_FRAMES = 64
 """Frames of a file that are held at a time."""
 
-FEW = 64
-"""Rows of a question or an answer up to which its layers are computed by `layers`: more is work for the modules."""
+WIDTHS = (1, 2, 4, *range(8, 65, 8))
+"""Rows of a question or an answer for which its layers are computed by `layers`, filled up to the next of these numbers:
+more is work for the modules."""
 
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _guard = threading.Lock()
@@ -74,6 +77,7 @@ class Seam(StreamSeam):
         first = next(model.parameters())
         self.device, self.dtype = first.device, family.words(model).weight.dtype
         self._kernel = kernel_for(self.device, self.dtype)
+        self._replays = Replays(self.device)
         self.text = family.text(model)
         shared: Any = self.text.config
         self._holders = [m for m in self.text.modules() if getattr(m, "config", None) is shared]
@@ -243,7 +247,7 @@ class Seam(StreamSeam):
 
         depth = self.view.geometry.layers
         run = StreamRun(state, self._kernel)
-        if few and embeds.shape[0] <= FEW and self._plain:
+        if few and embeds.shape[0] <= WIDTHS[-1] and self._plain:
             with self._busy():
                 return self._by_hand(run, embeds, hidden)
         cache = KVCache(state, depth)
@@ -269,26 +273,40 @@ class Seam(StreamSeam):
     @property
     def _plain(self) -> bool:
         """Whether `layers` knows those of the model, and nobody listens to them."""
-        known = self.family.layers(self.model)
-        return (
-            self.device.type in layers_of.DEVICES
-            and layers_of.known(known, getattr(self.text.config, "hidden_act", ""))
-            and not any(m._forward_hooks or m._forward_pre_hooks for one in known for m in one.modules())
-        )
+        layers = self.family.layers(self.model)
+        if self.device.type not in layers_of.DEVICES or not layers_of.known(
+            layers, getattr(self.text.config, "hidden_act", "")
+        ):
+            return False
+        inner = [module for layer in layers for module in layer.modules()]
+        return not any(module._forward_hooks or module._forward_pre_hooks for module in inner)
 
     def _by_hand(self, run: StreamRun, embeds: Tensor, hidden: bool) -> Tensor:
-        """`run` without the layers' modules."""
-        shape, state, x = self.view.geometry, run.state, embeds
+        """`run` without the layers' modules: between two layers' attention all is one replayed function."""
+        shape, state, n = self.view.geometry, run.state, len(embeds)
+        layers: list[Any] = list(self.family.layers(self.model))
         heads, groups, size = shape.heads, shape.kv_heads, shape.head_dim
-        for number, layer in enumerate(self.family.layers(self.model)):
+        width = next(rows for rows in WIDTHS if rows >= n)
+        self._replays.under(tuple(layer.self_attn.q_proj.weight.data_ptr() for layer in layers))
+        x = pad(embeds, (0, 0, 0, width - n))
+        rows = layers_of.entering(layers[0], x)
+        for number, layer in enumerate(layers):
             if hidden:
-                state.ahead(number, x[None])
-            rows = layers_of.entering(layer, x).view(1, len(x), -1, size).transpose(1, 2)
-            query, key, value = rows.split([heads, groups, groups], 1)
+                state.ahead(number, x[None, :n])
+            columns = rows[None, :n].view(1, n, -1, size).transpose(1, 2)
+            query, key, value = columns.split([heads, groups, groups], 1)
             state.append(number, key, value)
             out = run.attend(number, query, key, value, size**-0.5)
-            x = layers_of.leaving(layer, x, out.transpose(1, 2).reshape(len(x), -1))
-        return normed(self.text.norm, x)
+            out = pad(out.transpose(1, 2).reshape(n, -1), (0, 0, 0, width - n))
+            later = layers[number + 1 : number + 2]
+
+            def between(x: Tensor, out: Tensor, layer: Any = layer, later: Any = later) -> tuple[Tensor, ...]:
+                x = layers_of.leaving(layer, x, out)
+                return x, *(layers_of.entering(one, x) for one in later)
+
+            x, *some = self._replays((number, width), between, x, out)
+            rows = some[0] if some else rows
+        return normed(self.text.norm, x[:n])
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

@@ -138,8 +138,9 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
 ) -> None:
     """While the stream grows, so that what replays read is written anew, and now and then moved."""
     kv = {**TIGHT["mosaic"], "positions": positions}
-    _, plain = on_gpu(name, torch.float32, kv)
-    _, replayed = on_gpu(name, torch.float32, kv)
+    # In float64, for a choice between nearly equal scores turns on rounding.
+    _, plain = on_gpu(name, torch.float64, kv)
+    _, replayed = on_gpu(name, torch.float64, kv)
     made, capture = [], replay.captured
 
     def noted(*given: Any) -> Any:
@@ -153,7 +154,7 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
             for session in (plain, replayed):
                 session.watch(part, fps=FPS)
                 live: Any = session._live
-                live.state.replays._works = session is replayed
+                live.state.replays._works = live.seam._replays._works = session is replayed
                 found.append(torch.stack([logits(session) for _ in range(3)]))
-            assert (found[0] - found[1]).abs().max() <= 1e-4
+            assert (found[0] - found[1]).abs().max() <= 1e-5
     assert made

@@ -38,7 +38,7 @@ def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pyte
         found, again = logits(session), session.ask(QUESTION, 6)
     assert (found - wanted).abs().max() <= 1e-4 and again.ids == said.ids
     # A question, twice, and the words of an answer one by one.
-    assert len(passes) >= 3 and max(passes) <= stream.FEW and min(passes) == 1
+    assert len(passes) >= 3 and max(passes) <= stream.WIDTHS[-1] and min(passes) == 1
 
 
 def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,5 +56,5 @@ def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest
         logits(session)
         hook.remove()
         assert heard
-        monkeypatch.setattr(stream, "FEW", 4)
+        monkeypatch.setattr(stream, "WIDTHS", (1, 4))
         logits(session)

@@ -250,6 +250,9 @@ class MosaicMemory(StreamMemory):
         total = min(len(there.entries), budget) + local * parts
         shared = not reps and (total == count * parts or (self.compact and parts == 1))
 
+        size = (2, 1, 1, reps + total * self.stream.unit // parts, self.geometry.head_dim)
+        room = self.replays.room("angles", size, self.stream.dtype)
+
         def choose(mean: Tensor, at: Tensor, words: Tensor | None = None) -> tuple[Tensor, ...]:
             found, ahead = self._search(layer, mean, words, wide)
             near = (at - local) * parts + torch.arange(local * parts, device=self.device)
@@ -260,10 +263,9 @@ class MosaicMemory(StreamMemory):
                 made += self._standing_for(rows, held)
                 places.append(self.standing.middles(times, entries, count, self.compact))
             if not shared:
+                # One place for all layers: a layer turns its keys before the next one is asked.
                 places.append(self.standing.where(entries, count, self.compact))
-                angles = self.turner.angles(torch.cat(places, -1))
-                room = self.replays.room("angles", (2, *angles[0].shape), angles[0])
-                made.append(torch.stack(angles, out=room))
+                torch.stack(self.turner.angles(torch.cat(places, -1)), out=room)
             return entries, found.picked, found.scores, *made
 
         given = [mean, torch.full((1,), count, device=self.device), *([] if words is None else [words])]
@@ -275,7 +277,7 @@ class MosaicMemory(StreamMemory):
             entries, picked, scores, *made = choose(*given)
         ahead = made.pop(0) if guessing else None
         rows, bias = (made.pop(0), made.pop(0)) if reps else (None, None)
-        angles = self._shared(entries, count) if shared else (made[0][0], made[0][1])
+        angles = self._shared(entries, count) if shared else (room[0], room[1])
         recalled = len(entries) - local * parts
         return Chosen(
             Found(entries[:recalled], picked, scores),

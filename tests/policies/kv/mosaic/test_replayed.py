@@ -16,17 +16,15 @@ class Replayed:
 
     made = 0
 
-    def __init__(self, work: Any, given: Any, device: Any, pool: Any) -> None:
-        self.work, self.out = work, None
+    def __init__(self, work: Any, given: Any, out: Any, device: Any, pool: Any) -> None:
+        self.work, self.out = work, out
         Replayed.made += 1
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         new = self.work(*(one.clone() for one in given))
-        if self.out is None:
-            self.out = tuple(one.clone() for one in new)
         for place, one in zip(self.out, new, strict=True):
             place.copy_(one)
-        return self.out
+        return self.out  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("positions", ["original", "compact"])

@@ -3,7 +3,8 @@
     python bench/pruning.py --model tiny-ov --captions 100 --jobs 12 --out bench/results/pruning_tiny-ov_202611.jsonl
 
 Rows of `what`: "draft" (accepted lengths and rate of a draft whose prompt is pruned, by pruner and share kept, with paired
-intervals against uv), "lossy" (the share of a pruned model's own text that the whole model would have written), "frames"
+intervals against uv), "lossy" (the share of a pruned model's own text that the whole model would have written, beside the
+measured share of the video that its decoded tokens have `seen`, see lossy.py, and what all layers hold on average), "frames"
 (kept tokens by frame, in 32 stretches of the video, and how many times their share the outermost frames hold).
 Text is the target's greedy caption; every way sees the same captions.
 """
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from lossy import lossy
 from timing import Log
 
 from mmaccel import load_model, load_processor
@@ -34,18 +36,19 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.eval.answer import prompt
 from mmaccel.eval.caption import caption_cases
 from mmaccel.eval.cases import Film
-from mmaccel.eval.pruning import agrees, at_ends, by_frame, chosen, draft_agrees, left, paired, rounds, write
-from mmaccel.policies.prune import (
-    AttentionPrune,
-    DyCoke,
-    FastV,
-    PyramidDrop,
-    RandomPrune,
-    SparseVLM,
-    UniformPrune,
-    UVPrune,
-    VisionZip,
+from mmaccel.eval.pruning import (
+    agrees,
+    at_ends,
+    by_frame,
+    chosen,
+    draft_agrees,
+    left,
+    paired,
+    rounds,
+    seen_share,
+    write,
 )
+from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
 
 KEPT = (1.0, 0.5, 0.1, 0.05, 0.01)
 STRETCHES = 32
@@ -76,17 +79,6 @@ def drafts(share: float, depth: int) -> dict[str, TokenPruner]:
     }
 
 
-def lossy(share: float) -> dict[str, TokenPruner]:
-    """The pruners of a target, at about `share` of the video on average over eight layers, where they go so low."""
-    return {
-        "fastv": FastV(layer=1, retention=max(0.0, (8 * share - 1) / 7)),
-        "pyramid_drop": PyramidDrop(retention=max(share, 0.05) ** 0.5, stages_at=(0.125, 0.25)),
-        "sparsevlm": SparseVLM(retention=(share, share / 2), layers=(0, 2)),
-        "dycoke": DyCoke(drop=min(1.0, (1 - share) * 4 / 3)),
-        "visionzip": VisionZip(retention=share),
-    }
-
-
 class Share:
     """The captions of one process: its models, and what came of each way and share kept."""
 
@@ -113,10 +105,10 @@ class Share:
 
 @dataclass
 class Found:
-    """Of one caption, by way and share kept: accepted length and rate; tokens, agreed, average share; kept by frame."""
+    """Of one caption, by way and share: accepted length and rate; tokens, agreed, shares seen and held; kept by frame."""
 
     speculated: dict[tuple[str, float], tuple[float, float]] = field(default_factory=dict)
-    judged: dict[tuple[str, float], tuple[int, int, float]] = field(default_factory=dict)
+    judged: dict[tuple[str, float], tuple[int, int, float, float]] = field(default_factory=dict)
     lying: dict[tuple[str, float], list[int]] = field(default_factory=dict)
 
 
@@ -183,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     log = Log(options.out, torch.device(options.device))
     every = collect(options)
     speculated: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
-    judged: dict[tuple[str, float], list[tuple[int, int, float]]] = defaultdict(list)
+    judged: dict[tuple[str, float], list[tuple[int, int, float, float]]] = defaultdict(list)
     lying: dict[tuple[str, float], list[list[int]]] = defaultdict(list)
     for one in every:
         for whole, part in ((speculated, one.speculated), (judged, one.judged), (lying, one.lying)):
@@ -202,10 +194,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         row["over uv"] = paired(lengths, [length for length, _ in speculated["uv", share]])
         _tell(log, what="draft", **common, **row)
     for (name, share), texts in judged.items():
-        tokens, agreed, held = (sum(column) for column in zip(*texts, strict=True))
-        row = {"pruner": name, "asked": share, "average retention": held / len(texts)}
+        tokens, agreed, seen, held = (sum(column) for column in zip(*texts, strict=True))
+        row = {"pruner": name, "asked": share, "seen": seen / len(texts)}
+        row["average retention"] = held / len(texts)
         row |= {"tokens": tokens, "accepted": agreed / tokens}
-        row["by caption"] = paired([a / t for t, a, _ in texts], [0.0] * len(texts))
+        row["by caption"] = paired([a / t for t, a, *_ in texts], [0.0] * len(texts))
         _tell(log, what="lossy", **common, **row)
     for (name, share), each in lying.items():
         total = [sum(column) for column in zip(*each, strict=True)]
@@ -226,10 +219,12 @@ def _draft(
 
 
 def _lossy(target: nn.Module, inputs: Any, share: float, limit: int, found: Found) -> None:
-    for name, pruner in lossy(share).items():
-        text, _ = write(target, inputs, Recipe(prune=pruner), limit)
+    depth = len(adapter_for(target).layers(target))
+    for name, pruner in lossy(share, depth).items():
+        text, report = write(target, inputs, Recipe(prune=pruner), limit)
         layout, columns, held = left(target, inputs, pruner)
-        found.judged[name, share] = len(text), int(agrees(target, inputs, text).sum()), held
+        agreed, seen = int(agrees(target, inputs, text).sum()), seen_share(report.kv, pruner, depth)
+        found.judged[name, share] = len(text), agreed, seen, held
         found.lying[name, share] = by_frame(layout, columns)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import ScorePruner, TokenPruner, candidates, frames, quota
+from mmaccel.core.prune import ScorePruner, TokenPruner, alike, candidates, quota
 from mmaccel.core.report import Report
 from mmaccel.policies.prune import VisionZip
 
@@ -189,8 +189,8 @@ def left(pruner: TokenPruner, layout: TokenLayout, depth: int) -> float | None:
     a pruner that cannot be counted."""
     total = int(candidates(layout).numel())
     if isinstance(pruner, VisionZip):
-        sizes = [len(frame) for frame in frames(layout)]
-        counts = {stage.layer: sum(quota(stage.share, n) for n in sizes) for stage in pruner.stages(depth)}
+        kept = sum(sum(pruner.counts(*same.shape)) for same in alike(layout))
+        counts = {stage.layer: kept for stage in pruner.stages(depth)}
     elif isinstance(pruner, ScorePruner):
         counts = {stage.layer: min(quota(stage.share, total), total) for stage in pruner.stages(depth)}
     else:

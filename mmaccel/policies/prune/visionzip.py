@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -41,6 +42,8 @@ class VisionZip(TokenPruner):
     those averaged.
 
     retention   share of a frame's tokens that stays, rounded down
+    carry       what rounding takes from a frame goes to the next of its size, so that the whole video keeps its share:
+                a tenth of frames of 16 tokens is then one or two of each, and not one
     contextual  share of those that are contextual, rounded to the nearest
     """
 
@@ -50,6 +53,7 @@ class VisionZip(TokenPruner):
 
     retention: float = 64 / 196
     contextual: float = 10 / 64
+    carry: bool = False
 
     def __post_init__(self) -> None:
         check_share(self.name, "retention", self.retention)
@@ -57,6 +61,12 @@ class VisionZip(TokenPruner):
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
         return (Stage(0, hidden=(0,), share=self.retention),)
+
+    def counts(self, number: int, size: int) -> list[int]:
+        """How many tokens each of `number` frames of `size` tokens keeps."""
+        if not self.carry:
+            return [quota(self.retention, size)] * number
+        return [b - a for a, b in pairwise(quota(self.retention, n * size) for n in range(number + 1))]
 
     def keep(
         self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
@@ -69,10 +79,8 @@ class VisionZip(TokenPruner):
         states = signals["hidden"][0]
         chosen: list[Tensor] = []
         changed = states.clone()
-        for columns in alike(layout):
-            size = columns.shape[1]
-            count = quota(stage.share, size)
-            merged = 0 if count == size else round(count * self.contextual)
+        for columns, count in self._counted(layout):
+            merged = 0 if count == columns.shape[1] else round(count * self.contextual)
             score = signals["vision_attention"][columns].float()
             ranked = score.sort(descending=True, stable=True).indices
             chosen.append(columns.gather(1, ranked[:, : count - merged]).flatten())
@@ -85,6 +93,15 @@ class VisionZip(TokenPruner):
                 chosen.append(middle)
         columns = staying(layout, torch.cat(chosen) if chosen else everything(layout)[:0])
         return Kept(columns, changed[columns])
+
+    def _counted(self, layout: TokenLayout) -> list[tuple[Tensor, int]]:
+        """Frames [n, size] of one size that keep one number of tokens, and that number."""
+        found = []
+        for columns in alike(layout):
+            counts = self.counts(*columns.shape)
+            for count in sorted(set(counts)):
+                found.append((columns[[i for i, n in enumerate(counts) if n == count]], count))
+        return found
 
 
 def _joined(states: Tensor, keys: Tensor, own: Tensor) -> Tensor:

@@ -325,6 +325,16 @@ def test_visionzip_counts_as_its_paper_does() -> None:
     assert int(changed.sum()) == 2 * 10
 
 
+def test_visionzip_carries_what_rounding_takes() -> None:
+    layout = layout_of([("video", [(4, 4)] * 10, 1), ("text", 2)])
+    pruner = VisionZip(retention=0.1, carry=True)
+    (stage,) = pruner.stages(8)
+    kept = pruner.keep(signals_for(layout, stage), layout, stage)
+    each = [len(set(frame) & set(kept.tolist())) for frame in frames_of(layout)]
+    assert sum(each) == 16 == sum(pruner.counts(10, 16)) and each == pruner.counts(10, 16)
+    assert set(each) == {1, 2} and VisionZip(retention=0.1).counts(10, 16) == [1] * 10
+
+
 class Counted(TorchDispatchMode):
     """Counts the operations inside it."""
 

@@ -9,7 +9,8 @@ kept and the measured steps. Needs two idle cores: what else runs on them is mea
 
 Rows: `window` (a number or null), `a_step` (tokens a target step, the target's own counted), `kept` (drafted ones alone, a
 round), `streak`, `tokens_per_s`, `speedup` over plain decoding and `against_sequential`, `same` (the tokens are the plain
-ones). The last line tells what was to be reached: `parallel` at 0.9 of the simulator's ratio over `sequential`, and at 1.15.
+ones). The row `memory` has the most bytes that the pipeline and drafting in turns hold. The last line tells what was to
+be reached: `parallel` at 0.9 of the simulator's ratio over `sequential`, and at 1.15.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from held import Held
 from timing import Log, environment
 
 from mmaccel.core.attach import accelerate
@@ -117,6 +119,20 @@ def row(name: str, draft: dict[str, Any], found: list[acceptance.Drafted]) -> di
     }
 
 
+def memory(model: Any, draft: Any, one: Mapping[str, torch.Tensor], tokens: int) -> dict[str, Any]:
+    """The most bytes of weights, caches and all other tensors in a generation by the pipeline and by drafting in turns, both
+    in this process, with a tenth of the video for the draft. What a second process takes beside its tensors is not in it."""
+    told = {"model": draft, "window": 4, "prune": UV}
+    most = {}
+    for kind, more in (("sequential", {}), ("parallel", {"process": False})):
+        recipe = Recipe(draft={"name": kind, **told, **more})  # type: ignore[arg-type]
+        with Held([model, draft]) as held, accelerate(model, recipe) as fast:
+            acceptance.generate(fast, one, tokens)
+        most[kind] = held.most
+    over = most["parallel"] / most["sequential"]
+    return {"case": "memory", **most, "parallel_over_sequential": over, "reached": over <= 1.02}
+
+
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """What was to be reached, from the rows: the pipeline over drafting in turns, both at their best window; None where rows
     of one of them are missing."""
@@ -182,6 +198,12 @@ def main() -> None:
     for found in measured(model, inputs, given.tokens, drafts, given.repeats):
         found["model"], found["frames"] = given.model, given.frames
         rows.append(found)
+        print(json.dumps(found), flush=True)
+        if log is not None:
+            log.row(**found)
+    if not given.only or "memory" in given.only:
+        draft = load_model(f"{given.model}-draft", dtype=torch.float32)
+        found = {"model": given.model, **memory(model, draft, inputs[0], given.tokens)}
         print(json.dumps(found), flush=True)
         if log is not None:
             log.row(**found)

@@ -10,7 +10,8 @@ Parts, each of some steps whose rows are written as they are made:
 steps     a captured step of one and of several rows, beside the time in which the device reads weights and cache once
 pipeline  a draft on the next device ahead of its target: alone, the pipeline at two windows and at the measured one, in
           turns, trees, all with replayed acceptance (see replayed.py); then whole, through `generate`, prefill and pruning
-          included; a model that drafts for itself after 256k columns; a batch
+          included; the most memory that the pipeline and drafting in turns take on all devices; both models on one device
+          with two streams; a model that drafts for itself after 256k columns; a batch
 sharded   the target spread over both devices, both ways round
 ratios    a step of the target after all columns, and of a draft that keeps 1, 0.5, 0.1, 0.05, 0.01 and none of them: T_p,
           T_q and their ratio, the window that is worth most and what it gains (the paper's Tables 3 and 5)

@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import replayed
+from held import asked, counting, together
 from pair import (
     SEATS,
     SELF,
@@ -34,6 +35,7 @@ from timing import Log, measure
 from mmaccel.core.attach import accelerate
 from mmaccel.core.draft import DraftState
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.report import Report
 from mmaccel.core.worker import Worker
 from mmaccel.eval import acceptance, simulate
 from mmaccel.models import spread as spreading
@@ -128,11 +130,14 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
     for window in (*given.windows, None):
         yield Step(f"pipeline:parallel:{window or 'measured'}", 25.0, ahead(window))
     yield from end_steps(bench, ("alone", "parallel"), shape)
+    yield memory_step(bench, "parallel", shape)
     yield from self_steps(bench)
     yield Step("pipeline:batch", 30.0, batch)
     for kind in ("sequential", "specvlm", "tree"):
         yield Step(f"pipeline:{kind}", 30.0, turns(kind))
     yield from end_steps(bench, ("sequential", "specvlm", "eager"), shape)
+    yield memory_step(bench, "sequential pruned", shape)
+    yield one_device_step(bench, shape)
 
 
 def self_steps(bench: Bench) -> Iterator[Step]:
@@ -168,19 +173,135 @@ def self_steps(bench: Bench) -> Iterator[Step]:
     yield Step("pipeline:self", 60.0, run)
 
 
+def strategy(bench: Bench, kind: str) -> Any:
+    """A draft on the next device, in this process or in the second one."""
+    window, tenth = bench.given.windows[0], UVPrune(retention=0.1)
+    if kind == "parallel":
+        Elsewhere.held = bench.ready(bench.pruned)
+        return Elsewhere(model="shape", window=window, prune=tenth)
+    if kind == "specvlm":
+        return Tree(model=bench.draft, prune=AttentionPrune(retention=0.1, compact=True))
+    if kind in ("sequential", "sequential pruned"):
+        return Sequential(
+            model=bench.draft, window=window, prune=tenth if kind == "sequential pruned" else None
+        )
+    return Off()
+
+
+def generation(bench: Bench, draft: Any, ended: Callable[[], Any], began: Any = None) -> tuple[Report, Any]:
+    """A generation by `draft`, after one that captures its steps; its report, and what `ended` tells while its memory is
+    still there. `began` is called before it."""
+    given, model = bench.given, bench.target
+    bench.drop("runner")
+    inputs = replayed.question(given.target, bench.columns, given.device)
+    with (
+        replayed.replaying(model, given.keep, given.seed),
+        accelerate(model, Recipe(draft=draft)) as fast,
+    ):
+        acceptance.generate(fast, inputs, 48)
+        bench.drop()
+        if began is not None:
+            began()
+        _, report = acceptance.generate(fast, inputs, bench.tokens)
+        return report, ended()
+
+
+def figures(report: Report) -> dict[str, Any]:
+    """What a row tells of a whole generation."""
+    pace, first = report.tokens_per_s, report.ttft_s
+    assert pace is not None and first is not None
+    return {
+        "prompt": report.prompt_tokens,
+        "ttft_s": first,
+        "tokens_per_s": pace,
+        "seconds": first + (report.new_tokens - 1) / pace,
+        "tokens": report.new_tokens,
+        "a_step": (report.new_tokens - 1) / max(report.draft["target_steps"], 1),
+        "peak_bytes": report.peak_bytes,
+        "failed": report.draft["failed"],
+    }
+
+
+def over(told: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
+    """How much faster than `base` a generation was, decoding and as a whole."""
+    return {
+        "speedup": told["tokens_per_s"] / base["tokens_per_s"],
+        "end_to_end": base["seconds"] / told["seconds"],
+    }
+
+
+def memory_step(bench: Bench, kind: str, shape: dict[str, Any]) -> Step:
+    """The most bytes allocated on each device in a generation, by all processes; see held.py. The pipeline comes first,
+    then drafting in turns with the same pruner and window, whose row has the ratio. Where both processes share a device, the
+    sum of their peaks, which need not come at once, stands against one peak: that is no less than the true ratio."""
+
+    def run(options: argparse.Namespace, log: Log) -> None:
+        draft = strategy(bench, kind)
+        own = [draft.model] if kind != "parallel" else []
+        with counting(bench.device, bench.target, *own) as peaks:
+
+            def began() -> None:
+                peaks.reset()
+                if kind == "parallel":
+                    asked(bench.start())
+
+            def ended() -> list[int]:
+                mine = peaks.read()
+                return together(mine, asked(bench.start())) if kind == "parallel" else mine
+
+            report, bytes_of = generation(bench, draft, ended, began)
+        told = {
+            "case": "memory",
+            "way": kind,
+            **shape,
+            "window": draft.window,
+            "prompt": report.prompt_tokens,
+        }
+        told |= {"bytes": bytes_of, "total": sum(bytes_of), "failed": report.draft["failed"]}
+        before = bench.found.setdefault("memory", told)
+        if before is not told:
+            told["parallel_over_this"] = before["total"] / told["total"]
+        tell(log, **told)
+
+    return Step(f"pipeline:memory:{kind.split()[0]}", 35.0, run)
+
+
+def one_device_step(bench: Bench, shape: dict[str, Any]) -> Step:
+    """Target and draft on one device and in one process: alone, in turns, and at once on two streams; a tenth of the video
+    for the draft, through `generate`."""
+    window, tenth = bench.given.windows[0], UVPrune(retention=0.1)
+
+    def run(options: argparse.Namespace, log: Log) -> None:
+        bench.stop()
+        bench.drop("draft")
+        ways = {
+            "alone": Off(),
+            "sequential": Sequential(model=bench.small, window=window, prune=tenth),
+            "parallel": Parallel(model=bench.small, window=window, prune=tenth, process=False),
+        }
+        found: dict[str, dict[str, Any]] = {}
+        for way, draft in ways.items():
+            report, _ = generation(bench, draft, lambda: None)
+            found[way] = told = figures(report)
+            told |= over(told, found["alone"])
+            counters = report.draft["counters"]
+            tell(
+                log,
+                case="one device",
+                way=way,
+                **shape,
+                window=window,
+                **told,
+                counters=counters,
+            )
+        bench.drop("small")
+
+    return Step("pipeline:one-device", 90.0, run)
+
+
 def end_steps(bench: Bench, kinds: Sequence[str], shape: dict[str, Any]) -> Iterator[Step]:
     """The whole way of a prompt, through `generate`: pixels, prefill, pruning, captures, decoding."""
     given = bench.given
-
-    def strategy(kind: str) -> Any:
-        if kind == "parallel":
-            Elsewhere.held = bench.ready(bench.pruned)
-            return Elsewhere(model="shape", window=given.windows[0], prune=UVPrune(retention=0.1))
-        if kind == "sequential":
-            return Sequential(model=bench.draft, window=given.windows[0])
-        if kind == "specvlm":
-            return Tree(model=bench.draft, prune=AttentionPrune(retention=0.1, compact=True))
-        return Off()
 
     def eager(options: argparse.Namespace, log: Log) -> None:
         inputs = replayed.question(given.target, bench.columns, given.device)
@@ -198,26 +319,10 @@ def end_steps(bench: Bench, kinds: Sequence[str], shape: dict[str, Any]) -> Iter
 
     def whole(kind: str) -> Callable[[argparse.Namespace, Log], None]:
         def run(options: argparse.Namespace, log: Log) -> None:
-            model = bench.target
-            bench.drop("runner")
-            inputs = replayed.question(given.target, bench.columns, given.device)
-            with (
-                replayed.replaying(model, given.keep, given.seed),
-                accelerate(model, Recipe(draft=strategy(kind))) as fast,
-            ):
-                acceptance.generate(fast, inputs, 48)
-                bench.drop()
-                _, report = acceptance.generate(fast, inputs, bench.tokens)
-                used = bench.used()
-            pace, first = report.tokens_per_s, report.ttft_s
-            assert pace is not None and first is not None
-            seconds = first + (report.new_tokens - 1) / pace
-            told: dict[str, Any] = {"case": "end", "way": kind, **shape, "prompt": report.prompt_tokens}
-            told |= {"ttft_s": first, "tokens_per_s": pace, "seconds": seconds, "tokens": report.new_tokens}
-            told |= {"a_step": (report.new_tokens - 1) / max(report.draft["target_steps"], 1), "used": used}
-            told |= {"peak_bytes": report.peak_bytes, "failed": report.draft["failed"]}
+            report, used = generation(bench, strategy(bench, kind), bench.used)
+            told = {"case": "end", "way": kind, **shape, **figures(report), "used": used}
             base = bench.found.setdefault("end", told)
-            told |= {"speedup": pace / base["tokens_per_s"], "end_to_end": base["seconds"] / seconds}
+            told |= over(told, base)
             tell(log, **told, counters=report.draft["counters"])
 
         return run

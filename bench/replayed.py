@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 sys.path.insert(0, str(Path(__file__).parent))
+from held import answering, counting
 
 from mmaccel.core.adapter import Runner
 from mmaccel.core.attach import adapter_for
@@ -224,6 +225,7 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
     class Either(Writer):
         def read(self, inputs: Any, *rest: Any, **more: Any) -> None:
             if "assumed" not in inputs:
+                held.clear()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
                 super().read(inputs, *rest, **more)
@@ -241,7 +243,9 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
     def fresh() -> Either:
         return Either(Counting(model, adapter_for(model), DynamicCache()), options["device"], VOCAB)
 
-    _remote.serve_writer(wire, fresh, options["device"])
+    with counting(device, model) as peaks:
+        answering(wire, peaks)
+        _remote.serve_writer(wire, fresh, options["device"])
 
 
 def second_process(given: argparse.Namespace, device: str) -> Worker:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from mmaccel import load_model
 from mmaccel.core.attach import adapter_for
 from tests.models.tiny_random import BUILD
 
@@ -23,6 +24,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import decode_cpu  # noqa: E402
 import decode_gpu  # noqa: E402
+import held  # noqa: E402
 import replayed  # noqa: E402
 
 
@@ -91,6 +93,30 @@ def test_no_verdict_without_both_ways() -> None:
     )
 
 
+def test_bytes_of_tensors_are_counted_once_and_until_they_go() -> None:
+    weight = torch.nn.Linear(8, 4, bias=False)
+    with held.Held([weight]) as counted:
+        assert counted.now == counted.most == 8 * 4 * 4
+        made = torch.zeros(16, dtype=torch.float32)
+        view = made[4:].view(3, 4)
+        assert counted.now == 128 + 64 and weight.weight.T is not None and view.shape == (3, 4)
+        del made
+        assert counted.now == 128 + 64
+        del view
+        assert counted.now == 128 and counted.most == 128 + 64
+
+
+@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
+def test_the_pipeline_holds_no_more_than_drafting_in_turns(name: str) -> None:
+    """At most two hundredths more: weights, caches, and whatever else is a tensor."""
+    model, draft = load_model(name, dtype=torch.float32), load_model(f"{name}-draft", dtype=torch.float32)
+    (inputs,) = decode_cpu.prompts(name, model, 16, 1, 40)
+    told = decode_cpu.memory(model, draft, inputs, 32)
+    weights = sum(p.nbytes for one in (model, draft) for p in one.parameters())
+    assert told["parallel"] > weights and told["sequential"] > weights
+    assert told["reached"] and told["parallel_over_sequential"] <= 1.02
+
+
 def run(*words: str) -> None:
     command = [sys.executable, *words]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -140,6 +166,27 @@ def test_the_pipeline_runs_in_two_processes(tmp_path: Path) -> None:
     assert rows["parallel"]["counters"]["post_verify"] > 0 and not rows["parallel"]["failed"]
     assert 0.6 < rows["parallel"]["kept_share"] < 0.95
     assert rows["sequential"]["a_step"] > 1.5 and rows["tree"]["a_step"] > 1.5
+
+
+@pytest.mark.slow
+def test_memory_of_two_processes_and_two_models_on_one_device(tmp_path: Path) -> None:
+    """Both processes are counted, the weights of both models among it."""
+    shape, out = "llava-onevision-0.5b", tmp_path / "rows.jsonl"
+    run(
+        *("bench/decode_gpu.py", "pipeline", "--device", "cpu", "--layers", "1", "--shrink", "64"),
+        *("--target", shape, "--draft", shape, "--windows", "3", "--tokens", "1600", "--repeats", "2"),
+        *("--only", "pipeline:memory", "pipeline:one-device", "--limit", "10000", "--out", str(out)),
+    )
+    rows = read(out)
+    first, second = (row for row in rows if row.get("case") == "memory")
+    assert (first["way"], second["way"]) == ("parallel", "sequential pruned")
+    weights = 2 * sum(p.nbytes for p in replayed.model_of(shape, "cpu", 1).parameters())
+    for row in (first, second):
+        assert row["failed"] is None and weights < row["total"] == sum(row["bytes"]) < 1.5 * weights
+    assert second["parallel_over_this"] == first["total"] / second["total"]
+    ways = {row["way"]: row for row in rows if row.get("case") == "one device"}
+    assert set(ways) == {"alone", "sequential", "parallel"} and ways["alone"]["speedup"] == 1.0
+    assert ways["parallel"]["failed"] is None and ways["parallel"]["counters"]["post_verify"] > 0
 
 
 @pytest.mark.slow

@@ -209,7 +209,6 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
                 emit=emit,
                 meter=meter,
             )
-            decoding.advance()
         except BaseException:
             guarded.close()
             raise
@@ -220,6 +219,12 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
     finally:
         # Read by now; another sequence may have the same ids with other pixels.
         attachment.promised.held = None
+    try:
+        # Only here: the features of the prompt's pass are gone, and a draft that reads now takes their place.
+        sequence.decoding.advance()
+    except BaseException:
+        sequence.decoding.close()
+        raise
     return sequence
 
 

@@ -44,6 +44,14 @@ def test_caption_gives_one_object(call: Call, clip: str, pair: str, recipe: str)
     assert told["speedup"] > 0 and told["floor_tokens_per_s"] > 0 and told["text"]
 
 
+def test_a_pairing_s_preset_takes_another_draft(call: Call, clip: str, pair: str) -> None:
+    words = ("--recipe", "parallelvlm-qwen-7b-32b", "--draft", f"{pair}-draft", "--json", *SHORT)
+    status, out, _ = call("caption", clip, "--model", pair, *words)
+    told = json.loads(out)
+    assert status == 0 and told["same"] and told["failed"] is None and told["rounds"] > 0
+    assert told["counters"]["window"] == 5
+
+
 def test_a_lossy_prefill_is_held_against_itself_without_the_draft(
     call: Call, clip: str, pair: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

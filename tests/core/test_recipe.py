@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,29 @@ def test_every_preset_loads_and_says_what_it_is(name: str) -> None:
     assert len(presets()[name].split()) >= 5
     recipe = Recipe.load(name)
     assert Recipe.load(yaml.safe_load(recipe.to_yaml())) == recipe
+
+
+@pytest.mark.parametrize(
+    "name, window",
+    [
+        ("parallelvlm-ov-0.5b-7b", 3),
+        ("parallelvlm-ov-7b-72b", 9),
+        ("parallelvlm-qwen-7b-32b", 5),
+        ("parallelvlm-ov-7b-7b", 2),
+        ("parallelvlm-qwen-7b-7b", 2),
+        ("parallelvlm", None),
+        ("vanilla-sd", 5),
+        ("onsd", 5),
+        ("std", 9),
+    ],
+)
+def test_presets_have_the_windows_and_the_tenth_of_the_paper(name: str, window: int | None) -> None:
+    draft: Any = Recipe.load(name).draft
+    assert draft.window == window
+    if draft.name == "parallel":
+        assert (draft.pruner.name, draft.pruner.retention) == ("uv", 0.1)
+    if draft.name == "sparse_to_dense":
+        assert draft.retention == 0.1
 
 
 @pytest.mark.parametrize("kind", ["sparse", "kv"])

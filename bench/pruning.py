@@ -5,7 +5,9 @@
 Rows of `what`: "draft" (accepted lengths and rate of a draft whose prompt is pruned, by pruner and share kept, with paired
 intervals against uv), "lossy" (the share of a pruned model's own text that the whole model would have written, beside the
 measured share of the video that its decoded tokens have `seen`, see lossy.py, and what all layers hold on average), "frames"
-(kept tokens by frame, in 32 stretches of the video, and how many times their share the outermost frames hold).
+(kept tokens by frame, in 32 stretches of the video, and how many times their share the outermost frames hold); with
+--positions also "positions" (accepted length of a pruned draft whose tokens keep their own coordinates, of one that numbers
+them anew on every rotary axis, as SpecVLM does, and by how much the second is longer, with paired intervals).
 Text is the target's greedy caption; every way sees the same captions.
 """
 
@@ -52,6 +54,8 @@ from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UV
 
 KEPT = (1.0, 0.5, 0.1, 0.05, 0.01)
 STRETCHES = 32
+POSITIONED = ("uv", "attention", "uniform", "random")
+"""Pruners of which both ways of numbering what is kept are told."""
 
 
 def drafts(share: float, depth: int) -> dict[str, TokenPruner]:
@@ -97,7 +101,7 @@ class Share:
             inputs = prompt(self.processor, case.content(film.watch(case.world)), self.target)
         said, _ = write(self.target, inputs, None, options.tokens)
         for share in options.kept:
-            _draft(self.target, self.draft, inputs, said, share, options.window, found)
+            _draft(self.target, self.draft, inputs, said, share, options, found)
         for share in options.lossy:
             _lossy(self.target, inputs, share, options.tokens, found)
         return found
@@ -105,11 +109,13 @@ class Share:
 
 @dataclass
 class Found:
-    """Of one caption, by way and share: accepted length and rate; tokens, agreed, shares seen and held; kept by frame."""
+    """Of one caption, by way and share: accepted length and rate; tokens, agreed, shares seen and held; kept by frame;
+    accepted length of compact drafts."""
 
     speculated: dict[tuple[str, float], tuple[float, float]] = field(default_factory=dict)
     judged: dict[tuple[str, float], tuple[int, int, float, float]] = field(default_factory=dict)
     lying: dict[tuple[str, float], list[int]] = field(default_factory=dict)
+    compact: dict[tuple[str, float], float] = field(default_factory=dict)
 
 
 _share: Share | None = None
@@ -169,6 +175,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--lossy", type=float, nargs="*", default=[0.1], help="the same, for the target itself"
     )
+    parser.add_argument(
+        "--positions", action="store_true", help="compact drafts beside those at their places"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes, which take captions in turns")
     parser.add_argument("--seconds", type=float, help="no more captions are waited for after that")
     options = parser.parse_args(argv)
@@ -177,8 +186,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     speculated: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
     judged: dict[tuple[str, float], list[tuple[int, int, float, float]]] = defaultdict(list)
     lying: dict[tuple[str, float], list[list[int]]] = defaultdict(list)
+    compact: dict[tuple[str, float], list[float]] = defaultdict(list)
     for one in every:
-        for whole, part in ((speculated, one.speculated), (judged, one.judged), (lying, one.lying)):
+        for whole, part in (
+            (speculated, one.speculated),
+            (judged, one.judged),
+            (lying, one.lying),
+            (compact, one.compact),
+        ):
             for key, value in part.items():
                 whole[key].append(value)  # type: ignore[attr-defined]
     common = {
@@ -193,6 +208,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         row |= {"accepted": sum(lengths) / len(lengths), "rate": sum(rates) / len(rates)}
         row["over uv"] = paired(lengths, [length for length, _ in speculated["uv", share]])
         _tell(log, what="draft", **common, **row)
+    for (name, share), short in compact.items():
+        own = [length for length, _ in speculated[name, share]]
+        row = {"pruner": name, "retention": share, "window": options.window}
+        row |= {
+            "kept": sum(own) / len(own),
+            "compact": sum(short) / len(short),
+            "over kept": paired(short, own),
+        }
+        _tell(log, what="positions", **common, **row)
     for (name, share), texts in judged.items():
         tokens, agreed, seen, held = (sum(column) for column in zip(*texts, strict=True))
         row = {"pruner": name, "asked": share, "seen": seen / len(texts)}
@@ -208,14 +232,25 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _draft(
-    target: nn.Module, draft: nn.Module, inputs: Any, said: Any, share: float, window: int, found: Found
+    target: nn.Module,
+    draft: nn.Module,
+    inputs: Any,
+    said: Any,
+    share: float,
+    options: argparse.Namespace,
+    found: Found,
 ) -> None:
     depth = len(adapter_for(target).layers(target))
     layout, kept = chosen(target, inputs, drafts(share, depth))
     for name, agree in draft_agrees(draft, inputs, said, kept).items():
-        lengths = rounds(agree, window)
+        lengths = rounds(agree, options.window)
         found.speculated[name, share] = sum(lengths) / len(lengths), float(agree.float().mean())
         found.lying[name, share] = by_frame(layout, kept[name])
+    if options.positions:
+        some = {name: kept[name] for name in POSITIONED}
+        for name, agree in draft_agrees(draft, inputs, said, some, compact=True).items():
+            lengths = rounds(agree, options.window)
+            found.compact[name, share] = sum(lengths) / len(lengths)
 
 
 def _lossy(target: nn.Module, inputs: Any, share: float, limit: int, found: Found) -> None:

@@ -195,9 +195,15 @@ def test_pruning_is_the_same_by_one_process_and_by_two(tmp_path: Path) -> None:
     told = []
     for jobs in ("1", "2"):
         out = tmp_path / f"rows{jobs}.jsonl"
-        run("bench/pruning.py", "--model", "tiny-qwen", *few, "--jobs", jobs, "--out", str(out))
+        words = ("--positions", "--jobs", jobs, "--out", str(out))
+        run("bench/pruning.py", "--model", "tiny-qwen", *few, *words)
         told.append(read(out)[1:])
-    assert told[0] == told[1] and {row["what"] for row in told[0]} == {"draft", "lossy", "frames"}
+    assert told[0] == told[1]
+    assert {row["what"] for row in told[0]} == {"draft", "lossy", "frames", "positions"}
+    accepted = {row["pruner"]: row["accepted"] for row in told[0] if row["what"] == "draft"}
+    for row in (row for row in told[0] if row["what"] == "positions"):
+        assert row["kept"] == accepted[row["pruner"]]
+        assert row["over kept"][0] == pytest.approx(row["compact"] - row["kept"])
 
 
 @pytest.mark.parametrize("shape", ["qwen2.5-vl-3b", "llava-onevision-0.5b"])

@@ -52,10 +52,15 @@ def agrees(
 
 @torch.no_grad()
 def draft_agrees(
-    draft: nn.Module, inputs: Mapping[str, Tensor], said: Tensor, seen: Mapping[str, Tensor]
+    draft: nn.Module,
+    inputs: Mapping[str, Tensor],
+    said: Tensor,
+    seen: Mapping[str, Tensor],
+    compact: bool = False,
 ) -> dict[str, Tensor]:
     """For each choice of prompt columns in `seen`, [n] bool: which tokens of the target's text `said` [n] a plain draft
-    would have proposed that sees those columns alone, at their own positions. The video is encoded once for all."""
+    would have proposed that sees those columns alone, at their own positions or, `compact`, numbered anew on every axis. The
+    video is encoded once for all."""
     adapter, whole = adapter_for(draft), continued(inputs, said)
     embeds, places = adapter.embed(draft, whole), adapter.positions(draft, whole)
     S, n = inputs["input_ids"].shape[1], len(said)
@@ -64,9 +69,10 @@ def draft_agrees(
         keep = torch.cat([columns.to(embeds.device), torch.arange(S, S + n, device=embeds.device)])
         # Without a mask, a gap in the positions would be read as the seam of two sequences packed into one.
         mask = torch.ones(1, len(keep), dtype=torch.long, device=embeds.device)
+        at = places[..., keep]
         out = adapter.text(draft)(
             inputs_embeds=embeds[:, keep],
-            position_ids=places[..., keep],
+            position_ids=torch.arange(len(keep), device=at.device).expand_as(at) if compact else at,
             attention_mask=mask,
             use_cache=False,
         )

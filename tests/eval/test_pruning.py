@@ -53,7 +53,8 @@ def test_a_lossy_model_is_judged_by_the_whole_one(family: str) -> None:
     assert not told.all()
 
 
-def test_a_draft_that_sees_what_it_is_told(family: str) -> None:
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_draft_that_sees_what_it_is_told(family: str, compact: bool) -> None:
     """Against the draft's own runner over the kept columns, token by token."""
     target, draft = BUILD[family](layers=4), BUILD[family](layers=2, seed=3)
     with torch.no_grad():  # heads that look: what is written hangs on what is seen
@@ -66,19 +67,19 @@ def test_a_draft_that_sees_what_it_is_told(family: str) -> None:
         target, inputs, {"uv": UVPrune(retention=0.3), "half": UniformPrune(retention=0.5)}
     )
     assert layout.length == inputs["input_ids"].shape[1]
-    agree = draft_agrees(draft, inputs, said, found)
+    agree = draft_agrees(draft, inputs, said, found, compact)
     for name, columns in found.items():
         told = agree[name]
         runner = mmaccel.core.attach.adapter_for(draft).runner(draft)
         with torch.no_grad():
-            logits = [runner.prefill(inputs, keep=columns)]  # type: ignore[call-arg]
+            logits = [runner.prefill(inputs, keep=columns, compact=compact)]  # type: ignore[call-arg]
             logits += [runner.step(said[None, n : n + 1])[:, -1] for n in range(len(said) - 1)]
         mine = torch.cat(logits).argmax(-1)
         assert told.tolist() == (mine == said).tolist()
         # What the draft would write at each place, judged at that place, is right everywhere.
         for n in range(len(said)):
             text = torch.cat([said[:n], mine[n : n + 1]])
-            assert draft_agrees(draft, inputs, text, {name: columns})[name][n]
+            assert draft_agrees(draft, inputs, text, {name: columns}, compact)[name][n]
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 5])

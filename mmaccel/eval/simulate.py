@@ -92,7 +92,7 @@ def best(keep: float, costs: Costs, *, parallel: bool, most: int = 24) -> tuple[
 
 @dataclass(frozen=True)
 class Run:
-    """One simulated generation: seconds, tokens, target steps, and the drafted tokens kept in a row (streaks)."""
+    """One simulated generation: seconds, tokens, target steps, and the drafted tokens kept in a row before each refusal."""
 
     seconds: float
     tokens: int
@@ -103,6 +103,11 @@ class Run:
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def streak(self) -> float:
+        """Drafted tokens kept in a row, mean; infinite where nothing was refused, so that no streak has ended."""
+        return sum(self.streaks) / len(self.streaks) if self.streaks else math.inf
 
 
 def simulate(keep: float | Sequence[bool], window: int, costs: Costs, tokens: int, seed: int = 0) -> Run:
@@ -209,7 +214,7 @@ def table(
                     "chain": exact,
                     "simulated": run.rate * costs.step,
                     "sequential": speedup(keep, window, costs, parallel=False),
-                    "streak": sum(run.streaks) / max(len(run.streaks), 1),
+                    "streak": run.streak,
                     **told,
                     "off": {name: value / exact - 1 for name, value in told.items() if name[8] in "1356"},
                 }

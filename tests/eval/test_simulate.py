@@ -48,6 +48,19 @@ def test_the_theorems_hold_where_nothing_is_refused_and_not_elsewhere() -> None:
     assert "theorem 6" in simulate.markdown([row])
 
 
+@pytest.mark.parametrize("keep", [0.6, 0.9])
+def test_a_streak_is_as_long_as_chance_has_it(keep: float) -> None:
+    (row,) = simulate.table([keep], [5.0], tokens=60_000)
+    assert row["streak"] == pytest.approx(simulate.streak_mean(keep), rel=0.03)
+
+
+def test_a_streak_that_nothing_ends_is_endless() -> None:
+    (row,) = simulate.table([1.0], [5.0])
+    assert row["streak"] == simulate.streak_mean(1.0) == float("inf")
+    assert row["simulated"] == pytest.approx(row["chain"], rel=1e-3) and "inf" in simulate.markdown([row])
+    assert simulate.table([0.0], [5.0])[0]["streak"] == 0.0
+
+
 def test_a_replayed_run_is_the_one_that_was_told() -> None:
     """Figure 8: kept, kept, kept, kept, refused, refused, after a start-up round of its own."""
     told = [True, True, True, True, True, False, False]

@@ -14,6 +14,7 @@ from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model, watch
 from mmaccel.cli.console import bars, many, number, out, print_json
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import registry
+from mmaccel.core.report import rested
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,11 +129,8 @@ def lines(told: Drafted, facts: dict[str, Any], compare: bool) -> list[str]:
             f"window  {many(round(counters['window']), 'token')}; a target step takes "
             f"{1e3 * counters['target_step_s']:.1f} ms, a draft step {1e3 * counters['draft_step_s']:.1f} ms"
         )
-    if counters.get("pauses"):
-        found.append(
-            f"the draft was put to rest {many(int(counters['pauses']), 'time')}: expected gain "
-            f"{counters.get('expected_gain', 0.0):.2f}"
-        )
+    if (why := rested(counters)) is not None:
+        found.append(f"the draft was {why}")
     if told.failed is not None:
         found.append(f"the draft stopped, and the model went on alone: {told.failed}")
     return found

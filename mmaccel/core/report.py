@@ -91,7 +91,21 @@ class Report:
                 f"({self.accepted_length():.2f} a round), {self.draft['target_steps']} target steps"
                 + (f"; stopped drafting: {self.draft['failed']}" if self.draft["failed"] else "")
             )
+        if (told := rested(self.draft.get("counters") or {})) is not None:
+            lines.append(f"draft: {told}")
         return "\n".join(lines)
+
+
+def rested(counters: Mapping[str, float]) -> str | None:
+    """Why a draft ahead of its target was put to rest, from its counters; None where it was not."""
+    pauses = int(counters.get("pauses", 0))
+    if not pauses:
+        return None
+    ratio = counters["target_step_s"] / counters["draft_step_s"]
+    return (
+        f"put to rest {pauses} time{'' if pauses == 1 else 's'}: a target step takes {ratio:.2f} draft steps, with "
+        f"{counters['keep_rate']:.0%} kept the best window is worth {counters['expected_gain']:.2f} x"
+    )
 
 
 def counted(heads: Mapping[str, int]) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mmaccel.core import generate
 from mmaccel.core.draft import Proposal
 from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.report import rested
 from mmaccel.core.verify import accept
 from mmaccel.policies.draft import parallel
 from mmaccel.policies.draft._gain import Pace, best_window, tokens_per_round
@@ -328,6 +329,9 @@ def test_a_draft_that_cannot_gain_rests_and_says_so(monkeypatch: pytest.MonkeyPa
     told = state.counters()
     assert ids == alone(target, [0], limit(60))
     assert told["pauses"] >= 1 and told["expected_gain"] <= 1 and told["drafted"] < 40
+    why = rested(told)
+    assert why is not None and why.startswith(f"put to rest {told['pauses']:.0f} time")
+    assert f"is worth {told['expected_gain']:.2f} x" in why and rested({**told, "pauses": 0.0}) is None
 
 
 @pytest.mark.parametrize(

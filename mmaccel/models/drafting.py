@@ -150,6 +150,7 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
         kwargs["past_key_values"] = attachment.cache()
         attachment.promise(kwargs)
     kwargs, pads = _without_pads(attachment, kwargs)
+    kwargs = attachment.limited(kwargs)
     raw = dict(kwargs)
     listener = raw.pop("streamer", None)  # transformers shows it the prompt, and leaves the rest to the loop
 

@@ -31,6 +31,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.models import drafting
 from mmaccel.models.cache import Columns, KVCache
 from mmaccel.models.family import Family
+from mmaccel.models.limit import limited, positions_of
 from mmaccel.models.pointwise import in_chunks, turning
 from mmaccel.models.pruning import Pruning
 
@@ -205,6 +206,25 @@ class Attachment:
             new = new.expand(3, -1, -1) if self.family.mrope else new
         return new + start
 
+    def limited(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `generate`, ended where the model's positions are: see `limit.limited`."""
+        ids, most = kwargs.get("input_ids"), positions_of(self.text.config)
+        cache = kwargs["past_key_values"]
+        past, known = cache.get_seq_length(), self._known(cache)
+        if not isinstance(ids, Tensor) or most is None:
+            return kwargs
+        if not past:
+            positions = self.family.positions(self.model, kwargs)
+        elif known is None or known.layout.batch != ids.shape[0] or ids.shape[1] <= past:
+            return kwargs
+        else:
+            new = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+            for name in ("input_ids", "mm_token_type_ids"):
+                if isinstance(new.get(name), Tensor):
+                    new[name] = new[name][:, past:]
+            positions = self._continued(known, past, self.family.layout(self.model, new), new)
+        return limited(kwargs, positions, most, self.model.generation_config)
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The text model's forward: builds the run, and goes over long prompts in chunks when the recipe says so."""
         kwargs = dict(inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments) | kwargs
@@ -345,7 +365,7 @@ class Attachment:
             beams = kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
             if beams == 1:
                 kwargs["streamer"] = _Clock(meter.token, kwargs.get("streamer"))
-            return self.generate(**kwargs)
+            return self.generate(**self.limited(kwargs))
         finally:
             self.promised.held = None
             meter.end()

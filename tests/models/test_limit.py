@@ -1,0 +1,160 @@
+"""Generation ends where the positions of the model do, whatever drafts; a prompt that fills them is refused."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.models.limit import positions_of
+from mmaccel.policies.draft import Off, Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
+from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
+
+ROOM = 13
+STRATEGIES: dict[str, Any] = {
+    "off": lambda model: Off(),
+    "sequential": lambda model: Sequential(model=model, window=4),
+    "pruned": lambda model: Sequential(model=model, window=4, prune={"name": "uv", "retention": 0.3}),
+    "text_only": lambda model: TextOnly(model=model, window=4),
+    "tree": lambda model: Tree(model=model),
+    "parallel": lambda model: Parallel(model=model, window=4, process=False),
+    "prompt_lookup": lambda model: PromptLookup(),
+    "sparse_to_dense": lambda model: SparseToDense(retention=0.3),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def family(request: pytest.FixtureRequest) -> tuple[str, Any, Any]:
+    model = BUILD[request.param]()
+    model.generation_config.eos_token_id = None
+    return request.param, model, BUILD[request.param](seed=1)
+
+
+def ends_after(
+    model: Any, inputs: dict[str, torch.Tensor], room: int, monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """Give the model so many positions that `room` are left after the prompt's last column; how many there are."""
+    family = adapter_for(model)
+    last = int(family.positions(model, inputs)[..., -1].max())
+    monkeypatch.setattr(family.text(model).config, "max_position_embeddings", last + 1 + room)
+    return last + 1 + room
+
+
+def said(fast: Any, inputs: dict[str, torch.Tensor], tokens: int) -> list[int]:
+    ids = fast.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    new: list[int] = ids[0, inputs["input_ids"].shape[1] :].tolist()
+    return new
+
+
+@pytest.mark.parametrize("kind", ["video", "text"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_answer_ends_with_the_positions(
+    family: tuple[str, Any, Any], strategy: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, model, draft = family
+    inputs = prompt(name, PROMPTS[kind])
+    want = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    most = ends_after(model, inputs, ROOM, monkeypatch)
+    told = rf"the model has {most} positions \(max_position_embeddings\), and the answer ends with them"
+    with mmaccel.accelerate(model, draft=STRATEGIES[strategy](draft)) as fast:
+        with pytest.warns(MmaccelWarning, match=told) as warned:
+            assert said(fast, inputs, 40) == want[:ROOM].tolist()
+        assert len([one for one in warned if issubclass(one.category, MmaccelWarning)]) == 1
+        assert fast.report().draft["failed"] is None
+        if strategy in ("sequential", "pruned", "text_only", "tree", "parallel", "sparse_to_dense"):
+            assert fast.report().draft["rounds"] > 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", MmaccelWarning)  # what just fits is nothing to tell of
+            assert said(fast, inputs, ROOM) == want[:ROOM].tolist()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_prompt_that_leaves_nothing_is_refused(
+    family: tuple[str, Any, Any], strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, model, draft = family
+    inputs = prompt(name, PROMPTS["video"])
+    most, taken = (
+        ends_after(model, inputs, 0, monkeypatch),
+        int(adapter_for(model).positions(model, inputs).max()) + 1,
+    )
+    told = rf"input_ids: the prompt takes {taken} positions of the model's {most} .* fewer frames or a shorter text\.$"
+    with (
+        mmaccel.accelerate(model, draft=STRATEGIES[strategy](draft)) as fast,
+        pytest.raises(ModelError, match=told) as refused,
+    ):
+        said(fast, inputs, 5)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("strategy", ["off", "sequential", "parallel"])
+def test_each_sequence_of_a_batch_ends_by_itself(
+    family: tuple[str, Any, Any], strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longer prompt, in positions, ends first."""
+    name, model, draft = family
+    one, two = prompt(name, PROMPTS["video"]), prompt(name, [("text", 9)], seed=1)
+    inputs = batch(name, [one, two])
+    place = inputs["input_ids"].shape[1]
+    inputs["pad_token_id"] = 0  # type: ignore[assignment]
+    want = model.generate(**inputs, max_new_tokens=12, do_sample=False)[:, place:]
+    ends_after(model, one, 9, monkeypatch)
+    with (
+        mmaccel.accelerate(model, draft=STRATEGIES[strategy](draft)) as fast,
+        pytest.warns(MmaccelWarning, match="the answer ends"),
+    ):
+        new = fast.generate(**inputs, max_new_tokens=12, do_sample=False)[:, place:]
+    assert new[0, :9].tolist() == want[0, :9].tolist() and not new[0, 9:].any()
+    assert new[1].tolist() == want[1].tolist()
+
+
+def test_a_second_turn_counts_the_first(
+    family: tuple[str, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, model, _ = family
+    inputs = prompt(name, PROMPTS["video"])
+    most = ends_after(model, inputs, 20, monkeypatch)
+    top = int(adapter_for(model).positions(model, inputs).max())
+    with mmaccel.accelerate(model) as fast:
+        first = fast.generate(**inputs, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+        more = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], 1)
+        with pytest.warns(MmaccelWarning, match="the answer ends"):
+            second = fast.generate(
+                input_ids=more,
+                attention_mask=torch.ones_like(more),
+                past_key_values=first.past_key_values,
+                max_new_tokens=30,
+                do_sample=False,
+            )
+    # A second turn goes on from the largest position, as transformers has it.
+    assert second.shape[1] - more.shape[1] == most - 1 - (top + 8 + 3)
+
+
+def test_a_video_that_reaches_past_the_end_is_refused(
+    family: tuple[str, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under M-RoPE a video may stand further out than the text after it."""
+    name, model, _ = family
+    inputs = prompt(name, PROMPTS["video"])
+    taken = int(adapter_for(model).positions(model, inputs).max()) + 1
+    monkeypatch.setattr(adapter_for(model).text(model).config, "max_position_embeddings", taken - 1)
+    with mmaccel.accelerate(model) as fast, pytest.raises(ModelError, match=f"takes {taken} positions"):
+        said(fast, inputs, 2)
+
+
+def test_rotary_scaling_adds_positions(family: tuple[str, Any, Any]) -> None:
+    config = family[1].model.language_model.config
+    assert positions_of(config) == 8192
+
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    given = SimpleNamespace(max_position_embeddings=32768, rope_parameters=rope)
+    assert positions_of(given) == 131072
+    given.max_position_embeddings = 131072  # some configurations write what the scaling gives
+    assert positions_of(given) == 131072
+    assert positions_of(SimpleNamespace()) is None

@@ -318,8 +318,7 @@ project_rows = torch.library.custom_op(
 
 x [R, K]; weight: one to three of [O, K], their outputs one after another; bias: none, or [O] for each. With `gain` [K] the
 rows are normed first (RMS, `eps`). `gated`: of two weights, silu of the first's outputs times the second's. `residual`
-[R, O'] is added. Gives [R, O'] in the type of `x`; bfloat16 rows round after the norm
-and at the end.
+[R, O'] is added. Gives [R, O'] in the type of `x`; bfloat16 rows round after the norm and at the end.
 """
 
 turn_rows = torch.library.custom_op(

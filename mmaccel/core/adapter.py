@@ -242,6 +242,10 @@ class ModelAdapter(ABC):
         """`x` [B, heads, n, D] rotated by what `angles` gave."""
 
     @abstractmethod
+    def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        """`turn` in place."""
+
+    @abstractmethod
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
         """[B, n, V] logits of final hidden states [B, n, E] (after the last norm)."""
 
@@ -322,6 +326,10 @@ class ModelView:
     def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """See `ModelAdapter.turn`."""
         return self.adapter.turn(x, angles)
+
+    def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        """See `ModelAdapter.turn_`."""
+        self.adapter.turn_(x, angles)
 
     def frames(self, inputs: Mapping[str, Any]) -> Tensor:
         """See `ModelAdapter.frames`."""

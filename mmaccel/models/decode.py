@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends import ops
-from mmaccel.backends.replay import captured
 from mmaccel.core.attach import attached
 from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, TokenLayout
+from mmaccel.core.replay import captured
 from mmaccel.core.room import with_room
 from mmaccel.models import layers as layers_of
 from mmaccel.models import spread

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmaccel.backends import pointwise
 from mmaccel.core.adapter import Geometry, ModelAdapter, Outline, Runner, StreamSeam
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.errors import ModelError
@@ -233,6 +234,12 @@ class Family(ModelAdapter):
         cos, sin = angles
         half = x.shape[-1] // 2
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+    def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        if pointwise.fusible(x):
+            pointwise.rotate_(x, *(angle[:, 0] for angle in angles))
+        else:
+            x.copy_(self.turn(x, angles))
 
     def steps(self, model: nn.Module, inputs: Mapping[str, Any], units: int) -> Tensor:
         """[units] long: what the first rotary coordinate of each unit of the video of `inputs` is beyond that of unit 0,

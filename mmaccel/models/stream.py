@@ -20,9 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from mmaccel.backends.replay import Replays
 from mmaccel.core.adapter import Clip, ModelView, StreamSeam, Tail
 from mmaccel.core.attach import adapter_for, attached
 from mmaccel.core.attention import StreamRun
@@ -30,19 +28,15 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import StreamState
 from mmaccel.core.places import Places
 from mmaccel.core.windowed import kernel_for
-from mmaccel.models import layers as layers_of
 from mmaccel.models.family import Family
-from mmaccel.models.pointwise import in_chunks, normed, turning
+from mmaccel.models.layers import FewRows
+from mmaccel.models.pointwise import in_chunks, turning
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
 
 READ_FRAMES = 64
 """Frames of a file that are held at a time."""
-
-WIDTHS = (1, 2, 4, *range(8, 65, 8))
-"""Rows of a question or an answer for which its layers are computed by `layers`, filled up to the next of these numbers:
-more is work for the modules."""
 
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 _guard = threading.Lock()
@@ -77,7 +71,7 @@ class Seam(StreamSeam):
         first = next(model.parameters())
         self.device, self.dtype = first.device, family.words(model).weight.dtype
         self._kernel = kernel_for(self.device, self.dtype)
-        self._replays = Replays(self.device)
+        self._few = FewRows(model, family)
         self.text = family.text(model)
         shared: Any = self.text.config
         self._holders = [m for m in self.text.modules() if getattr(m, "config", None) is shared]
@@ -247,9 +241,9 @@ class Seam(StreamSeam):
 
         depth = self.view.geometry.layers
         run = StreamRun(state, self._kernel)
-        if few and embeds.shape[0] <= WIDTHS[-1] and self._plain:
+        if few and self._few.serves(embeds):
             with self._busy():
-                return self._by_hand(run, embeds, hidden)
+                return self._few.run(run, embeds, hidden)
         cache = KVCache(state, depth)
         places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         if self.family.mrope:
@@ -269,44 +263,6 @@ class Seam(StreamSeam):
                 use_cache=True,
             )
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
-
-    @property
-    def _plain(self) -> bool:
-        """Whether `layers` knows those of the model, and nobody listens to them."""
-        layers = self.family.layers(self.model)
-        if self.device.type not in layers_of.DEVICES or not layers_of.known(
-            layers, getattr(self.text.config, "hidden_act", "")
-        ):
-            return False
-        inner = [module for layer in layers for module in layer.modules()]
-        return not any(module._forward_hooks or module._forward_pre_hooks for module in inner)
-
-    def _by_hand(self, run: StreamRun, embeds: Tensor, hidden: bool) -> Tensor:
-        """`run` without the layers' modules: between two layers' attention all is one replayed function."""
-        shape, state, n = self.view.geometry, run.state, len(embeds)
-        layers: list[Any] = list(self.family.layers(self.model))
-        heads, groups, size = shape.heads, shape.kv_heads, shape.head_dim
-        width = next(rows for rows in WIDTHS if rows >= n)
-        self._replays.under(tuple(layer.self_attn.q_proj.weight.data_ptr() for layer in layers))
-        x = pad(embeds, (0, 0, 0, width - n))
-        rows = layers_of.entering(layers[0], x)
-        for number, layer in enumerate(layers):
-            if hidden:
-                state.ahead(number, x[None, :n])
-            columns = rows[None, :n].view(1, n, -1, size).transpose(1, 2)
-            query, key, value = columns.split([heads, groups, groups], 1)
-            state.append(number, key, value)
-            out = run.attend(number, query, key, value, size**-0.5)
-            out = pad(out.transpose(1, 2).reshape(n, -1), (0, 0, 0, width - n))
-            later = layers[number + 1 : number + 2]
-
-            def between(x: Tensor, out: Tensor, layer: Any = layer, later: Any = later) -> tuple[Tensor, ...]:
-                x = layers_of.leaving(layer, x, out)
-                return x, *(layers_of.entering(one, x) for one in later)
-
-            x, *some = self._replays((number, width), between, x, out)
-            rows = some[0] if some else rows
-        return normed(self.text.norm, x[:n])
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.backends import replay
+from mmaccel.core import replay
 from mmaccel.media.preprocess import resize
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 
@@ -154,7 +154,7 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
             for session in (plain, replayed):
                 session.watch(part, fps=FPS)
                 live: Any = session._live
-                live.state.replays._works = live.seam._replays._works = session is replayed
+                live.state.chooser.replays._works = live.seam._few._replays._works = session is replayed
                 found.append(torch.stack([logits(session) for _ in range(3)]))
             assert (found[0] - found[1]).abs().max() <= 1e-5
     assert made

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import mmaccel
-from mmaccel.models import layers, stream
+from mmaccel.models import layers
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 
 KV = every_stream(frames=6, window=8)
@@ -24,13 +24,13 @@ def opened(name: str, kv: Any) -> mmaccel.VideoSession:
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 @pytest.mark.parametrize("kv", ["mosaic", "rekv", "full", "livevlm"])
 def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes, by_hand = [], stream.Seam._by_hand
+    passes, by_hand = [], layers.FewRows.run
 
     def noted(seam: Any, run: Any, embeds: Any, hidden: bool) -> Any:
         passes.append(len(embeds))
         return by_hand(seam, run, embeds, hidden)
 
-    monkeypatch.setattr(stream.Seam, "_by_hand", noted)
+    monkeypatch.setattr(layers.FewRows, "run", noted)
     with opened(name, KV[kv]) as session:
         wanted, said = logits(session), session.ask(QUESTION, 6)
         assert not passes
@@ -38,7 +38,7 @@ def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pyte
         found, again = logits(session), session.ask(QUESTION, 6)
     assert (found - wanted).abs().max() <= 1e-4 and again.ids == said.ids
     # A question, twice, and the words of an answer one by one.
-    assert len(passes) >= 3 and max(passes) <= stream.WIDTHS[-1] and min(passes) == 1
+    assert len(passes) >= 3 and max(passes) <= layers.WIDTHS[-1] and min(passes) == 1
 
 
 def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest
         raise AssertionError
 
     monkeypatch.setattr(layers, "DEVICES", ("cpu",))
-    monkeypatch.setattr(stream.Seam, "_by_hand", never)
+    monkeypatch.setattr(layers.FewRows, "run", never)
     with opened("random-ov", KV["rekv"]) as session:
         with pytest.raises(AssertionError):
             logits(session)
@@ -56,5 +56,5 @@ def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest
         logits(session)
         hook.remove()
         assert heard
-        monkeypatch.setattr(stream, "WIDTHS", (1, 4))
+        monkeypatch.setattr(layers, "WIDTHS", (1, 4))
         logits(session)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from mmaccel.backends import pointwise
 from mmaccel.core.adapter import ModelView
 
 Angles = tuple[Tensor, Tensor]
@@ -41,7 +40,4 @@ class Turner:
 
     def turn_(self, x: Tensor, angles: Angles) -> None:
         """`turn` in place."""
-        if pointwise.fusible(x):
-            pointwise.rotate_(x, *(angle[:, 0] for angle in angles))
-        else:
-            x.copy_(self._model.turn(x, angles))
+        self._model.turn_(x, angles)

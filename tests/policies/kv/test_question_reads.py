@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends.replay import Replays
 from mmaccel.core.kv import Piece
+from mmaccel.core.replay import Replays
 from mmaccel.policies.kv import ReKV
 from mmaccel.policies.kv._angles import Turner
 from tests.policies.kv.mosaic.driven import CPU, GEOMETRY, HEAD, LAYERS, WHEEL, Driven

@@ -6,24 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from mmaccel.backends.replay import Replays
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamPolicy
-from mmaccel.policies.kv._angles import Angles
 from mmaccel.policies.kv._evidence import Look, words_of
 from mmaccel.policies.kv._stream import Asked, StreamMemory, mean_query, weigh
 from mmaccel.policies.kv.mosaic import saved
+from mmaccel.policies.kv.mosaic.choosing import Chooser, End
 from mmaccel.policies.kv.mosaic.drift import Drift
 from mmaccel.policies.kv.mosaic.fetching import Fetcher, Window
 from mmaccel.policies.kv.mosaic.hierarchy import COUNTED, Hierarchy
 from mmaccel.policies.kv.mosaic.index import Found, Index
-from mmaccel.policies.kv.mosaic.standing import Standing
 from mmaccel.policies.kv.mosaic.summaries import Summaries
 from mmaccel.policies.kv.mosaic.writing import Writer
 from mmaccel.policies.kv.store import HostStore
@@ -31,21 +28,6 @@ from mmaccel.policies.kv.store.wire import in_units
 
 if TYPE_CHECKING:
     from mmaccel.policies.kv.mosaic.policy import Mosaic
-
-
-class Chosen(NamedTuple):
-    """What one layer sees of a stream at a question: what it `found`, all `entries` [k] ascending, those of the window that
-    it need not search among them; what to fetch `ahead` [n] for the next layer (-1: nothing); pseudo tokens `reps`
-    [2, G, m, D] before them, and a `bias` [h + m] of the scores of these and the head; the `angles` of all, and how many
-    units they seem to be of (`seen`)."""
-
-    found: Found
-    entries: Tensor
-    ahead: Tensor | None
-    reps: Tensor | None
-    bias: Tensor | None
-    angles: Angles
-    seen: int
 
 
 class MosaicMemory(StreamMemory):
@@ -102,11 +84,10 @@ class MosaicMemory(StreamMemory):
         cached = stream.units(policy.cache) * parts
         self.fetcher = Fetcher(self.store, layers, self.window * parts, cached)
         self.writer = Writer(self.store, self.tree, self.fetcher.cache)
-        self.standing = Standing(stream.places, stream.unit, parts)
         self._found: dict[int, Found] = {}
         self._words: Tensor | None = None
         self.drift = Drift()
-        self.replays = Replays(device)
+        self.chooser = Chooser(self.index, stream, geometry, model, self.turner, parts, device)
         self._rep_bias: list[Tensor | None] = [None] * layers
         self._recalled = self._questions = 0
 
@@ -139,7 +120,7 @@ class MosaicMemory(StreamMemory):
 
     def idle(self) -> None:
         self._digest()
-        self.index.prepare(max(self._count - self.local, self._first) * self.parts, self.budget)
+        self.index.prepare(self._end.begin * self.parts, self.budget)
         if self._first:
             self.store.row(0)
 
@@ -160,13 +141,13 @@ class MosaicMemory(StreamMemory):
         if layer == 0:
             self._digest()
         budget = self.stream.units(self.policy.encode_frames) * self.parts
-        mean = self._folded(query[0].float().mean(1))
+        mean = self.chooser.folded(query[0].float().mean(1))
         found = self._found[layer] = self.index.search(layer, mean, budget, self._first * self.parts)
         entries, p = found.entries, self.stream.unit // self.parts
         old = view.key.new_empty(2, view.key.shape[1], len(entries) * p, view.key.shape[3])
         self.fetcher.bring(layer, entries, len(entries), old, self._window_of(layer), lambda: None)
         numbers = (entries // self.parts - self._base).clamp(min=0)
-        where = self.standing.tokens(entries, numbers, self._count)
+        where = self.chooser.standing.tokens(entries, numbers, self._count)
         old_key, old_value = self.turner.turn(old[:1], self.turner.angles(where)), old[1:]
         head = self.stream.head
         return KVView(
@@ -191,8 +172,7 @@ class MosaicMemory(StreamMemory):
             self._digest()
             self._found = {}
             self._questions += 1
-            self.index.prepare(max(self._count - self.local, self._first) * self.parts, self.budget)
-            self.replays.under((self.index.mark(), self.stream.places.mark(self._count)))
+            self.chooser.begin(self._end, self.budget)
         super().enter(piece)
 
     def ahead(self, layer: int, hidden: Tensor) -> None:
@@ -211,7 +191,10 @@ class MosaicMemory(StreamMemory):
     def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
         if piece.kind == "proxy":
             return super()._gather(layer, query, piece)
-        chosen = self._chosen(layer, mean_query(query, piece))
+        mean = mean_query(query, piece)
+        chosen = self.chooser.choose(
+            layer, mean, self._words, self._end, self.policy, self.budget, self.compact
+        )
         self._found[layer] = chosen.found
         self._recalled += len(chosen.found.entries)
         self._rep_bias[layer] = chosen.bias
@@ -235,92 +218,9 @@ class MosaicMemory(StreamMemory):
         asked.seen = chosen.seen
         return asked
 
-    def _chosen(self, layer: int, mean: Tensor) -> Chosen:
-        """What a layer sees for the mean query [H, D] of a question's words, and what the next will need, by the policy's
-        guess."""
-        policy, budget, parts = self.policy, self.budget, self.parts
-        begin, count = max(self._count - self.local, self._first), self._count
-        local = count - begin
-        there = self.index.prepare(begin * parts, budget)
-        reps = self.index.left(layer, budget, policy.reps, policy.reps_for == "all") if policy.reps else 0
-        reps *= self.tree.started
-        guessing = policy.prefetch and bool(self._first) and layer + 1 < self.geometry.layers
-        wide, words = int(budget * policy.slack), self._words
-        # What all layers share is made once; so it is where the host has to know how many units there are.
-        total = min(len(there.entries), budget) + local * parts
-        shared = not reps and (total == count * parts or (self.compact and parts == 1))
-
-        size = (2, 1, 1, reps + total * self.stream.unit // parts, self.geometry.head_dim)
-        room = self.replays.room("angles", size, self.stream.dtype)
-
-        def choose(mean: Tensor, at: Tensor, words: Tensor | None = None) -> tuple[Tensor, ...]:
-            found, ahead = self._search(layer, mean, words, wide)
-            near = (at - local) * parts + torch.arange(local * parts, device=self.device)
-            entries = torch.cat([found.entries, near])
-            made, places = [] if ahead is None else [ahead], []
-            if reps:
-                rows, times, held = self.index.rest(layer, found, reps)
-                made += self._standing_for(rows, held)
-                places.append(self.standing.middles(times, entries, count, self.compact))
-            if not shared:
-                # One place for all layers: a layer turns its keys before the next one is asked.
-                places.append(self.standing.where(entries, count, self.compact))
-                torch.stack(self.turner.angles(torch.cat(places, -1)), out=room)
-            return entries, found.picked, found.scores, *made
-
-        given = [mean, torch.full((1,), count, device=self.device), *([] if words is None else [words])]
-        if self._first and parts == 1 and len(there.entries) > budget:
-            sizes = (layer, budget, wide, local, reps, there.largest)
-            kinds = (self.compact, shared, guessing, policy.predictor)
-            entries, picked, scores, *made = self.replays((sizes, kinds), choose, *given)
-        else:
-            entries, picked, scores, *made = choose(*given)
-        ahead = made.pop(0) if guessing else None
-        rows, bias = (made.pop(0), made.pop(0)) if reps else (None, None)
-        angles = self._shared(entries, count) if shared else (room[0], room[1])
-        recalled = len(entries) - local * parts
-        return Chosen(
-            Found(entries[:recalled], picked, scores),
-            entries,
-            ahead,
-            rows,
-            bias if policy.rep_bias == "log_size" else None,
-            angles,
-            self.standing.seen(entries, count, self.compact),
-        )
-
-    def _shared(self, entries: Tensor, count: int) -> Angles:
-        """The angles of `entries` where they are those of all layers."""
-        return self.turner.at(
-            ("ranks", len(entries)), lambda: self.standing.where(entries, count, self.compact)
-        )
-
-    def _search(
-        self, layer: int, mean: Tensor, words: Tensor | None, wide: int
-    ) -> tuple[Found, Tensor | None]:
-        """What a layer retrieves for a mean query [H, D], and what the next will need, by the policy's guess: by the queries
-        of `words` [1, 1, E], if any."""
-        policy, folded = self.policy, self._folded(mean)
-        if layer + 1 == self.geometry.layers:
-            return self.index.search_ahead(layer, folded[None], self.budget, 0)
-        later = folded
-        if words is not None:
-            later = self._folded(self._model.query(layer + 1, words.to(self.stream.dtype))[0, :, 0].float())
-        # Without a guess too: what else is computed beside it may change the last bit of a score.
-        found, ahead = self.index.search_ahead(layer, torch.stack([folded, later]), self.budget, wide)
-        if not (policy.prefetch and self._first):
-            return found, None
-        if policy.predictor == "frames":
-            ahead = self.index.guess(layer + 1, found.entries, wide)
-        return found, ahead
-
-    def _standing_for(self, rows: Tensor, held: Tensor) -> list[Tensor]:
-        """Pseudo tokens [2, G, k, D] of keys and values [2, k, d], and what is added to the scores of the head and of them:
-        the logarithms of the tokens of `held` [k] entries."""
-        heads, size = self.geometry.kv_heads, self.geometry.head_dim
-        # What stands for retrieved tokens adds nothing to them.
-        logs = (held * (self.stream.unit // self.parts)).float().clamp_min(1e-30).log()
-        return [rows.view(2, -1, heads, size).transpose(1, 2), pad(logs, (self.stream.head, 0))]
+    @property
+    def _end(self) -> End:
+        return End(max(self._count - self.local, self._first), self._count, bool(self._first))
 
     def _window_of(self, layer: int) -> Window:
         ring = self._rings[layer]
@@ -333,11 +233,6 @@ class MosaicMemory(StreamMemory):
         assert ring is not None
         for side, rows in enumerate((ring.key, ring.value)):
             in_units(out[side], p).copy_(in_units(rows[0], p).index_select(1, entries))
-
-    def _folded(self, query: Tensor) -> Tensor:
-        """[d]: a query [H, D] against keys of all heads, the heads of a group summed, for they share their keys."""
-        heads, size = self.geometry.kv_heads, self.geometry.head_dim
-        return query.reshape(heads, -1, size).sum(1).flatten()
 
     def _answer(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
         view, bias = super()._answer(layer, query, piece, key, value), self._rep_bias[layer]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends import replay
+from mmaccel.core import replay
 from tests.policies.kv.mosaic.driven import Driven
 
 
@@ -38,7 +38,7 @@ def test_a_replayed_question_sees_what_one_launched_by_one_sees(
     Replayed.made = 0
     fields: dict[str, Any] = {"positions": positions, "reps": reps, "cache": 6}
     both = [Driven(**fields), Driven(**fields)]
-    both[1].state.replays._works = True
+    both[1].state.chooser.replays._works = True
     for step in range(26):
         for driven in both:
             driven.watch(3 if step else 14)

@@ -16,9 +16,10 @@ from mmaccel.backends.current import on_its_device
 from mmaccel.backends.natural import rows_together
 from mmaccel.backends.ops import room_for
 from mmaccel.backends.triton import hopper_launch, joint
-from mmaccel.backends.triton.homes import lead
+from mmaccel.backends.triton.homes import lead, lines
 from mmaccel.backends.triton.kernel import attend_kernel, merge_kernel
 from mmaccel.backends.triton.runs import paired
+from mmaccel.backends.triton.told import telling
 from mmaccel.backends.triton.work import LEAST_CHUNK, Work, places_on
 from mmaccel.core.errors import RecipeError
 
@@ -130,8 +131,9 @@ def block_attend(
         short = joint.attend((query, key, value), q_row, told, scale, chunk, (out, lse))
         if short is None:
             return out, lse
+    # Rows and places are whole blocks, and loaded as such; where lists lie depends on the length in any way.
     strides = tuple(
-        tuple(stride for t in span for stride in lead(t))
+        (*(stride for t in span[:3] for stride in lead(t)), *telling(s for t in span[3:] for s in lead(t)))
         for span in zip(k_row, q_place, k_place, offset, kind, strict=True)
     )
     longest = sum(t.shape[-1] // block_k for t in k_row)
@@ -152,7 +154,7 @@ def block_attend(
     items = work.items if work is not None else list_rows
     layout = dict(GROUP=group, LISTS=lists, BLOCK_Q=block_q, ROWS=tall, PACK=pack, PLACED=bool(rows))
     sizes = dict(DV=DV, BLOCK_DV=value_size)
-    ends = (*out.stride()[:3], *lse.stride()[:2])
+    ends = (*lines(out), *lead(lse))
     given = (out, lse, part_out, part_lse, *tables, q_row, *lead(q_row))
     engine = bare and short is None and hopper_launch.suits(query, key, value, tall * pack, block_k, places)
     if engine:
@@ -209,9 +211,7 @@ def block_attend(
             by_block,
             plain,
             strides,
-            *query.stride(),
-            *key.stride(),
-            *value.stride(),
+            *(stride for t in (query, key, value) for stride in (*lines(t), t.stride(3))),
             *ends,
             M,
             scale,

@@ -141,7 +141,7 @@ def totals_kernel(
     tl.store(out + (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * L + r, found, mask=r < L)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def merge_kernel(part, out, rows, splits, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """out [rows]: the log-sum-exps of those of the pieces, part [splits, rows] to the base 2."""
     at, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SPLITS)
@@ -273,9 +273,7 @@ def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width
             query, key, at if row is None else row, at, part, query.stride(), key.stride(),
             width, piece, H, L, scale, **shape, num_stages=3,
         )  # fmt: skip
-        merge_kernel[(triton.cdiv(B * H * L, 64),)](
-            part, out, B * H * L, splits, BLOCK=64, SPLITS=triton.next_power_of_2(splits)
-        )
+        merge_kernel[(triton.cdiv(B * H * L, 64),)](part, out, B * H * L, splits, BLOCK=64, SPLITS=SPLITS)
     return out
 
 

@@ -202,7 +202,7 @@ def classes_kernel(
     tl.store(told + 2 * C, tl.sum(number, 0))
 
 
-@triton.jit(do_not_specialize=["C"])
+@triton.jit(do_not_specialize=["heads", "room", "C"])
 def phases_kernel(
     given,
     lines,

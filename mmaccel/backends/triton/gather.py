@@ -23,7 +23,7 @@ WORDS = 2048
 WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["items", "slots"])  # type: ignore[untyped-decorator]
 def gather_kernel(  # type: ignore[no-untyped-def]
     out,
     slab,

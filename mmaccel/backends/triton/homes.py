@@ -27,7 +27,7 @@ FAR = 2**31 - 1
 """The place of what is not there."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["home", "blocks", "heads", "keys"])
 def home_kernel(
     row,
     row_b,
@@ -60,7 +60,7 @@ def home_kernel(
     tl.store(home + (b * heads + x).to(tl.int64) * blocks + block, told, mask=block < blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["keys"])
 def place_kernel(
     row,
     row_b,
@@ -83,7 +83,7 @@ def place_kernel(
     tl.store(out + b * out_b + x * out_h + at, tl.where(there, told, FAR), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["home", "upto", "capacity", "blocks", "heads"])
 def copy_kernel(
     key,
     value,
@@ -182,8 +182,8 @@ class Homes:
             copy_kernel[(t.shape[2], t.shape[1], B)](
                 key,
                 value,
-                *key.stride()[:3],
-                *value.stride()[:3],
+                *lines(key),
+                *lines(value),
                 r,
                 *lead(r),
                 t,
@@ -242,3 +242,9 @@ def lead(t: Tensor) -> tuple[int, int]:
     if t.dim() < 3:
         return 0, 0
     return (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1) if t.shape[1] > 1 else 0)
+
+
+def lines(t: Tensor) -> tuple[int, int, int]:
+    """Strides of the sequence, the head and the row; 0 where there is one: what nothing is multiplied with would be wide in
+    a long prompt, and a wide number is another kernel."""
+    return (*lead(t), t.stride(2))

@@ -19,7 +19,9 @@ from mmaccel.backends.triton.hopper_load import produce
 from mmaccel.backends.triton.hopper_walk import TILES
 
 
-@gluon.jit(do_not_specialize=["items", "tiles", "M", "n_spans"])
+@gluon.jit(
+    do_not_specialize=["items", "tiles", "M", "n_spans", "own_b", "own_g", "column_g", "lse_b", "lse_h"]
+)
 def hopper_kernel(
     k_own,
     v_own,

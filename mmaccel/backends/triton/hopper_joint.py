@@ -230,7 +230,7 @@ def _compute(
     finish(acc, peak, total, b, rows, slot, split, stores, which, D, PLACED, SPLIT)
 
 
-@gluon.jit(do_not_specialize=["M", "tiles", "n_spans"])
+@gluon.jit(do_not_specialize=["M", "tiles", "n_spans", "own_b", "own_g", "column_g", "lse_b", "lse_h"])
 def joint_kernel(
     k_own,
     v_own,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.triton.homes import BOX, Homes, lead
+from mmaccel.backends.triton.homes import BOX, Homes, lead, lines
 from mmaccel.backends.triton.runs import unsure
 
 ROWS = 128
@@ -161,7 +161,7 @@ def launch(
         q_row_b,
         q_row_h,
         *of_tiles,
-        *query.stride()[:3],
+        *lines(query),
         seen.batch,
         seen.group,
         seen.column,
@@ -211,7 +211,7 @@ def _field(x: Tensor | int) -> int:
     return x.data_ptr() if isinstance(x, Tensor) else x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def _number_kernel(out, numbers, begin):
     for i in tl.static_range(len(numbers) // 2):
         low = (numbers[2 * i] // 2 - 1).to(tl.int64)

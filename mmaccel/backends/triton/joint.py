@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.triton import hopper_launch
-from mmaccel.backends.triton.homes import BOX, lead
+from mmaccel.backends.triton.homes import BOX, lead, lines
 from mmaccel.backends.triton.kernel import merge_kernel
 from mmaccel.backends.triton.work import LEAST_CHUNK, Work, places_on
 
@@ -56,7 +56,7 @@ def attend(
     part_out = query.new_empty(pieces, D, dtype=torch.float32)
     part_lse = query.new_empty(pieces, dtype=torch.float32)
     tables = (work.item, work.pieces, work.slot, work.told) if work is not None else (out[1],) * 4
-    ends, rows_of = (*out[0].stride()[:3], *out[1].stride()[:2]), (q_row, *lead(q_row))
+    ends, rows_of = (*lines(out[0]), *lead(out[1])), (q_row, *lead(q_row))
     layout = dict(GROUP=H // key.shape[1], LISTS=H, PLACED=True)
     homes = hopper_launch.copies(key, value, k_row, k_place, H)
     told = zip(offset, index, kind, by_block, k_row, q_places, homes.place, lo, hi, homes.home, strict=True)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from mmaccel.backends import ops
+from mmaccel.backends.triton.told import told
 
 FULL, TEST = tl.constexpr(ops.FULL), tl.constexpr(ops.TEST)
 
@@ -153,7 +154,7 @@ def _walk(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "lse_b", "lse_h"])
 def attend_kernel(
     Q,
     K,
@@ -220,7 +221,8 @@ def attend_kernel(
     """One tile, or under SPLIT one piece of at most `chunk` listed blocks of it.
 
     `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` ten: of the sequence and the head in
-    k_row, q_place, k_place, offset and kind. The last rows of the last head come first: they are the long ones.
+    k_row, q_place, k_place, and, as `telling` puts them, offset and kind. The last rows of the last head come first: they are
+    the long ones.
     """
     if GATED:
         if tl.load(SHORT) == 0:  # another kernel has computed this, and was short of nothing
@@ -276,14 +278,14 @@ def attend_kernel(
         lows = ()
         highs = ()
         for s in tl.static_range(group, group + TOGETHER if group + TOGETHER < len(k_row) else len(k_row)):
-            of_list = offset[s] + b64 * strides[s][6] + h64 * strides[s][7] + m * 5
+            of_list = offset[s] + b64 * told(strides[s][6]) + h64 * told(strides[s][7]) + m * 5
             begin, held = tl.load(of_list), tl.load(of_list + 1).to(tl.int32)
             indices = indices + (index[s] + (begin - count),)
             plains = plains + (plain[s],)
             moved = tl.where(plain[s] != 0, begin - count, 0).to(tl.int32)
             shifts = shifts + (tl.load(of_list + 4).to(tl.int32) + moved,)
             by_entry = tl.where(by_block[s] != 0, 0, begin - count)
-            kinds = kinds + (kind[s] + b64 * strides[s][8] + h64 * strides[s][9] + by_entry,)
+            kinds = kinds + (kind[s] + b64 * told(strides[s][8]) + h64 * told(strides[s][9]) + by_entry,)
             by_blocks = by_blocks + (by_block[s],)
             heads = heads + (count + tl.load(of_list + 2).to(tl.int32),)
             tails = tails + (count + tl.load(of_list + 3).to(tl.int32),)
@@ -347,7 +349,7 @@ def attend_kernel(
     _store(OUT, LSE, acc, peak, total, b, head, mine, place, at, ends, DV, BLOCK_DV, PLACED)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "lse_b", "lse_h"])
 def merge_kernel(
     PART_OUT,
     PART_LSE,

@@ -76,7 +76,8 @@ def _edges(
 
 
 @triton.jit(
-    do_not_specialize=[f"{of}_{name}" for of in "qk" for name in (*STRIDES, "blocks", "H")] + ["leads"]
+    do_not_specialize=[f"{of}_{name}" for of in "qk" for name in (*STRIDES, "blocks", "H")]
+    + ["leads", "Q_MOST", "K_MOST"]
 )
 def edges_kernel(
     q_row,
@@ -122,7 +123,7 @@ def edges_kernel(
         tl.store(KIND + to, tl.where(count == BLOCK_K, FULL, ABSENT).to(tl.int8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks", "MOST"])
 def settle_kernel(LEAST, MOST, blocks, STEP: tl.constexpr):
     """A block without a key lies where its neighbours do: then what blocks begin and end with ascends."""
     lead = tl.program_id(0).to(tl.int64) * blocks
@@ -154,7 +155,12 @@ def _halved(values, bound, low, high):
     return tl.where(below, middle + 1, low), tl.where(open_ & (below == 0), middle, high)
 
 
-@triton.jit(do_not_specialize=["lo", "hi", "M", "blocks", "H", "steps", "q_b", "q_h", "k_b", "k_h"])
+@triton.jit(
+    do_not_specialize=[
+        *("lo", "hi", "M", "blocks", "H", "steps", "q_b", "q_h", "k_b", "k_h"),
+        *("Q_MOST", "K_MOST"),
+    ]
+)
 def reach_kernel(
     Q_LEAST,
     Q_MOST,

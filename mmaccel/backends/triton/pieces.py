@@ -18,7 +18,7 @@ from mmaccel.backends.pieces import FIELDS, KINDS, TILE
 WIDTH, ROW = tl.constexpr(len(FIELDS)), tl.constexpr(pieces.ROW)
 
 
-@triton.jit(do_not_specialize=["n", "steps"])
+@triton.jit(do_not_specialize=["table", "n", "steps"])
 def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
     """Some elements of one of n pieces, whose `source` is an address, 0 for none."""
     tile = tl.program_id(0)

@@ -185,7 +185,7 @@ def project_rows(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "count"])
 def turn_kernel(
     rows,
     cos,

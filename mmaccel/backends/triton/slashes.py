@@ -157,7 +157,7 @@ def slash_runs(
     with torch.cuda.device_of(kept):
         steps_kernel[(C, H)](
             kept, shape, index, upto, N, C, H, width, kept.stride(1),
-            BLOCK=block, STEPS=min(max(DIAGONALS // (2 * block), 1), triton.next_power_of_2(width)), num_warps=8,
+            BLOCK=block, STEPS=max(DIAGONALS // (2 * block), 1), num_warps=8,
         )  # fmt: skip
         rows_kernel[(triton.cdiv(M, ROWS), B * H)](
             upto, member, home, reach, row, H, M, B * M, width, ROWS=ROWS
@@ -166,6 +166,6 @@ def slash_runs(
             upto = kept.cumsum(2, dtype=torch.int32)
             gaps_kernel[(G, B * H)](
                 upto, broken, runs, sure, index, row, N, H, M, G, runs.shape[2], C * H * width, blocks,
-                BLOCK=block, TILE=min(ROWS, triton.next_power_of_2(blocks)), num_warps=1,
+                BLOCK=block, TILE=ROWS, num_warps=1,
             )  # fmt: skip
     return row, index

@@ -153,12 +153,11 @@ def strongest(score: Tensor, last: Tensor, count: int, first: bool) -> Tensor:
     count = min(count, n)
     score, last = score.contiguous(), last.contiguous()
     out = torch.empty(B, H, count, dtype=torch.int64, device=score.device)
-    tile = min(TILE, triton.next_power_of_2(n))
-    piece = tile * triton.cdiv(triton.cdiv(n, tile), PIECES)
+    piece = TILE * triton.cdiv(triton.cdiv(n, TILE), PIECES)
     pieces = triton.cdiv(n, piece)
     counts = torch.zeros(B * H, DIGITS, BINS.value, dtype=torch.int32, device=score.device)
     tally = torch.empty(B * H, 2, pieces, dtype=torch.int32, device=score.device)
-    grid, sizes, how = (pieces, B * H), (n, count, piece, H), dict(FIRST=first, TILE=tile, num_warps=8)
+    grid, sizes, how = (pieces, B * H), (n, count, piece, H), dict(FIRST=first, TILE=TILE, num_warps=8)
     with torch.cuda.device_of(score):
         for digit in range(DIGITS):
             digits_kernel[grid](score, last, counts, *sizes, DIGIT=digit, **how)

@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmaccel.backends.triton.homes import lines
+from mmaccel.backends.triton.told import told, telling
+
 LEAST_CHUNK = 32
 """Listed blocks under which splitting a row costs more than it evens out."""
 
@@ -22,16 +25,22 @@ WAVES = 8
 MOST_PIECES = 64
 """Pieces that a row is split into at the most."""
 
+FEW, MANY = 1024, 8192
+"""Rows that a program of `work_kernel` looks at together: of few rows, and of more."""
+
+ALIGNED = 4
+"""Numbers of 32 bits to whose multiples tables begin."""
+
 
 @triton.jit(do_not_specialize=["M", "list_rows"])
 def length_kernel(counts, strides, LENGTH, M, list_rows, LISTS: tl.constexpr, TILE: tl.constexpr):
-    """How many blocks the lists of some rows hold in all spans."""
+    """How many blocks the lists of some rows hold in all spans; strides as `telling` puts them."""
     row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = row < list_rows
     b, h, m = row // M // LISTS, row // M % LISTS, row % M
     length = tl.zeros_like(row)
     for s in tl.static_range(len(counts)):
-        at = b * strides[s][0] + h * strides[s][1] + m * strides[s][2]
+        at = b * told(strides[s][0]) + h * told(strides[s][1]) + m * told(strides[s][2])
         length += tl.load(counts[s] + at, mask=inside, other=0).to(tl.int64)
     tl.store(LENGTH + row, length, mask=inside)
 
@@ -155,24 +164,23 @@ class Work:
     ) -> Work:
         rows, device = B * lists * M, counts[0].device
         sizes = (rows, 2 * (rows + spare), rows, rows, 2)
-        length, item, pieces, slot, told = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(
-            sizes
-        )
-        strides = tuple(
-            (c.stride(0) if c.shape[0] > 1 else 0, c.stride(1) if c.shape[1] > 1 else 0, c.stride(2))
-            for c in counts
-        )
+        # Kernels are compiled for how addresses divide.
+        room = [n + -n % ALIGNED for n in sizes]
+        made = torch.empty(sum(room), dtype=torch.int32, device=device).split(room)
+        length, item, pieces, slot, limits = (t[:n] for t, n in zip(made, sizes, strict=True))
+        strides = tuple(telling(lines(c)) for c in counts)
+        few = rows <= FEW
         length_kernel[(triton.cdiv(rows, 1024),)](
             tuple(counts), strides, length, M, rows, LISTS=lists, TILE=1024
         )
         work_kernel[(max(programs, 1) + 1,)](
-            *(length, item, pieces, slot, told, rows, rows + spare),
+            *(length, item, pieces, slot, limits, rows, rows + spare),
             **numbers,
             LEAST=LEAST_CHUNK,
-            STEP=min(8192, triton.next_power_of_2(rows)),
-            num_warps=16 if rows > 4096 else 8,
+            STEP=FEW if few else MANY,
+            num_warps=8 if few else 16,
         )
-        return cls(item.view(-1, 2), pieces, slot, told, 2 * spare)
+        return cls(item.view(-1, 2), pieces, slot, limits, 2 * spare)
 
 
 @cache

@@ -221,8 +221,8 @@ def attend_kernel(
     """One tile, or under SPLIT one piece of at most `chunk` listed blocks of it.
 
     `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` ten: of the sequence and the head in
-    k_row, q_place, k_place, and, as `telling` puts them, offset and kind. The last rows of the last head come first: they are
-    the long ones.
+    k_row, q_place, k_place and, as `telling` puts them, offset and kind. The last rows of the last head come first: they
+    are the long ones.
     """
     if GATED:
         if tl.load(SHORT) == 0:  # another kernel has computed this, and was short of nothing

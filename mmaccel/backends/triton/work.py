@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.triton.homes import lines
-from mmaccel.backends.triton.told import told, telling
+from mmaccel.backends.triton.told import telling, told
 
 LEAST_CHUNK = 32
 """Listed blocks under which splitting a row costs more than it evens out."""

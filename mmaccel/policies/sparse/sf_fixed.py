@@ -96,7 +96,7 @@ class SFFixed(IntraPattern):
         rank = member.long().cumsum(1)
         slot = torch.where(member, rank - 1, room)
         k_row = torch.full_like(sight.keys.row[:, :1], -1).repeat(1, room + 1)
-        k_row = pad_rows(k_row.scatter_(1, slot, sight.keys.row)[:, :room], block)
+        k_row = pad_rows(k_row.scatter_(1, slot, sight.keys.row)[:, :room].contiguous(), block)
         before = (rank - member.long()).gather(1, begin).masked_fill(sight.at < 0, 0).to(torch.int32)[:, None]
         k_place = torch.arange(k_row.shape[1], dtype=torch.int32, device=k_row.device).expand_as(k_row)
         order = (sight.q_row, k_row[:, None], before - 1, k_place[:, None])

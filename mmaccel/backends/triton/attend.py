@@ -207,7 +207,7 @@ def block_attend(
             tuple(index),
             tuple(kind),
             tuple(lo),
-            tuple(hi),
+            telling(min(x, torch.iinfo(places).max) for x in hi),
             by_block,
             plain,
             strides,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends import ops
+from mmaccel.backends.triton.homes import lines
 
 LEAST = 2
 """Tiles of keys that a piece has at least: shorter ones cost more to merge than they save."""
@@ -223,9 +224,9 @@ def decode_attend(
             scale,
             n,
             0 if bias is None else len(bias),
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
+            *lines(query),
+            *lines(key),
+            *lines(value),
             GROUPS=G,
             GROUP=group,
             D=D,

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmaccel.backends.triton.homes import lines
+
 MOST_QUERIES = 128
 """Queries beyond which a tile of weights does not fit the registers of a program."""
 
@@ -242,6 +244,11 @@ def suits(dtype: torch.dtype, queries: int, size: int) -> bool:
     return known and 0 < queries <= MOST_QUERIES and size <= 256
 
 
+def strides(t: Tensor) -> tuple[int, int, int, int]:
+    """Of the sequence, the head, the row and the number."""
+    return (*lines(t), t.stride(3))
+
+
 def shape_of(query: Tensor, key: Tensor, row: Tensor | None) -> dict[str, Any]:
     """What the kernels are compiled for."""
     L, D = query.shape[2:]
@@ -270,7 +277,7 @@ def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width
     scale = D**-0.5 * math.log2(math.e)
     with torch.cuda.device_of(query):
         totals_kernel[(B * H, splits)](
-            query, key, at if row is None else row, at, part, query.stride(), key.stride(),
+            query, key, at if row is None else row, at, part, strides(query), strides(key),
             width, piece, H, L, scale, **shape, num_stages=3,
         )  # fmt: skip
         merge_kernel[(triton.cdiv(B * H * L, 64),)](part, out, B * H * L, splits, BLOCK=64, SPLITS=SPLITS)
@@ -297,7 +304,7 @@ def line_sums(
     diagonals = torch.empty_like(columns)
     with torch.cuda.device_of(query):
         lines_kernel[(B * H // members, triton.cdiv(width, shape["BLOCK_N"]))](
-            query, key, at if row is None else row, at, total, columns, diagonals, query.stride(), key.stride(),
+            query, key, at if row is None else row, at, total, columns, diagonals, strides(query), strides(key),
             width, H, L, D**-0.5 * math.log2(math.e), MEMBERS=members, **shape, num_stages=1,
         )  # fmt: skip
     return columns, diagonals

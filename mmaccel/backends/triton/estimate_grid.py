@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.triton.estimate import load_queries, load_totals, row_totals, shape_of
+from mmaccel.backends.triton.estimate import load_queries, load_totals, row_totals, shape_of, strides
 
 KEYS = 64
 """Keys of a tile: sums over the queries are kept for each of them, in registers."""
@@ -291,7 +291,7 @@ def class_phases(
     with torch.cuda.device_of(query):
         classes_kernel[(B * heads, C)](
             query, key, at if row is None else row, at, total, order, start, given, spread, lines,
-            query.stride(), key.stride(), order.shape[1], C, H, L, D**-0.5 * math.log2(math.e),
+            strides(query), strides(key), order.shape[1], C, H, L, D**-0.5 * math.log2(math.e),
             SCORE=score, ROWS=rows, MEMBERS=members_of, **shape, num_stages=stages,
         )  # fmt: skip
         phases_kernel[(B * heads,)](

@@ -221,8 +221,7 @@ def attend_kernel(
     """One tile, or under SPLIT one piece of at most `chunk` listed blocks of it.
 
     `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` ten: of the sequence and the head in
-    k_row, q_place, k_place and, as `telling` puts them, offset and kind. The last rows of the last head come first: they
-    are the long ones.
+    k_row, q_place, k_place, offset and kind; those four and `hi` by `telling`. The last rows, the long ones, come first.
     """
     if GATED:
         if tl.load(SHORT) == 0:  # another kernel has computed this, and was short of nothing
@@ -245,7 +244,6 @@ def attend_kernel(
     )
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
     m = row % M
-
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     here = mine & (at >= 0)
     q = tl.load(
@@ -293,7 +291,7 @@ def attend_kernel(
             q_places = q_places + (q_place[s] + b64 * strides[s][2] + h64 * strides[s][3],)
             k_places = k_places + (k_place[s] + b64 * strides[s][4] + h64 * strides[s][5],)
             lows = lows + (lo[s],)
-            highs = highs + (hi[s],)
+            highs = highs + (told(hi[s]).to(q_place[s].dtype.element_ty),)
             count = count + held
             ends = ends + (count,)
         first, last = begun, count

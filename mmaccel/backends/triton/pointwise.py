@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmaccel.backends.triton.homes import lines
+
 WORDS = 4096
 """Elements that a program of `silu_times_kernel` looks at."""
 
@@ -111,9 +113,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
                 cos,
                 sin,
                 n,
-                x.stride(0),
-                x.stride(1),
-                x.stride(2),
+                *lines(x),
                 cos.stride(0) if cos.shape[0] > 1 else 0,
                 cos.stride(1),
                 H=H,

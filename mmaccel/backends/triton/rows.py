@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmaccel.backends.triton.homes import lines
+
 MOST = 64
 """Rows beyond which a product is no longer a matter of reading weights."""
 
@@ -253,8 +255,8 @@ def turn_rows(
             value,
             n,
             cos.shape[1],
-            *key.stride()[:3],
-            *value.stride()[:3],
+            *lines(key),
+            *lines(value),
             HEADS=heads,
             GROUPS=G,
             D=D,

@@ -1,7 +1,7 @@
 """Numbers in a tuple of a launch, of which no kernel is made anew.
 
 Triton compiles a kernel apart for an integer that is one, or a multiple of 16. An argument can be excepted by its name, the
-entries of a tuple cannot: they are told as odd numbers above one.
+entries of a tuple cannot: they are told as odd numbers, of which none is one.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -15,11 +15,11 @@ import triton.language as tl  # noqa: F401 - the interpreter wants it wherever a
 
 
 def telling(numbers: Iterable[int]) -> tuple[int, ...]:
-    """What is passed for `numbers`, none of them negative."""
-    return tuple(2 * number + 3 for number in numbers)
+    """What is passed for `numbers`."""
+    return tuple(4 * number + 3 for number in numbers)
 
 
 @triton.jit
 def told(number):
     """The number that was passed so."""
-    return (number >> 1) - 1
+    return number >> 2

@@ -1,0 +1,278 @@
+"""What Triton would compile for prompts of many lengths, found without a device.
+
+    python -m tests.backends.launch_keys 90 2000,4001,65537 50
+
+A kernel is compiled again for each *key*: the types of its arguments, whether an integer is one, a multiple of 16 or wide,
+whether an address is a multiple of 16, its constants, and its warps and stages. Here the plans and the launches of a layer
+and of a decode step are made as on a device of this capability, each launch tells its key, and nothing is compiled: first
+for the given lengths, then for so many others between them. Prints a row for each kernel: name, keys in all, on how many of
+the other lengths there was a new one, and in what the keys differ.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+
+from mmaccel.backends import ops, pointwise
+from mmaccel.backends import triton as backend
+from mmaccel.backends.reference import classes as plain_classes
+from mmaccel.backends.reference import index as plain_index
+from mmaccel.backends.reference import lists as plain_lists
+from mmaccel.backends.reference import pieces as plain_pieces
+from mmaccel.backends.triton import (
+    attend,
+    classes,
+    decode,
+    estimate,
+    estimate_grid,
+    hopper_launch,
+    joint,
+    lists,
+    pieces,
+    slashes,
+    strides,
+    strongest,
+)
+from mmaccel.backends.triton.homes import Homes
+from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.lower import attend_plan
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.room import with_room
+from mmaccel.policies.sparse.estimate import LastQueries
+
+from .triton_compile import Elsewhere
+
+HEADS, GROUPS, SIZE, HIDDEN = 8, 2, 128, 1024
+
+FRAMES = (196, 144, 256, 169, 225)
+"""Tokens of a frame, by the length of a prompt."""
+
+MEMORY, SHARED, PROCESSORS = 140 << 30, {80: 166912, 90: 232448}, 132
+"""Bytes of memory, and, of each capability, of what the programs of a multiprocessor share; multiprocessors."""
+
+
+@dataclass
+class Keys:
+    """The keys of each kernel that was launched, and the prompts on which there was a new one."""
+
+    of: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    new: dict[str, list[int]] = field(default_factory=dict)
+    prompt: int = 0
+
+    def take(self, *, fn: Any, compile: Any, **told: Any) -> bool:
+        """Triton's hook before it compiles; True tells it that nothing is to be compiled."""
+        function = fn.jit_function
+        name = f"{function.__module__.rsplit('.', 1)[1]}.{function.__name__}"
+        known = self.of.setdefault(name, {})
+        key = str(compile["key"])
+        if key not in known:
+            known[key] = _told(function, compile)
+            self.new.setdefault(name, [])
+            if self.prompt not in self.new[name]:
+                self.new[name].append(self.prompt)
+        return True
+
+    def differing(self, name: str) -> dict[str, set[Any]]:
+        """The arguments in which the keys of a kernel differ, and what they are."""
+        told = list(self.of[name].values())
+        found = {of: {one.get(of) for one in told} for of in {of for one in told for of in one}}
+        return {of: some for of, some in sorted(found.items()) if len(some) > 1}
+
+
+def _told(function: Any, compile: Any) -> dict[str, Any]:
+    """By argument its type, its constant value and whether it is a multiple of 16."""
+    names = function.arg_names
+    found: dict[str, Any] = {}
+    for name, kind in compile["signature"].items():
+        found[name] = (str(kind),)
+    for path, value in compile["constants"].items():
+        name = names[path[0]] + "".join(f"[{i}]" for i in path[1:])
+        found[name] = (*found.get(name, ()), str(value))
+    for path, attributes in compile["configs"][0].items():
+        name = names[path[0]] + "".join(f"[{i}]" for i in path[1:])
+        found[name] = (*found.get(name, ()), *(f"{what} {value}" for what, value in attributes))
+    return found | {name: compile[name] for name in ("num_warps", "num_stages")}
+
+
+def _filled(launch: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A launch that is not made, its results being those of the plain form."""
+
+    def both(*args: Any) -> Any:
+        out, right = launch(*args), plain(*args)
+        pairs = [(out, right)] if isinstance(out, Tensor) else zip(out, right, strict=True)
+        for mine, its in pairs:
+            mine.copy_(its)
+        return out
+
+    return both
+
+
+def _drawn(launch: Callable[..., Any], draw: Callable[[Tensor], Any]) -> Callable[..., Any]:
+    """A launch that is not made, its results being any that there may be."""
+
+    def both(*args: Any) -> Any:
+        out = launch(*args)
+        for one in [out] if isinstance(out, Tensor) else out:
+            draw(one)
+        return out
+
+    return both
+
+
+@contextmanager
+def recorded(capability: int = 90) -> Iterator[Keys]:
+    """Within, tensors of the CPU are launched on as on an H200, or on an A100 (capability 80), and all that comes of it are
+    the keys."""
+    keys, hopper = Keys(), capability == 90
+    ops.reduces.cache_clear()
+
+    def copies(key: Tensor, value: Tensor, k_row: Any, k_place: Any, heads: int) -> Homes:
+        return Homes.of(key, value, k_row, k_place, heads, MEMORY // hopper_launch.SHARE)
+
+    with ExitStack() as stack:
+        held = {
+            backend: dict(usable=lambda device: None),
+            attend: dict(_shared=lambda device: SHARED[capability], places_on=lambda device: 2 * PROCESSORS),
+            joint: dict(places_on=lambda device: 2 * PROCESSORS),
+            decode: dict(_multiprocessors=lambda device: PROCESSORS),
+            hopper_launch: dict(
+                _there=lambda device: hopper, _at_a_time=lambda device: PROCESSORS, copies=copies
+            ),
+            LastQueries: dict(fused=True),
+            pieces: dict(assembled=_filled(pieces.assembled, plain_pieces.assembled)),
+            lists: dict(
+                reach=_filled(lists.reach, plain_lists.reach),
+                listed_area=_filled(lists.listed_area, plain_lists.listed_area),
+            ),
+            strongest: dict(strongest=_filled(strongest.strongest, plain_index.strongest)),
+            slashes: dict(
+                keys_without=_filled(slashes.keys_without, plain_index.keys_without),
+                slash_runs=_filled(slashes.slash_runs, plain_index.slash_runs),
+            ),
+            classes: dict(turned_classes=_filled(classes.turned_classes, plain_classes.turned_classes)),
+            estimate: dict(
+                row_totals=_drawn(estimate.row_totals, Tensor.zero_),
+                line_sums=_drawn(estimate.line_sums, Tensor.uniform_),
+            ),
+            estimate_grid: dict(class_phases=_drawn(estimate_grid.class_phases, Tensor.zero_)),
+            strides: dict(stride_scores=_drawn(strides.stride_scores, Tensor.uniform_)),
+        }
+        for target, some in held.items():
+            stack.enter_context(mock.patch.multiple(target, **some))
+        stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keys.take))
+        stack.enter_context(mock.patch.object(driver, "_active", Elsewhere(capability)))
+        try:
+            yield keys
+        finally:
+            ops.reduces.cache_clear()
+
+
+def patterns() -> list[dict[str, Any]]:
+    """Each pattern for all heads of a layer, and one of each head."""
+    near = {"name": "a_shape", "sink": 128, "window": 1024}
+    lines = {"name": "vertical_slash", "vertical": 200, "slash": 300}
+    grid = {"name": "grid", "stride": "frame"}
+    cut = {"name": "q_boundary", "text": near, "video": near}
+    area = {"name": "boundary_2d", "default": lines}
+    heads = dict(enumerate([grid, grid, lines, {**cut, "video": grid}, near, lines, area, near]))
+    alone = [near, lines, grid, {**grid, "stride": "free"}, cut, area]
+    alone += [{"name": name} for name in ("block_topk", "k_boundary", "tri_shape", "sf_fixed", "sf_strided")]
+    return [*alone, {"name": "per_head", "table": {0: heads}}]
+
+
+def layout_of(tokens: int, batch: int) -> TokenLayout:
+    """Video in frames, of a size that goes with the length, cut by islands of text; all but the last sequence are shorter,
+    with padding before them."""
+    islands = min(8, tokens // 512)
+    place = torch.arange(tokens)
+    text = place % (tokens // islands) >= tokens // islands * 3 // 4
+    frame = torch.where(text, -1, ((~text).long().cumsum(0) - 1) // FRAMES[tokens % len(FRAMES)])
+    short = torch.arange(batch - 1, -1, -1)[:, None] * (tokens // 7)
+    modality = torch.where(text, TEXT, VIDEO)
+    return TokenLayout.build(
+        modality.expand(batch, -1), frame=frame.expand(batch, -1), valid=place.expand(batch, -1) >= short
+    )
+
+
+def prefill(tokens: int, sparse: dict[str, Any], buffered: bool = False, batch: int = 1) -> None:
+    """A layer of a prompt; its keys and values as projections leave them, or in a buffer with room for more."""
+
+    def rows(heads: int) -> Tensor:
+        return torch.zeros(batch, tokens, heads, SIZE, dtype=torch.bfloat16).transpose(1, 2)
+
+    query, key, value = rows(HEADS), rows(GROUPS), rows(GROUPS)
+    if buffered:
+        key, value = (with_room(None, t, 0, tokens)[:, :, :tokens] for t in (key, value))
+    layout = layout_of(tokens, batch)
+    angles = torch.zeros(1, tokens, SIZE, dtype=torch.bfloat16)
+    pointwise.rotate_(query, angles, angles)
+    plan = Recipe.load(sparse=sparse).sparse.at(0).plan(query, key, layout, layout)
+    assert plan is not None
+    attend_plan(plan, query, key, value, SIZE**-0.5, backend.op)
+
+
+def rows_alone(tokens: int) -> None:
+    """What a layer does to each row alone."""
+    x = torch.zeros(1, tokens, HIDDEN, dtype=torch.bfloat16)
+    pointwise.rms_norm(x, x[0, 0], 1e-6)
+    pointwise.silu_times_(x, x.clone())
+
+
+def decoded(tokens: int) -> None:
+    """The operators of a decode step after a prompt, over a cache with room."""
+    cache = with_room(None, torch.zeros(1, GROUPS, 0, SIZE, dtype=torch.bfloat16), 0, tokens)
+    angles = torch.zeros(1, cache.shape[2], SIZE, dtype=torch.bfloat16)
+    for width in (1, 6):
+        at = torch.full((1, width), tokens)
+        x = torch.zeros(width, HIDDEN, dtype=torch.bfloat16)
+        ops.project_rows(x, [torch.zeros(64, HIDDEN, dtype=torch.bfloat16)], [])
+        told = torch.zeros(1, width, (HEADS + 2 * GROUPS) * SIZE, dtype=torch.bfloat16)
+        query = ops.turn_rows(told, angles, angles, at, at, cache, cache)
+        ops.decode_attend(query, cache, cache, at, 0.1, None)
+        ops.decode_attend(query, cache, cache, at, 0.1, at[0])
+
+
+def on_prompts(lengths: Sequence[int], capability: int) -> Keys:
+    """The keys of all that is launched for prompts of these lengths, one after another."""
+    with recorded(capability) as keys:
+        for tokens in lengths:
+            keys.prompt = tokens
+            for sparse in patterns():
+                prefill(tokens, sparse)
+                prefill(tokens, sparse, buffered=True)
+                prefill(tokens, sparse, batch=2)
+            rows_alone(tokens)
+            decoded(tokens)
+    return keys
+
+
+def some_lengths(count: int, least: int, most: int) -> list[int]:
+    """Lengths between two, as many short ones as long ones, some of them multiples of what frames and blocks have."""
+    rng = random.Random(0)
+    found = (round(least * (most / least) ** rng.random()) for _ in range(count))
+    return [tokens - tokens % rng.choice((1, 4, 16, 64, 256, 1024)) for tokens in found]
+
+
+def main(capability: int, first: Sequence[int], count: int) -> None:
+    lengths = some_lengths(count, min(first), max(first))
+    found = on_prompts([*first, *lengths], capability)
+    for name in sorted(found.of):
+        later = [tokens for tokens in found.new[name] if tokens not in first]
+        differing = {of: sorted(map(str, some)) for of, some in found.differing(name).items()}
+        print(name, len(found.of[name]), len(later), differing, sep="; ")
+
+
+if __name__ == "__main__":
+    assert triton.knobs.runtime.interpret is False
+    main(int(sys.argv[1]), [int(tokens) for tokens in sys.argv[2].split(",")], int(sys.argv[3]))

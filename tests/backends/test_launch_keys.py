@@ -1,0 +1,22 @@
+"""How often kernels are compiled: what is launched for a prompt of a new length was compiled for another one."""
+
+from __future__ import annotations
+
+import pytest
+
+from .test_triton import run
+
+FIRST = "2000,4001,12001"
+"""Lengths at which nothing is split, some parts are, and all are and have many rows: what is compiled for them differs."""
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"), [(80, "kernel.attend_kernel"), (90, "hopper.hopper_kernel")]
+)
+def test_a_new_length_compiles_nothing(capability: int, kernel: str) -> None:
+    """Whatever it is a multiple of, whatever frames its video has: what is compiled hangs on the pattern."""
+    rows = run("tests.backends.launch_keys", str(capability), FIRST, "6", TRITON_INTERPRET="0").splitlines()
+    new = {name: int(again) for name, _, again, _ in (row.split("; ", 3) for row in rows)}
+    seen = {kernel, "work.work_kernel", "slashes.gaps_kernel", "pieces.pieces_kernel", "decode.piece_kernel"}
+    assert seen <= set(new) and len(new) > 25
+    assert {name for name, again in new.items() if again} == set()

@@ -221,7 +221,7 @@ def attend_kernel(
     """One tile, or under SPLIT one piece of at most `chunk` listed blocks of it.
 
     `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` ten: of the sequence and the head in
-    k_row, q_place, k_place, offset and kind; those four and `hi` by `telling`. The last rows, the long ones, come first.
+    k_row, q_place, k_place, offset and kind; the last four and `hi` by `telling`. The last rows, the long ones, come first.
     """
     if GATED:
         if tl.load(SHORT) == 0:  # another kernel has computed this, and was short of nothing

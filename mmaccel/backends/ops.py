@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import pieces as pieces
+from mmaccel.backends.gathering import gather_now as gather_now
+from mmaccel.backends.gathering import gather_units as gather_units
+from mmaccel.backends.gathering import grain_of as grain_of
 from mmaccel.backends.index import class_phases as class_phases
 from mmaccel.backends.index import keys_without as keys_without
 from mmaccel.backends.index import line_sums as line_sums
@@ -47,7 +50,6 @@ REACH = (
     "-> (Tensor row, Tensor kind)"
 )
 LISTED_AREA = "(Tensor row, Tensor index, Tensor nq, Tensor nk) -> Tensor"
-GATHER_UNITS = "(Tensor(a!) out, Tensor[] slab, Tensor base, Tensor slot) -> ()"
 DECODE_ATTEND = (
     "(Tensor query, Tensor key, Tensor value, Tensor columns, float scale, Tensor? sees=None, "
     "Tensor? bias=None) -> Tensor"
@@ -212,19 +214,6 @@ def _listed_area(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
     return plain(row, index, nq, nk)
 
 
-def _gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor) -> None:
-    from mmaccel.backends import triton
-
-    if triton.usable(out.device) is None:
-        from mmaccel.backends.triton.gather import gather_units as launch
-
-        launch(out, slab, base, slot)
-    else:
-        from mmaccel.backends.reference.gather import gather_units as plain
-
-        plain(out, slab, base, slot)
-
-
 def _decode_attend(query: Tensor, *rest: Any) -> Tensor:
     from mmaccel.backends import triton
 
@@ -278,26 +267,14 @@ dense_attend = torch.library.custom_op(
 )
 """Exact causal attention; see `mmaccel.backends.dense.dense_attend` for its arguments."""
 
+attend_now, decode_now = _dense_attend, _decode_attend
+"""What is behind `dense_attend` and `decode_attend`, for code that nobody compiles: a call through torch.library takes the
+host some 40 us more."""
+
 
 @dense_attend.register_fake
 def _dense_attend_shape(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
     return query.new_empty(*query.shape[:-1], value.shape[-1])
-
-
-gather_units = torch.library.custom_op(
-    "mmaccel::gather_units", _gather_units, mutates_args=("out",), schema=GATHER_UNITS
-)
-"""Bring units of keys and values from host memory into `out`, in the order of `slot`; one launch where Triton runs.
-
-out [2, G, n * P, D] on the device: keys, then values, the last two dimensions dense. slab: host tensors [slots, 2, G, P, D],
-pinned where `out` is on a CUDA device. base [slabs] long, on the device: the bytes from the first slab to each. slot [n]
-long, on the device: slot s is entry ``s % slots`` of slab ``s // slots``, and -1 gives zeros.
-"""
-
-
-@gather_units.register_fake
-def _gather_units_shape(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor) -> None:
-    return None
 
 
 decode_attend = torch.library.custom_op(

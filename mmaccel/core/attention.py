@@ -277,12 +277,12 @@ class StreamRun:
         heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
         if view.bias is not None:
             columns = torch.arange(keys - rows, keys, device=key.device).expand(len(query), -1)
-            return ops.decode_attend(query, key, value, columns, scale, bias=view.bias)  # type: ignore[no-any-return]
+            return ops.decode_now(query, key, value, columns, scale, None, view.bias)
         windowed = view.window is not None and view.window < keys and view.column is None
         if windowed and self.kernel is not None and rows >= MIN_ROWS and len(query) == 1:
             plan = window_plan(rows, keys, view.sinks, view.window, heads, query.device)
             return attend_plan(plan, query, key, value, scale, self.kernel)[0]
-        out: Tensor = ops.dense_attend(
+        return ops.attend_now(
             query,
             key,
             value,
@@ -292,4 +292,3 @@ class StreamRun:
             window=view.window,
             column=view.column,
         )
-        return out

@@ -237,7 +237,7 @@ class Family(ModelAdapter):
 
     def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
         if pointwise.fusible(x):
-            pointwise.rotate_(x, *(angle[:, 0] for angle in angles))
+            pointwise.rotate_now_(x, *(angle[:, 0] for angle in angles))
         else:
             x.copy_(self.turn(x, angles))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from mmaccel.backends.ops import define
 
 
+@functools.cache
 def usable(device: torch.device) -> str | None:
     """Why this backend cannot run on `device`; None when it can. Triton itself is not imported to tell."""
     if device.type != "cuda":

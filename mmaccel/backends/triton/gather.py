@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmaccel.backends.gathering import grain_of
+
 PROGRAMS = 64
 """Programs of a launch. The wire is full with a few hundred kilobytes under way; more would take the device from the layer
 that computes while the next one's units arrive."""
@@ -67,10 +69,11 @@ def gather_units(
     base: Tensor,
     slot: Tensor,
     *,
+    grain: int | None = None,
     programs: int = PROGRAMS,
     words: int = WORDS,
 ) -> None:
-    """See `mmaccel.backends.ops.gather_units`; `programs` and `words` as the constants above."""
+    """See `mmaccel.backends.ops.gather_units` and `gather_now`; `programs` and `words` as the constants above."""
     slots, _, groups, tokens, size = slab[0].shape
     n = slot.shape[0]
     if n == 0:
@@ -78,7 +81,7 @@ def gather_units(
     run = tokens * size * out.element_size()
     side, group = (out.stride(i) * out.element_size() for i in (0, 1))
     # A slab that begins anywhere else than the first is told to the kernel in bytes from there, and read by the same words.
-    aligned = (run, side, group, out.data_ptr(), *(one.data_ptr() for one in slab))
+    aligned = (run, side, group, out.data_ptr(), grain_of(slab) if grain is None else grain)
     word = next(w for w in WORD_TYPES if not any(b % w for b in aligned))
     block = min(words, triton.next_power_of_2(run // word))
     items = n * 2 * groups * triton.cdiv(run // word, block)

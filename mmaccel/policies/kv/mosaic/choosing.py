@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class End(NamedTuple):
-    """The end of a stream of so many `units`: those from `begin` on are seen without being searched; `away`: some before them
+    """The end of a stream of so many `units`: those from `begin` on are seen unsearched; `away`: some before them
     have left the window."""
 
     begin: int

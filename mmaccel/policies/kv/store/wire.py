@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,11 @@ PENDING = 512
 
 
 BASES = 64
-"""Lists of slabs whose addresses are kept on the device."""
+"""Lists of slabs that are kept, their addresses on the device."""
+
+
+Laid = tuple[list[Tensor], Tensor, int]
+"""Slabs, on the device the bytes from the first to each, and what divides all their addresses."""
 
 
 class Wire:
@@ -32,7 +36,7 @@ class Wire:
 
     def __init__(self, shape: Shape, slabs: Slabs, lanes: Lanes, device: torch.device) -> None:
         self._shape, self._slabs, self._lanes, self._device = shape, slabs, lanes, device
-        self._base: dict[tuple[int, ...], Tensor] = {}
+        self._known: dict[tuple[Any, ...], Laid] = {}
         self._cost: Cost | None = None
         self._timed: list[tuple[str, Mark, Mark]] = []
         self.counts = dict.fromkeys(
@@ -117,7 +121,7 @@ class Wire:
 
     def forget(self) -> None:
         """Slabs have come or gone."""
-        self._base.clear()
+        self._known.clear()
 
     def _copies(self, slots: list[int], out: Tensor, place: list[int] | None) -> None:
         """Ascending runs of slots into a piece of device memory, few and large; from there to their places in `out`."""
@@ -158,21 +162,17 @@ class Wire:
     def _gather(
         self, slot: list[int] | Tensor, out: Tensor, place: list[int] | None, places: Sequence[Tensor] = ()
     ) -> None:
-        slabs = self._slabs.slabs[: self._slabs.in_memory]
-        # Without slabs the first place takes their part, whatever its size.
-        per = self._slabs.per if slabs else max((len(one) for one in places), default=0)
-        slabs = [*slabs, *(one[at : at + per] for one in places for at in range(0, len(one), per))]
-        base = self._bases(slabs)
+        slabs, base, grain = self._laid(places)
         self._lanes.wire.uses(base)
 
         def work() -> None:
             wanted = slot if isinstance(slot, Tensor) else on_device(slot, self._device)
             if place is None:
-                ops.gather_units(out, slabs, base, wanted)
+                ops.gather_now(out, slabs, base, wanted, grain)
                 return
             # A gather writes the whole of what it is given, and units from elsewhere lie in between.
             part = out.new_empty(*out.shape[:2], len(place) * self._shape.tokens, out.shape[3])
-            ops.gather_units(part, slabs, base, wanted)
+            ops.gather_now(part, slabs, base, wanted, grain)
             view = in_units(out, self._shape.tokens)
             units = in_units(part, self._shape.tokens)
             view.index_copy_(2, on_device(place, self._device), units)
@@ -180,14 +180,21 @@ class Wire:
         self._lanes.wire.run(work)
         self._count(copies_in=1, gathers=1)
 
-    def _bases(self, slabs: Sequence[Tensor]) -> Tensor:
-        """[slabs] long, on the device: the bytes from the first to each."""
-        at = tuple(one.data_ptr() for one in slabs)
-        if at not in self._base:
-            if len(self._base) >= BASES:
-                self._base.clear()
-            self._base[at] = on_device([one - at[0] for one in at], self._device)
-        return self._base[at]
+    def _laid(self, places: Sequence[Tensor]) -> Laid:
+        """The slabs in memory and those of `places`, kept while these stay where they are."""
+        held = self._slabs.in_memory
+        at = held, *((one.data_ptr(), len(one)) for one in places)
+        if at not in self._known:
+            if len(self._known) >= BASES:
+                self._known.clear()
+            slabs = self._slabs.slabs[:held]
+            # Without slabs the first place takes their part, whatever its size.
+            per = self._slabs.per if slabs else max((len(one) for one in places), default=0)
+            slabs = [*slabs, *(one[i : i + per] for one in places for i in range(0, len(one), per))]
+            first = slabs[0].data_ptr()
+            base = on_device([one.data_ptr() - first for one in slabs], self._device)
+            self._known[at] = slabs, base, ops.grain_of(slabs)
+        return self._known[at]
 
     def _count(self, **more: float) -> None:
         for name, by in more.items():

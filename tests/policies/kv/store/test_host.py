@@ -156,13 +156,14 @@ def test_an_index_is_read_once_the_model_has_made_it() -> None:
 def test_the_device_is_told_where_every_slab_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that came after it was told before, and after all were replaced."""
     told: list[tuple[list[int], list[int]]] = []
-    real = ops.gather_units
+    real = ops.gather_now
 
-    def note(out: Tensor, slab: list[Tensor], base: Tensor, slot: Tensor) -> None:
+    def note(out: Tensor, slab: list[Tensor], base: Tensor, slot: Tensor, grain: int) -> None:
         told.append((base.tolist(), [one.data_ptr() - slab[0].data_ptr() for one in slab]))
-        real(out, slab, base, slot)
+        assert not any(one.data_ptr() % grain for one in slab)
+        real(out, slab, base, slot, grain)
 
-    monkeypatch.setattr(ops, "gather_units", note)
+    monkeypatch.setattr(ops, "gather_now", note)
     store = open_store(8)
     for units in ([0, 1], [2, 3, 4, 5], [6, 7, 8, 9]):
         fill(store, units)

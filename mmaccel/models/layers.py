@@ -37,6 +37,8 @@ class FewRows:
     def __init__(self, model: nn.Module, family: Family) -> None:
         self._model, self._family = model, family
         self._shape = family.geometry(model)
+        # Walking through the modules takes the host a millisecond.
+        self._inner = [module for layer in family.layers(model) for module in layer.modules()]
         self._replays = Replays(next(model.parameters()).device)
 
     def serves(self, rows: Tensor) -> bool:
@@ -47,8 +49,7 @@ class FewRows:
             return False
         if not known(layers, getattr(config, "hidden_act", "")):
             return False
-        inner = [module for layer in layers for module in layer.modules()]
-        return not any(module._forward_hooks or module._forward_pre_hooks for module in inner)
+        return not any(module._forward_hooks or module._forward_pre_hooks for module in self._inner)
 
     def run(self, run: StreamRun, embeds: Tensor, hidden: bool) -> Tensor:
         """See `StreamSeam.run`."""

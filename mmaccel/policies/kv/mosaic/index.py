@@ -292,8 +292,10 @@ class Index:
         column = torch.arange(width, device=self._device).expand(len(order), -1).contiguous()
         rank = torch.searchsorted(held, column, right=True)
         begin = there.first[rows].gather(1, order) - before
+        some = rank < held.shape[1]
         at = begin.gather(1, rank.clamp(max=held.shape[1] - 1)) + column
-        return there.flat[rows].gather(1, at.clamp(0, there.flat.shape[1] - 1)), rank
+        # What is looked up for those that are none is at least an entry.
+        return there.flat[rows].gather(1, at.masked_fill(~some, 0)), rank
 
     def _trimmed(self, layer: int, entries: Tensor, rank: Tensor, query: Tensor, budget: int) -> Tensor:
         """[budget] ascending: of `entries` [n], those of lower `rank` [n] first, the last rank's by their own score."""

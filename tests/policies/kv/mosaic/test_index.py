@@ -90,6 +90,20 @@ def test_the_budget_is_exact_and_the_choice_is_the_definition_s(
             assert found.entries.numel() == budget and int(found.entries.max()) < end
 
 
+def test_a_budget_just_below_the_stream_looks_up_no_entry_that_is_not_there(tree: Hierarchy) -> None:
+    """Whatever room there is behind those that are: on a device nothing would say so."""
+    asked, rows = [], tree.summaries.key_rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            tree.summaries, "key_rows", lambda layer, some: asked.append(int(some.max())) or rows(layer, some)
+        )
+        for end in range(20 * tree.summaries.parts, tree.units * tree.summaries.parts, 3):
+            index = index_of(tree)
+            found = index.search(0, query(end), end - 1, end)
+            assert found.entries.tolist() == plain(tree, 0, query(end), end - 1, end)
+            assert asked[-1] < end
+
+
 def test_a_budget_above_the_stream_retrieves_all(tree: Hierarchy) -> None:
     end = tree.units * tree.summaries.parts
     found = index_of(tree).search(1, query(0), end, end)

@@ -218,6 +218,23 @@ class Seen:
     score: float
 
 
+@dataclass(frozen=True, eq=False)
+class Seat:
+    """Where the rows of a question or an answer go at one layer: behind the first `column` columns of buffers key and value
+    [1, G, N, D], whose keys are turned; `angles` are the cosines and sines [1, 1, n, D] of the rows, `bias` that of
+    `KVView`. A row sees the columns up to its own. There is room for `MARGIN` rows at least."""
+
+    key: Tensor
+    value: Tensor
+    column: int
+    angles: tuple[Tensor, Tensor]
+    bias: Tensor | None = None
+
+
+MARGIN = 64
+"""Columns for rows of a question or an answer that are there ahead of need, so that rows may be computed a few too many."""
+
+
 class StreamState(KVState):
     """The memory of one stream (batch 1). Keys and queries arrive before rotation; the memory turns them.
 
@@ -253,6 +270,11 @@ class StreamState(KVState):
     @abstractmethod
     def restore(self, mark: Any) -> None:
         """Be as at the moment of `checkpoint`, whatever came after it, a broken pass included."""
+
+    def seat(self, layer: int, query: Tensor) -> Seat | None:
+        """What `view` shows to a question or an answer, for callers that turn the rows and write them themselves: in place
+        of `view`, if this is not None."""
+        return None
 
     def fit(self, first: int, count: int) -> int:
         """How many of `count` units from number `first` on may go in one pass, at least 1."""

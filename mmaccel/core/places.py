@@ -64,6 +64,13 @@ class Places:
         one = torch.arange(begin, begin + count, device=self._head.device)
         return self._shaped(one.expand(self.axes, -1))
 
+    def after(self, units: int, pending: int, start: int, count: int) -> Tensor:
+        """[count] or [3, count]: columns ``start .. start + count`` of what follows `units` units: first the `pending`
+        columns of one that is not complete, if any, from their beginning or not at all; then the text."""
+        if start >= pending:
+            return self.tail(units + bool(pending), start - pending, count)
+        return torch.cat([self.units(units, 1), self.tail(units + 1, 0, count - pending)], -1)
+
     def span(self, units: int) -> int:
         """The largest position that `units` units and their text's first token take."""
         last = int(self._unit[0].max()) + int(self._upto(max(units, 1))[max(units, 1) - 1])

@@ -48,7 +48,7 @@ class Replays:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._works = device.type == "cuda"
-        self._held: dict[Hashable, _Replay | tuple[Tensor, ...]] = {}
+        self._held: dict[Hashable, tuple[Hashable, _Replay | tuple[Tensor, ...]]] = {}
         self._rooms: dict[Hashable, Tensor] = {}
         self._mark: Hashable = None
         self._pool: Any = None
@@ -60,28 +60,29 @@ class Replays:
             self._rooms.clear()
             self._mark, self._pool = mark, None
 
-    def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor for functions to write to, always the same until the mark changes; what is in it is the last one's."""
+    def room(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor for functions, zero at first, always the same until the mark changes; what is in it is the last one's."""
         known = (name, shape, dtype)
         if known not in self._rooms:
             with torch.inference_mode(False):
-                self._rooms[known] = torch.empty(shape, dtype=dtype, device=self._device)
+                self._rooms[known] = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._rooms[known]
 
-    def __call__(self, name: Hashable, work: Work, *given: Tensor) -> tuple[Tensor, ...]:
-        """What `work` makes of `given`."""
+    def __call__(self, name: Hashable, work: Work, *given: Tensor, at: Hashable = None) -> tuple[Tensor, ...]:
+        """What `work` makes of `given`; `at` says where lies what this function alone reads beside what `mark` covers."""
         if not self._works:
             return work(*given)
-        held = self._held.get(name)
-        if held is None:
+        known, held = self._held.get(name, (None, None))
+        if held is None or known != at:
             out = work(*given)
             with torch.inference_mode(False):
-                self._held[name] = tuple(torch.empty_like(one) for one in out)
+                self._held[name] = at, tuple(torch.empty_like(one) for one in out)
             return out
         if not isinstance(held, _Replay):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            held = self._held[name] = _Replay(work, given, held, self._device, self._pool)
+            held = _Replay(work, given, held, self._device, self._pool)
+            self._held[name] = at, held
         return held(*given)
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mmaccel.backends import ops
 from mmaccel.core.attention import StreamRun
+from mmaccel.core.kv import Seat
 from mmaccel.core.replay import Replays
 from mmaccel.models.pointwise import normed
 
@@ -40,6 +42,8 @@ class FewRows:
         # Walking through the modules takes the host a millisecond.
         self._inner = [module for layer in family.layers(model) for module in layer.modules()]
         self._replays = Replays(next(model.parameters()).device)
+        self._angles: tuple[Tensor, Tensor] | None = None
+        self._starts: dict[int, tuple[int, int]] = {}
 
     def serves(self, rows: Tensor) -> bool:
         """Whether the layers are `known`, and nobody listens to them; and rows [n, E] are few."""
@@ -60,17 +64,42 @@ class FewRows:
         self._replays.under(tuple(layer.self_attn.q_proj.weight.data_ptr() for layer in layers))
         x = pad(embeds, (0, 0, 0, width - n))
         rows = entering(layers[0], x)
+        self._angles = None
         for number in range(len(layers)):
             if hidden:
                 state.ahead(number, x[None, :n])
             columns = rows[None, :n].view(1, n, -1, size).transpose(1, 2)
             query, key, value = columns.split([heads, groups, groups], 1)
             state.append(number, key, value)
-            out = run.attend(number, query, key, value, size**-0.5)
-            out = pad(out.transpose(1, 2).reshape(n, -1), (0, 0, 0, width - n))
-            x, *some = self._replays((number, width), between(layers[number : number + 2]), x, out)
+            two, seat = layers[number : number + 2], state.seat(number, query)
+            if seat is None:
+                out = run.attend(number, query, key, value, size**-0.5)
+                out = pad(out.transpose(1, 2).reshape(n, -1), (0, 0, 0, width - n))
+                x, *some = self._replays((number, width), between(two), x, out)
+            else:
+                x, *some = self._seated(number, two, seat, x, rows)
             rows = some[0] if some else rows
         return normed(self._family.text(self._model).norm, x[:n])
+
+    def _seated(
+        self, number: int, two: Sequence[Any], seat: Seat, x: Tensor, rows: Tensor
+    ) -> tuple[Tensor, ...]:
+        """A layer over rows that have a seat: from what enters it, and its projections, to what enters the next."""
+        size, room = self._shape.head_dim, self._replays.room
+        turn = room("turn", (2, 1, len(x), size), rows.dtype)
+        # Most layers turn rows alike, and rows stand behind as many columns as at the question before. What fills up the rows
+        # is turned by something, too: its keys are hidden, but have to be numbers.
+        if seat.angles is not self._angles:
+            self._angles = seat.angles
+            for place, angle in zip(turn, seat.angles, strict=True):
+                place[:, : angle.shape[2]] = angle[0]
+        start = room(("start", number), (1, 1), torch.long)
+        if self._starts.get(number) != (start.data_ptr(), seat.column):
+            start.fill_(seat.column)
+            self._starts[number] = start.data_ptr(), seat.column
+        given = [x, rows] if seat.bias is None else [x, rows, seat.bias]
+        at = seat.key.data_ptr(), seat.value.data_ptr(), seat.key.shape, tuple(one.shape for one in given)
+        return self._replays((number, len(x), "seat"), seated(two, seat, turn, start), *given, at=at)
 
 
 def between(layers: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
@@ -79,6 +108,22 @@ def between(layers: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
     def step(x: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
         x = leaving(layers[0], x, attended)
         return x, *(entering(one, x) for one in layers[1:])
+
+    return step
+
+
+def seated(
+    layers: Sequence[Any], seat: Seat, turn: Tensor, start: Tensor
+) -> Callable[..., tuple[Tensor, ...]]:
+    """`between`, and attention before it: rows [R, (H + 2 G) * D] are turned by `turn` [2, 1, R, D], written to the columns
+    from `start` [1, 1] on, and see all up to their own."""
+
+    def step(x: Tensor, rows: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+        key, value = seat.key, seat.value
+        line = torch.arange(len(x), device=x.device)[None]
+        query = ops.turn_rows(rows[None], turn[0], turn[1], line, start + line, key, value)
+        out = ops.decode_attend(query, key, value, start + line, key.shape[3] ** -0.5, None, bias)
+        return between(layers)(x, out.transpose(1, 2).reshape(len(x), -1))
 
     return step
 

@@ -6,12 +6,30 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 
 import mmaccel
+from mmaccel.core import replay
 from mmaccel.models import layers
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
+from tests.policies.kv.mosaic.test_replayed import Replayed
 
 KV = every_stream(frames=6, window=8)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote is no number, so that nothing may depend on it: not even with a weight of zero."""
+
+    def nowhere(make: Any) -> Any:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            out = make(*args, **kwargs)
+            return out.fill_(torch.nan) if out.is_floating_point() else out
+
+        return made
+
+    monkeypatch.setattr(torch, "empty", nowhere(torch.empty))
+    monkeypatch.setattr(torch.Tensor, "new_empty", nowhere(torch.Tensor.new_empty))
 
 
 def opened(name: str, kv: Any) -> mmaccel.VideoSession:
@@ -21,6 +39,7 @@ def opened(name: str, kv: Any) -> mmaccel.VideoSession:
     return session
 
 
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 @pytest.mark.parametrize("kv", ["mosaic", "rekv", "full", "livevlm"])
 def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +58,40 @@ def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pyte
     assert (found - wanted).abs().max() <= 1e-4 and again.ids == said.ids
     # A question, twice, and the words of an answer one by one.
     assert len(passes) >= 3 and max(passes) <= layers.WIDTHS[-1] and min(passes) == 1
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+@pytest.mark.parametrize("kv", ["mosaic", "rekv"])
+def test_replayed_layers_say_what_layers_launched_one_by_one_say(
+    name: str, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Questions of several lengths and their answers, while the stream grows."""
+    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
+    monkeypatch.setattr(replay, "_Replay", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    Replayed.made = 0
+    said = []
+    for works in (False, True):
+        model, processor = pair(name)
+        with mmaccel.VideoSession(copy.deepcopy(model), processor, None, kv=KV[kv]) as session:
+            for part in film(25).repeat(2, 1, 1, 1).split(10):
+                session.watch(part, fps=FPS)
+                live: Any = session._live
+                live.state._keeps = live.seam._few._replays._works = works
+                if hasattr(live.state, "chooser"):
+                    live.state.chooser.replays._works = works
+                for question in (
+                    QUESTION,
+                    QUESTION,
+                    "what was shown before the star and after it ?",
+                    QUESTION,
+                ):
+                    said.append((logits(session, question), session.ask(question, 4).ids))
+    half = len(said) // 2
+    for (plain, words), (replayed, again) in zip(said[:half], said[half:], strict=True):
+        assert (plain - replayed).abs().max() <= 1e-5 and words == again
+    assert Replayed.made >= 4
 
 
 def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,8 @@ class StoredMemory(StreamMemory):
             with super().turn():
                 yield
         finally:
+            # A question that broke off may still be written to where the next one's columns go.
+            self.store.lanes.join()
             self.sources.settle()
 
     def _rewind(self, units: int, first: int) -> None:

@@ -10,7 +10,7 @@ Letters: G key/value heads, D head size, P tokens a unit, n columns of a pass. K
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,11 @@ from torch import Tensor
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamPolicy, StreamState
+from mmaccel.core.kv import MARGIN, KVView, Piece, Seat, Seen, Stream, StreamPolicy, StreamState
 from mmaccel.core.room import with_room
 from mmaccel.policies.kv._angles import Turner
 from mmaccel.policies.kv._evidence import Look, mean_query, weigh
-from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, joined, moved
+from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, moved, spacious
 
 __all__ = ["Asked", "Pair", "Ring", "StreamMemory", "WindowedPolicy", "mean_query", "weigh"]
 
@@ -87,6 +87,8 @@ class StreamMemory(StreamState):
         self._new: list[Pair | None] = [None] * layers
         self._fresh: list[Tensor | None] = [None] * layers
         self._asked: list[Asked | None] = [None] * layers
+        # On a device what a question sees lies where it lay for the one before.
+        self._kept, self._keeps = dict[int, Tensor](), device.type == "cuda"
         self._piece: Piece | None = None
         self._count, self._first, self._extra = 0, 0, 0
         self._pending = 0
@@ -189,30 +191,34 @@ class StreamMemory(StreamState):
             query=self.turner.turn(query, angles),
         )
 
-    def _answer(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
+    @torch.no_grad()
+    def seat(self, layer: int, query: Tensor) -> Seat | None:
+        piece = self._piece
+        asking = piece is not None and piece.kind in ("question", "answer")
+        return self._seat(layer, query, piece) if piece is not None and asking else None
+
+    def _seat(self, layer: int, query: Tensor, piece: Piece) -> Seat:
         asked = self._asked[layer]
         if asked is None:
             asked = self._asked[layer] = self._gather(layer, query, piece)
         extra = 0 if piece.kind == "proxy" else self._extra
         seen = asked.seen if self.compact else self._count
         name = ("tail", seen, extra, piece.rows)
-        angles = self.turner.at(name, lambda: self._tail(seen, extra, piece.rows, self._pending))
-        start = asked.base + extra
-        end = start + piece.rows
-        asked.key = with_room(asked.key, key, start, end)
-        asked.value = with_room(asked.value, value, start, end)
-        asked.key[:, :, start:end], asked.value[:, :, start:end] = key, value
-        self.turner.turn_(asked.key[:, :, start:end], angles)
-        query = query.contiguous()
-        self.turner.turn_(query, angles)
-        return KVView(asked.key[:, :, :end], asked.value[:, :, :end], query=query)
-
-    def _tail(self, seen: int, start: int, count: int, pending: int) -> Tensor:
         places = self.stream.places
-        if start >= pending:
-            return places.tail(seen + bool(pending), start - pending, count)
-        unit = places.units(seen, 1)
-        return torch.cat([unit, places.tail(seen + 1, 0, count - pending)], -1)
+        angles = self.turner.at(name, lambda: places.after(seen, self._pending, extra, piece.rows))
+        start = asked.base + extra
+        end = start + max(piece.rows, MARGIN)
+        asked.key, asked.value = (with_room(x, x, start, end) for x in (asked.key, asked.value))
+        return Seat(asked.key, asked.value, start, angles)
+
+    def _answer(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
+        seat = self._seat(layer, query, piece)
+        own = slice(seat.column, seat.column + piece.rows)
+        seat.key[:, :, own], seat.value[:, :, own] = key, value
+        self.turner.turn_(seat.key[:, :, own], seat.angles)
+        query = query.contiguous()
+        self.turner.turn_(query, seat.angles)
+        return KVView(seat.key[:, :, : own.stop], seat.value[:, :, : own.stop], query=query, bias=seat.bias)
 
     def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
         """What the question of `piece`, with raw queries [1, H, n, D], sees at a layer before its own columns."""
@@ -229,16 +235,14 @@ class StreamMemory(StreamState):
             self._near(layer, begin, raw)
         else:
             self._bring(layer, numbers, begin, raw)
+        places = self.stream.places
         if self.compact or numbers is None or count == self._count:
             first = 0 if self.compact or count == self._count else begin
-            angles = self.turner.at(
-                ("units of a question", first, count), lambda: self.stream.places.units(first, count)
-            )
+            name = ("units of a question", first, count)
+            angles = self.turner.at(name, lambda: places.units(first, count))
         else:
             local = torch.arange(begin, self._count, device=numbers.device)
-            angles = self.turner.angles(
-                self.stream.places.chosen(torch.cat([numbers, local]), self._count - 1)
-            )
+            angles = self.turner.angles(places.chosen(torch.cat([numbers, local]), self._count - 1))
         self.turner.turn_(raw[:1], angles)
         asked.seen = count
         return asked
@@ -246,21 +250,17 @@ class StreamMemory(StreamState):
     def _space(self, layer: int, filled: int, room: int) -> tuple[Asked, Tensor]:
         """What a question sees, its head alone written, with `room` columns after it; and the first `filled` of these
         [2, G, filled, D], to be written to."""
-        key, value = self._head(layer)
-        head = key.shape[2]
-        out = key.new_empty(2, key.shape[1], head + room, key.shape[3])
-        out[0, :, :head], out[1, :, :head] = key[0], value[0]
-        return Asked(out[:1], out[1:], head + filled, 0), out[:, :, head : head + filled]
+        head = self._head(layer)
+        out, count = spacious(self._kept.get(layer), head, room + MARGIN), head[0].shape[2]
+        if self._keeps:
+            self._kept[layer] = out
+        return Asked(out[:1], out[1:], count + filled, 0), out[:, :, count : count + filled]
 
     def _near(self, layer: int, begin: int, out: Tensor) -> None:
         """Keys and values of the units of the window from `begin` on into `out` [2, G, n * P, D]."""
         ring, skip = self._rings[layer], (begin - self._first) * self.stream.unit
         if ring is not None and out.shape[2]:
             out[:1], out[1:] = ring.key[:, :, skip:], ring.value[:, :, skip:]
-
-    def _joined(self, layer: int, parts: Sequence[Pair | None], room: int, seen: int) -> Asked:
-        """[head | parts] turned, in which `seen` units stand, with room for `room` columns."""
-        return joined([self._head(layer), *(part for part in parts if part is not None)], room, seen)
 
     def _head(self, layer: int) -> Pair:
         """Keys, turned, and values of the head."""
@@ -348,8 +348,8 @@ class StreamMemory(StreamState):
 
     def nbytes(self) -> int:
         tensors = [t for pair in (*self._heads, *self._rings) if pair is not None for t in pair]
-        tensors += [t for one in self._asked if one is not None for t in (one.key, one.value)]
-        tensors += [turned for _, turned in self._turned_heads.values()]
+        tensors += [t for one in self._asked if one and not self._kept for t in (one.key, one.value)]
+        tensors += [*self._kept.values(), *(turned for _, turned in self._turned_heads.values())]
         return sum(tensor.nbytes for tensor in tensors)
 
     def counters(self) -> dict[str, float]:

@@ -20,9 +20,9 @@ from torch import Tensor
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamPolicy
+from mmaccel.core.kv import MARGIN, KVView, Piece, Seen, Stream, StreamPolicy
 from mmaccel.policies.kv._stream import StreamMemory, mean_query, weigh
-from mmaccel.policies.kv._window import Asked, Pair
+from mmaccel.policies.kv._window import Asked, Pair, joined
 
 
 class Held(NamedTuple):
@@ -136,7 +136,8 @@ class TokenMemory(StreamMemory):
             if index is not None:
                 held, cos, sin = held.take(index), cos[:, :, index], sin[:, :, index]
             part = self.turner.turn(held.key, (cos, sin)), held.value
-        return self._joined(layer, [part], piece.rows + piece.room, seen)
+        parts = [self._head(layer), *([] if part is None else [part])]
+        return joined(parts, piece.rows + piece.room + MARGIN, seen)
 
     def _move(self, piece: Piece) -> None:
         total, P = piece.first + piece.count, self.stream.unit

@@ -67,11 +67,7 @@ class WholeStream(StreamState):
             return places.head()
         if piece.kind == "units":
             return places.units(piece.first, piece.count)
-        count, start, pending = self._count, self._extra, self._pending
-        if start >= pending:
-            return places.tail(count + bool(pending), start - pending, piece.rows)
-        unit = places.units(count, 1)
-        return torch.cat([unit, places.tail(count + 1, 0, piece.rows - pending)], -1)
+        return places.after(self._count, self._pending, self._extra, piece.rows)
 
     def leave(self) -> None:
         piece = self._piece

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mmaccel.core.kv import MARGIN
 from mmaccel.core.places import Places
 
 Pair = tuple[Tensor, Tensor]
@@ -90,3 +91,14 @@ def _joined(parts: list[Tensor], rows: int) -> Tensor:
     out = torch.empty(1, first.shape[1], rows, first.shape[3], dtype=first.dtype, device=first.device)
     torch.cat(parts, 2, out=out[:, :, : sum(one.shape[2] for one in parts)])
     return out
+
+
+def spacious(kept: Tensor | None, head: Pair, room: int) -> Tensor:
+    """[2, G, N, D] with the head's keys and values first and `room` columns after them: `kept`, if it is large enough."""
+    key, value = head
+    count = key.shape[2]
+    if kept is None or kept.shape[2] < count + room:
+        with torch.inference_mode(False):
+            kept = key.new_empty(2, key.shape[1], count + room + MARGIN, key.shape[3])
+    kept[0, :, :count], kept[1, :, :count] = key[0], value[0]
+    return kept

@@ -34,6 +34,9 @@ class Wheel:
         half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
         return x * angles[0] + half * angles[1]
 
+    def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        x.copy_(self.turn(x, angles))
+
 
 WHEEL = Wheel()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamPolicy
+from mmaccel.core.kv import KVView, Piece, Seat, Seen, Stream, StreamPolicy
 from mmaccel.policies.kv._evidence import Look, words_of
 from mmaccel.policies.kv._stream import Asked, StreamMemory, mean_query, weigh
 from mmaccel.policies.kv.mosaic import saved
@@ -234,9 +234,8 @@ class MosaicMemory(StreamMemory):
         for side, rows in enumerate((ring.key, ring.value)):
             in_units(out[side], p).copy_(in_units(rows[0], p).index_select(1, entries))
 
-    def _answer(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
-        view, bias = super()._answer(layer, query, piece, key, value), self._rep_bias[layer]
-        return view if bias is None or view.query is None else replace(view, bias=bias)
+    def _seat(self, layer: int, query: Tensor, piece: Piece) -> Seat:
+        return replace(super()._seat(layer, query, piece), bias=self._rep_bias[layer])
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -244,6 +243,8 @@ class MosaicMemory(StreamMemory):
             with super().turn():
                 yield
         finally:
+            # A question that broke off may still be written to where the next one's columns go.
+            self.store.lanes.join()
             self._settle()
             # The next question need not wait for what this one split.
             self.idle()

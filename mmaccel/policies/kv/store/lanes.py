@@ -70,6 +70,10 @@ class Lanes(ABC):
     @abstractmethod
     def wire(self) -> Lane: ...
 
+    def join(self) -> None:
+        """What computes from now on runs after all that the wire was given."""
+        self.compute.wait(self.wire.mark())
+
 
 @dataclass(frozen=True)
 class _Moment(Mark):

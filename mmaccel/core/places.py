@@ -76,6 +76,10 @@ class Places:
         last = int(self._unit[0].max()) + int(self._upto(max(units, 1))[max(units, 1) - 1])
         return max(last, int(self._unit.max()), self._text + (units - 1) * self._slope)
 
+    def known(self, count: int) -> int:
+        """How many units, `count` or more, can be looked up before the table is made anew."""
+        return self._upto(count).numel()
+
     def mark(self, count: int) -> int:
         """Where the places of `count` units are looked up; it changes when the table is made anew."""
         return self._upto(count).data_ptr()

@@ -53,6 +53,11 @@ class Replays:
         self._mark: Hashable = None
         self._pool: Any = None
 
+    @property
+    def works(self) -> bool:
+        """Whether anything is captured: then what a host value changes is best told to a function by a tensor."""
+        return self._works
+
     def under(self, mark: Hashable) -> None:
         """What functions read is where `mark` says, or has been moved: then captures are given up."""
         if mark != self._mark:

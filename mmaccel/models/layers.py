@@ -87,8 +87,8 @@ class FewRows:
         """A layer over rows that have a seat: from what enters it, and its projections, to what enters the next."""
         size, room = self._shape.head_dim, self._replays.room
         turn = room("turn", (2, 1, len(x), size), rows.dtype)
-        # Most layers turn rows alike, and rows stand behind as many columns as at the question before. What fills up the rows
-        # is turned by something, too: its keys are hidden, but have to be numbers.
+        # Most layers turn rows alike, and rows stand behind as many columns as at the question before. Those that fill up
+        # are turned by something, too: their keys are hidden, but have to be numbers.
         if seat.angles is not self._angles:
             self._angles = seat.angles
             for place, angle in zip(turn, seat.angles, strict=True):

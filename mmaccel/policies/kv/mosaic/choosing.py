@@ -15,9 +15,14 @@ from mmaccel.core.replay import Replays
 from mmaccel.policies.kv._angles import Angles, Turner
 from mmaccel.policies.kv.mosaic.index import Found, Index
 from mmaccel.policies.kv.mosaic.standing import Standing
+from mmaccel.policies.kv.store.wire import on_device
 
 if TYPE_CHECKING:
     from mmaccel.policies.kv.mosaic.policy import Mosaic
+
+
+STEP = 64
+"""Pseudo tokens of a replay are a multiple of this, as far as there are places for clusters."""
 
 
 class End(NamedTuple):
@@ -61,11 +66,17 @@ class Chooser:
         self.standing = Standing(stream.places, stream.unit, parts)
         self.replays = Replays(device)
         self._model, self._turner, self._device = model, turner, device
+        self._left: list[int] = []
 
-    def begin(self, end: End, budget: int) -> None:
+    def begin(self, end: End, budget: int, policy: Mosaic) -> None:
         """A question for `budget` entries a layer is about to be asked."""
-        self.index.prepare(end.begin * self.parts, budget)
+        there, layers = self.index.prepare(end.begin * self.parts, budget), range(self.geometry.layers)
         self.replays.under((self.index.mark(), self.stream.places.mark(end.units)))
+        everyone, most = policy.reps_for == "all", policy.reps if there.parent is not None else 0
+        self._left = [self.index.left(layer, budget, most, everyone) for layer in layers] if most else []
+        if self._left and self.replays.works:
+            room = self.replays.room("left", (len(self._left),), torch.long)
+            room.copy_(on_device(self._left, self._device))
 
     def choose(
         self,
@@ -82,8 +93,12 @@ class Chooser:
         parts, (begin, count, away) = self.parts, end
         local = count - begin
         there = self.index.prepare(begin * parts, budget)
-        reps = self.index.left(layer, budget, policy.reps, policy.reps_for == "all") if policy.reps else 0
-        reps *= there.parent is not None
+        reps = self._left[layer] if self._left else 0
+        again = away and parts == 1 and len(there.entries) > budget
+        replayed = again and self.replays.works
+        if replayed and reps:
+            # Clusters come and go with every question: a replay has places for some more, which nobody sees.
+            reps = min(-(-reps // STEP) * STEP, self.index.room)
         last = layer + 1 == self.geometry.layers
         guessing, wide = policy.prefetch and away and not last, int(budget * policy.slack)
         total = min(len(there.entries), budget) + local * parts
@@ -91,6 +106,7 @@ class Chooser:
         shared = not reps and (total == count * parts or (compact and parts == 1))
         size = (2, 1, 1, reps + total * self.stream.unit // parts, self.geometry.head_dim)
         room = self.replays.room("angles", size, self.stream.dtype)
+        told = self.replays.room("left", (len(self._left),), torch.long)[layer] if replayed and reps else None
 
         def choose(mean: Tensor, at: Tensor, words: Tensor | None = None) -> tuple[Tensor, ...]:
             found, ahead = self._search(layer, mean, words, budget, 0 if last else wide)
@@ -101,7 +117,7 @@ class Chooser:
             made, places = [ahead] if guessing and ahead is not None else [], []
             if reps:
                 rows, times, held = self.index.rest(layer, found, reps)
-                made += self._standing_for(rows, held)
+                made += self._standing_for(rows, held, policy.rep_bias == "log_size", told)
                 places.append(self.standing.middles(times, entries, count, compact))
             if not shared:
                 # One room for all layers: a layer turns its keys before the next one is asked.
@@ -110,9 +126,9 @@ class Chooser:
             return entries, found.picked, found.scores, *made
 
         given = [mean, torch.full((1,), count, device=self._device), *([] if words is None else [words])]
-        if away and parts == 1 and len(there.entries) > budget:
+        if again:
             sizes = (layer, budget, wide, local, reps, there.largest)
-            kinds = (compact, shared, guessing, policy.predictor, policy.slack)
+            kinds = (compact, shared, guessing, policy.predictor, policy.slack, policy.rep_bias)
             entries, picked, scores, *made = self.replays((sizes, kinds), choose, *given)
         else:
             entries, picked, scores, *made = choose(*given)
@@ -126,7 +142,7 @@ class Chooser:
             entries,
             ahead,
             rows,
-            bias if policy.rep_bias == "log_size" else None,
+            bias if replayed or policy.rep_bias == "log_size" else None,
             angles,
             self.standing.seen(entries, count, compact),
         )
@@ -149,10 +165,15 @@ class Chooser:
         # Without a guess too: what else is computed beside it may change the last bit of a score.
         return self.index.search_ahead(layer, torch.stack([folded, later]), budget, wide)
 
-    def _standing_for(self, rows: Tensor, held: Tensor) -> list[Tensor]:
+    def _standing_for(self, rows: Tensor, held: Tensor, weighed: bool, left: Tensor | None) -> list[Tensor]:
         """Pseudo tokens [2, G, k, D] of keys and values [2, k, d], and what is added to the scores of the head and of them:
-        the logarithms of the tokens of `held` [k] entries."""
+        if `weighed` the logarithms of the tokens of `held` [k] entries; and to those from `left` on, on the device, what
+        hides them."""
         heads, size = self.geometry.kv_heads, self.geometry.head_dim
-        # What stands for retrieved tokens adds nothing to them.
-        logs = (held * (self.stream.unit // self.parts)).float().clamp_min(1e-30).log()
-        return [rows.view(2, -1, heads, size).transpose(1, 2), pad(logs, (self.stream.head, 0))]
+        added = torch.zeros(held.shape, device=held.device)
+        if weighed:
+            # What stands for retrieved tokens adds nothing to them.
+            added = (held * (self.stream.unit // self.parts)).float().clamp_min(1e-30).log()
+        if left is not None:
+            added = added.masked_fill(torch.arange(len(held), device=held.device) >= left, -torch.inf)
+        return [rows.view(2, -1, heads, size).transpose(1, 2), pad(added, (self.stream.head, 0))]

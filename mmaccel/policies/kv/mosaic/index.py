@@ -316,14 +316,20 @@ class Index:
         some = there.alive[layer] * (len(there.entries) > budget) if everyone else self._fewest[budget][layer]
         return min(some, most)
 
+    @property
+    def room(self) -> int:
+        """Clusters of a layer that searches look through, those that are not there among them."""
+        return int(self._now.size.shape[1])
+
     def rest(self, layer: int, found: Found, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the `count` clusters of the largest score: keys and values [2, k, d], time and size [k] on the device; the size
-        of retrieved clusters is 0. Those that were retrieved come last, and before them what the search left aside."""
+        """Of the `count` clusters of the largest score, that first: keys and values [2, k, d], time and size [k] on the
+        device; the size of retrieved clusters is 0. Those that were retrieved come last, before them what the search left
+        aside; and after them all, beyond `left`, what is no cluster."""
         there = self._now
         # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
         size, lowest = there.size[layer], torch.finfo(torch.float32).min / 2
         rank = found.scores.clamp_min(lowest).masked_fill(found.picked, 1.5 * lowest)
-        ids = rank.masked_fill(size == 0, -torch.inf).topk(count, sorted=False).indices
+        ids = rank.masked_fill(size == 0, -torch.inf).topk(count).indices
         key = self.pseudo if self._reps == "medoid" else self.key
         rows = torch.stack([key[layer].index_select(0, ids), self.value[layer].index_select(0, ids)])
         return rows, self.time[layer, ids], size.masked_fill(found.picked, 0)[ids]

@@ -172,7 +172,7 @@ class MosaicMemory(StreamMemory):
             self._digest()
             self._found = {}
             self._questions += 1
-            self.chooser.begin(self._end, self.budget)
+            self.chooser.begin(self._end, self.budget, self.policy)
         super().enter(piece)
 
     def ahead(self, layer: int, hidden: Tensor) -> None:

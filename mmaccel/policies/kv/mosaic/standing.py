@@ -45,6 +45,8 @@ class Standing:
             numbers = ranks(units)[at]
         else:
             numbers = (time / self._parts).round().long()
+        # What is no cluster may have any time. (Not below `count`: that is another at the next question.)
+        numbers = numbers.clamp(0, self._places.known(count) - 1)
         return self._places.chosen(numbers, count - 1)[..., self._unit // 2 :: self._unit]
 
 

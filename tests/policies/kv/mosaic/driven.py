@@ -185,6 +185,8 @@ def attend(view: KVView, rows: int) -> Tensor:
     for head in range(HEADS):
         group = head * GROUPS // HEADS
         score = query[0, head].double() @ view.key[0, group].double().T * SIZE**-0.5
+        if view.bias is not None:
+            score[:, : len(view.bias)] += view.bias
         q = torch.arange(count - rows, count)[:, None]
         k = torch.arange(count)
         sees = k <= q

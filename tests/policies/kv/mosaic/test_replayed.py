@@ -28,25 +28,25 @@ class Replayed:
 
 
 @pytest.mark.parametrize("positions", ["original", "compact"])
-@pytest.mark.parametrize("reps", [0, 512])
+@pytest.mark.parametrize(
+    "reps", [{"reps": 0}, {}, {"rep_bias": "log_size"}, {"reps_for": "left", "reps": 5}], ids=str
+)
 def test_a_replayed_question_sees_what_one_launched_by_one_sees(
-    positions: str, reps: int, monkeypatch: pytest.MonkeyPatch
+    positions: str, reps: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between questions the stream grows, clusters are split, and what the index holds is moved now and then."""
     monkeypatch.setattr(replay, "_Replay", Replayed)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     Replayed.made = 0
-    fields: dict[str, Any] = {"positions": positions, "reps": reps, "cache": 6}
+    fields: dict[str, Any] = {"positions": positions, "cache": 6, **reps}
     both = [Driven(**fields), Driven(**fields)]
     both[1].state.chooser.replays._works = True
     for step in range(26):
         for driven in both:
             driven.watch(3 if step else 14)
-            for kind in (step % 5, 4, step % 5):
-                driven.ask(kind)
-            driven.views = list(driven.seen)  # type: ignore[attr-defined]
-        for plain, replayed in zip(both[0].views, both[1].views, strict=True):  # type: ignore[attr-defined]
-            assert torch.equal(plain.key, replayed.key) and torch.equal(plain.value, replayed.value)
+            driven.told = torch.stack([driven.ask(kind) for kind in (step % 5, 4, step % 5)])  # type: ignore[attr-defined]
+        # A replay has places for pseudo tokens that are not there, and hides them.
+        torch.testing.assert_close(both[0].told, both[1].told, atol=1e-9, rtol=0)  # type: ignore[attr-defined]
         assert both[0].evidence == both[1].evidence
-    # Captures have been given up when something was moved, and made anew.
-    assert Replayed.made >= 2 * 3
+    # Captures have been given up when something was moved, and made anew; not at every question.
+    assert 2 * 3 <= Replayed.made <= 6 * 3

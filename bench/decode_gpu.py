@@ -20,6 +20,9 @@ flash     a step of the model by transformers' own code without and with a flash
 prefill   seconds to read a video and to say a token after it, at several lengths
 batch     several sequences in turns
 
+A row of several draws has all their tokens over all their seconds, the standard error of that, and each draw's pace. One
+generation of 512 tokens at p = 0.81 keeps 0.81 +- 0.017 of them: three are too few.
+
 A step that fails or outlasts its time leaves the others alone; one whose row is in the file is not run again.
 """
 
@@ -254,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep", type=float, default=0.81, help="chance that a drafted token is kept")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument(
-        "--draws", type=int, default=3, help="generations of a way, each with verdicts of its own"
+        "--draws", type=int, default=9, help="generations of a way, each with verdicts of its own"
     )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", nargs="+", help="steps, or the beginnings of their names")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -35,6 +36,8 @@ SELF = 256 << 10
 """Columns after which a model drafts for itself."""
 SEATS = (2, 4)
 """Sequences of a batch."""
+WIDTHS = (1, 2, 4, 8)
+"""Rows of a target's steps that a measured window and the last tokens may come to, captured before anything is timed."""
 
 
 class InTurns(Drafter):
@@ -101,7 +104,7 @@ class Bench:
     def runner(self) -> replayed.Counting:
         """The target after its columns."""
         found = after(self.target, self.columns, keep=self.given.keep)
-        warm(found, (1, *self.given.windows), self.device)
+        warm(found, (*WIDTHS, *self.given.windows), self.device)
         return found
 
     def start(self) -> Worker:
@@ -183,10 +186,6 @@ def seeds(given: argparse.Namespace) -> list[int]:
     return list(range(1, given.draws + 1))
 
 
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
-
-
 def piped(
     bench: Bench,
     runners: list[replayed.Counting],
@@ -204,24 +203,58 @@ def piped(
     return decode(runners, states, [columns, held], tokens or bench.tokens, seed)
 
 
-def against(rows: list[dict[str, Any]], alone: float, keep: float) -> dict[str, Any]:
-    """Several draws of one way, beside decoding alone (tokens a second) and what the simulator says of the steps' times."""
-    last = rows[-1]
-    pace, window = median([row["tokens_per_s"] for row in rows]), round(last["counters"]["window"])
-    draft = median([row["counters"]["draft_step_s"] for row in rows])
-    kept = median([row["counters"]["keep_rate"] for row in rows])
+def spread(paces: Sequence[float]) -> tuple[float, float | None]:
+    """Tokens a second of draws that say as many tokens each: all tokens over all seconds, and the standard error of that
+    (none of a single draw). Verdicts differ by draw, so that the slow ones count as the fast ones do."""
+    each = [1 / pace for pace in paces]
+    pace = 1 / statistics.fmean(each)
+    if len(each) < 2:
+        return pace, None
+    return pace, pace**2 * statistics.stdev(each) / math.sqrt(len(each))
+
+
+def pooled(rows: Sequence[dict[str, Any]], alone: float) -> dict[str, Any]:
+    """Several draws of one way (`replayed.decode`) as one row, beside decoding alone (tokens a second): sums of tokens,
+    steps and seconds, what failed in any of them, counters as means over the draws."""
+    paces = [row["tokens_per_s"] for row in rows]
+    pace, error = spread(paces)
+    steps, seconds = sum(row["steps"] for row in rows), sum(row["seconds"] for row in rows)
+    told: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row["counters"].items():
+            told.setdefault(name, []).append(value)
+    return {
+        "draws": len(rows),
+        "tokens": sum(row["tokens"] for row in rows),
+        "steps": steps,
+        "seconds": seconds,
+        "tokens_per_s": pace,
+        "error_per_s": error,
+        "each_per_s": paces,
+        "a_step": pace * seconds / steps,
+        "failed": [reason for row in rows for reason in row["failed"]],
+        "counters": {name: statistics.fmean(values) for name, values in told.items()},
+        "speedup": pace / alone,
+        "speedup_error": None if error is None else error / alone,
+    }
+
+
+def against(rows: Sequence[dict[str, Any]], alone: float, keep: float) -> dict[str, Any]:
+    """Several draws of the pipeline, and what the simulator says of the steps' times: at the chance that verdicts are drawn
+    with, and at the share that was kept. Of the steps' times the median, which no draw's first steps move."""
+    row = pooled(rows, alone)
+    kept = row["counters"]["keep_rate"]
+    window = round(statistics.median(one["counters"]["window"] for one in rows))
+    draft = statistics.median(one["counters"]["draft_step_s"] for one in rows)
     costs = simulate.Costs(step=1 / alone, draft=draft)
     expected = simulate.speedup(keep, window, costs, parallel=True)
     return {
-        **last,
+        **row,
         "window": window,
-        "tokens_per_s": pace,
-        "each_per_s": [row["tokens_per_s"] for row in rows],
-        "speedup": pace / alone,
         "c": costs.ratio,
         "draft_step_s": draft,
         "simulated": expected,
-        "of_simulated": pace / alone / expected,
+        "of_simulated": row["speedup"] / expected,
         "kept_share": kept,
         "simulated_at_kept": simulate.speedup(kept, window, costs, parallel=True),
         "simulated_best": simulate.best(keep, costs, parallel=True),

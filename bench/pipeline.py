@@ -16,13 +16,14 @@ from held import asked, counting, together
 from pair import (
     SEATS,
     SELF,
+    WIDTHS,
     Bench,
     InTrees,
     InTurns,
     against,
-    median,
     one,
     piped,
+    pooled,
     read_and_say,
     seeds,
     tell,
@@ -87,7 +88,7 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
             device = torch.device(bench.other)
             warm(small, (1, 2, 4, 8), device)
             rows = []
-            for seed in [0, *seeds(given)]:  # the first captures what is left
+            for seed in [0, *seeds(given)]:  # the first captures what is left, and is dropped
                 own: DraftState
                 if kind == "sequential":
                     own = InTurns(small, device, given.windows[0], replayed.VOCAB)
@@ -95,21 +96,15 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
                     own = InTrees(small, device, Tree(model="shape"), replayed.VOCAB)
                 short = bench.tokens if seed else 48
                 rows.append(decode([bench.runner], [own], [bench.columns, columns], short, seed))
-            pace = median([row["tokens_per_s"] for row in rows[1:]])
             step = measure(lambda: small.step(one(device)), repeats=7, device=device).median
             costs = simulate.Costs(step=1 / bench.found["alone"], draft=step)
-            told = {
-                "case": kind,
-                **shape,
-                "columns": [bench.columns, columns],
-                **rows[-1],
-                "tokens_per_s": pace,
-            }
+            row = pooled(rows[1:], bench.found["alone"])
+            told = {"case": kind, **shape, "columns": [bench.columns, columns], **row}
             if kind == "sequential":
                 expected = simulate.speedup(given.keep, given.windows[0], costs, parallel=False)
                 told |= {"window": given.windows[0], "simulated": expected}
-            told |= {"draft_step_s": step, "c": costs.ratio, "speedup": pace / bench.found["alone"]}
-            tell(log, **told, used=bench.used())
+                told["of_simulated"] = row["speedup"] / expected
+            tell(log, **told, draft_step_s=step, c=costs.ratio, used=bench.used())
 
         return run
 
@@ -118,23 +113,26 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
         for count in SEATS:
             runners = [after(bench.target, bench.columns, keep=given.keep) for _ in range(count)]
             for runner in runners:
-                warm(runner, (1, *given.windows[:1]), bench.device)
+                warm(runner, (*WIDTHS, *given.windows[:1]), bench.device)
             worker = bench.ready(bench.pruned, count)
-            some = max(24, bench.tokens // 4)
-            row = piped(bench, runners, worker, given.windows[0], bench.columns, bench.pruned, 1, some)
-            told = {"case": "batch", **shape, "sequences": count, "window": given.windows[0], **row}
-            tell(log, **told, speedup=row["tokens_per_s"] / bench.found["alone"])
+            some, window = max(24, bench.tokens // 4), given.windows[0]
+            rows = [
+                piped(bench, runners, worker, window, bench.columns, bench.pruned, seed, some)
+                for seed in seeds(given)
+            ]
+            row = pooled(rows, bench.found["alone"])
+            tell(log, case="batch", **shape, sequences=count, window=window, **row)
 
     yield Step("pipeline:steps", 70.0, steps)
     yield Step("pipeline:alone", 20.0, alone)
     for window in (*given.windows, None):
-        yield Step(f"pipeline:parallel:{window or 'measured'}", 25.0, ahead(window))
+        yield Step(f"pipeline:parallel:{window or 'measured'}", 5.0 * given.draws + 10, ahead(window))
     yield from end_steps(bench, ("alone", "parallel"), shape)
     yield memory_step(bench, "parallel", shape)
     yield from self_steps(bench)
-    yield Step("pipeline:batch", 30.0, batch)
+    yield Step("pipeline:batch", 7.0 * given.draws + 10, batch)
     for kind in ("sequential", "specvlm", "tree"):
-        yield Step(f"pipeline:{kind}", 30.0, turns(kind))
+        yield Step(f"pipeline:{kind}", 6.0 * given.draws + 10, turns(kind))
     yield from end_steps(bench, ("sequential", "specvlm", "eager"), shape)
     yield memory_step(bench, "sequential pruned", shape)
     yield one_device_step(bench, shape)
@@ -148,7 +146,7 @@ def self_steps(bench: Bench) -> Iterator[Step]:
         columns = SELF // options.shrink
         held = columns // 10 + 2 * replayed.LATER
         runner = after(bench.small, columns, keep=0.9)
-        warm(runner, (1, 2), bench.device)
+        warm(runner, WIDTHS, bench.device)
         alone = decode([runner], [Off().open(None)], [columns, 0], bench.tokens, 1)["tokens_per_s"]  # type: ignore[arg-type]
         worker = bench.ready(held)
         for window in (2, None):
@@ -170,7 +168,7 @@ def self_steps(bench: Bench) -> Iterator[Step]:
             )
         bench.drop("small")
 
-    yield Step("pipeline:self", 60.0, run)
+    yield Step("pipeline:self", 6.0 * given.draws + 15, run)
 
 
 def strategy(bench: Bench, kind: str) -> Any:

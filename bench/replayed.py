@@ -67,11 +67,16 @@ class Counting(StaticRunner):
         worth = torch.arange(RANKS, 0, -1, device=real.device, dtype=real.dtype)
         real[0].scatter_(1, after, worth.expand(len(after), RANKS))
         if self.keep is not None and self.keep < 1:
-            missed = torch.rand(len(after), generator=self.dice).log() / math.log(1 - self.keep)
-            # A draw of zero has an infinite logarithm.
-            rank = missed.clamp(max=RANKS - 1).long().to(ids.device)
+            rank = verdicts(len(after), self.keep, self.dice).to(ids.device)
             real[0].scatter_(1, after.gather(1, rank[:, None]), float(2 * RANKS))
         return real
+
+
+def verdicts(count: int, keep: float, dice: torch.Generator) -> Tensor:
+    """[count] which of its ranks a target says after each row: 0, what the draft says, with chance `keep`."""
+    missed = torch.rand(count, generator=dice).log() / math.log(1 - keep)
+    # A draw of zero has an infinite logarithm.
+    return missed.clamp(max=RANKS - 1).long()
 
 
 def model_of(shape: str, device: str, layers: int | None = None, devices: Sequence[str] = ()) -> nn.Module:

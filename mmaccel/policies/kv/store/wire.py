@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
 
@@ -24,8 +25,14 @@ BASES = 64
 """Lists of slabs that are kept, their addresses on the device."""
 
 
-Laid = tuple[list[Tensor], Tensor, int]
-"""Slabs, on the device the bytes from the first to each, and what divides all their addresses."""
+@dataclass(eq=False)
+class _Laid:
+    """Slabs, and what divides all their addresses; on the device, made and read on the wire's lane alone, the bytes from the
+    first to each."""
+
+    slabs: list[Tensor]
+    grain: int
+    base: Tensor = field(init=False)
 
 
 class Wire:
@@ -36,7 +43,7 @@ class Wire:
 
     def __init__(self, shape: Shape, slabs: Slabs, lanes: Lanes, device: torch.device) -> None:
         self._shape, self._slabs, self._lanes, self._device = shape, slabs, lanes, device
-        self._known: dict[tuple[Any, ...], Laid] = {}
+        self._known: dict[tuple[Any, ...], _Laid] = {}
         self._cost: Cost | None = None
         self._timed: list[tuple[str, Mark, Mark]] = []
         self.counts = dict.fromkeys(
@@ -162,17 +169,16 @@ class Wire:
     def _gather(
         self, slot: list[int] | Tensor, out: Tensor, place: list[int] | None, places: Sequence[Tensor] = ()
     ) -> None:
-        slabs, base, grain = self._laid(places)
-        self._lanes.wire.uses(base)
+        laid = self._laid(places)
 
         def work() -> None:
             wanted = slot if isinstance(slot, Tensor) else on_device(slot, self._device)
             if place is None:
-                ops.gather_now(out, slabs, base, wanted, grain)
+                ops.gather_now(out, laid.slabs, laid.base, wanted, laid.grain)
                 return
             # A gather writes the whole of what it is given, and units from elsewhere lie in between.
             part = out.new_empty(*out.shape[:2], len(place) * self._shape.tokens, out.shape[3])
-            ops.gather_now(part, slabs, base, wanted, grain)
+            ops.gather_now(part, laid.slabs, laid.base, wanted, laid.grain)
             view = in_units(out, self._shape.tokens)
             units = in_units(part, self._shape.tokens)
             view.index_copy_(2, on_device(place, self._device), units)
@@ -180,7 +186,7 @@ class Wire:
         self._lanes.wire.run(work)
         self._count(copies_in=1, gathers=1)
 
-    def _laid(self, places: Sequence[Tensor]) -> Laid:
+    def _laid(self, places: Sequence[Tensor]) -> _Laid:
         """The slabs in memory and those of `places`, kept while these stay where they are."""
         held = self._slabs.in_memory
         at = held, *((one.data_ptr(), len(one)) for one in places)
@@ -191,9 +197,14 @@ class Wire:
             # Without slabs the first place takes their part, whatever its size.
             per = self._slabs.per if slabs else max((len(one) for one in places), default=0)
             slabs = [*slabs, *(one[i : i + per] for one in places for i in range(0, len(one), per))]
-            first = slabs[0].data_ptr()
-            base = on_device([one.data_ptr() - first for one in slabs], self._device)
-            self._known[at] = slabs, base, ops.grain_of(slabs)
+            laid = self._known[at] = _Laid(slabs, ops.grain_of(slabs))
+            apart = [one.data_ptr() - slabs[0].data_ptr() for one in slabs]
+
+            def tell() -> None:
+                # On the compute lane it would be sent after the mark that the wire has waited for.
+                laid.base = on_device(apart, self._device)
+
+            self._lanes.wire.run(tell)
         return self._known[at]
 
     def _count(self, **more: float) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.policies.kv.mosaic.fetching import Fetcher, Window
-from mmaccel.policies.kv.store import HostStore
+from mmaccel.policies.kv.store import HostStore, wire
 from mmaccel.policies.kv.store.lanes import Mark
+from mmaccel.policies.kv.store.wire import on_device
 from tests.policies.kv.store.lanes_sim import SimLane, SimLanes
 from tests.policies.kv.store.units import LAYERS, contents, fill, open_store
 
@@ -125,8 +126,8 @@ def test_a_missing_wait_is_caught(
 
 
 @pytest.mark.gpu
-def test_random_delays_on_a_device() -> None:
-    """The streams held up at random: every reader still sees what it asked for."""
+def test_random_delays_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The streams held up at random, and what the host sends them too: every reader still sees what it asked for."""
     store = open_store(64, device="cuda", slab_bytes=2**20)
     for layer in range(LAYERS):
         key, value = (t.cuda() for t in contents(layer, list(range(FIRST))))
@@ -143,6 +144,12 @@ def test_random_delays_on_a_device() -> None:
             for _ in range(draw.randint(0, 3)):
                 torch.mm(busy, busy)
 
+    def sent(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
+        for _ in range(20):
+            torch.mm(busy, busy)
+        return on_device(numbers, device)
+
+    monkeypatch.setattr(wire, "on_device", sent)
     one = Replay(store, 0, hold_up)
     for _ in range(100):
         one.ask()

@@ -319,6 +319,7 @@ class HostStore:
         fresh._wire.settle()
         fresh._wire.counts, fresh._wire.seconds = self._wire.counts, self._wire.times()
         fresh._dropped = self._dropped
+        self._wire.forget()
         self._slabs.close()
         self.__dict__.update(fresh.__dict__)
 
@@ -326,8 +327,9 @@ class HostStore:
         """Give back all memory and remove all files; a closed store serves nothing."""
         if not self._closed:
             self._wire.settle()
-            self._slabs.close()
+            # What the wire still knew could not be given back.
             self._wire.forget()
+            self._slabs.close()
             self._table = Table(self.shape.layers, self.device)
             self._closed = True
 

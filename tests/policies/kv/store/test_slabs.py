@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,29 @@ def test_the_next_slab_is_there_before_it_is_needed(monkeypatch: pytest.MonkeyPa
     assert store.host_bytes() == 9 * 4 * UNIT_BYTES, "one that is ahead holds nothing yet"
     store.close()
     assert not store._slabs.slabs and store._slabs._ahead is None
+
+
+@pytest.mark.parametrize("how", ["close", "load"])
+def test_nobody_holds_the_slabs_that_are_given_back(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When PyTorch is told to keep none of the pinned memory, a gather's list of slabs would keep it."""
+    store, _ = ahead(monkeypatch)
+    fill(store, [0, 1, 2, 3, 4])
+    check(store, 0, [0, 4], way="gather")
+    slabs, held = [weakref.ref(one) for one in store._slabs.slabs], list[bool]()
+    monkeypatch.setattr(
+        torch.accelerator,
+        "empty_host_cache",
+        lambda: held.append(any(one() is not None for one in slabs)),
+        raising=False,
+    )
+    store.save(tmp_path / "at")
+    if how == "load":
+        store.load(tmp_path / "at")
+    else:
+        store.close()
+    assert held == [False]
 
 
 def test_none_is_made_beyond_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:

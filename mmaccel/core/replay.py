@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 Work = Callable[..., tuple[Tensor, ...]]
 
+_alone = threading.Lock()
+"""Held while something is captured: a stream captures one thing at a time, and models may be at work in several threads."""
+
 
 def captured(work: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Any, Any]:
     """A CUDA graph of `work`, which is not run, and what a replay of it writes to, until another graph of the pool replays.
@@ -18,7 +22,7 @@ def captured(work: Callable[[], Any], device: torch.device, pool: Any) -> tuple[
     Not by `torch.cuda.graph`, which collects garbage and gives the pool back: there are many captures, one after another.
     """
     side = _side(device)
-    with torch.cuda.device(device):
+    with _alone, torch.cuda.device(device):
         graph = torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -214,10 +214,15 @@ def _listed_area(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
     return plain(row, index, nq, nk)
 
 
-def _decode_attend(query: Tensor, *rest: Any) -> Tensor:
+def _has_kernel(rows: Tensor) -> bool:
+    """Whether a step's kernels serve `rows`: they turn and sum in float32, which float64 is not to be rounded to."""
     from mmaccel.backends import triton
 
-    if triton.usable(query.device) is None:
+    return rows.dtype != torch.float64 and triton.usable(rows.device) is None
+
+
+def _decode_attend(query: Tensor, *rest: Any) -> Tensor:
+    if _has_kernel(query):
         from mmaccel.backends.triton.decode import decode_attend as launch
 
         return launch(query, *rest)
@@ -240,9 +245,7 @@ def _project_rows(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _turn_rows(rows: Tensor, *rest: Any) -> Tensor:
-    from mmaccel.backends import triton
-
-    if triton.usable(rows.device) is None:
+    if _has_kernel(rows):
         from mmaccel.backends.triton.rows import turn_rows as launch
 
         return launch(rows, *rest)

@@ -32,6 +32,30 @@ def test_the_operators_keep_their_contract() -> None:
     torch.library.opcheck(ops.turn_rows, (new, angles, angles, columns - 2, columns, key, value.clone()))
 
 
+def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device with kernels, too: they would not compile, or round it to float32."""
+    pytest.importorskip("triton")
+    from mmaccel.backends import triton
+    from mmaccel.backends.triton import decode, rows
+
+    launched: list[torch.dtype] = []
+
+    def launch(given: torch.Tensor, *_: object) -> torch.Tensor:
+        launched.append(given.dtype)
+        return given.clone()
+
+    monkeypatch.setattr(triton, "usable", lambda device: None)
+    monkeypatch.setattr(decode, "decode_attend", launch)
+    monkeypatch.setattr(rows, "turn_rows", launch)
+    for dtype in (torch.float64, torch.float32):
+        query, key, value = torch.randn(3, 1, 2, 4, 8, dtype=dtype)
+        columns = torch.arange(4)[None]
+        ops.decode_now(query, key, value, columns, 0.3)
+        angles = torch.randn(2, 1, 4, 8, dtype=dtype)
+        ops.turn_rows(torch.randn(1, 4, 48, dtype=dtype), angles[0], angles[1], columns, columns, key, value)
+    assert launched == [torch.float32] * 2
+
+
 def test_compiles_for_devices_that_are_not_here() -> None:
     """Products run on the matrix units, the cache and the weights come in copies of 16 bytes, two programs share a
     multiprocessor, and nothing spills."""

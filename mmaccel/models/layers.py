@@ -43,7 +43,7 @@ class FewRows:
         self._inner = [module for layer in family.layers(model) for module in layer.modules()]
         self._replays = Replays(next(model.parameters()).device)
         self._angles: tuple[Tensor, Tensor] | None = None
-        self._starts: dict[int, tuple[int, int]] = {}
+        self._starts: dict[int, tuple[Tensor, int]] = {}
 
     def serves(self, rows: Tensor) -> bool:
         """Whether the layers are `known`, and nobody listens to them; and rows [n, E] are few."""
@@ -94,9 +94,11 @@ class FewRows:
             for place, angle in zip(turn, seat.angles, strict=True):
                 place[:, : angle.shape[2]] = angle[0]
         start = room(("start", number), (1, 1), torch.long)
-        if self._starts.get(number) != (start.data_ptr(), seat.column):
+        told, column = self._starts.get(number, (None, None))
+        # Another room may have come to lie where the last one lay.
+        if told is not start or column != seat.column:
             start.fill_(seat.column)
-            self._starts[number] = start.data_ptr(), seat.column
+            self._starts[number] = start, seat.column
         given = [x, rows] if seat.bias is None else [x, rows, seat.bias]
         at = seat.key.data_ptr(), seat.value.data_ptr(), seat.key.shape, tuple(one.shape for one in given)
         return self._replays((number, len(x), "seat"), seated(two, seat, turn, start), *given, at=at)

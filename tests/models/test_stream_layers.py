@@ -94,6 +94,23 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(
     assert Replayed.made >= 4
 
 
+def test_rooms_that_come_to_lie_where_others_lay_are_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When weights were moved, rooms are given up; an allocator may make the next ones of the same memory."""
+    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
+    with opened("random-ov", KV["rekv"]) as session:
+        few: Any = session._seam._few  # type: ignore[attr-defined]
+        made: dict[Any, torch.Tensor] = {}
+
+        def room(name: Any, shape: Any, dtype: Any) -> torch.Tensor:
+            return made.setdefault((name, shape, dtype), torch.zeros(shape, dtype=dtype))
+
+        monkeypatch.setattr(few._replays, "room", room)
+        wanted = logits(session)
+        # Other tensors of the same memory, with what is in new ones.
+        made.update({name: one.zero_().view(one.shape) for name, one in made.items()})
+        assert torch.equal(logits(session), wanted)
+
+
 def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> Any:
         raise AssertionError

@@ -21,23 +21,24 @@ def captured(work: Callable[[], Any], device: torch.device, pool: Any) -> tuple[
 
     Not by `torch.cuda.graph`, which collects garbage and gives the pool back: there are many captures, one after another.
     """
-    side = _side(device)
     with _alone, torch.cuda.device(device):
-        graph = torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream())
+        graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        side = _side(device, now.cuda_stream)
+        side.wait_stream(now)
         with torch.cuda.stream(side):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 out = work()
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream().wait_stream(side)
+        now.wait_stream(side)
     return graph, out
 
 
 @functools.cache
-def _side(device: torch.device) -> Any:
-    """The stream of all captures on a device: libraries keep a workspace for each stream that they have seen."""
+def _side(device: torch.device, replaying: int) -> Any:
+    """The stream of all captures for one stream of a device: libraries keep a workspace for each stream that they have seen,
+    and what is replayed on two streams at a time, a draft beside its target, may not work in one."""
     with torch.cuda.device(device):
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 

@@ -1,10 +1,12 @@
-"""Captures of several threads, without a device."""
+"""Captures of several threads and streams, without a device."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -41,3 +43,26 @@ def test_one_capture_is_over_before_another_begins(monkeypatch: pytest.MonkeyPat
     for thread in threads:
         thread.join()
     assert order == ["begin", "end"] * 4
+
+
+def test_what_is_replayed_on_two_streams_is_captured_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's workspace hangs on the stream of the capture, and both may be at work at a time."""
+    number, used = itertools.count(), list[int]()
+    now = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
+
+    def stream(side: Any) -> Any:
+        used.append(side.number)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.MagicMock)
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda: SimpleNamespace(number=next(number), wait_stream=lambda other: None)
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    replay._side.cache_clear()
+    for now.cuda_stream in (0, 5, 0, 5):
+        replay.captured(lambda: None, torch.device("cuda"), None)
+    replay._side.cache_clear()
+    assert used == [0, 1, 0, 1]

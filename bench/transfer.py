@@ -125,7 +125,7 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
     pair = tuple(torch.zeros(shape, dtype=store.shape.dtype, device=options.device) for _ in range(2))
     window = Window(options.frames, options.frames + options.window, pair)  # type: ignore[arg-type]
     wanted = [torch.tensor(units, device=options.device) for units in asked]
-    rest, out = wanted[0][:0], store.buffer(len(asked[0]))
+    out = store.buffer(len(asked[0]))
 
     def brought(ahead: bool) -> Callable[[], None]:
         def run() -> None:
@@ -135,7 +135,7 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
                     if ahead and layer + 1 < options.layers:
                         fetcher.prefetch(layer + 1, wanted[layer + 1], window)
 
-                fetcher.bring(layer, entries, rest, out, window, launch)
+                fetcher.bring(layer, entries, len(entries), out, window, launch)
                 for _ in range(products):
                     product()
 

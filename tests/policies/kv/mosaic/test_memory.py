@@ -355,19 +355,21 @@ def test_a_guess_that_a_layer_does_not_need_is_given_up() -> None:
     """Where all that a layer retrieves is still in the window, nothing is brought; more layers than buffers follow."""
     driven = watched(40, cache=0)
     state = driven.state
-    search, guessed = state.index.search, set()
+    search, guessed = state.index.search_ahead, set()
 
-    def near(layer: int, query: torch.Tensor, budget: int, end: int) -> Any:
-        found = search(layer, query, budget, end)
+    def near(layer: int, *rest: Any) -> Any:
+        found, ahead = search(layer, *rest)
         if layer in guessed:
-            return found._replace(entries=torch.arange(end - 3, end))
+            end = state._end.begin
+            return found._replace(entries=torch.arange(end - len(found.entries), end)), ahead
         guessed.add(layer)
-        return found
+        return found, ahead
 
-    state.index.search = near  # type: ignore[method-assign]
+    state.index.search_ahead = near  # type: ignore[method-assign]
     for name in range(4):
         guessed.clear()
         driven.ask(name)
+        assert len(guessed) == LAYERS
     assert driven.counters["fetch_guessed"] > 0 and not state.fetcher._ahead
 
 

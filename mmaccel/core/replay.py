@@ -47,7 +47,8 @@ class Replays:
     """Functions by name, each of tensors of fixed shapes; whatever else it reads stays where it is as long as `mark` does.
 
     The first call of a name runs the function as it is written, and so does every call where there is no CUDA. The second
-    captures it. What a captured function gives lies where its own next call writes, and no other.
+    captures it; one that cannot be captured is run as it is written from then on. What a captured function gives lies where
+    its own next call writes, and no other.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,11 +90,22 @@ class Replays:
                 self._held[name] = at, tuple(torch.empty_like(one) for one in out)
             return out
         if not isinstance(held, _Replay):
+            if held == UNFIT:
+                return work(*given)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            held = _Replay(work, given, held, self._device, self._pool)
+            # Should it fail.
+            self._held[name] = at, UNFIT
+            try:
+                held = _Replay(work, given, held, self._device, self._pool)
+            except RuntimeError:
+                return work(*given)
             self._held[name] = at, held
         return held(*given)
+
+
+UNFIT: tuple[Tensor, ...] = ()
+"""In the place of results: of a function that waits for the device, and so cannot be captured."""
 
 
 class _Replay:

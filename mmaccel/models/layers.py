@@ -6,7 +6,7 @@ the time. Weights are the model's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +61,7 @@ class FewRows:
         layers: list[Any] = list(self._family.layers(self._model))
         heads, groups, size = shape.heads, shape.kv_heads, shape.head_dim
         width = next(rows for rows in WIDTHS if rows >= n)
-        self._replays.under(tuple(layer.self_attn.q_proj.weight.data_ptr() for layer in layers))
+        self._replays.under(tuple(at.data_ptr() for layer in layers for at in weights(layer)))
         x = pad(embeds, (0, 0, 0, width - n))
         rows = entering(layers[0], x)
         self._angles = None
@@ -169,6 +169,16 @@ def known(layers: Iterable[Any], activation: str) -> bool:
         and len({p.device for p in layer.parameters()}) == 1
         for layer in layers
     )
+
+
+def weights(layer: Any) -> Iterator[Any]:
+    """All that a layer reads."""
+    yield layer.input_layernorm.weight
+    yield layer.post_attention_layernorm.weight
+    for linear in linears(layer):
+        yield linear.weight
+        if linear.bias is not None:
+            yield linear.bias
 
 
 def linears(layer: Any) -> list[nn.Module]:

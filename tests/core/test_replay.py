@@ -66,3 +66,26 @@ def test_what_is_replayed_on_two_streams_is_captured_on_two(monkeypatch: pytest.
         replay.captured(lambda: None, torch.device("cuda"), None)
     replay._side.cache_clear()
     assert used == [0, 1, 0, 1]
+
+
+def test_what_cannot_be_captured_is_run_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not tried again, until what it reads has been moved."""
+    tried = []
+
+    def refuses(*_: Any) -> Any:
+        tried.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(replay, "_Replay", type("Refuses", (), {"__new__": refuses}))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    replays = replay.Replays(torch.device("cpu"))
+    replays._works = True
+    one = torch.ones(3)
+    for count in range(1, 5):
+        (two,) = replays("twice", lambda x: (2 * x,), one * count)
+        assert torch.equal(two, 2.0 * one * count)
+    assert len(tried) == 1
+    replays.under("elsewhere")
+    for _ in range(3):
+        replays("twice", lambda x: (2 * x,), one)
+    assert len(tried) == 2

@@ -327,7 +327,6 @@ class HostStore:
         """Give back all memory and remove all files; a closed store serves nothing."""
         if not self._closed:
             self._wire.settle()
-            # What the wire still knew could not be given back.
             self._wire.forget()
             self._slabs.close()
             self._table = Table(self.shape.layers, self.device)
@@ -342,9 +341,8 @@ class HostStore:
         slots = self._table.look(layer, units)
         for unit, slot in zip(units, slots, strict=True):
             if slot < 0:
-                raise StoreError(
-                    f"host store: layer {layer} does not hold unit {unit}; ask for units that it holds."
-                )
+                told = f"layer {layer} does not hold unit {unit}; ask for units that it holds."
+                raise StoreError(f"host store: {told}")
         return slots
 
     def _take(self, layer: int, units: list[int], groups: list[Group]) -> tuple[list[int], list[int]]:

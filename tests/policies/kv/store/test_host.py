@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -13,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.backends import ops
 from mmaccel.core.errors import RecipeError, StoreError
-from mmaccel.policies.kv.store import wire
 from mmaccel.policies.kv.store.lanes import HostLanes
 
 from .lanes_sim import SimLanes
@@ -153,53 +150,6 @@ def test_an_index_is_read_once_the_model_has_made_it() -> None:
         key, _ = store.fetch(0, index, way="gather")
     lanes.rush()
     assert torch.equal(key, contents(0, [2, 0])[0])
-
-
-def test_the_device_is_told_where_every_slab_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that came after it was told before, and after all were replaced."""
-    told: list[tuple[list[int], list[int]]] = []
-    real = ops.gather_now
-
-    def note(out: Tensor, slab: list[Tensor], base: Tensor, slot: Tensor, grain: int) -> None:
-        told.append((base.tolist(), [one.data_ptr() - slab[0].data_ptr() for one in slab]))
-        assert not any(one.data_ptr() % grain for one in slab)
-        real(out, slab, base, slot, grain)
-
-    monkeypatch.setattr(ops, "gather_now", note)
-    store = open_store(8)
-    for units in ([0, 1], [2, 3, 4, 5], [6, 7, 8, 9]):
-        fill(store, units)
-        check(store, 2, units, way="gather")
-    assert len({len(base) for base, _ in told}) == 3
-    assert all(base == apart for base, apart in told)
-
-
-def test_where_slabs_lie_is_sent_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However far behind the compute lane is: what it sends after the mark that the wire waits for may come too late."""
-    lanes, issued, told = SimLanes(0, eager=0), False, list[list[int]]()
-    store = open_store(8, lanes=lanes)
-    for units in ([0, 1], [2, 3, 4, 5]):
-        fill(store, units)
-    lanes.drain()
-
-    def send(numbers: list[int], device: torch.device) -> Tensor:
-        """What the host sends goes with the lane that is at work, and with the compute lane when none is."""
-        made = torch.full((len(numbers),), 77)
-        copy = partial(made.copy_, torch.tensor(numbers))
-        copy() if issued else lanes.compute.run(copy)  # type: ignore[arg-type]
-        return made
-
-    def note(out: Tensor, slab: list[Tensor], base: Tensor, slot: Tensor, grain: int) -> None:
-        told.append(base.tolist())
-        assert told[-1] == [one.data_ptr() - slab[0].data_ptr() for one in slab]
-
-    monkeypatch.setattr(wire, "on_device", send)
-    monkeypatch.setattr(ops, "gather_now", note)
-    store.fetch(0, torch.tensor([5, 0]), way="gather")
-    store.fetch(1, [3, 1], way="gather")
-    issued = True
-    lanes.rush()
-    assert len(told) == 2 and len(told[0]) > 1
 
 
 def test_copies_bytes_and_launches_are_counted_exactly() -> None:

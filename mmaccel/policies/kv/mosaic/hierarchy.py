@@ -183,23 +183,20 @@ class Hierarchy:
     def _place_look(self, unit: int, row: int, matching: Matching) -> int:
         """The visual cluster of `unit`, the `row`-th of those being matched."""
         rules, level = self.rules, self.visual
-        u = self.summaries.looks(torch.tensor([unit]))
-        best = torch.tensor([matching.nearest(row)])
-        bounds = self.bounds[0]
-        n = level.size[0, best]
-        c, s2 = insert(level.centroid[0, best], level.variance[0, best], n, u)
-        apart = (u - level.centroid[0, best]).square().sum(-1)
+        u, best = matching.x[row : row + 1], matching.nearest(row)
+        near, bounds = slice(best, best + 1), self.bounds[0]
+        centroid, n = level.centroid[0, near], level.size[0, near]
+        apart = (u - centroid).square().sum(-1)
         if bounds.largest is not None and bool(apart > rules.new_scene * bounds.threshold.at(ZERO, n + 1)):
-            best = level.take(ZERO, ZERO - 1)
-            level.fill(ZERO, best, torch.tensor([[unit]]), u[:, None])
+            cluster = level.take(ZERO, ZERO - 1)
+            level.fill(ZERO, cluster, torch.tensor([[unit]]), u[:, None])
             self.counters["scenes"] += 1
         else:
-            level.add(ZERO, best, unit, c, s2)
-        matching.renew(best, row)
-        new = self.refine_visual(best)
-        if new:
-            matching.renew(torch.tensor([int(best), *new]), row)
-        return int(level.owner[0, unit])
+            cluster = torch.tensor([best])
+            level.add(ZERO, cluster, unit, *insert(centroid, level.variance[0, near], n, u))
+        new = self.refine_visual(cluster)
+        matching.renew([int(cluster), *new], row)
+        return int(level.owner[0, unit]) if new else int(cluster)
 
     def refine_visual(self, cluster: Tensor) -> list[int]:
         made: list[int] = []

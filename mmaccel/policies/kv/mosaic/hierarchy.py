@@ -8,6 +8,7 @@ single steps of one entry (all layers at once), so that the clusters do not depe
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ COUNTED = (
 
 
 TOGETHER = 16
-"""Units compared with all clusters at once: after each, those that are still to come are compared with what has changed."""
+"""Units compared with all clusters at once: after each, those that are still to come are compared with what has changed.
+So many entries are made points at once, too."""
 
 
 class Hierarchy:
@@ -145,9 +147,9 @@ class Hierarchy:
         cached   [L, n] whether older entries are held there too
         batched  whether looks are compared with all clusters for many units at once; the clusters are the same
         """
-        have = self.summaries.units
+        have, parts = self.summaries.units, self.summaries.parts
         self.visual.reach(have)
-        self.semantic.reach(have * self.summaries.parts)
+        self.semantic.reach(have * parts)
         if not self.started and have >= self.rules.init:
             construct(self, self.rules.init)
             self.units = self.rules.init
@@ -157,16 +159,20 @@ class Hierarchy:
         for begin in range(self.units, have, TOGETHER):
             units = range(begin, min(begin + TOGETHER, have))
             looks = self.summaries.looks(torch.arange(units.start, units.stop))
-            matching = Matching(self.visual, looks, batched)
+            matching, keys = Matching(self.visual, looks, batched), self._keys(units)
             for row, unit in enumerate(units):
-                self._insert(unit, row, matching, window, cached)
+                cluster = self._place_look(unit, row, matching)
+                for entry in range(unit * parts, (unit + 1) * parts):
+                    self._place_key(entry, next(keys), cluster, (unit - window + 1) * parts, cached)
                 self.units = unit + 1
 
-    def _insert(self, unit: int, row: int, matching: Matching, window: int, cached: Tensor | None) -> None:
-        cluster = self._place_look(unit, row, matching)
-        parts = self.summaries.parts
-        for entry in range(unit * parts, (unit + 1) * parts):
-            self._place_key(entry, cluster, (unit - window + 1) * parts, cached)
+    def _keys(self, units: range) -> Iterator[Tensor]:
+        """The points [L, d] of the entries of `units`, one after the other."""
+        parts, layer = self.summaries.parts, torch.arange(self.layers)
+        end = units.stop * parts
+        for begin in range(units.start * parts, end, TOGETHER):
+            entries = torch.arange(begin, min(begin + TOGETHER, end))
+            yield from self.summaries.key_points(layer, entries.expand(self.layers, -1)).unbind(1)
 
     def most(self, levels: tuple[str, ...], mean: int) -> int | None:
         """The largest cluster of a level of mean size `mean`, in the proportion of the semantic level's."""
@@ -263,10 +269,12 @@ class Hierarchy:
                 if self.semantic.parent[layer, home] != self.semantic.parent[layer, one]:
                     self._unbuffer(layer, one)
 
-    def _place_key(self, entry: int, parent: int, resident: int, cached: Tensor | None) -> None:
-        """Entry `entry` joins a cluster inside `parent` at every layer; entries from `resident` on are on the device."""
+    def _place_key(self, entry: int, u: Tensor, parent: int, resident: int, cached: Tensor | None) -> None:
+        """Entry `entry`, the points `u` [L, d], joins a cluster inside `parent` at every layer.
+
+        Entries from `resident` on are on the device.
+        """
         level, layer = self.semantic, torch.arange(self.layers)
-        u = self.summaries.key_points(layer, torch.full((self.layers, 1), entry))[:, 0]
         children = self.nest.children(parent)
         if self.rules.levels == "none" or not children.shape[1]:
             self._alone(layer, parent, entry, u)
@@ -274,20 +282,24 @@ class Hierarchy:
         near, c, s2 = self._nearest(layer, children, u)
         bounds = self.bounds[1]
         n = level.size[layer, near]
-        bad = bounds.exceeded(layer, n + 1, s2, level.limit[layer, near])
+        home, limit = level.home[layer, near], level.limit[layer, near]
+        bad = bounds.exceeded(layer, n + 1, s2, limit)
+        if not bool(bad.any()):
+            level.add(layer, near, entry, c, s2)
+            self._flush(layer[home >= 0])
+            return
+        split = bad
         if self.rules.deferred:
             members = level.contents(layer, near)
             here = members >= resident
             if cached is not None:
                 known = members.clamp(0, max(cached.shape[1] - 1, 0))
                 here |= cached[layer[:, None], known] & (members < cached.shape[1])
-            split = bad & (here | (members < 0)).all(1) & (level.home[layer, near] < 0)
-        else:
-            split = bad
+            split = bad & (here | (members < 0)).all(1) & (home < 0)
         take = ~bad | split
         if bool(take.any()):
             level.add(layer[take], near[take], entry, c[take], s2[take])
-            self._flush(layer[take & (level.home[layer, near] >= 0)])
+            self._flush(layer[take & (home >= 0)])
         if bool(split.any()):
             self.counters["eager_splits"] += self.refine(layer[split], near[split])
         wait = bad & ~split
@@ -301,8 +313,7 @@ class Hierarchy:
 
     def _nearest(self, layer: Tensor, ids: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of `ids` [b, W] (-1: none) the cluster [b] nearest to `u` [b, d] in cosine, and its statistics were `u` in it."""
-        at = layer[:, None], ids.clamp_min(0)
-        centroid = self.semantic.centroid[at]
+        centroid = self.semantic.centroids(layer[:, None], ids.clamp_min(0))
         cosine = (centroid @ u[:, :, None])[:, :, 0] / centroid.norm(dim=-1).clamp_min(1e-12)
         best = cosine.masked_fill(ids < 0, -torch.inf).argmax(1)
         near = ids.gather(1, best[:, None])[:, 0].clamp_min(0)

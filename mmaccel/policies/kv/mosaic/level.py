@@ -128,6 +128,11 @@ class Level:
         self.dirty[at] = True
         heapq.heappush(self._free[layer], cluster)
 
+    def centroids(self, layer: Tensor, cluster: Tensor) -> Tensor:
+        """[b, m, d] of (layer [b, 1], cluster [b, m]): `centroid` indexed, but row by row, which takes a third of the time."""
+        rows = (layer * self.centroid.shape[1] + cluster).flatten()
+        return self.centroid.flatten(0, 1).index_select(0, rows).view(*cluster.shape, -1)
+
     def contents(self, layer: Tensor, cluster: Tensor) -> Tensor:
         """The members [b, m] of (layer [b], cluster [b]), as wide as the largest; -1: none."""
         size = self.size[layer, cluster]

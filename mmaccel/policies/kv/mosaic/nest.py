@@ -14,6 +14,8 @@ class Nest:
     def __init__(self, layers: int) -> None:
         self._table = torch.full((0, layers, 4), -1, dtype=torch.long)
         self._count = torch.zeros(0, layers, dtype=torch.long)
+        self._told: dict[int, Tensor] = {}
+        """What `children` gave, of parents that have not changed since."""
 
     @classmethod
     def of_parents(cls, parent: Tensor) -> Nest:
@@ -27,6 +29,7 @@ class Nest:
 
     def add(self, parent: Tensor, layer: Tensor, child: Tensor) -> None:
         """Children [b] of distinct (parent [b], layer [b])."""
+        self._forget(parent.tolist())
         self._table = grown(self._table, 0, int(parent.max()) + 1, -1)
         self._count = grown(self._count, 0, self._table.shape[0])
         at = self._count[parent, layer]
@@ -36,16 +39,23 @@ class Nest:
 
     def remove(self, parent: int, layer: int, child: int) -> None:
         """`child` of `parent` at `layer` is no more; the last of its siblings takes its place."""
+        self._forget([parent])
         row, last = self._table[parent, layer], int(self._count[parent, layer]) - 1
         row[int((row == child).nonzero()[0])] = row[last].clone()
         row[last] = -1
         self._count[parent, layer] = last
 
     def children(self, parent: int) -> Tensor:
-        """[L, W] children of `parent` at each layer in ascending order, then -1."""
+        """[L, W] children of `parent` at each layer in ascending order, then -1; not to be written to."""
         if parent >= self._count.shape[0]:
             return torch.full((self._count.shape[1], 0), -1, dtype=torch.long)
-        row = self._table[parent, :, : int(self._count[parent].max())]
-        most = torch.iinfo(torch.long).max
-        row = row.masked_fill(row < 0, most).sort(1).values
-        return row.masked_fill(row == most, -1)
+        if parent not in self._told:
+            row = self._table[parent, :, : int(self._count[parent].max())]
+            most = torch.iinfo(torch.long).max
+            row = row.masked_fill(row < 0, most).sort(1).values
+            self._told[parent] = row.masked_fill(row == most, -1)
+        return self._told[parent]
+
+    def _forget(self, parents: list[int]) -> None:
+        for parent in parents:
+            self._told.pop(parent, None)

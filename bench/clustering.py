@@ -1,5 +1,4 @@
-"""What mosaic's clustering of a stream takes on the host, at a 7B shape: looks matched together or one by one, splits put off
-or made at once.
+"""The time of mosaic's clustering on the host, at a 7B shape: looks matched together or not, splits put off or made at once.
 
     python bench/clustering.py --out bench/results/clustering_cpu_202611.jsonl
     python bench/clustering.py --out ... --threads 2 --beside 2

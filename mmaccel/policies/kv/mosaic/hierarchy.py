@@ -41,8 +41,7 @@ COUNTED = (
 
 
 TOGETHER = 16
-"""Units compared with all clusters at once: after each, those that are still to come are compared with what has changed.
-So many entries are made points at once, too."""
+"""Units compared with all clusters at once, and entries made points at once."""
 
 
 class Hierarchy:
@@ -201,7 +200,7 @@ class Hierarchy:
             cluster = torch.tensor([best])
             level.add(ZERO, cluster, unit, *insert(centroid, level.variance[0, near], n, u))
         new = self.refine_visual(cluster)
-        matching.renew([int(cluster), *new], row)
+        matching.renew([int(cluster), *new])
         return int(level.owner[0, unit]) if new else int(cluster)
 
     def refine_visual(self, cluster: Tensor) -> list[int]:
@@ -244,30 +243,24 @@ class Hierarchy:
             level.fill(at, piece, members.masked_fill(~gone, -1), x)
             level.fill(at, ids, members.masked_fill(gone, -1), x)
             level.set("limit", at, piece, level.limit[at, ids])
-            self._add_children(new, at, piece)
+            self.nest.extend(new, at, piece)
             self.counters["cuts"] += at.numel()
             apart = torch.cat([at, at]), torch.cat([ids, piece])
         level.set("parent", layer[whole], cluster[whole], new)
-        for at_layer, one in zip(layer[whole].tolist(), cluster[whole].tolist(), strict=True):
-            self.nest.remove(old, at_layer, one)
-        self._add_children(new, layer[whole], cluster[whole])
+        self.nest.move(old, new, layer[whole], cluster[whole])
         self._part_buffers()
         if apart is not None:
             # A part may vary more than the whole did.
             ordinary = level.home[apart] < 0
             self.counters["cut_splits"] += self.refine(apart[0][ordinary], apart[1][ordinary])
 
-    def _add_children(self, parent: int, layer: Tensor, child: Tensor) -> None:
-        for at, one in zip(layer.tolist(), child.tolist(), strict=True):
-            self.nest.add(torch.tensor([parent]), torch.tensor([at]), torch.tensor([one]))
-
     def _part_buffers(self) -> None:
         """A buffered cluster whose home lies in another visual cluster now is an ordinary one."""
-        for layer, ids in enumerate(self.buffer):
-            for one in list(ids):
-                home = int(self.semantic.home[layer, one])
-                if self.semantic.parent[layer, home] != self.semantic.parent[layer, one]:
-                    self._unbuffer(layer, one)
+        level, waiting = self.semantic, [(layer, one) for layer, ids in enumerate(self.buffer) for one in ids]
+        layer, ids = torch.tensor(waiting, dtype=torch.long).view(-1, 2).unbind(1)
+        parted = level.parent[layer, level.home[layer, ids]] != level.parent[layer, ids]
+        for at in parted.nonzero()[:, 0].tolist():
+            self._unbuffer(*waiting[at])
 
     def _place_key(self, entry: int, u: Tensor, parent: int, resident: int, cached: Tensor | None) -> None:
         """Entry `entry`, the points `u` [L, d], joins a cluster inside `parent` at every layer.

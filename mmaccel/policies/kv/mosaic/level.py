@@ -129,7 +129,7 @@ class Level:
         heapq.heappush(self._free[layer], cluster)
 
     def centroids(self, layer: Tensor, cluster: Tensor) -> Tensor:
-        """[b, m, d] of (layer [b, 1], cluster [b, m]): `centroid` indexed, but row by row, which takes a third of the time."""
+        """`centroid` [b, m, d] of (layer [b, 1], cluster [b, m]): row by row, a third of the time that indexing takes."""
         rows = (layer * self.centroid.shape[1] + cluster).flatten()
         return self.centroid.flatten(0, 1).index_select(0, rows).view(*cluster.shape, -1)
 

@@ -37,6 +37,30 @@ class Nest:
         self._table[parent, layer, at] = child
         self._count[parent, layer] = at + 1
 
+    def extend(self, parent: int, layer: Tensor, child: Tensor) -> None:
+        """Children [b] of one parent, at layers [b] in ascending order that may occur again."""
+        many = torch.bincount(layer, minlength=self._table.shape[1])
+        rank = torch.arange(len(layer)) - (many.cumsum(0) - many)[layer]
+        for turn in range(int(many.max())):
+            now = rank == turn
+            self.add(torch.full_like(layer[now], parent), layer[now], child[now])
+
+    def move(self, old: int, new: int, layer: Tensor, child: Tensor) -> None:
+        """Children [b] of `old`, at layers [b] in ascending order that may occur again, are children of `new`."""
+        if not layer.numel():
+            return
+        row = self._table[old]
+        at, place = (row >= 0).nonzero(as_tuple=True)
+        gone = torch.zeros(len(row), max(int(row.max()), int(child.max())) + 1, dtype=torch.bool)
+        gone[layer, child] = True
+        kept = ~gone[at, row[at, place]]
+        at, left = at[kept], row[at, place][kept]
+        row.fill_(-1)
+        self._count[old] = 0
+        self._forget([old])
+        self.extend(old, at, left)
+        self.extend(new, layer, child)
+
     def remove(self, parent: int, layer: int, child: int) -> None:
         """`child` of `parent` at `layer` is no more; the last of its siblings takes its place."""
         self._forget([parent])

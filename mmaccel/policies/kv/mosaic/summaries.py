@@ -85,8 +85,10 @@ class Summaries:
 
     @staticmethod
     def _points(rows: Tensor, origin: Tensor) -> Tensor:
-        away = rows - origin[..., :-1]
-        return unit(torch.cat([away, origin[..., -1:].expand(*away.shape[:-1], 1)], -1))
+        points = origin.new_empty(*rows.shape[:-1], origin.shape[-1])
+        torch.sub(rows, origin[..., :-1], out=points[..., :-1])
+        points[..., -1:] = origin[..., -1:]
+        return unit(points)
 
     def looks(self, units: Tensor) -> Tensor:
         """The points [..., E + 1] of the looks of `units` [...]."""
@@ -100,7 +102,9 @@ class Summaries:
     def key_points(self, layer: Tensor, entries: Tensor) -> Tensor:
         """The points [b, m, d + 1] of `entries` [b, m] at `layer` [b]; anything where an entry is -1."""
         assert self.centre is not None
-        rows = self.key[entries.clamp_min(0), layer[:, None]].to(self.work)
+        # Row by row, for a tensor indexed by two others is gathered number by number.
+        at = (entries.clamp_min(0) * self.key.shape[1] + layer[:, None]).flatten()
+        rows = self.key.flatten(0, 1).index_select(0, at).view(*entries.shape, -1)
         return self._points(rows, self.centre[1][layer][:, None])
 
     def means(self, rows: Tensor, layer: Tensor, entries: Tensor) -> Tensor:

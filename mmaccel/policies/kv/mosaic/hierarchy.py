@@ -19,26 +19,12 @@ from mmaccel.policies.kv.mosaic.level import Level
 from mmaccel.policies.kv.mosaic.matching import Matching
 from mmaccel.policies.kv.mosaic.nest import Nest
 from mmaccel.policies.kv.mosaic.rules import Bounds, Rules, refine
+from mmaccel.policies.kv.mosaic.serial import one_thread
 from mmaccel.policies.kv.mosaic.statistics import insert, merge
 from mmaccel.policies.kv.mosaic.summaries import Summaries
 from mmaccel.policies.kv.mosaic.threshold import Threshold
 
 ZERO = torch.zeros(1, dtype=torch.long)
-
-COUNTED = (
-    "eager_splits",
-    "deferred_splits",
-    "visual_splits",
-    "deferred",
-    "singletons",
-    "flushed",
-    "resolved",
-    "refused",
-    "scenes",
-    "cuts",
-)
-"""The counters that a memory tells of."""
-
 
 TOGETHER = 16
 """Units compared with all clusters at once, and entries made points at once."""
@@ -139,6 +125,7 @@ class Hierarchy:
         assert self._bounds is not None
         return self._bounds
 
+    @one_thread()
     def insert(self, window: int, cached: Tensor | None = None, batched: bool = True) -> None:
         """Take in the units that the summaries have and the hierarchy has not, in their order.
 
@@ -355,6 +342,7 @@ class Hierarchy:
         if not bool((level.home[layer, self.buffer[layer]] == home).any()):
             level.set("lazy", at[0], home, 0)
 
+    @one_thread()
     def touch(self, layer: int, clusters: Tensor) -> None:
         """The semantic `clusters` [b] of `layer` have been on the device: make the splits that they owe."""
         level = self.semantic

@@ -19,7 +19,7 @@ from mmaccel.policies.kv.mosaic import saved
 from mmaccel.policies.kv.mosaic.choosing import Chooser, End
 from mmaccel.policies.kv.mosaic.drift import Drift
 from mmaccel.policies.kv.mosaic.fetching import Fetcher, Window
-from mmaccel.policies.kv.mosaic.hierarchy import COUNTED, Hierarchy
+from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
 from mmaccel.policies.kv.mosaic.index import Found, Index
 from mmaccel.policies.kv.mosaic.summaries import Summaries
 from mmaccel.policies.kv.mosaic.writing import Writer
@@ -356,3 +356,17 @@ class MosaicMemory(StreamMemory):
 
 BEHIND = 256
 """Units by which the index may be behind the clusters, about."""
+
+COUNTED = (
+    "eager_splits",
+    "deferred_splits",
+    "visual_splits",
+    "deferred",
+    "singletons",
+    "flushed",
+    "resolved",
+    "refused",
+    "scenes",
+    "cuts",
+)
+"""The counters that a memory tells of."""

@@ -13,8 +13,9 @@ question  seconds from `VideoSession.ask` to the first token on the host, cluste
           scenes asked for
 profile   of one question of each memory: launches, device time, and what the host spends its time on
 budgets, lengths, rivals, whole: `bench/asking.py`
-encode    frames a second through `VideoSession.watch`, vision tower included; with each batching switch off
-splits    seconds a frame that clustering takes and how often clusters are split: at once or put off (Figure 8)
+encode    frames a second through `VideoSession.watch`, vision tower included; with each batching switch off; all in turns
+splits    seconds a frame of a planted stream, those of clustering, and how often clusters are split: at once or put off
+          (Figure 8), in turns
 memory    device memory after 1 024 and 7 200 frames, its growth a frame, ReKV's after 1 024, and where keeping everything on
           the device ends
 streams   frames a second of one process on each of 1, 2, ... devices, to that of one
@@ -197,7 +198,7 @@ def steps() -> list[Step]:
         ("question", 120.0, question_step),
         ("profile", 60.0, profile_step),
         ("budgets", 40.0, budgets_step),
-        ("encode", 60.0, encode_step),
+        ("encode", 100.0, encode_step),
         ("rivals", 70.0, rivals_step),
         ("splits", 60.0, splits_step),
         ("lengths", 90.0, lengths_step),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from scenes import SIDE, Scenes, build
-from timing import Log, Times
+from timing import Log, Times, compare
 
 import mmaccel
 from mmaccel.world import World, render
@@ -108,9 +111,33 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "layers off": {"batch_layers": False},
     "matching off": {"batch_match": False},
 }
+SLOW = ("vision off", "layers off")
+"""They are shown half as many frames."""
+
+
+class Clustering:
+    """Seconds that the host spends on the clusters of a session: on units that come, and on splits that were put off."""
+
+    def __init__(self, session: mmaccel.VideoSession) -> None:
+        self.seconds = 0.0
+        state: Any = session._live.state  # type: ignore[union-attr]
+        for name in ("insert", "touch"):
+            if hasattr(state, "tree"):
+                setattr(state.tree, name, self._timed(getattr(state.tree, name)))
+
+    def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return work(*given, **named)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return timed
 
 
 def encode_step(options: argparse.Namespace, log: Log) -> None:
+    """All sessions are open at once and take turns: host memory that one gave back would be pinned already for the next."""
     sizes = Sizes(options)
     model, processor = HELD.model(sizes)
     count = 12 if sizes.small else 64
@@ -118,43 +145,81 @@ def encode_step(options: argparse.Namespace, log: Log) -> None:
     frames = torch.randint(
         256, (count, 3, sizes.side, sizes.side), generator=draw, device=sizes.device, dtype=torch.uint8
     )
-    for memory, switches in (("mosaic", SWITCHES), ("rekv", {"all on": {}})):
-        for way, told in switches.items():
-            with mmaccel.VideoSession(model, processor, None, kv=sizes.kv(memory, **told)) as session:
-                slow = way in ("vision off", "layers off")
-                session.watch(frames[: count // 4] if slow else frames, fps=0.5)
-                if not slow:
-                    session.watch(frames, fps=0.5)
-                times = rate(session, frames[: count // 2] if slow else frames, 3, sizes.device)
-            log.row(case="encode", way=f"{memory}, {way}", frames_s=1 / times.median, **times.row())
-            print(f"encode {memory}, {way:14} {1 / times.median:7.1f} frames/s", flush=True)
+    ways = {f"mosaic, {way}": ("mosaic", told) for way, told in SWITCHES.items()} | {
+        "rekv, all on": ("rekv", {})
+    }
+    shown = {way: frames[: count // 2] if way.endswith(SLOW) else frames for way in ways}
+    runs: dict[str, Callable[[], Any]] = {}
+    clustering: dict[str, Clustering] = {}
+    with ExitStack() as stack:
+        for way, (name, told) in ways.items():
+            session = stack.enter_context(
+                mmaccel.VideoSession(model, processor, None, kv=sizes.kv(name, **told))
+            )
+            session.watch(frames[: count // 4], fps=0.5)
+            clustering[way] = Clustering(session)
+            runs[way] = partial(session.watch, shown[way], fps=0.5)
+        taken = compare(runs, warmup=2, repeats=5, device=sizes.device)
+    for way, times in taken.items():
+        each = Times(tuple(seconds / len(shown[way]) for seconds in times.seconds))
+        # Those of all turns, the first ones too.
+        spent = clustering[way].seconds / (len(shown[way]) * (2 + len(times.seconds)))
+        log.row(case="encode", way=way, frames_s=1 / each.median, cluster_s=spent, **each.row())
+        print(
+            f"encode {way:24} {1 / each.median:7.1f} frames/s, {spent * 1e3:5.2f} ms of a frame are clustering",
+            flush=True,
+        )
+
+
+class Planting:
+    """A session, and the planted stream that it is given piece by piece."""
+
+    def __init__(self, session: mmaccel.VideoSession, scenes: Scenes, side: int, begin: int) -> None:
+        self._session, self._scenes, self._until = session, scenes, begin
+        scenes.open(session, (side, side), begin)
+        self.clustering = Clustering(session)
+
+    def go_on(self, frames: int) -> None:
+        self._until += frames
+        self._scenes.go_on(self._session, self._until)
 
 
 def splits_step(options: argparse.Namespace, log: Log) -> None:
-    """Of a planted stream, past the layers: what is left is the memory's own work, and making the scenes, alike for all."""
+    """Of planted streams, past the layers: what is left is the memory's own work, and making the scenes, alike for all.
+
+    All ways see the same frames, and take turns; the first turns do not count.
+    """
     sizes = Sizes(options)
     model, processor = HELD.model(sizes)
-    count = max(180, 600 // options.shrink)
-    for encode_frames in (0, 8):
-        for deferred in (True, False):
-            kv = sizes.kv("mosaic", deferred=deferred, encode_frames=encode_frames)
-            scenes = Scenes(model, count, sizes.kinds)
-            with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
-                scenes.open(session, (sizes.side, sizes.side), count // 3)
-                wait(sizes.device)
-                began = time.perf_counter()
-                scenes.go_on(session, count)
-                wait(sizes.device)
-                taken = (time.perf_counter() - began) / (count - count // 3)
-                told = session.counters()
-            way = f"{'put off' if deferred else 'at once'}, retrieves {encode_frames} while watching"
+    count, turns = max(180, 600 // options.shrink), 5
+    part = count // 3 * 2 // (turns + 1)
+    ways = {
+        f"{splits}, retrieves {frames} while watching": {
+            "deferred": splits == "put off",
+            "encode_frames": frames,
+        }
+        for frames in (0, 8)
+        for splits in ("put off", "at once")
+    }
+    with ExitStack() as stack:
+        planted: dict[str, Planting] = {}
+        sessions: dict[str, mmaccel.VideoSession] = {}
+        for way, told in ways.items():
+            session = mmaccel.VideoSession(model, processor, None, kv=sizes.kv("mosaic", **told))
+            sessions[way] = stack.enter_context(session)
+            planted[way] = Planting(session, Scenes(model, count, sizes.kinds), sizes.side, count // 3)
+        runs = {way: partial(one.go_on, part) for way, one in planted.items()}
+        taken = compare(runs, warmup=1, repeats=turns, device=sizes.device)
+        for way, times in taken.items():
+            each, told = Times(tuple(seconds / part for seconds in times.seconds)), sessions[way].counters()
+            spent = planted[way].clustering.seconds / (part * (1 + turns))
             made = {
                 name: told[name] for name in ("eager_splits", "deferred_splits", "deferred", "visual_splits")
             }
-            log.row(case="splits", way=way, frames=count, frame_s=taken, **made)
+            log.row(case="splits", way=way, frames=count, cluster_s=spent, **each.row(), **made)
             print(
-                f"splits {way:36} {taken * 1e3:6.2f} ms a frame, {made['eager_splits']:.0f} at once, "
-                f"{made['deferred_splits']:.0f} later",
+                f"splits {way:36} {each.median * 1e3:6.2f} ms a frame, {spent * 1e3:5.2f} of them clustering, "
+                f"{made['eager_splits']:.0f} at once, {made['deferred_splits']:.0f} later",
                 flush=True,
             )
 

@@ -94,7 +94,8 @@ class Mosaic(StoredPolicy):
     batch_layers  they go through the language model together too; off: one at a time
     batch_attention, batch_feed  of such a pass, attention is one call under a mask, and a feed-forward block one product;
                   off: unit by unit
-    batch_match   looks are compared with all clusters for many units at once; off: one at a time
+    batch_match   looks are compared with all clusters for sixteen units at once, and each at its turn with those that have
+                  changed since; off: one at a time with all
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"look", "hidden"})

@@ -27,7 +27,7 @@ class Recorder:
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_failed_capture_is_none(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Recorder] = []
-    stream = SimpleNamespace(wait_stream=lambda _: None)
+    stream = SimpleNamespace(wait_stream=lambda _: None, cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(Recorder()) or made[-1])
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: stream)

@@ -18,7 +18,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tenso
     most = {"vision": 0, "attention": 0, "feed": 0}
     with open_session("random-ov", {**BASE, **fields}) as session, monkeypatch.context() as patch:
         seam = session._seam
-        features, attend = seam.features, attention.ops.dense_attend
+        features, attend = seam.features, attention.ops.attend_now
         block = seam.family.layers(seam.model)[0].mlp
         gate = block.gate_proj.forward
 
@@ -35,7 +35,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tenso
             return gate(hidden)
 
         patch.setattr(seam, "features", seen)
-        patch.setattr(attention.ops, "dense_attend", attended)
+        patch.setattr(attention.ops, "attend_now", attended)
         patch.setitem(block.gate_proj.__dict__, "forward", fed)
         session.watch(film(25), fps=FPS)
         live: Any = session._live

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mmaccel.backends import ops
 from mmaccel.core.kv import Piece
 from mmaccel.core.replay import Replays
 from mmaccel.policies.kv import ReKV
@@ -43,20 +44,20 @@ TOLIST = torch.Tensor.tolist
 
 
 class Counted(NoReads):
-    """Counts what would be launched, too; a rotation in place is one kernel, and so is what is replayed."""
+    """Counts what would be launched, too; a rotation in place is one kernel, so are attention and what is replayed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.launched: Counter[str] = Counter()
         self.replayed: Counter[str] = Counter()
-        for name, of in (("turn_", Turner), ("__call__", Replays)):
+        for name, of in (("turn_", Turner), ("__call__", Replays), ("attend_now", ops)):
             patch.setattr(of, name, self.as_one(getattr(of, name)))
 
     def as_one(self, whole: Any) -> Any:
-        def one(*given: Any) -> Any:
+        def one(*given: Any, **named: Any) -> Any:
             outside, self.launched = self.launched, self.replayed
             try:
-                return whole(*given)
+                return whole(*given, **named)
             finally:
                 self.launched = outside
                 # What is given to a replay is copied to where it reads it.

@@ -390,3 +390,11 @@ def test_a_stream_begun_anew_knows_nothing_of_the_old_one() -> None:
     driven.ask(1)
     driven.state.reset()
     assert not driven.state.drift._known and not driven.state.tree.started and not driven.state.units()
+
+
+def test_a_question_that_breaks_off_leaves_the_wire_nothing_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven, joined = watched(40), []
+    monkeypatch.setattr(type(driven.state.store.lanes), "join", lambda lanes: joined.append(lanes))
+    with pytest.raises(KeyboardInterrupt), driven.state.turn():
+        raise KeyboardInterrupt
+    assert joined == [driven.state.store.lanes]

@@ -62,3 +62,14 @@ def test_where_slabs_lie_is_sent_before_it_is_read(monkeypatch: pytest.MonkeyPat
     issued = True
     lanes.rush()
     assert len(told) == 2 and len(told[0]) > 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_computes_after_a_join_runs_after_the_wire(seed: int) -> None:
+    lanes, order = SimLanes(seed), list[str]()
+    for _ in range(3):
+        lanes.wire.run(lambda: order.append("wire"))
+    lanes.join()
+    lanes.compute.run(lambda: order.append("compute"))
+    lanes.rush()
+    assert order == ["wire"] * 3 + ["compute"]

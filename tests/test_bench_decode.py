@@ -17,7 +17,8 @@ from transformers import DynamicCache
 
 from mmaccel import load_model
 from mmaccel.core.attach import adapter_for
-from tests.models.tiny_random import BUILD
+from mmaccel.models.runner import HFRunner
+from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
@@ -25,6 +26,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import decode_cpu  # noqa: E402
 import decode_gpu  # noqa: E402
 import held  # noqa: E402
+import pair  # noqa: E402
 import replayed  # noqa: E402
 
 
@@ -83,6 +85,26 @@ def test_a_step_that_outlasts_its_time_is_broken_off(monkeypatch: pytest.MonkeyP
 
 def shortly(real: Any) -> Any:
     return lambda which, seconds: real(which, min(seconds, 0.2))
+
+
+def test_reading_and_saying_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of a long prompt's pass is larger than the weights."""
+    seen: list[torch.Tensor] = []
+
+    def noting(method: Any) -> Any:
+        def noted(*given: Any, **more: Any) -> torch.Tensor:
+            seen.append(method(*given, **more))
+            return seen[-1]
+
+        return noted
+
+    for name in ("prefill", "step"):
+        monkeypatch.setattr(HFRunner, name, noting(getattr(HFRunner, name)))
+    model = BUILD["qwen"](layers=1)
+    assert all(p.requires_grad for p in model.parameters())
+    told = pair.read_and_say(model, prompt("qwen", PROMPTS["video"]))
+    assert told["prefill_s"] > 0 and len(told["said"]) == 5
+    assert len(seen) > 6 and not any(x.requires_grad for x in seen)
 
 
 def test_no_verdict_without_both_ways() -> None:

@@ -34,7 +34,7 @@ class Geometry:
 
 
 class Runner(ABC):
-    """One sequence at work on one model: prefill once, then step and roll back; positions are explicit."""
+    """One sequence at work on one model: prefill once, then step and roll back; positions are explicit. No gradients."""
 
     @abstractmethod
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:

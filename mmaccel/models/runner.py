@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class HFRunner(Runner):
-    """A runner over a transformers cache: ours on an accelerated model, a `DynamicCache` on a plain one. Batch 1."""
+    """A runner over a transformers cache: ours on an accelerated model, a `DynamicCache` on a plain one. Batch 1.
+
+    It keeps no graph for gradients, which would hold every layer's activations as long as its logits or its cache live.
+    """
 
     def __init__(self, model: nn.Module, family: Family, cache: Any) -> None:
         self.model, self.family, self.cache = model, family, cache
@@ -45,6 +48,7 @@ class HFRunner(Runner):
         )
         return open_runner(model, family, KVCache(state, owner.view.geometry.layers))
 
+    @torch.no_grad()
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
         if inputs["input_ids"].shape[0] != 1:
             raise ModelError(
@@ -86,6 +90,7 @@ class HFRunner(Runner):
         self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - count
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
+    @torch.no_grad()
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         held, count = self.length(), ids.shape[1]
         self._last = count

@@ -64,6 +64,29 @@ def test_steps_are_the_model_s_own(family, kind, monkeypatch):
     assert seen[5:] == [(1, 1)]
 
 
+@pytest.mark.parametrize("kept", [None, torch.arange(3, 20)], ids=["whole", "kept"])
+@pytest.mark.parametrize("open_runner", [lambda m: adapter_for(m).runner(m), runner], ids=["model", "static"])
+def test_a_runner_keeps_no_graph(family, open_runner, kept):
+    """Nor does its cache, whose tensors would hold every layer's activations; the caller has not switched gradients off."""
+    name, model = family
+    assert torch.is_grad_enabled() and all(p.requires_grad for p in model.parameters())
+    found = open_runner(model)
+    first = found.prefill(prompt(name, PROMPTS["video"]), kept)
+    # The second is of more rows than are captured, and goes through the model.
+    said = [found.step(torch.tensor([ids])) for ids in ([5], [6, 7, 8])]
+    held = [x for layer in found.cache.layers for x in (layer.keys, layer.values)]
+    assert len(held) == 6 and not any(x.requires_grad for x in (first, *said, *held))
+
+
+def test_the_runner_of_an_accelerated_model_keeps_no_graph(family):
+    name, model = family
+    with mmaccel.accelerate(model) as fast:
+        found = fast.view.runner()
+        said = found.prefill(prompt(name, PROMPTS["video"])), found.step(torch.tensor([[5]]))
+        held = [x for pair in found.cache.state.buffers(1) for x in pair]
+    assert len(held) == 6 and not any(x.requires_grad for x in (*said, *held))
+
+
 @torch.no_grad()
 def test_trees_are_the_model_s_own(family):
     """Twice what a tree's rows see and where they stand; then a path of them is kept, and a chain goes on."""

@@ -1,11 +1,16 @@
 """Decoding on two CPU cores: a trained pair, long captions, every way of drafting in one table.
 
     OMP_NUM_THREADS=1 python bench/decode_cpu.py --out bench/results/decode_cpu_202601.jsonl
+    OMP_NUM_THREADS=1 taskset -c 2,3 python bench/decode_cpu.py --only "parallel 4" --out one.jsonl
+    python bench/decode_cpu.py --rows one.jsonl other.jsonl --out bench/results/decode_cpu_202601.jsonl
+
+The last puts rows together that were measured apart, of one case each for example, and tells the verdict over all of them.
 
 The target runs in this process and, for `parallel`, its draft in a second one, each on one thread: so that the overlap is
 real. Acceptance and times are measured, nothing is replayed. Every way generates the captions of the same videos, greedily;
 windows of `sequential` and `parallel` are swept, and the best of each is held against the simulator at the measured share
-kept and the measured steps. Needs two idle cores: what else runs on them is measured too.
+kept and the measured steps. A way keeps its draft's process over all captions. Needs two idle cores: what else runs on
+them is measured too.
 
 Rows: `window` (a number or null), `a_step` (tokens a target step, the target's own counted), `kept` (drafted ones alone, a
 round), `streak`, `tokens_per_s`, `speedup` over plain decoding and `against_sequential`, `same` (the tokens are the plain
@@ -16,18 +21,21 @@ be reached: `parallel` at 0.9 of the simulator's ratio over `sequential`, and at
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from held import Held
-from timing import Log, environment
+from timing import Log, environment, read_rows, write_rows
 
 from mmaccel.core.attach import accelerate
 from mmaccel.core.recipe import Recipe
@@ -78,17 +86,25 @@ def prompts(name: str, model: Any, frames: int, captions: int, seed: int) -> lis
 def measured(
     model: Any, inputs: list[Any], tokens: int, drafts: Mapping[str, dict[str, Any]], repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way, over all prompts and repeats; each generation has a plain one just before it."""
+    """A row for each way, over all prompts and repeats; each generation has a plain one just before it.
+
+    A way stays attached over all of them, so that its draft's process is started once; the plain ones come from a twin.
+    """
+    beside = twin(model)
     for name, draft in drafts.items():
         found: list[acceptance.Drafted] = []
         with accelerate(model, Recipe(draft=draft)) as fast:  # type: ignore[arg-type]
             fast.generate(**inputs[0], max_new_tokens=8, do_sample=False)
-        for _ in range(repeats):
-            for one in inputs:
-                plain = acceptance.alone(model, one, tokens)
-                with accelerate(model, Recipe(draft=draft)) as fast:  # type: ignore[arg-type]
+            for _ in range(repeats):
+                for one in inputs:
+                    plain = acceptance.alone(beside, one, tokens)
                     found.append(acceptance.drafted(fast, one, tokens, plain))
         yield row(name, draft, found)
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A second model of the same weights, which what is attached to `model` does not touch."""
+    return copy.deepcopy(model, {id(held): held for held in (*model.parameters(), *model.buffers())})
 
 
 def row(name: str, draft: dict[str, Any], found: list[acceptance.Drafted]) -> dict[str, Any]:
@@ -171,7 +187,29 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def main() -> None:
+def together(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The rows of some files without their verdicts, and a verdict for each model; what stands twice counts once.
+
+    Raises `SystemExit` where two rows of a case differ, of which one would have to be chosen, and where the videos do.
+    """
+    found = list({json.dumps(row): row for row in read_rows(paths) if row.get("case") != "verdict"}.values())
+    cases = [row for row in found if "case" in row]
+    twice = [key for key, count in Counter((row["model"], row["case"]) for row in cases).items() if count > 1]
+    if twice:
+        raise SystemExit(
+            f"--rows: {twice[0][1]} of {twice[0][0]} was measured twice; give the file of one of them."
+        )
+    for model in dict.fromkeys(row["model"] for row in cases):
+        rows = [row for row in cases if row["model"] == model and row["case"] != "memory"]
+        for name in ("frames", "captions", "seed"):
+            if len(values := {row.get(name) for row in rows}) > 1:
+                raise SystemExit(f"--rows: {name} of {model} are {values}; give files that have the same.")
+        if (told := verdict(rows)) is not None:
+            found.append({"model": model, **told})
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -184,8 +222,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=40)
     parser.add_argument("--windows", type=int, nargs="*", default=list(WINDOWS))
     parser.add_argument("--only", nargs="*", help="cases whose name begins so")
+    parser.add_argument(
+        "--rows", nargs="+", type=Path, help="measure nothing: put the rows of these files together"
+    )
     parser.add_argument("--out")
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
+    if given.rows:
+        if not given.out:
+            parser.error("--rows: give --out too, the file that all rows are written to.")
+        found = together(given.rows)
+        write_rows(Path(given.out), found)
+        print("\n".join(json.dumps(row) for row in found if row.get("case") == "verdict"))
+        return
     torch.set_num_threads(1)
     model = load_model(given.model, dtype=torch.float32)
     inputs = prompts(given.model, model, given.frames, given.captions, given.seed)
@@ -196,7 +244,7 @@ def main() -> None:
     print(json.dumps({"environment": environment()}))
     rows = []
     for found in measured(model, inputs, given.tokens, drafts, given.repeats):
-        found["model"], found["frames"] = given.model, given.frames
+        found |= {"model": given.model, "frames": given.frames, "seed": given.seed}
         rows.append(found)
         print(json.dumps(found), flush=True)
         if log is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -96,15 +98,40 @@ class Log:
     def __init__(self, path: str | Path, device: torch.device | str = "cpu") -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._end_line()
         self._write({"environment": environment(device)})
 
     def row(self, **fields: Any) -> None:
         """One result."""
         self._write(fields)
 
+    def _end_line(self) -> None:
+        """A line that a run was killed in stays alone: what follows it could not be read either."""
+        if self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n"):
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n")
+
     def _write(self, fields: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(fields) + "\n")
+
+
+def read_rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The rows of some files, environments among them; a line that was cut off is left out."""
+    found = []
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """A file of these rows and no others; the one that is there stays as it is until the last row is written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    new.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    os.replace(new, path)
 
 
 def _wait(device: torch.device) -> None:

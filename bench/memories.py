@@ -6,10 +6,10 @@
 
 The last puts the answers of several runs together; --brief leaves them out (they are 14 MB at the sizes of the first).
 
-Processes take worlds in turns. One watch of a world serves all budgets that change nothing of what is kept, and the vision
-tower looks at a world once for all memories. Every answer is written when it is there, so that a run that is broken off, by
---limit too, has lost what was not asked yet and no more. The same command with the same --out goes on with the worlds that
-are not complete.
+Processes take worlds in turns, on all visible devices with --device cuda. One watch of a world serves all budgets that
+change nothing of what is kept, and the vision tower looks at a world once for all memories. Every answer is written when it
+is there, so that a run that is broken off, by --limit or an interrupt too, has lost what was not asked yet and no more. The
+same command with the same --out goes on with the worlds that are not complete.
 
 Rows by `what`: "answer" (see `mmaccel.eval.stream.Shot`), "watch" (`Watch`: time, counters, clusters against the truth),
 "world" (all memories were asked), and at the end, over the questions that every memory was asked: "mean" (accuracy and
@@ -22,9 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import multiprocessing
-import queue
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +31,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from timing import Log
+import jobs
+from timing import Log, read_rows, write_rows
 
 from mmaccel import load_model, load_processor
 from mmaccel.cli.stream import memory_of
@@ -118,8 +116,9 @@ class Asker:
         self.processor = load_processor(options.model)
         self.memories = memories_for(self.processor, chosen(options), options.budgets, options.window)
 
-    def rows(self, frames: int, seed: int) -> Iterator[dict[str, Any]]:
-        """Of one world, as they come."""
+    def __call__(self, world: tuple[int, int]) -> Iterator[dict[str, Any]]:
+        """Rows of one world, (frames, seed), as they come."""
+        frames, seed = world
         options, began, seen = self.options, time.perf_counter(), list[Watch]()
         for shot in shots(
             self.model,
@@ -141,19 +140,6 @@ class Asker:
             "frames": frames,
             "seconds": time.perf_counter() - began,
         }
-
-
-def _work(options: argparse.Namespace, jobs: Any, told: Any) -> None:
-    """Takes worlds, (frames, seed), from `jobs` until there is None; tells rows, None at the end, or what went wrong."""
-    torch.set_num_threads(1)
-    try:
-        asker = Asker(options)
-        while (job := jobs.get()) is not None:
-            for row in asker.rows(*job):
-                told.put(row)
-        told.put(None)
-    except Exception as error:
-        told.put(f"{type(error).__name__}: {error}")
 
 
 def chosen(options: argparse.Namespace) -> list[Memory]:
@@ -180,60 +166,18 @@ def worlds(options: argparse.Namespace, done: set[tuple[int, int]]) -> list[tupl
 def run(options: argparse.Namespace, left: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
     """Rows as they come, until all worlds are done or the time is up."""
     end = time.monotonic() + options.limit
-    for row in _here(options, left) if options.processes == 1 else _elsewhere(options, left, end):
-        if row is not None:
-            yield row
-        if time.monotonic() > end:
-            print(f"the time is up after {options.limit} s", flush=True)
-            return
-
-
-def _here(options: argparse.Namespace, left: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    asker = Asker(options)
-    for job in left:
-        yield from asker.rows(*job)
-
-
-def _elsewhere(
-    options: argparse.Namespace, left: Sequence[tuple[int, int]], end: float
-) -> Iterator[dict[str, Any] | None]:
-    """By several processes, which are ended with the iterator; None when there was nothing for a while."""
-    context = multiprocessing.get_context("spawn")
-    jobs: Any = context.Queue()
-    told: Any = context.Queue()
-    working = min(options.processes, len(left))
-    for one in [*left, *[None] * working]:
-        jobs.put(one)
-    processes = [
-        context.Process(target=_work, args=(options, jobs, told), daemon=True) for _ in range(working)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        while working:
-            try:
-                row = told.get(timeout=max(0.1, min(5.0, end - time.monotonic())))
-            except queue.Empty:
-                if sum(process.is_alive() for process in processes) < working:
-                    raise SystemExit("a process died; give fewer --processes if memory is short.") from None
-                yield None
-                continue
-            if isinstance(row, str):
-                raise SystemExit(row)
-            working -= row is None
-            yield row
-    finally:
-        for process in processes:
-            process.kill()
+    with contextlib.closing(jobs.rows(Asker, options, left, options.processes)) as coming:
+        for row in coming:
+            if row is not None:
+                yield row
+            if time.monotonic() > end:
+                print(f"the time is up after {options.limit} s", flush=True)
+                return
 
 
 def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The rows of some files that say what they are, without their conclusions; a line that was cut off is left out."""
-    found = []
-    for path in paths:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
+    """The rows of some files that say what they are, without their conclusions."""
+    found = read_rows(paths)
     return [row for row in found if row.get("what") in ("answer", "watch", "world") or "environment" in row]
 
 
@@ -332,7 +276,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--still", type=float, default=0.3, help="share of the frames in which nothing moves")
     parser.add_argument("--most", type=int, default=4, help="questions of a kind about a world, at most")
     parser.add_argument("--seed", type=int, default=0, help="training has seen none below 2**31")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument(
+        "--processes", type=int, default=1, help="which take worlds, and visible devices, in turns"
+    )
     parser.add_argument(
         "--limit", type=float, default=float("inf"), help="seconds after which no answer is waited for"
     )
@@ -343,15 +289,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--brief", type=Path, help="a second file, of what is concluded from the answers alone"
     )
     options = parser.parse_args(argv)
-    if not options.rows:
-        measured(options)
+    with jobs.interruptible(options.out):
+        if not options.rows:
+            measured(options)
+        conclude(options)
+
+
+def conclude(options: argparse.Namespace) -> None:
+    """Write what follows from the rows that there are, and print it."""
     found = read(options.rows or [options.out])
     concluded = list(conclusions(found))
-    lines = "".join(json.dumps(row) + "\n" for row in [*found, *concluded])
-    options.out.write_text(lines, encoding="utf-8")
+    write_rows(options.out, [*found, *concluded])
     if options.brief is not None:
         short = [row for row in [*found, *concluded] if row.get("what") not in ("answer", "watch", "world")]
-        options.brief.write_text("".join(json.dumps(row) + "\n" for row in short), encoding="utf-8")
+        write_rows(options.brief, short)
     print("\n".join(line for row in concluded if (line := shown(row)) is not None))
 
 
@@ -362,12 +313,13 @@ def measured(options: argparse.Namespace) -> None:
     before = read([options.out] if options.out.exists() else [])
     done = {(row["frames"], row["seed"]) for row in before if row.get("what") == "world"}
     log, began, many = Log(options.out, torch.device(options.device)), time.monotonic(), len(done)
-    for row in run(options, worlds(options, done)):
-        log.row(**row)
-        if row["what"] == "world":
-            many += 1
-            told = f"{row['frames']} frames, seed {row['seed']}: {row['seconds']:.1f} s"
-            print(f"world {many} after {time.monotonic() - began:.0f} s ({told})", flush=True)
+    with contextlib.closing(run(options, worlds(options, done))) as coming:
+        for row in coming:
+            log.row(**row)
+            if row["what"] == "world":
+                many += 1
+                told = f"{row['frames']} frames, seed {row['seed']}: {row['seconds']:.1f} s"
+                print(f"world {many} after {time.monotonic() - began:.0f} s ({told})", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,33 @@
 """What pruners cost on the trained tiny pairs: drafts that see less, lossy targets, and where the kept tokens lie.
 
-    python bench/pruning.py --model tiny-ov --captions 100 --jobs 12 --out bench/results/pruning_tiny-ov_202611.jsonl
+    python bench/pruning.py --model tiny-ov --captions 100 --jobs 12 --out pruning.jsonl
+    python bench/pruning.py --rows one.jsonl other.jsonl --out all.jsonl --brief bench/results/pruning_tiny-ov_202611.jsonl
 
-Rows of `what`: "draft" (accepted lengths and rate of a draft whose prompt is pruned, by pruner and share kept, with paired
-intervals against uv), "lossy" (the share of a pruned model's own text that the whole model would have written, beside the
-measured share of the video that its decoded tokens have `seen`, see lossy.py, and what all layers hold on average), "frames"
-(kept tokens by frame, in 32 stretches of the video, and how many times their share the outermost frames hold); with
---positions also "positions" (accepted length of a pruned draft whose tokens keep their own coordinates, of one that numbers
-them anew on every rotary axis, as SpecVLM does, and by how much the second is longer, with paired intervals).
+The last puts the captions of several runs together; --brief leaves them out.
+
+Processes take captions in turns, on all visible devices with --device cuda. What came of each caption is written when it is
+there, so that a run that is broken off, by --seconds or an interrupt too, has lost no more than those at work. The same
+command with the same --out goes on with the captions that are not there yet.
+
+Rows of `what`: "caption" (what came of a world's, by pruner and share), and at the end, over all captions of the file:
+"draft" (accepted lengths and rate of a draft whose prompt is pruned, by pruner and share kept, with paired intervals against
+uv), "lossy" (the share of a pruned model's own text that the whole model would have written, beside the measured share of
+the video that its decoded tokens have `seen`, see lossy.py, and what all layers hold on average), "frames" (kept tokens by
+frame, in 32 stretches of the video, and how many times their share the outermost frames hold); with --positions also
+"positions" (accepted length of a pruned draft whose tokens keep their own coordinates, of one that numbers them anew on
+every rotary axis, as SpecVLM does, and by how much the second is longer, with paired intervals).
 Text is the target's greedy caption; every way sees the same captions.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import contextlib
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +35,9 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+import jobs
 from lossy import lossy
-from timing import Log
+from timing import Log, read_rows, write_rows
 
 from mmaccel import load_model, load_processor
 from mmaccel.core.attach import adapter_for
@@ -54,6 +62,7 @@ from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UV
 
 KEPT = (1.0, 0.5, 0.1, 0.05, 0.01)
 STRETCHES = 32
+SETTINGS = ("model", "draft", "frames", "tokens", "window", "kept", "lossy", "positions")
 POSITIONED = ("uv", "attention", "uniform", "random")
 """Pruners of which both ways of numbering what is kept are told."""
 
@@ -89,14 +98,13 @@ class Share:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, device = options, torch.device(options.device)
         self.target = load_model(options.model, device=device, dtype=torch.float32)
-        name = options.draft or f"{options.model}-draft"
-        self.draft = load_model(name, device=device, dtype=torch.float32)
+        self.draft = load_model(settings(options)["draft"], device=device, dtype=torch.float32)
         self.processor = load_processor(options.model)
 
-    def caption(self, number: int) -> Found:
-        """What came of caption `number`."""
+    def __call__(self, world: int) -> Iterator[dict[str, Any]]:
+        """The row of the caption of `world`."""
         options, found = self.options, Found()
-        case = next(islice(caption_cases(options.frames, options.captions, options.seed), number, None))
+        (case,) = caption_cases(options.frames, 1, world)
         with Film() as film:
             inputs = prompt(self.processor, case.content(film.watch(case.world)), self.target)
         said, _ = write(self.target, inputs, None, options.tokens)
@@ -104,7 +112,13 @@ class Share:
             _draft(self.target, self.draft, inputs, said, share, options, found)
         for share in options.lossy:
             _lossy(self.target, inputs, share, options.tokens, found)
-        return found
+        yield {"what": "caption", "world": world, **settings(options), **found.to_dict()}
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What captions must have in common to be taken together."""
+    own = {**vars(options), "draft": options.draft or f"{options.model}-draft"}
+    return {name: own[name] for name in SETTINGS}
 
 
 @dataclass
@@ -117,43 +131,52 @@ class Found:
     lying: dict[tuple[str, float], list[int]] = field(default_factory=dict)
     compact: dict[tuple[str, float], float] = field(default_factory=dict)
 
-
-_share: Share | None = None
-
-
-def _begin(options: argparse.Namespace) -> None:
-    global _share
-    torch.set_num_threads(1)
-    _share = Share(options)
+    def to_dict(self) -> dict[str, list[Any]]:
+        """JSON-ready: of each, a list of pruner, share and what came of them."""
+        return {name: [[*key, told] for key, told in by.items()] for name, by in vars(self).items()}
 
 
-def _caption(number: int) -> tuple[int, Found]:
-    assert _share is not None
-    return number, _share.caption(number)
+def measured(options: argparse.Namespace) -> None:
+    """Have the captions that are not in the file, of as many as `seconds` leave time for, and write each as it comes."""
+    before = read([options.out] if options.out.exists() else [])
+    have = {row["world"] for row in alike([settings(options), *before]) if "world" in row}
+    left = [n for n in range(options.seed, options.seed + options.captions) if n not in have]
+    log, began, many = Log(options.out, torch.device(options.device)), time.monotonic(), len(have)
+    with contextlib.closing(jobs.rows(Share, options, left, options.jobs)) as coming:
+        for row in coming:
+            told = time.monotonic() - began
+            if row is not None:
+                log.row(**row)
+                many += 1
+                print(f"caption {many}, of world {row['world']}, after {told:.0f} s", flush=True)
+            if options.seconds is not None and told > options.seconds:
+                print(f"the time is up after {options.seconds:g} s", flush=True)
+                return
 
 
-def captions(options: argparse.Namespace) -> Iterator[tuple[int, Found]]:
-    """What came of each caption, as it comes; several processes, one thread each, where `jobs` is more than 1."""
-    if options.jobs == 1:
-        share = Share(options)
-        yield from ((number, share.caption(number)) for number in range(options.captions))
-        return
-    with multiprocessing.get_context("spawn").Pool(options.jobs, _begin, (options,)) as pool:
-        yield from pool.imap_unordered(_caption, range(options.captions))
+def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The environments and captions of some files. Raises `SystemExit` for one that has summaries alone."""
+    found = []
+    for path in paths:
+        rows = read_rows([path])
+        own = [row for row in rows if row.get("what") == "caption" or "environment" in row]
+        if len(own) < len(rows) and not any("what" in row for row in own):
+            raise SystemExit(f"{path} has summaries without their captions; give another file.")
+        found += own
+    return found
 
 
-def collect(options: argparse.Namespace) -> list[Found]:
-    """What came of the captions, in their order, of as many as `seconds` leave time for."""
-    began, found = time.monotonic(), {}
-    coming = captions(options)
-    for number, one in coming:
-        found[number] = one
-        told = time.monotonic() - began
-        print(f"caption {number + 1}, {len(found)} of {options.captions} after {told:.0f} s", flush=True)
-        if options.seconds is not None and told > options.seconds:
-            break
-    coming.close()
-    return [found[number] for number in sorted(found)]
+def alike(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with settings. Raises `SystemExit` where they differ in one."""
+    rows = [row for row in found if "environment" not in row]
+    for row in rows:
+        for name in SETTINGS:
+            if row[name] != rows[0][name]:
+                raise SystemExit(
+                    f"{name}: captions of {rows[0][name]} and of {row[name]} cannot be taken together; give other files, "
+                    "or the same options."
+                )
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -163,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="tiny-ov")
     parser.add_argument("--draft", help="default: the model's own draft")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
+    parser.add_argument("--out", required=True, type=Path, help="file of result rows")
     parser.add_argument("--captions", type=int, default=100)
     parser.add_argument("--frames", type=int, default=128)
     parser.add_argument("--seed", type=int, default=500)
@@ -178,57 +201,72 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--positions", action="store_true", help="compact drafts beside those at their places"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="processes, which take captions in turns")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes, which take captions, and visible devices, in turns"
+    )
     parser.add_argument("--seconds", type=float, help="no more captions are waited for after that")
+    parser.add_argument(
+        "--rows", nargs="+", type=Path, help="measure nothing: put the captions of these files together"
+    )
+    parser.add_argument("--brief", type=Path, help="a second file, of the summaries alone")
     options = parser.parse_args(argv)
-    log = Log(options.out, torch.device(options.device))
-    every = collect(options)
-    speculated: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
-    judged: dict[tuple[str, float], list[tuple[int, int, float, float]]] = defaultdict(list)
-    lying: dict[tuple[str, float], list[list[int]]] = defaultdict(list)
-    compact: dict[tuple[str, float], list[float]] = defaultdict(list)
-    for one in every:
-        for whole, part in (
-            (speculated, one.speculated),
-            (judged, one.judged),
-            (lying, one.lying),
-            (compact, one.compact),
-        ):
-            for key, value in part.items():
-                whole[key].append(value)  # type: ignore[attr-defined]
-    common = {
-        "model": options.model,
-        "frames": options.frames,
-        "captions": len(every),
-        "seed": options.seed,
-    }
-    for (name, share), found in speculated.items():
-        lengths, rates = zip(*found, strict=True)
-        row = {"pruner": name, "retention": share, "window": options.window}
+    with jobs.interruptible(options.out):
+        if not options.rows:
+            measured(options)
+        found = read(options.rows or [options.out])
+        concluded = list(conclusions(alike(found)))
+        write_rows(options.out, [*found, *concluded])
+        if options.brief is not None:
+            write_rows(options.brief, [row for row in [*found, *concluded] if row.get("what") != "caption"])
+        for row in concluded:
+            print(" ".join(f"{key} {value}" for key, value in row.items()))
+
+
+def conclusions(found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The summaries of captions, in the order of their worlds; one that is there twice counts once."""
+    every = [row for _, row in sorted({row["world"]: row for row in found}.items())]
+    if not every:
+        return
+    common = {name: every[0][name] for name in ("model", "frames")}
+    common |= {"captions": len(every), "seed": every[0]["world"]}
+    window = {"window": every[0]["window"]}
+    speculated, judged = by_way(every, "speculated"), by_way(every, "judged")
+    for (name, share), pairs in speculated.items():
+        lengths, rates = zip(*pairs, strict=True)
+        row = {"pruner": name, "retention": share, **window}
         row |= {"accepted": sum(lengths) / len(lengths), "rate": sum(rates) / len(rates)}
         row["over uv"] = paired(lengths, [length for length, _ in speculated["uv", share]])
-        _tell(log, what="draft", **common, **row)
-    for (name, share), short in compact.items():
+        yield {"what": "draft", **common, **row}
+    for (name, share), short in by_way(every, "compact").items():
         own = [length for length, _ in speculated[name, share]]
-        row = {"pruner": name, "retention": share, "window": options.window}
+        row = {"pruner": name, "retention": share, **window}
         row |= {
             "kept": sum(own) / len(own),
             "compact": sum(short) / len(short),
             "over kept": paired(short, own),
         }
-        _tell(log, what="positions", **common, **row)
+        yield {"what": "positions", **common, **row}
     for (name, share), texts in judged.items():
         tokens, agreed, seen, held = (sum(column) for column in zip(*texts, strict=True))
         row = {"pruner": name, "asked": share, "seen": seen / len(texts)}
         row["average retention"] = held / len(texts)
         row |= {"tokens": tokens, "accepted": agreed / tokens}
         row["by caption"] = paired([a / t for t, a, *_ in texts], [0.0] * len(texts))
-        _tell(log, what="lossy", **common, **row)
-    for (name, share), each in lying.items():
+        yield {"what": "lossy", **common, **row}
+    for (name, share), each in by_way(every, "lying").items():
         total = [sum(column) for column in zip(*each, strict=True)]
         ends = [at_ends(counts) for counts in each]
         row = {"pruner": name, "retention": share, "ends": sum(ends) / len(ends), "kept": _stretches(total)}
-        _tell(log, what="frames", **common, **row)
+        yield {"what": "frames", **common, **row}
+
+
+def by_way(every: Sequence[dict[str, Any]], what: str) -> dict[tuple[str, float], list[Any]]:
+    """Of each pruner and share, what came of every caption."""
+    found: dict[tuple[str, float], list[Any]] = defaultdict(list)
+    for row in every:
+        for name, share, told in row[what]:
+            found[name, share].append(told)
+    return found
 
 
 def _draft(
@@ -269,11 +307,6 @@ def _stretches(counts: Sequence[int]) -> list[float]:
     for frame, count in enumerate(counts):
         among[frame * len(among) // len(counts)] += count / total
     return [round(share, 5) for share in among]
-
-
-def _tell(log: Log, **row: Any) -> None:
-    log.row(**row)
-    print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,13 @@ def project_kernel(
     r, k = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
     there, mine = o < width, r < rows
     line = (o if EVEN else tl.where(there, o, 0)).to(tl.int64) * K
+    place = r[None, :] * WIDTH + begin + o[:, None]
+    mask = mine[None, :] & there[:, None]
+    # What the end needs is on its way meanwhile.
+    if BIAS:
+        offset = tl.load(bias + o, mask=there, other=0.0)
+    if RESIDUAL:
+        before = tl.load(residual + place, mask=mask, other=0.0)
     acc = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
     up = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -94,21 +101,19 @@ def project_kernel(
         inside = start + k < K
         held = None if EVEN else inside[None, :]
         none = None if EVEN else 0.0
-        mask = mine[:, None] if EVEN else mine[:, None] & inside[None, :]
+        known = mine[:, None] if EVEN else mine[:, None] & inside[None, :]
         some = tl.load(weight + at, mask=held, other=none)
-        row = tl.trans(tl.load(x + r[:, None] * K + (start + k)[None, :], mask=mask, other=0.0))
+        row = tl.trans(tl.load(x + r[:, None] * K + (start + k)[None, :], mask=known, other=0.0))
         acc = tl.dot(some, row, acc, input_precision=PRECISION)
         if GATED:
             other = tl.load(weight_1 + at, mask=held, other=none)
             up = tl.dot(other, row, up, input_precision=PRECISION)
     if BIAS:
-        acc += tl.load(bias + o, mask=there, other=0.0).to(tl.float32)[:, None]
+        acc += offset.to(tl.float32)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
-    place = r[None, :] * WIDTH + begin + o[:, None]
-    mask = mine[None, :] & there[:, None]
     if RESIDUAL:
-        acc += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+        acc += before.to(tl.float32)
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
 
 

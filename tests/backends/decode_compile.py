@@ -95,8 +95,8 @@ WAYS = {
 
 
 def overlapping(kernel: Any) -> bool:
-    """Whether a kernel is launched before the last one ends, lets the next one begin, and waits for the last one's end before
-    it reads or writes anything, and before it ends anywhere."""
+    """Whether a kernel is launched before the last one ends, lets the next one begin, and waits for the last one before it
+    reads or writes anything, and before it ends anywhere."""
     ptx = kernel.asm["ptx"]
     waits = [found.start() for found in re.finditer(r"^\s*griddepcontrol\.wait;", ptx, re.MULTILINE)]
     touching = re.search(r"\b(?:ld|st|red|atom)\.global|\bcp\.async\.c[ag]|^\s*ret;", ptx, re.MULTILINE)

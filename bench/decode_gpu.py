@@ -35,6 +35,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -145,8 +146,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "16 MB fetched": {"AHEAD": 16 << 20},
     "let in at once": {"EARLY": True},
     "let in at once, nothing fetched": {"EARLY": True, "AHEAD": 0},
+    "6 stages": {"stages": 6},
+    "6 stages, let in at once, nothing fetched": {"stages": 6, "EARLY": True, "AHEAD": 0},
 }
-"""How kernels of a step overlap; what is not said is as `mmaccel.backends.triton.overlap` has it."""
+"""How kernels of a step overlap: fields of `mmaccel.backends.triton.overlap`, and how many tiles of weights a program of a
+product has under way; what is not said is as it is there."""
 
 
 def overlap_part(bench: Bench) -> Iterator[Step]:
@@ -154,7 +158,7 @@ def overlap_part(bench: Bench) -> Iterator[Step]:
 
     def at(columns: int, names: Sequence[str]) -> Callable[[argparse.Namespace, Log], None]:
         def run(options: argparse.Namespace, log: Log) -> None:
-            from mmaccel.backends.triton import overlap
+            from mmaccel.backends.triton import overlap, rows
 
             model, ids = bench.target, torch.ones(1, 1, dtype=torch.long, device=bench.device)
             floor = acceptance.floor_s(model, replayed.cache_bytes(model, columns), bench.rate)
@@ -172,7 +176,14 @@ def overlap_part(bench: Bench) -> Iterator[Step]:
 
                 with ExitStack() as changed:
                     for field, value in WAYS[name].items():
-                        changed.enter_context(mock.patch.object(overlap, field, value))
+                        place, what = overlap, value
+                        if field == "stages":
+                            place, field, what = (
+                                rows,
+                                "project_rows",
+                                partial(rows.project_rows, stages=value),
+                            )
+                        changed.enter_context(mock.patch.object(place, field, what))
                     for _ in range(3):
                         said[name] = step()
                 (captured,) = runner.graphs[1, False]

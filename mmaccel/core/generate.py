@@ -91,10 +91,10 @@ class Speculation:
     @torch.no_grad()
     def advance(self) -> None:
         """Commit the next tokens: at first that which follows the prompt, then those of a round."""
-        if self._first is not None:
-            prompt, first = self._prompt, self._first
+        first, self._first = self._first, None
+        if first is not None:
+            prompt = self._prompt
             committed, kept = accept(Proposal.empty(), first, self.ids[0], prompt.warp, prompt.generator)
-            self._first = None
         else:
             committed, kept = self._round()
         committed, self.ended = _cut(self.ids, committed, self._stop)
@@ -102,11 +102,14 @@ class Speculation:
         run = self._origin + self.ids.shape[1] - 1
         if run < self._target.length():
             self._target.truncate(run)
+        if first is not None:
+            # Before the draft hears of it: one in this process may read its prompt only now.
+            self._show(committed)
         if not self.ended:
             # Before anyone reads the tokens: a draft elsewhere goes on meanwhile.
             self._guard.observe(committed, kept)
-        if self._emit is not None:
-            self._emit(committed)
+        if first is None:
+            self._show(committed)
         if self.ended:
             self.close()
 
@@ -132,6 +135,10 @@ class Speculation:
             kept += 1
         self._meter.round(drafted.numel() + (tail is not None), kept)
         return committed, kept
+
+    def _show(self, committed: Tensor) -> None:
+        if self._emit is not None:
+            self._emit(committed)
 
     def close(self) -> None:
         """Close the draft, in whatever state it is; a second call does nothing."""

@@ -242,6 +242,32 @@ def test_a_draft_that_proposes_nonsense_is_dropped(wrong: Proposal) -> None:
     assert len(meter.failures) == 1 and draft.closed == 1 and target.tokens == ids[0, :-1].tolist()
 
 
+def test_the_first_token_is_shown_before_its_draft_hears_of_it() -> None:
+    """A draft in the target's process may read its prompt only then; later tokens are told first to a draft, which may be at
+    work elsewhere while they are read."""
+    said: list[tuple[str, int]] = []
+    shown = 0
+
+    class Heard(Scripted):
+        def observe(self, committed: Tensor, kept: int) -> None:
+            said.append(("heard", len(committed)))
+            super().observe(committed, kept)
+
+    def emit(new: Tensor) -> None:
+        nonlocal shown
+        shown += len(new)
+        said.append(("shown", len(new)))
+
+    run(
+        bigram(torch.eye(5).roll(1, 1)),
+        Heard(lambda tokens: Proposal(torch.tensor(counting(tokens)))),
+        limit(12),
+        emit=emit,
+    )
+    assert said[:2] == [("shown", 1), ("heard", 1)] and shown == 12 - len(START)
+    assert [who for who, _ in said[2:4]] == ["heard", "shown"]
+
+
 @pytest.mark.parametrize("culprit", ["target", "stop", "emit"])
 def test_the_draft_is_closed_when_something_else_fails(culprit: str) -> None:
     def fail(*_: object) -> bool:

@@ -26,20 +26,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from mmaccel.core.errors import DraftError
+from mmaccel.core.outbox import Blob, Outbox
 
 READY, FAILED, BEAT = 1, 2, 3
 """Kinds of message that every worker may send; a service counts its own from `OWN` on."""
 OWN = 16
 BEAT_S = 0.5
+END_S = 5.0
 _HEAD = struct.Struct("<IHHQ")
 _MAGIC = 0x6D6D6163
 _MOST = 1 << 34
-
-
-Blob = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -145,9 +144,12 @@ class Worker:
         finally:
             theirs.close()
         self.wire = Wire(ours)
+        self._outbox = Outbox(self.wire.send)
         self.silence_s = silence_s
         self._heard = time.monotonic()
-        self._close = weakref.finalize(self, _end, os.getpid(), self.process, ours, self._errors)
+        self._close = weakref.finalize(
+            self, _end, os.getpid(), self.process, ours, self._errors, self._outbox
+        )
 
     @property
     def silence_s(self) -> float:
@@ -165,13 +167,40 @@ class Worker:
     def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
         """See `Wire.send`; the worker is expected to say something from now on."""
         self._heard = time.monotonic()
+        busy = self._outbox.busy
+        self._got_through()
+        if busy:
+            self._outbox.put(kind, numbers, lambda: blob)
+            return
         try:
             self.wire.send(kind, *numbers, blob=blob)
         except DraftError as error:
-            # Half a message may be on its way: what follows would be nonsense.
-            reason = self._reason()
-            self.close()
-            raise DraftError(f"{error}{reason}") from error
+            self._broken(error)
+
+    def post(self, kind: int, *numbers: int, blob: Callable[[], Sequence[Blob]]) -> None:
+        """Send a message whose bytes are many, and made by `blob`, while the caller goes on; what is sent later comes later.
+
+        They may be those of tensors, which stay as they are until `posted` has returned. A message that does not get through
+        is told by the next call.
+        """
+        self._heard = time.monotonic()
+        self._got_through()
+        self._outbox.put(kind, numbers, blob)
+
+    def posted(self) -> None:
+        """Wait until all that was posted has left."""
+        self._outbox.wait()
+        self._got_through()
+
+    def _got_through(self) -> None:
+        if (error := self._outbox.error) is not None:
+            self._broken(error)
+
+    def _broken(self, error: Exception) -> NoReturn:
+        """Half a message may be on its way: what follows would be nonsense."""
+        reason = self._reason()
+        self.close()
+        raise DraftError(f"{error}{reason}") from error
 
     def drain(self) -> list[Message]:
         """What is on the wire by now, before a new task is sent: a worker that nobody reads stops working in the end."""
@@ -185,12 +214,15 @@ class Worker:
         """The next message that is no beat, or None after `limit_s`. Raises `DraftError` when there is none to come."""
         until = time.monotonic() + limit_s
         while True:
+            self._got_through()
             try:
                 message = self.wire.receive(max(0.0, until - time.monotonic()))
             except DraftError as error:
-                reason = self._reason()
-                self.close()
-                raise DraftError(f"{error}{reason}") from error
+                self._broken(error)
+            if self._outbox.busy:
+                self._heard = (
+                    time.monotonic()
+                )  # it cannot answer what it has not heard; the wire has a limit of its own
             if message is None:
                 if time.monotonic() - self._heard > self.silence_s:
                     self.close()
@@ -232,11 +264,17 @@ class Worker:
         self._close()
 
 
-def _end(owner: int, process: subprocess.Popen[bytes], end: socket.socket, errors: Any) -> None:
-    end.close()
+def _end(
+    owner: int, process: subprocess.Popen[bytes], end: socket.socket, errors: Any, outbox: Outbox
+) -> None:
     if os.getpid() != owner:
+        end.close()
         return  # a fork of the parent has a copy of this; the process is not its own to end
     process.kill()
+    outbox.wait(
+        END_S
+    )  # what it sends fails by now; its number may be another file's as soon as the socket is closed
+    end.close()
     if process.stdin is not None:
         process.stdin.close()
     process.wait()

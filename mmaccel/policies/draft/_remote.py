@@ -19,7 +19,7 @@ from mmaccel.core.draft import Warp
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import registry
 from mmaccel.core.worker import OWN, READY, Message, Wire, Worker, beating, inbox
-from mmaccel.policies.draft._parcel import pack, unpack
+from mmaccel.policies.draft._parcel import packing, unpack
 from mmaccel.policies.draft._writer import Writer, Written
 
 BEGIN, KEEP, WRITE, WROTE, END = OWN, OWN + 1, OWN + 2, OWN + 3, OWN + 4
@@ -46,13 +46,13 @@ class Remote:
         self._open = _OPEN.setdefault(worker, WeakValueDictionary())
 
     def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None:
-        """Send the prompt; with `pruned` it is run when `keep` has told which columns."""
+        """Send the prompt, while the caller goes on; with `pruned` it is run when `keep` has told which columns."""
         # Lists too, which some processors give for seconds of frames; what is neither is no input of a model.
         told = {name: x for name, x in inputs.items() if _travels(x)}
         for message in self._worker.drain():
             self._hand_on(message)
         self._open[self._number] = self
-        self._worker.send(BEGIN, self._number, int(pruned), int(compact), blob=pack(told, _packed(warp)))
+        self._worker.post(BEGIN, self._number, int(pruned), int(compact), blob=packing(told, _packed(warp)))
 
     def keep(self, columns: Tensor) -> None:
         self._worker.send(KEEP, self._number, *columns.tolist()) if columns.numel() < 1 << 15 else (
@@ -95,6 +95,8 @@ class Remote:
             # A process that cannot be told has ended, and what it held with it.
             with contextlib.suppress(DraftError):
                 self._worker.send(END, self._number)
+            # From here on the prompt's owner may write over it.
+            self._worker.posted()
 
 
 def start(service: str, options: Mapping[str, Any], timeout_s: float) -> Worker:

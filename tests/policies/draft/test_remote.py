@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,9 +23,10 @@ from mmaccel.core import worker as worker_module
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.generate import Speculation, lockstep, speculate
+from mmaccel.core.outbox import Blob
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import registry
-from mmaccel.core.worker import OWN, READY, Blob, Message, Wire, Worker
+from mmaccel.core.worker import OWN, READY, Message, Wire, Worker
 from mmaccel.policies.draft import _remote
 from mmaccel.policies.draft._parcel import ALIGN, SMALL, pack, unpack
 from mmaccel.policies.draft._writer import Writer
@@ -311,8 +312,8 @@ def test_what_travels_with_the_prompt() -> None:
         def drain(self) -> list[Message]:
             return []
 
-        def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
-            self.inputs, self.warp = unpack(bytearray(b"".join(blob)))
+        def post(self, kind: int, *numbers: int, blob: Callable[[], Sequence[Blob]]) -> None:
+            self.inputs, self.warp = unpack(bytearray(b"".join(blob())))
 
     worker: Any = Listening()
     ids = torch.tensor([[1, 2]])

@@ -16,6 +16,7 @@ from mmaccel.core.generate import speculate
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.draft._pair import same_vocabulary
+from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import (
     Meter,
     Rule,
@@ -99,6 +100,23 @@ def test_the_draft_sees_all_of_the_prompt() -> None:
     _, _, runner, _ = run(rule, rule, said, 6, 2, 5)
     assert torch.equal(runner.inputs["pixel_values_videos"], pixels) and runner.inputs["fps"] == 2.0
     assert runner.inputs["input_ids"].tolist() == [[0, 3]]
+
+
+def test_the_prompt_is_read_after_the_targets_first_token_is_out() -> None:
+    rule = bigram(torch.eye(5).roll(1, 1))
+    drafting, target, said = ToyRunner(rule), ToyRunner(rule), prompt([1, 0])
+    draft, read = Drafter(drafting, torch.device("cpu"), 2, 5), []
+    draft.begin(said)
+    speculate(
+        target,
+        draft,
+        said,
+        target.prefill(said.inputs),
+        stop=lambda ids: ids.shape[1] >= 9,
+        emit=lambda new: read.append(len(drafting.tokens)),
+        meter=Meter(),
+    )
+    assert read[0] == 0 and read[1] > 2
 
 
 def test_penalties_see_the_drafted_tokens() -> None:

@@ -30,7 +30,8 @@ gather_units = torch.library.custom_op(
 )
 """Bring units of keys and values from host memory into `out`, in the order of `slot`; one launch where Triton runs.
 
-out [2, G, n * P, D] on the device: keys, then values, the last two dimensions dense. slab: host tensors [slots, 2, G, P, D],
+out [2, G, n * P, D] on the device: keys, then values, the last two dimensions dense; or [2, G, n, P, D], where units may lie
+apart. slab: host tensors [slots, 2, G, P, D],
 pinned where `out` is on a CUDA device. base [slabs] long, on the device: the bytes from the first slab to each. slot [n]
 long, on the device: slot s is entry ``s % slots`` of slab ``s // slots``, and -1 gives zeros.
 """

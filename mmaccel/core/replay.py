@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 Work = Callable[..., tuple[Tensor, ...]]
+_First = tuple[Tensor, ...] | Literal["unfit"]
+"""Where the results of a function that has run once will go; or that it cannot be captured."""
 
 _alone = threading.Lock()
 """Held while something is captured: a stream captures one thing at a time, and models may be at work in several threads."""
@@ -54,7 +56,7 @@ class Replays:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._works = device.type == "cuda"
-        self._held: dict[Hashable, tuple[Hashable, _Replay | tuple[Tensor, ...]]] = {}
+        self._held: dict[Hashable, tuple[Hashable, _Replay | _First]] = {}
         self._rooms: dict[Hashable, Tensor] = {}
         self._mark: Hashable = None
         self._pool: Any = None
@@ -90,7 +92,7 @@ class Replays:
                 self._held[name] = at, tuple(torch.empty_like(one) for one in out)
             return out
         if not isinstance(held, _Replay):
-            if held == UNFIT:
+            if isinstance(held, str):
                 return work(*given)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
@@ -104,7 +106,7 @@ class Replays:
         return held(*given)
 
 
-UNFIT: tuple[Tensor, ...] = ()
+UNFIT: Literal["unfit"] = "unfit"
 """In the place of results: of a function that waits for the device, and so cannot be captured."""
 
 

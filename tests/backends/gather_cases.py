@@ -40,3 +40,18 @@ def test_as_the_plain_way(dtype: torch.dtype, tokens: int, size: int, words: int
     gather_units(window, slabs, base.to(DEVICE), slot, programs=programs, words=words)
     assert torch.equal(out.cpu(), expected)
     gather_units(window[:, :, :0], slabs, base.to(DEVICE), slot[:0])
+
+
+def test_units_that_lie_apart_where_they_are_written() -> None:
+    """As the slots of a slab lie: a unit's heads together, keys before values."""
+    torch.manual_seed(1)
+    slab = torch.randn(10, 2, 3, 4, 8)
+    slab = slab if INTERPRETED else slab.pin_memory()
+    base, slot = torch.zeros(1, dtype=torch.long, device=DEVICE), torch.tensor(SLOT, device=DEVICE)
+    place = torch.full((len(SLOT), 2, 3, 4, 8), 9.0, device=DEVICE)
+    gather_units(place[:-1].permute(1, 2, 0, 3, 4), [slab], base, slot[:-1], words=8)
+    held = torch.tensor(SLOT) >= 0
+    expected = torch.where(held[:, None, None, None, None], slab[torch.tensor(SLOT)], 0.0)
+    assert torch.equal(place[:-1].cpu(), expected[:-1]) and (place[-1] == 9).all()
+    plain(place.permute(1, 2, 0, 3, 4), [slab], base, slot)
+    assert torch.equal(place.cpu(), expected)

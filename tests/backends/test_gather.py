@@ -48,3 +48,4 @@ def test_compiled() -> None:
         for tokens, size, words in ((196, 128, 2048), (49, 16, 64), (3, 1, 2048)):
             for programs in (3, 64, 1000):
                 gather_cases.test_as_the_plain_way(dtype, tokens, size, words, programs)
+    gather_cases.test_units_that_lie_apart_where_they_are_written()

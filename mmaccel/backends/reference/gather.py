@@ -11,7 +11,7 @@ from torch import Tensor
 def gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor) -> None:
     """See `mmaccel.backends.ops.gather_units`; the slots are read on the host, slab by slab."""
     slots = slab[0].shape[0]
-    target = out.view(*out.shape[:2], -1, *slab[0].shape[3:])
+    target = out if out.dim() == 5 else out.view(*out.shape[:2], -1, *slab[0].shape[3:])
     wanted = slot.cpu()
     empty = torch.nonzero(wanted < 0)[:, 0]
     if empty.numel():

@@ -37,11 +37,13 @@ def gather_kernel(  # type: ignore[no-untyped-def]
     group,
     GROUPS: tl.constexpr,
     RUN: tl.constexpr,
+    EACH: tl.constexpr,
     WORD: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Piece after piece: BLOCK words of one head of one side (keys or values) of one unit; RUN words make a head.
+    """Piece after piece: BLOCK words of one head of one side (keys or values) of one unit; RUN words make a head,
+    EACH lie between one unit's and the next one's where they are written.
 
     With PAIRS every head begins at an even word. Unless loads are as wide as stores, sectors cross the wire twice.
     """
@@ -59,7 +61,7 @@ def gather_kernel(  # type: ignore[no-untyped-def]
         if PAIRS:
             start = tl.multiple_of(start, 2)
         words = tl.load(slab + start + at, mask=inside & held, other=0)
-        target = (lane // GROUPS) * side + (lane % GROUPS) * group + unit.to(tl.int64) * RUN
+        target = (lane // GROUPS) * side + (lane % GROUPS) * group + unit.to(tl.int64) * EACH
         tl.store(out + target + at, words, mask=inside)
 
 
@@ -80,8 +82,9 @@ def gather_units(
         return
     run = tokens * size * out.element_size()
     side, group = (out.stride(i) * out.element_size() for i in (0, 1))
+    each = out.stride(2) * out.element_size() if out.dim() == 5 else run
     # A slab that begins anywhere else than the first is told to the kernel in bytes from there, and read by the same words.
-    aligned = (run, side, group, out.data_ptr(), grain_of(slab) if grain is None else grain)
+    aligned = (run, side, group, each, out.data_ptr(), grain_of(slab) if grain is None else grain)
     word = next(w for w in WORD_TYPES if not any(b % w for b in aligned))
     block = min(words, triton.next_power_of_2(run // word))
     items = n * 2 * groups * triton.cdiv(run // word, block)
@@ -97,6 +100,7 @@ def gather_units(
         group // word,
         GROUPS=groups,
         RUN=run // word,
+        EACH=each // word,
         WORD=word,
         PAIRS=not any(b % (2 * word) for b in aligned),
         BLOCK=block,
@@ -106,5 +110,5 @@ def gather_units(
 
 def _words(out: Tensor, kind: torch.dtype) -> Tensor:
     """The memory from the first element of `out` on, as words; what lies between the heads is left alone."""
-    flat = out.as_strided((out.shape[2] * out.shape[3],), (1,))
+    flat = out.as_strided((out.shape[-2] * out.shape[-1],), (1,))
     return flat.view(kind)

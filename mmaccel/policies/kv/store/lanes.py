@@ -153,6 +153,13 @@ class _Stream(Lane):
         tensor.record_stream(self.stream)
 
 
+class _Current(_Stream):
+    """The stream that is current: work goes there as it is."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+
 class CudaLanes(Lanes):
     """The stream that is current when it is asked for, and a stream of the store's own."""
 
@@ -162,7 +169,7 @@ class CudaLanes(Lanes):
 
     @property
     def compute(self) -> Lane:
-        return _Stream(torch.cuda.current_stream(self._device))
+        return _Current(torch.cuda.current_stream(self._device))
 
     @property
     def wire(self) -> Lane:

@@ -31,13 +31,13 @@ class Sources:
         self._places: dict[Hashable, Tensor] = {}
         self._codes: dict[tuple[Hashable, int, int], Tensor] = {}
         self._crossing: list[Tensor] = []
-        self._nothing: Tensor | None = None
+        self._listed: tuple[Tensor, ...] | None = None
         self.add(WINDOW, window)
 
     def add(self, name: Hashable, units: int) -> None:
         """A place for `units` units, made when it is first written to; the last one may be added again, larger."""
         if self._rooms.get(name, -1) < units:
-            self._rooms[name] = units
+            self._rooms[name], self._listed = units, None
             old = self._places.pop(name, None)
             if old is not None:
                 self.store.lanes.wire.uses(old)
@@ -45,7 +45,7 @@ class Sources:
     def place(self, name: Hashable, units: int) -> Tensor:
         """[units, 2, G, P, D]: the first units of a place."""
         if name not in self._places:
-            self._places[name] = self._empty(self._rooms[name])
+            self._places[name], self._listed = self._empty(self._rooms[name]), None
         return self._places[name][:units]
 
     def codes(self, name: Hashable, units: int) -> Tensor:
@@ -89,11 +89,13 @@ class Sources:
         self.store.lanes.wire.uses(out)
         if not self.store.slot_count:
             return self.store.gather(code, out, [self._places[WINDOW]])
-        places = []
-        for name, units in self._rooms.items():
-            held = self._places.get(name)
-            places.append(self._blank(units) if held is None else held)
-        return self.store.gather(code, out, places)
+        if self._listed is None:
+            # What stands for a place that nothing was written to is not read.
+            held, blank = self._places, self._empty(1)
+            self._listed = tuple(
+                held.get(name, blank.expand(units, -1, -1, -1, -1)) for name, units in self._rooms.items()
+            )
+        return self.store.gather(code, out, self._listed)
 
     def listed(self, layer: int, units: list[int], first: int, window: tuple[Tensor, Tensor]) -> Tensor:
         """[2, G, n * P, D] of ascending `units`, known to the host: where the store is read by other ways than a gather."""
@@ -127,12 +129,6 @@ class Sources:
                 break
             begin += -(-units // per) * per
         return begin
-
-    def _blank(self, units: int) -> Tensor:
-        """What stands for a place that nothing was written to, and is not read."""
-        if self._nothing is None:
-            self._nothing = self._empty(1)
-        return self._nothing.expand(units, -1, -1, -1, -1)
 
     def _empty(self, units: int) -> Tensor:
         shape = self.store.shape

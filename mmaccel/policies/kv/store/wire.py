@@ -44,6 +44,7 @@ class Wire:
     def __init__(self, shape: Shape, slabs: Slabs, lanes: Lanes, device: torch.device) -> None:
         self._shape, self._slabs, self._lanes, self._device = shape, slabs, lanes, device
         self._known: dict[tuple[Any, ...], _Laid] = {}
+        self._last: tuple[Sequence[Tensor], _Laid] | None = None
         self._cost: Cost | None = None
         self._timed: list[tuple[str, Mark, Mark]] = []
         self.counts = dict.fromkeys(
@@ -92,7 +93,8 @@ class Wire:
     def read_indexed(self, slot: Tensor, out: Tensor, after: Mark, places: Sequence[Tensor] = ()) -> Mark:
         """As `read`, by slots [n] on the device, which `after` is the mark of; one gather. -1 gives zeros.
 
-        places  tensors [m, 2, G, P, D] on the device, whose slots come after those of the host
+        places  tensors [m, 2, G, P, D] on the device, whose slots come after those of the host; the same sequence holds the
+                same tensors
         """
         wire = self._lanes.wire
         wire.wait(after)
@@ -129,6 +131,7 @@ class Wire:
     def forget(self) -> None:
         """Slabs have come or gone."""
         self._known.clear()
+        self._last = None
 
     def _copies(self, slots: list[int], out: Tensor, place: list[int] | None) -> None:
         """Ascending runs of slots into a piece of device memory, few and large; from there to their places in `out`."""
@@ -188,6 +191,8 @@ class Wire:
 
     def _laid(self, places: Sequence[Tensor]) -> _Laid:
         """The slabs in memory and those of `places`, kept while these stay where they are."""
+        if self._last is not None and self._last[0] is places:
+            return self._last[1]
         held = self._slabs.in_memory
         at = held, *((one.data_ptr(), len(one)) for one in places)
         if at not in self._known:
@@ -205,6 +210,7 @@ class Wire:
                 laid.base = on_device(apart, self._device)
 
             self._lanes.wire.run(tell)
+        self._last = places, self._known[at]
         return self._known[at]
 
     def _count(self, **more: float) -> None:

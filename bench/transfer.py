@@ -123,19 +123,21 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
     fetcher = Fetcher(store, options.layers, options.window, room=0)
     shape = 1, options.groups, options.window * options.tokens, options.size
     pair = tuple(torch.zeros(shape, dtype=store.shape.dtype, device=options.device) for _ in range(2))
-    window = Window(options.frames, options.frames + options.window, pair)  # type: ignore[arg-type]
+    window = Window(options.frames, pair)  # type: ignore[arg-type]
     wanted = [torch.tensor(units, device=options.device) for units in asked]
     out = store.buffer(len(asked[0]))
 
     def brought(ahead: bool) -> Callable[[], None]:
         def run() -> None:
+            fetcher.begin(options.frames)
             for layer, entries in enumerate(wanted):
+                code = fetcher.codes(layer, entries, ahead and layer > 0)
 
                 def launch(layer: int = layer) -> None:
                     if ahead and layer + 1 < options.layers:
-                        fetcher.prefetch(layer + 1, wanted[layer + 1], window)
+                        fetcher.prefetch(layer + 1, fetcher.foretell(layer + 1, wanted[layer + 1]))
 
-                fetcher.bring(layer, entries, len(entries), out, window, launch)
+                fetcher.bring(layer, entries, code, len(entries), out, window, launch)
                 for _ in range(products):
                     product()
 

@@ -88,7 +88,7 @@ class StreamMemory(StreamState):
         self._fresh: list[Tensor | None] = [None] * layers
         self._asked: list[Asked | None] = [None] * layers
         # On a device what a question sees lies where it lay for the one before.
-        self._kept, self._keeps = dict[int, Tensor](), device.type == "cuda"
+        self._kept, self._keeps = dict[int, tuple[Tensor, Tensor]](), device.type == "cuda"
         self._piece: Piece | None = None
         self._count, self._first, self._extra = 0, 0, 0
         self._pending = 0
@@ -251,9 +251,12 @@ class StreamMemory(StreamState):
         """What a question sees, its head alone written, with `room` columns after it; and the first `filled` of these
         [2, G, filled, D], to be written to."""
         head = self._head(layer)
-        out, count = spacious(self._kept.get(layer), head, room + MARGIN), head[0].shape[2]
+        kept, count = self._kept.get(layer), head[0].shape[2]
+        # Nothing else is ever written over the head.
+        known = kept is not None and kept[1] is head[0]
+        out = spacious(None if kept is None else kept[0], head, room + MARGIN, known)
         if self._keeps:
-            self._kept[layer] = out
+            self._kept[layer] = out, head[0]
         return Asked(out[:1], out[1:], count + filled, 0), out[:, :, count : count + filled]
 
     def _near(self, layer: int, begin: int, out: Tensor) -> None:
@@ -349,7 +352,10 @@ class StreamMemory(StreamState):
     def nbytes(self) -> int:
         tensors = [t for pair in (*self._heads, *self._rings) if pair is not None for t in pair]
         tensors += [t for one in self._asked if one and not self._kept for t in (one.key, one.value)]
-        tensors += [*self._kept.values(), *(turned for _, turned in self._turned_heads.values())]
+        tensors += [
+            *(out for out, _ in self._kept.values()),
+            *(turned for _, turned in self._turned_heads.values()),
+        ]
         return sum(tensor.nbytes for tensor in tensors)
 
     def counters(self) -> dict[str, float]:

@@ -93,12 +93,14 @@ def _joined(parts: list[Tensor], rows: int) -> Tensor:
     return out
 
 
-def spacious(kept: Tensor | None, head: Pair, room: int) -> Tensor:
-    """[2, G, N, D] with the head's keys and values first and `room` columns after them: `kept`, if it is large enough."""
+def spacious(kept: Tensor | None, head: Pair, room: int, known: bool) -> Tensor:
+    """[2, G, N, D] with the head's keys and values first and `room` columns after them: `kept`, if it is large enough, which
+    begins with this head if that is `known`."""
     key, value = head
     count = key.shape[2]
     if kept is None or kept.shape[2] < count + room:
         with torch.inference_mode(False):
-            kept = key.new_empty(2, key.shape[1], count + room + MARGIN, key.shape[3])
-    kept[0, :, :count], kept[1, :, :count] = key[0], value[0]
+            kept, known = key.new_empty(2, key.shape[1], count + room + MARGIN, key.shape[3]), False
+    if not known:
+        kept[0, :, :count], kept[1, :, :count] = key[0], value[0]
     return kept

@@ -13,6 +13,8 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import Stream
 from mmaccel.core.replay import Replays
 from mmaccel.policies.kv._angles import Angles, Turner
+from mmaccel.policies.kv.mosaic.drift import Drift, mean_inside
+from mmaccel.policies.kv.mosaic.fetching import Fetcher
 from mmaccel.policies.kv.mosaic.index import Found, Index
 from mmaccel.policies.kv.mosaic.standing import Standing
 from mmaccel.policies.kv.store.wire import on_device
@@ -25,28 +27,48 @@ STEP = 64
 """Pseudo tokens of a replay are a multiple of this, as far as there are places for clusters."""
 
 
+ROWS = 8
+"""Rows of words that a replay takes are a multiple of this."""
+
+
 class End(NamedTuple):
-    """The end of a stream of so many `units`: those from `begin` on are seen unsearched; `away`: some before them
-    have left the window."""
+    """The end of a stream of so many `units`: those from `begin` on are seen unsearched, those from `first` on are in the
+    window."""
 
     begin: int
     units: int
-    away: bool
+    first: int
+
+    @property
+    def away(self) -> bool:
+        """Whether some have left the window."""
+        return self.first > 0
 
 
 class Chosen(NamedTuple):
     """What one layer sees of a stream at a question: what it `found`, all `entries` [k] ascending, those that it need not
-    search among them; what to fetch `ahead` [n] for the next layer (-1: nothing); pseudo tokens `reps` [2, G, m, D] before
-    them, and a `bias` [h + m] of the scores of these and the head; the `angles` of all, and how many units they seem to be
-    of (`seen`)."""
+    search among them, and their codes `code` [k], None where the store has none; codes of what to fetch `ahead` [n] for the
+    next layer; pseudo tokens `reps` [2, G, m, D] before them, and a `bias` [h + m] of the scores of these and the head; the
+    `angles` of all, and how many units they seem to be of (`seen`). `fixed`: all that changes between such questions is in
+    these tensors or where it was."""
 
     found: Found
     entries: Tensor
+    code: Tensor | None
     ahead: Tensor | None
     reps: Tensor | None
     bias: Tensor | None
     angles: Angles
     seen: int
+    fixed: bool
+
+
+class Asking(NamedTuple):
+    """What a layer is asked: queries [H, n, D] of a question's words, and the hidden states [1, n, E] of these that enter
+    the layer, if the next one's query is guessed by them."""
+
+    query: Tensor
+    hidden: Tensor | None
 
 
 class Chooser:
@@ -61,63 +83,95 @@ class Chooser:
         turner: Turner,
         parts: int,
         device: torch.device,
+        fetcher: Fetcher,
     ) -> None:
         self.index, self.stream, self.geometry, self.parts = index, stream, geometry, parts
         self.standing = Standing(stream.places, stream.unit, parts)
         self.replays = Replays(device)
-        self._model, self._turner, self._device = model, turner, device
+        self.drift = Drift(geometry.layers, geometry.hidden, device)
+        self._model, self._turner, self._device, self._fetcher = model, turner, device, fetcher
         self._left: list[int] = []
+        self._known: tuple[Tensor | None, list[int]] = None, []
 
     def begin(self, end: End, budget: int, policy: Mosaic) -> None:
-        """A question for `budget` entries a layer is about to be asked."""
+        """A question for `budget` entries a layer may be asked next; what the device was told before is not sent again."""
         there, layers = self.index.prepare(end.begin * self.parts, budget), range(self.geometry.layers)
-        self.replays.under((self.index.mark(), self.stream.places.mark(end.units)))
+        if end.away:
+            self._fetcher.begin(end.first * self.parts)
+        at = self.index.mark(), self.stream.places.mark(end.units), self._fetcher.mark() if end.away else None
+        self.replays.under(at)
         everyone, most = policy.reps_for == "all", policy.reps if there.parent is not None else 0
         self._left = [self.index.left(layer, budget, most, everyone) for layer in layers] if most else []
-        if self._left and self.replays.works:
-            room = self.replays.room("left", (len(self._left),), torch.long)
-            room.copy_(on_device(self._left, self._device))
+
+        told, numbers = self._told, [end.units, *self._left]
+        if self._known[0] is not told or self._known[1] != numbers:
+            self._known = told, numbers
+            told[1 : 1 + len(numbers)] = on_device(numbers, self._device)
+
+    def asked(self, words: int) -> None:
+        """A question of so many words is asked."""
+        self._told[0].fill_(words)
+
+    @property
+    def _told(self) -> Tensor:
+        """[2 + L] on the device: words of a question, units of the stream, and what `Index.left` says of each layer."""
+        return self.replays.room("told", (2 + self.geometry.layers,), torch.long)
 
     def choose(
         self,
         layer: int,
-        mean: Tensor,
-        words: Tensor | None,
+        asking: Asking,
         end: End,
         policy: Mosaic,
         budget: int,
         compact: bool,
     ) -> Chosen:
-        """For the mean query [H, D] of a question's words, and their mean normed state `words` [1, 1, E] before the next
-        layer, if that is guessed."""
-        parts, (begin, count, away) = self.parts, end
+        """For a question whose first layer was told of by `asked`."""
+        parts, begin, count, away = self.parts, end.begin, end.units, end.away
         local = count - begin
         there = self.index.prepare(begin * parts, budget)
         reps = self._left[layer] if self._left else 0
-        again = away and parts == 1 and len(there.entries) > budget
+        again = away and len(there.entries) > budget
         replayed = again and self.replays.works
         if replayed and reps:
             # Clusters come and go with every question: a replay has places for some more, which nobody sees.
             reps = min(-(-reps // STEP) * STEP, self.index.room)
         last = layer + 1 == self.geometry.layers
-        guessing, wide = policy.prefetch and away and not last, int(budget * policy.slack)
+        coded = away and self._fetcher.indexed
+        guessing, wide = policy.prefetch and coded and not last, int(budget * policy.slack)
+        foretold = policy.prefetch and layer > 0
         total = min(len(there.entries), budget) + local * parts
         # What all layers share is made once.
         shared = not reps and (total == count * parts or (compact and parts == 1))
         size = (2, 1, 1, reps + total * self.stream.unit // parts, self.geometry.head_dim)
         room = self.replays.room("angles", size, self.stream.dtype)
-        told = self.replays.room("left", (len(self._left),), torch.long)[layer] if replayed and reps else None
+        told = self._told
+        query, hidden = self._laid(asking)
+        if hidden is not None:
+            self.drift.entered(layer)
 
-        def choose(mean: Tensor, at: Tensor, words: Tensor | None = None) -> tuple[Tensor, ...]:
+        def choose() -> tuple[Tensor, ...]:
+            inside = torch.arange(query.shape[1], device=self._device)[:, None] < told[0]
+            mean, words = mean_inside(query, inside)[:, 0], None
+            if hidden is not None:
+                words = self.drift.next(layer, hidden, inside)
+                # A mean goes through the projection as its rows do.
+                words = None if last else mean_inside(self._model.norm(layer + 1, words), inside)
             found, ahead = self._search(layer, mean, words, budget, 0 if last else wide)
             if guessing and policy.predictor == "frames":
                 ahead = self.index.guess(layer + 1, found.entries, wide)
-            late = (at - local) * parts + torch.arange(local * parts, device=self._device)
-            entries = torch.cat([found.entries, late])
-            made, places = [ahead] if guessing and ahead is not None else [], []
+            late = (told[1] - local) * parts + torch.arange(local * parts, device=self._device)
+            entries, made = torch.cat([found.entries, late]), list[Tensor]()
+            if coded:
+                made.append(self._fetcher.codes(layer, entries, foretold))
+            if guessing and ahead is not None:
+                made.append(self._fetcher.foretell(layer + 1, ahead))
+            places = []
             if reps:
                 rows, times, held = self.index.rest(layer, found, reps)
-                made += self._standing_for(rows, held, policy.rep_bias == "log_size", told)
+                made += self._standing_for(
+                    rows, held, policy.rep_bias == "log_size", told[2 + layer] if replayed else None
+                )
                 places.append(self.standing.middles(times, entries, count, compact))
             if not shared:
                 # One room for all layers: a layer turns its keys before the next one is asked.
@@ -125,13 +179,21 @@ class Chooser:
                 torch.stack(self._turner.angles(torch.cat(places, -1)), out=room)
             return entries, found.picked, found.scores, *made
 
-        given = [mean, torch.full((1,), count, device=self._device), *([] if words is None else [words])]
         if again:
-            sizes = (layer, budget, wide, local, reps, there.largest)
-            kinds = (compact, shared, guessing, policy.predictor, policy.slack, policy.rep_bias)
-            entries, picked, scores, *made = self.replays((sizes, kinds), choose, *given)
+            sizes = (layer, budget, wide, local, reps, there.largest, query.shape[1])
+            kinds = (
+                compact,
+                shared,
+                coded,
+                policy.prefetch,
+                hidden is None,
+                policy.predictor,
+                policy.rep_bias,
+            )
+            entries, picked, scores, *made = self.replays((sizes, kinds), choose)
         else:
-            entries, picked, scores, *made = choose(*given)
+            entries, picked, scores, *made = choose()
+        code = made.pop(0) if coded else None
         ahead = made.pop(0) if guessing else None
         rows, bias = (made.pop(0), made.pop(0)) if reps else (None, None)
         angles = (room[0], room[1])
@@ -140,12 +202,27 @@ class Chooser:
         return Chosen(
             Found(entries[: len(entries) - local * parts], picked, scores),
             entries,
+            code,
             ahead,
             rows,
             bias if replayed or policy.rep_bias == "log_size" else None,
             angles,
             self.standing.seen(entries, count, compact),
+            again and coded and not shared,
         )
+
+    def _laid(self, asking: Asking) -> Asking:
+        """`asking` where replays read it, with rows to a multiple of `ROWS` that may be anything."""
+        few = asking.query.shape[1]
+        rows = -(-few // ROWS) * ROWS
+
+        def laid(name: str, x: Tensor) -> Tensor:
+            room = self.replays.room(name, (x.shape[0], rows, x.shape[2]), x.dtype)
+            room[:, :few] = x
+            return room
+
+        hidden = None if asking.hidden is None else laid("hidden", asking.hidden)
+        return Asking(laid("query", asking.query), hidden)
 
     def folded(self, query: Tensor) -> Tensor:
         """[d]: a query [H, D] against keys of all heads, the heads of a group summed, for they share their keys."""

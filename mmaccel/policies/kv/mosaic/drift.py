@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -11,27 +12,42 @@ class Drift:
     Questions go through the same template and the same layers: most of what a layer adds is alike for all. On both tiny
     models the next layer's own query of states moved so far finds 84% of what that layer retrieves, with a quarter more
     asked for, and the query of the states as they are 68%.
+
+    All of it lies on the device, where it stays, so that `next` can be replayed: known, seen [L, E] float32.
     """
 
-    def __init__(self) -> None:
-        self.clear()
+    def __init__(self, layers: int, hidden: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self._known, self._seen = torch.zeros(2, layers, hidden, device=device)
+            self._before = torch.zeros(hidden, device=device)
+        self._reached = -1
 
     def clear(self) -> None:
         """Nothing was asked yet."""
-        self._known: dict[int, Tensor] = {}
-        self._seen: dict[int, Tensor] = {}
-        self._before: tuple[int, Tensor] | None = None
+        self._known.zero_()
+        self._reached = -1
 
-    def next(self, layer: int, words: Tensor) -> Tensor:
-        """The hidden states that will enter the next layer, about, for those [1, n, E] of a question's words entering this
-        one."""
-        mean = words.mean(1, keepdim=True)
-        if self._before is not None and self._before[0] == layer - 1:
-            self._seen[layer - 1] = mean - self._before[1]
-        self._before = layer, mean
-        return words + self._known[layer] if layer in self._known else words
+    def next(self, layer: int, words: Tensor, inside: Tensor) -> Tensor:
+        """The hidden states that will enter the next layer, about, for those [1, n, E] of rows entering this one, of which
+        `inside` [n, 1] are a question's words; `entered` is told what this shows."""
+        mean = mean_inside(words, inside)[0, 0]
+        if layer:
+            self._seen[layer - 1] = mean - self._before
+        self._before.copy_(mean)
+        known: Tensor = self._known[layer]
+        return words + known.to(words.dtype)
+
+    def entered(self, layer: int) -> None:
+        """The states that enter a layer are given to `next`, or to what replays it."""
+        self._reached = layer if layer == self._reached + 1 else -1
 
     def settle(self) -> None:
         """The question is over: what it showed is known to the next."""
-        self._known |= self._seen
-        self._seen, self._before = {}, None
+        if self._reached > 0:
+            self._known[: self._reached] = self._seen[: self._reached]
+        self._reached = -1
+
+
+def mean_inside(rows: Tensor, inside: Tensor) -> Tensor:
+    """[..., 1, E] float32: the mean of those of `rows` [..., n, E] that are `inside` [n, 1]; the others may be anything."""
+    return torch.where(inside, rows.float(), 0.0).sum(-2, keepdim=True) / inside.sum()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.cache import Cache
 from mmaccel.policies.kv.store import HostStore, Sources
 from mmaccel.policies.kv.store.lanes import Mark
 from mmaccel.policies.kv.store.sources import WINDOW
-from mmaccel.policies.kv.store.wire import in_units
+from mmaccel.policies.kv.store.wire import on_device
 
 COUNTED = ("needed", "cached", "covered", "missing", "guessed", "ahead", "in_time")
 AHEAD = "ahead"
@@ -23,10 +23,9 @@ AHEAD = "ahead"
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """The entries ``first .. count`` of a stream, of which a layer holds keys and values [1, G, n * p, D]."""
+    """The entries from `first` on of a stream, of which a layer holds keys and values [1, G, n * p, D]."""
 
     first: int
-    count: int
     pair: Pair
 
 
@@ -45,6 +44,10 @@ class _Brought:
 class Fetcher:
     """Brings entries of a layer from the store, for one question after the other; the host knows none of them.
 
+    A question goes: `begin`; for each layer, `codes` of what it wants and `foretell` for the next one, `bring` and in it
+    `prefetch`, and `keep` of its cache. `codes`, `foretell` and `keep` are functions of tensors that stay where they are as
+    long as `mark` does, so that they can be replayed.
+
     What `prefetch` guessed wrongly is never seen, and what it left out is fetched before `bring` returns: the result does
     not depend on the guess. All reads go one after the other on the wire's lane, so that what came ahead has been read
     before the next layer's takes its place.
@@ -59,53 +62,97 @@ class Fetcher:
         self._store, self.sources = store, Sources(store, window)
         self.cache = Cache(self.sources, layers, room)
         self.sources.add(AHEAD, 0)
-        self._ahead: dict[int, tuple[Tensor, Mark]] = {}
+        self._layers, self._window = layers, window
+        with torch.inference_mode(False):
+            # What the host knows: the first entry of the window; the codes from which on there are no slots, and where those
+            # of the window, of what comes ahead, and of each layer's cache begin.
+            self._known = torch.zeros(4 + layers, dtype=torch.long, device=store.device)
+            # Where entries of a layer are, and those of the next one; the last is that of no entry.
+            self._tables = torch.zeros(2, 0, dtype=torch.long, device=store.device)
+        self._told: list[int] = []
+        self._ahead: dict[int, Mark] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self._seconds = dict.fromkeys(("slack_s", "waited_s", "waited_missing_s"), 0.0)
         self._guessed: list[Tensor] = []
         self._brought: list[_Brought] = []
         self._wanted_later = 0
 
-    def prefetch(self, layer: int, entries: Tensor, window: Window) -> None:
-        """Start to bring those of `entries` [n] (-1: none) that are on the host alone."""
-        if not self._store.indexed or not window.first:
-            return
-        table = self._table(layer, window)
-        found = table[entries]
-        host = found < self._store.slot_count
-        wanted = torch.where(host, found, -1)
-        count, tokens = len(entries), self._store.shape.tokens
-        self.sources.add(AHEAD, count)
-        place = self.sources.place(AHEAD, count)
-        out = self._store.buffer(count)
-        lanes = self._store.lanes
-        self.sources.gather(wanted, out)
-        lanes.wire.uses(out)
-        lanes.wire.run(partial(_lay, place, out, tokens))
-        table[entries] = torch.where(host, self.sources.codes(AHEAD, count)[:-1], found)
-        self._ahead[layer] = table, lanes.wire.mark(timed=True)
+    @property
+    def indexed(self) -> bool:
+        """Whether entries are brought by codes."""
+        return self._store.indexed
+
+    def begin(self, first: int) -> None:
+        """Entries of layers are asked for, of which those from `first` on are in the window."""
+        begins = self.sources.begins()
+        caches = [begins["cache", layer] for layer in range(self._layers)]
+        told = [first, self._store.slot_count, begins[WINDOW], begins[AHEAD], *caches]
+        if told != self._told:
+            self._told = told
+            self._known.copy_(on_device(told, self._store.device))
+        places = self._store.row(0).shape[0] + self._window + 1
+        if self._tables.shape[1] != places:
+            with torch.inference_mode(False):
+                self._tables = self._known.new_zeros(2, places)
+
+    def mark(self) -> Hashable:
+        """Where all lies that `codes`, `foretell` and `keep` read and write."""
+        kept = self._store.row(0), self._known, self._tables, self.cache.entries
+        return tuple((one.data_ptr(), one.shape) for one in kept)
+
+    def codes(self, layer: int, entries: Tensor, foretold: bool) -> Tensor:
+        """[n] where `entries` [n] of a layer are; `foretold`: `foretell` was asked what it needs."""
+        return (self._tables[layer % 2] if foretold else self._table(layer))[entries]
+
+    def foretell(self, layer: int, entries: Tensor) -> Tensor:
+        """[n] codes of those of `entries` [n] (-1: none) that are on the host alone, to `prefetch`, -1 for the others. The
+        layer's `codes` will be those of where they come to lie."""
+        table, none = self._table(layer), self._tables.shape[1] - 1
+        found = table[torch.where(entries < 0, none, entries)]
+        host = (entries >= 0) & (found >= 0) & (found < self._known[1])
+        place = self._known[3] + torch.arange(len(entries), device=found.device)
+        self._tables[layer % 2] = table.scatter_(0, torch.where(host, entries, none), place)
+        return torch.where(host, found, -1)
+
+    def _table(self, layer: int) -> Tensor:
+        """[m + 1] codes of all entries of a layer, and of none."""
+        row, first = self._store.row(layer), self._known[0]
+        entry = torch.arange(self._tables.shape[1], device=row.device)
+        held = pad(row, (0, len(entry) - len(row)), value=-1)
+        table = torch.where(entry < first, held, entry - first + self._known[2])
+        self.cache.mark(layer, table, first, self._known[4 + layer])
+        return table
+
+    def prefetch(self, layer: int, wanted: Tensor) -> None:
+        """Start to bring what `foretell` said of a layer."""
+        self.sources.add(AHEAD, len(wanted))
+        place = self.sources.place(AHEAD, len(wanted))
+        _, self._ahead[layer] = self.sources.gather(wanted, place.permute(1, 2, 0, 3, 4))
         self._guessed.append(wanted)
         self._counts["ahead"] += 1
 
     def bring(
-        self, layer: int, wanted: Tensor, recalled: int, out: Tensor, window: Window, then: Callable[[], None]
+        self,
+        layer: int,
+        entries: Tensor,
+        code: Tensor | None,
+        recalled: int,
+        out: Tensor,
+        window: Window,
+        then: Callable[[], None],
     ) -> None:
-        """Keys and values of entries `wanted` [n] into `out` [2, G, n * p, D]; `then` is called when all that is missing is
-        under way. The first `recalled` of them are cached; those after are of the window."""
-        if not self._store.indexed:
-            out.copy_(self.sources.listed(layer, wanted.tolist(), window.first, window.pair))
+        """Keys and values of `entries` [n], by their codes where the store is `indexed`, into `out` [2, G, n * p, D]; `then`
+        is called when all that is missing is under way. Those after the first `recalled` ones are not counted."""
+        if code is None:
+            out.copy_(self.sources.listed(layer, entries.tolist(), window.first, window.pair))
             then()
             return
-        table, ahead = self._ahead.pop(layer, (None, None))
-        if table is None:
-            table = self._table(layer, window)
         self.sources.window(*window.pair)
-        code = table[wanted]
         asked, ready = self.sources.gather(code, out)
         then()
         self._store.lanes.compute.wait(ready)
+        ahead = self._ahead.pop(layer, None)
         self._brought.append(_Brought(layer, code[:recalled], ahead, asked, ready))
-        self.cache.keep(layer, wanted[:recalled], out[:, :, : recalled * self._store.shape.tokens])
 
     def drop(self, layer: int | None = None) -> None:
         """Give up what was fetched ahead, for one layer or all, and never asked for."""
@@ -138,11 +185,6 @@ class Fetcher:
     def nbytes(self) -> int:
         return self.sources.nbytes()
 
-    def _table(self, layer: int, window: Window) -> Tensor:
-        table = self.sources.table(layer, window.first, window.count)
-        self.cache.mark(layer, table, window.first)
-        return table
-
     def _count(self, one: _Brought, code: Tensor) -> None:
         covered = self.sources.among(AHEAD, code)
         near = self.sources.among(WINDOW, code)
@@ -166,8 +208,3 @@ class Fetcher:
         if missing:
             one.ready.sync()
             self._seconds["waited_missing_s"] += begin.seconds(one.ready)
-
-
-def _lay(place: Tensor, out: Tensor, tokens: int) -> None:
-    """`out` [2, G, n * P, D] as a place has it, one unit after the other."""
-    place.copy_(in_units(out, tokens).permute(2, 0, 1, 3, 4))

@@ -14,10 +14,9 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import KVView, Piece, Seat, Seen, Stream, StreamPolicy
 from mmaccel.policies.kv._evidence import Look, words_of
-from mmaccel.policies.kv._stream import Asked, StreamMemory, mean_query, weigh
+from mmaccel.policies.kv._stream import Asked, StreamMemory, weigh
 from mmaccel.policies.kv.mosaic import saved
-from mmaccel.policies.kv.mosaic.choosing import Chooser, End
-from mmaccel.policies.kv.mosaic.drift import Drift
+from mmaccel.policies.kv.mosaic.choosing import Asking, Chooser, Chosen, End
 from mmaccel.policies.kv.mosaic.fetching import Fetcher, Window
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
 from mmaccel.policies.kv.mosaic.index import Found, Index
@@ -51,7 +50,7 @@ class MosaicMemory(StreamMemory):
             local=stream.units(policy.local),
             positions=policy.positions,
         )
-        self.policy, self.parts, self._model = policy, parts, model
+        self.policy, self.parts = policy, parts
         self.feed_rows = None if policy.batch_feed else stream.unit
         self.budget = stream.units(policy.frames) * parts
         layers, width, tokens = geometry.layers, geometry.kv_heads * geometry.head_dim, stream.unit // parts
@@ -85,9 +84,8 @@ class MosaicMemory(StreamMemory):
         self.fetcher = Fetcher(self.store, layers, self.window * parts, cached)
         self.writer = Writer(self.store, self.tree, self.fetcher.cache)
         self._found: dict[int, Found] = {}
-        self._words: Tensor | None = None
-        self.drift = Drift()
-        self.chooser = Chooser(self.index, stream, geometry, model, self.turner, parts, device)
+        self._entering: Tensor | None = None
+        self.chooser = Chooser(self.index, stream, geometry, model, self.turner, parts, device, self.fetcher)
         self._rep_bias: list[Tensor | None] = [None] * layers
         self._recalled = self._questions = 0
 
@@ -120,9 +118,7 @@ class MosaicMemory(StreamMemory):
 
     def idle(self) -> None:
         self._digest()
-        self.index.prepare(self._end.begin * self.parts, self.budget)
-        if self._first:
-            self.store.row(0)
+        self.chooser.begin(self._end, self.budget, self.policy)
 
     def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
         if layer == 0 and first + count > self.tree.units:
@@ -145,7 +141,14 @@ class MosaicMemory(StreamMemory):
         found = self._found[layer] = self.index.search(layer, mean, budget, self._first * self.parts)
         entries, p = found.entries, self.stream.unit // self.parts
         old = view.key.new_empty(2, view.key.shape[1], len(entries) * p, view.key.shape[3])
-        self.fetcher.bring(layer, entries, len(entries), old, self._window_of(layer), lambda: None)
+        code = None
+        if self.fetcher.indexed:
+            self.fetcher.begin(self._first * self.parts)
+            code = self.fetcher.codes(layer, entries, foretold=False)
+        self.fetcher.bring(layer, entries, code, len(entries), old, self._window_of(layer), lambda: None)
+        if code is not None:
+            self.fetcher.cache.keep(layer, entries, old)
+            self.fetcher.cache.kept()
         numbers = (entries // self.parts - self._base).clamp(min=0)
         where = self.chooser.standing.tokens(entries, numbers, self._count)
         old_key, old_value = self.turner.turn(old[:1], self.turner.angles(where)), old[1:]
@@ -172,17 +175,15 @@ class MosaicMemory(StreamMemory):
             self._digest()
             self._found = {}
             self._questions += 1
+            begin, end = words_of(piece)
             self.chooser.begin(self._end, self.budget, self.policy)
+            self.chooser.asked(end - begin)
         super().enter(piece)
 
     def ahead(self, layer: int, hidden: Tensor) -> None:
-        piece, self._words = self._piece, None
-        if piece is not None and piece.kind == "question" and self._guesses:
-            begin, end = words_of(piece)
-            words = self.drift.next(layer, hidden[:, begin:end])
-            if layer + 1 < self.geometry.layers:
-                # A mean goes through the projection as its rows do.
-                self._words = self._model.norm(layer + 1, words).float().mean(1, keepdim=True)
+        piece = self._piece
+        asking = piece is not None and piece.kind == "question" and self._guesses
+        self._entering = hidden if asking else None
 
     @property
     def _guesses(self) -> bool:
@@ -191,9 +192,10 @@ class MosaicMemory(StreamMemory):
     def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
         if piece.kind == "proxy":
             return super()._gather(layer, query, piece)
-        mean = mean_query(query, piece)
+        begin, end = words_of(piece)
+        hidden = None if self._entering is None else self._entering[:, begin:end]
         chosen = self.chooser.choose(
-            layer, mean, self._words, self._end, self.policy, self.budget, self.compact
+            layer, Asking(query[0, :, begin:end], hidden), self._end, self.policy, self.budget, self.compact
         )
         self._found[layer] = chosen.found
         self._recalled += len(chosen.found.entries)
@@ -201,31 +203,52 @@ class MosaicMemory(StreamMemory):
         few = 0 if chosen.reps is None else chosen.reps.shape[2]
         columns = few + len(chosen.entries) * self.stream.unit // self.parts
         asked, raw = self._space(layer, columns, columns + piece.rows + piece.room)
-        window = self._window_of(layer)
 
         def launch() -> None:
             if chosen.ahead is not None:
-                self.fetcher.prefetch(layer + 1, chosen.ahead, window)
+                self.fetcher.prefetch(layer + 1, chosen.ahead)
 
         if self._first:
             cached = len(chosen.found.entries)
-            self.fetcher.bring(layer, chosen.entries, cached, raw[:, :, few:], window, launch)
+            window = self._window_of(layer)
+            self.fetcher.bring(layer, chosen.entries, chosen.code, cached, raw[:, :, few:], window, launch)
         else:
             self._chosen_near(layer, chosen.entries, raw[:, :, few:])
-        if chosen.reps is not None:
-            raw[:, :, :few] = chosen.reps
-        self.turner.turn_(raw[:1], chosen.angles)
+        self._finish(layer, chosen, raw)
         asked.seen = chosen.seen
         return asked
 
+    def _finish(self, layer: int, chosen: Chosen, raw: Tensor) -> None:
+        """What was brought into `raw` [2, G, m + n * p, D] is kept in the cache and turned, pseudo tokens before it."""
+        few = 0 if chosen.reps is None else chosen.reps.shape[2]
+        p, angles = self.stream.unit // self.parts, chosen.angles
+
+        def finish(retrieved: Tensor, *reps: Tensor) -> tuple[Tensor, ...]:
+            if chosen.code is not None:
+                self.fetcher.cache.keep(layer, retrieved, raw[:, :, few : few + len(retrieved) * p])
+            for one in reps:
+                raw[:, :, :few] = one
+            self.turner.turn_(raw[:1], angles)
+            return ()
+
+        given = [chosen.found.entries, *([] if chosen.reps is None else [chosen.reps])]
+        if chosen.fixed:
+            name = ("finish", layer, raw.shape, few, len(given[0]))
+            at = raw.data_ptr(), raw.stride(), angles[0].data_ptr()
+            self.chooser.replays(name, finish, *given, at=at)
+        else:
+            finish(*given)
+        if chosen.code is not None:
+            self.fetcher.cache.kept()
+
     @property
     def _end(self) -> End:
-        return End(max(self._count - self.local, self._first), self._count, bool(self._first))
+        return End(max(self._count - self.local, self._first), self._count, self._first)
 
     def _window_of(self, layer: int) -> Window:
         ring = self._rings[layer]
         assert ring is not None
-        return Window(self._first * self.parts, self._count * self.parts, (ring.key, ring.value))
+        return Window(self._first * self.parts, (ring.key, ring.value))
 
     def _chosen_near(self, layer: int, entries: Tensor, out: Tensor) -> None:
         """Keys and values of `entries`, all of which are in the window, into `out` [2, G, n * p, D]."""
@@ -252,8 +275,8 @@ class MosaicMemory(StreamMemory):
     def _settle(self) -> None:
         """What was retrieved has been on the device: the splits that it owed are made."""
         self.fetcher.drop()
-        self.drift.settle()
-        self._words = None
+        self.chooser.drift.settle()
+        self._entering = None
         self._rep_bias = [None] * len(self._rep_bias)
         found, self._found = self._found, {}
         if found:
@@ -305,7 +328,7 @@ class MosaicMemory(StreamMemory):
     def reset(self) -> None:
         self.writer.clear()
         self.tree.clear()
-        self.drift.clear()
+        self.chooser.drift.clear()
         self.index.refresh()
         empty: list[Any] = [None] * self.geometry.layers
         super().restore((0, 0, 0, False, empty, empty))

@@ -50,7 +50,7 @@ class Sources:
 
     def codes(self, name: Hashable, units: int) -> Tensor:
         """[units + 1]: codes of the first units of a place, and -1, the code of no unit."""
-        at = name, self._begin(name), units
+        at = name, self.begins()[name], units
         if at not in self._codes:
             if len(self._codes) > 4 * len(self._rooms) + 64:
                 self._codes.clear()
@@ -61,7 +61,7 @@ class Sources:
 
     def among(self, name: Hashable, code: Tensor) -> int:
         """How many of the codes [n], on the host, are of a place."""
-        begin = self._begin(name)
+        begin = self.begins()[name]
         return int(((code >= begin) & (code < begin + self._rooms[name])).sum())
 
     def window(self, key: Tensor, value: Tensor) -> None:
@@ -121,14 +121,13 @@ class Sources:
         """Bytes of the places."""
         return sum(held.nbytes for held in self._places.values())
 
-    def _begin(self, name: Hashable) -> int:
-        """The code of the first unit of a place: each begins where a slab of the store would."""
-        begin, per = self.store.slot_count, self.store.slab_slots
-        for one, units in self._rooms.items():
-            if one == name:
-                break
+    def begins(self) -> dict[Hashable, int]:
+        """The code of the first unit of each place: each begins where a slab of the store would."""
+        begin, per, found = self.store.slot_count, self.store.slab_slots, dict[Hashable, int]()
+        for name, units in self._rooms.items():
+            found[name] = begin
             begin += -(-units // per) * per
-        return begin
+        return found
 
     def _empty(self, units: int) -> Tensor:
         shape = self.store.shape

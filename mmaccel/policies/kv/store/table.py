@@ -22,6 +22,7 @@ class Table:
         self.slot: Numbers = np.full((layers, 0), -1, dtype=np.int64)
         self.group: Numbers = self.slot.copy()
         self._copy: Tensor | None = None
+        self._stale = True
 
     def set(
         self, layer: int, units: Sequence[int], slots: Sequence[int], groups: Sequence[int | None]
@@ -30,14 +31,14 @@ class Table:
         self._widen(max(units, default=-1) + 1)
         self.slot[layer, units] = slots
         self.group[layer, units] = [-1 if group is None else group for group in groups]
-        self._copy = None
+        self._stale = True
 
     def unset(self, layer: int, units: Sequence[int]) -> list[int]:
         """Forget units of a layer; the slots they lay in. Those not held are passed over."""
         wanted = np.unique([unit for unit in units if 0 <= unit < self.slot.shape[1]]).astype(np.int64)
         slots = self.slot[layer, wanted]
         self.slot[layer, wanted] = self.group[layer, wanted] = -1
-        self._copy = None
+        self._stale = True
         return [int(slot) for slot in slots if slot >= 0]
 
     def look(self, layer: int, units: Sequence[int]) -> list[int]:
@@ -72,9 +73,14 @@ class Table:
 
     def row(self, layer: int) -> Tensor:
         """[units] slots of a layer on the device: uploaded whole, and only when asked for after a change, for streams change
-        in one phase and are asked in another."""
-        if self._copy is None:
-            self._copy = on_device(torch.from_numpy(self.slot).clone(), self._device)
+        in one phase and are asked in another. It stays where it is until the table widens."""
+        if self._copy is None or self._copy.shape != self.slot.shape:
+            with torch.inference_mode(False):
+                self._copy = torch.empty(self.slot.shape, dtype=torch.long, device=self._device)
+            self._stale = True
+        if self._stale:
+            self._copy.copy_(on_device(torch.from_numpy(self.slot).clone(), self._device))
+            self._stale = False
         return self._copy[layer]
 
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from mmaccel.policies.kv.store import HostStore, wire
 from mmaccel.policies.kv.store.lanes import Mark
 from mmaccel.policies.kv.store.wire import on_device
 from tests.policies.kv.store.lanes_sim import SimLane, SimLanes
-from tests.policies.kv.store.units import LAYERS, contents, fill, open_store
+from tests.policies.kv.store.units import LAYERS, TOKENS, contents, fill, open_store
 
 FIRST, COUNT, ROOM = 12, 16, 4
 """Units on the host, units in all, and units that a layer keeps."""
@@ -28,9 +28,7 @@ class Replay:
         self.fetcher = Fetcher(store, LAYERS, COUNT - FIRST, ROOM)
         device = store.device
         self.windows = [
-            Window(
-                FIRST, COUNT, tuple(t[None].to(device) for t in contents(layer, list(range(FIRST, COUNT))))
-            )  # type: ignore[arg-type]
+            Window(FIRST, tuple(t[None].to(device) for t in contents(layer, list(range(FIRST, COUNT)))))  # type: ignore[arg-type]
             for layer in range(LAYERS)
         ]
         self.seen: list[tuple[int, list[int], Tensor]] = []
@@ -39,21 +37,31 @@ class Replay:
         return sorted(self.draw.sample(range(end), self.draw.randint(1, most)))
 
     def ask(self) -> None:
+        self.fetcher.begin(FIRST)
+        foretold = False
         wanted = [self.units(FIRST + 2, 6) for _ in range(LAYERS)]
         for layer, units in enumerate(wanted):
             later = wanted[layer + 1] if layer + 1 < LAYERS else []
             # Some of what will be wanted, and some that will not.
             guess = sorted({*self.draw.sample(later, len(later) // 2), *self.units(FIRST, 3)})
 
-            def launch(layer: int = layer, guess: list[int] = guess, later: list[int] = later) -> None:
-                if later and self.draw.random() < 0.8:
-                    self.fetcher.prefetch(layer + 1, self.told([*guess, -1]), self.windows[layer])
+            ahead: Tensor | None = None
+
+            def launch(layer: int = layer) -> None:
+                if ahead is not None:  # noqa: B023
+                    self.fetcher.prefetch(layer + 1, ahead)  # noqa: B023
 
             rest = list(range(max(units) + 1, COUNT))[-2:]
             out = self.store.buffer(len(units) + len(rest))
             self.hold_up()
             every = self.told([*units, *rest])
-            self.fetcher.bring(layer, every, len(units), out, self.windows[layer], launch)
+            code = self.fetcher.codes(layer, every, foretold)
+            foretold = bool(later) and self.draw.random() < 0.8
+            if foretold:
+                ahead = self.fetcher.foretell(layer + 1, self.told([*guess, -1]))
+            self.fetcher.bring(layer, every, code, len(units), out, self.windows[layer], launch)
+            self.fetcher.cache.keep(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])
+            self.fetcher.cache.kept()
             self.read(layer, [*units, *rest], out)
         self.fetcher.drop()
 

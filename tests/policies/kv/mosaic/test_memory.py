@@ -389,7 +389,11 @@ def test_a_stream_begun_anew_knows_nothing_of_the_old_one() -> None:
     driven = watched()
     driven.ask(1)
     driven.state.reset()
-    assert not driven.state.drift._known and not driven.state.tree.started and not driven.state.units()
+    assert (
+        not driven.state.chooser.drift._known.any()
+        and not driven.state.tree.started
+        and not driven.state.units()
+    )
 
 
 def test_a_question_that_breaks_off_leaves_the_wire_nothing_to_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from mmaccel.core.kv import MARGIN, KVView, Piece, Seat, Seen, Stream, StreamPol
 from mmaccel.core.room import with_room
 from mmaccel.policies.kv._angles import Turner
 from mmaccel.policies.kv._evidence import Look, mean_query, weigh
-from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, moved, spacious
+from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, Spacious, moved, spacious
 
 __all__ = ["Asked", "Pair", "Ring", "StreamMemory", "WindowedPolicy", "mean_query", "weigh"]
 
@@ -88,10 +88,9 @@ class StreamMemory(StreamState):
         self._fresh: list[Tensor | None] = [None] * layers
         self._asked: list[Asked | None] = [None] * layers
         # On a device what a question sees lies where it lay for the one before.
-        self._kept, self._keeps = dict[int, tuple[Tensor, Tensor]](), device.type == "cuda"
+        self._kept, self._keeps = dict[int, Spacious](), device.type == "cuda"
         self._piece: Piece | None = None
-        self._count, self._first, self._extra = 0, 0, 0
-        self._pending = 0
+        self._count, self._first, self._extra, self._pending = 0, 0, 0, 0
         self._base = 0
         self._headed = False
         self._looks: dict[int, Look] = {}
@@ -251,12 +250,10 @@ class StreamMemory(StreamState):
         """What a question sees, its head alone written, with `room` columns after it; and the first `filled` of these
         [2, G, filled, D], to be written to."""
         head = self._head(layer)
-        kept, count = self._kept.get(layer), head[0].shape[2]
-        # Nothing else is ever written over the head.
-        known = kept is not None and kept[1] is head[0]
-        out = spacious(None if kept is None else kept[0], head, room + MARGIN, known)
+        kept, count = spacious(self._kept.get(layer), head, room + MARGIN), head[0].shape[2]
         if self._keeps:
-            self._kept[layer] = out, head[0]
+            self._kept[layer] = kept
+        out = kept.rows
         return Asked(out[:1], out[1:], count + filled, 0), out[:, :, count : count + filled]
 
     def _near(self, layer: int, begin: int, out: Tensor) -> None:
@@ -352,10 +349,7 @@ class StreamMemory(StreamState):
     def nbytes(self) -> int:
         tensors = [t for pair in (*self._heads, *self._rings) if pair is not None for t in pair]
         tensors += [t for one in self._asked if one and not self._kept for t in (one.key, one.value)]
-        tensors += [
-            *(out for out, _ in self._kept.values()),
-            *(turned for _, turned in self._turned_heads.values()),
-        ]
+        tensors += [*(x.rows for x in self._kept.values()), *(x for _, x in self._turned_heads.values())]
         return sum(tensor.nbytes for tensor in tensors)
 
     def counters(self) -> dict[str, float]:

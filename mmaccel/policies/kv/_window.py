@@ -93,14 +93,23 @@ def _joined(parts: list[Tensor], rows: int) -> Tensor:
     return out
 
 
-def spacious(kept: Tensor | None, head: Pair, room: int, known: bool) -> Tensor:
-    """[2, G, N, D] with the head's keys and values first and `room` columns after them: `kept`, if it is large enough, which
-    begins with this head if that is `known`."""
+class Spacious(NamedTuple):
+    """A tensor [2, G, N, D], keys and values, that begins with those of a head, whose keys [1, G, h, D] are `head`."""
+
+    rows: Tensor
+    head: Tensor
+
+
+def spacious(kept: Spacious | None, head: Pair, room: int) -> Spacious:
+    """A head with `room` columns after it: `kept`, if that is large enough; where nobody else writes over a head."""
     key, value = head
     count = key.shape[2]
-    if kept is None or kept.shape[2] < count + room:
+    if kept is None or kept.rows.shape[2] < count + room:
         with torch.inference_mode(False):
-            kept, known = key.new_empty(2, key.shape[1], count + room + MARGIN, key.shape[3]), False
-    if not known:
-        kept[0, :, :count], kept[1, :, :count] = key[0], value[0]
-    return kept
+            rows = key.new_empty(2, key.shape[1], count + room + MARGIN, key.shape[3])
+    elif kept.head is key:
+        return kept
+    else:
+        rows = kept.rows
+    rows[0, :, :count], rows[1, :, :count] = key[0], value[0]
+    return Spacious(rows, key)

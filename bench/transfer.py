@@ -131,7 +131,7 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
         def run() -> None:
             fetcher.begin(options.frames)
             for layer, entries in enumerate(wanted):
-                code = fetcher.codes(layer, entries, ahead and layer > 0)
+                code = fetcher.codes(layer, entries)
 
                 def launch(layer: int = layer) -> None:
                     if ahead and layer + 1 < options.layers:

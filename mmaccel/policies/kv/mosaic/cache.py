@@ -26,14 +26,13 @@ class Cache:
         for layer in range(layers):
             sources.add(("cache", layer), room)
 
-    def mark(self, layer: int, table: Tensor, first: Tensor, begin: Tensor) -> None:
-        """Note in the `table` [n] of a layer where its cached entries are, those that are below `first` []: codes from
-        `begin` [] on. The last place of the table is that of no entry, and holds anything after this."""
+    def mark(self, tables: Tensor, first: int, begin: Tensor) -> None:
+        """Note in `tables` [L, n] where the cached entries of all layers are, those that are below `first`: codes from
+        `begin` [L, 1] on. The last place of a table is that of no entry, and holds anything after this."""
         if self.room:
-            entries = self.entries[layer]
             # Those of the window stay where they are.
-            at = torch.where(entries < first, entries, len(table) - 1)
-            table.scatter_(0, at, begin + torch.arange(self.room, device=table.device))
+            at = torch.where(self.entries < first, self.entries, tables.shape[1] - 1)
+            tables.scatter_(1, at, begin + torch.arange(self.room, device=tables.device))
 
     def keep(self, layer: int, entries: Tensor, rows: Tensor) -> None:
         """Keep `entries` [k], ascending, of `rows` [2, G, k * p, D], instead of what was kept; of too many the last. The

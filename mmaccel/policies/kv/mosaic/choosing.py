@@ -139,7 +139,6 @@ class Chooser:
         last = layer + 1 == self.geometry.layers
         coded = away and self._fetcher.indexed
         guessing, wide = policy.prefetch and coded and not last, int(budget * policy.slack)
-        foretold = policy.prefetch and layer > 0
         total = min(len(there.entries), budget) + local * parts
         # What all layers share is made once.
         shared = not reps and (total == count * parts or (compact and parts == 1))
@@ -163,7 +162,7 @@ class Chooser:
             late = (told[1] - local) * parts + torch.arange(local * parts, device=self._device)
             entries, made = torch.cat([found.entries, late]), list[Tensor]()
             if coded:
-                made.append(self._fetcher.codes(layer, entries, foretold))
+                made.append(self._fetcher.codes(layer, entries))
             if guessing and ahead is not None:
                 made.append(self._fetcher.foretell(layer + 1, ahead))
             places = []

@@ -62,13 +62,13 @@ class Fetcher:
         self._store, self.sources = store, Sources(store, window)
         self.cache = Cache(self.sources, layers, room)
         self.sources.add(AHEAD, 0)
-        self._layers, self._window = layers, window
+        self._window = window
         with torch.inference_mode(False):
-            # What the host knows: the first entry of the window; the codes from which on there are no slots, and where those
-            # of the window, of what comes ahead, and of each layer's cache begin.
-            self._known = torch.zeros(4 + layers, dtype=torch.long, device=store.device)
-            # Where entries of a layer are, and those of the next one; the last is that of no entry.
-            self._tables = torch.zeros(2, 0, dtype=torch.long, device=store.device)
+            # What the host knows: the codes from which on there are no slots, where those of what comes ahead begin, and
+            # those of each layer's cache.
+            self._known = torch.zeros(2 + layers, dtype=torch.long, device=store.device)
+            # Where the entries of each layer are; the last one is none.
+            self._tables = torch.zeros(layers, 0, dtype=torch.long, device=store.device)
         self._told: list[int] = []
         self._ahead: dict[int, Mark] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
@@ -83,45 +83,41 @@ class Fetcher:
         return self._store.indexed
 
     def begin(self, first: int) -> None:
-        """Entries of layers are asked for, of which those from `first` on are in the window."""
-        begins = self.sources.begins()
-        caches = [begins["cache", layer] for layer in range(self._layers)]
-        told = [first, self._store.slot_count, begins[WINDOW], begins[AHEAD], *caches]
+        """Entries of layers will be asked for, of which those from `first` on are in the window."""
+        begins, rows = self.sources.begins(), self._store.rows()
+        told = [self._store.slot_count, begins[AHEAD]]
+        told += [begins["cache", layer] for layer in range(len(rows))]
         if told != self._told:
             self._told = told
             self._known.copy_(on_device(told, self._store.device))
-        places = self._store.row(0).shape[0] + self._window + 1
+        places = rows.shape[1] + self._window + 1
         if self._tables.shape[1] != places:
             with torch.inference_mode(False):
-                self._tables = self._known.new_zeros(2, places)
+                self._tables = self._known.new_zeros(len(rows), places)
+        entry, table = torch.arange(places, device=rows.device), self._tables
+        held = pad(rows, (0, places - rows.shape[1]), value=-1)
+        torch.where(entry < first, held, entry + (begins[WINDOW] - first), out=table)
+        self.cache.mark(table, first, self._known[2:, None])
+        table[:, -1].fill_(-1)
 
     def mark(self) -> Hashable:
         """Where all lies that `codes`, `foretell` and `keep` read and write."""
-        kept = self._store.row(0), self._known, self._tables, self.cache.entries
+        kept = self._known, self._tables, self.cache.entries
         return tuple((one.data_ptr(), one.shape) for one in kept)
 
-    def codes(self, layer: int, entries: Tensor, foretold: bool) -> Tensor:
-        """[n] where `entries` [n] of a layer are; `foretold`: `foretell` was asked what it needs."""
-        return (self._tables[layer % 2] if foretold else self._table(layer))[entries]
+    def codes(self, layer: int, entries: Tensor) -> Tensor:
+        """[n] where `entries` [n] of a layer are."""
+        return self._tables[layer][entries]
 
     def foretell(self, layer: int, entries: Tensor) -> Tensor:
         """[n] codes of those of `entries` [n] (-1: none) that are on the host alone, to `prefetch`, -1 for the others. The
         layer's `codes` will be those of where they come to lie."""
-        table, none = self._table(layer), self._tables.shape[1] - 1
-        found = table[torch.where(entries < 0, none, entries)]
-        host = (entries >= 0) & (found >= 0) & (found < self._known[1])
-        place = self._known[3] + torch.arange(len(entries), device=found.device)
-        self._tables[layer % 2] = table.scatter_(0, torch.where(host, entries, none), place)
+        table = self._tables[layer]
+        found = table[entries]
+        host = (found >= 0) & (found < self._known[0])
+        place = self._known[1] + torch.arange(len(entries), device=found.device)
+        table.scatter_(0, torch.where(host, entries, len(table) - 1), place)
         return torch.where(host, found, -1)
-
-    def _table(self, layer: int) -> Tensor:
-        """[m + 1] codes of all entries of a layer, and of none."""
-        row, first = self._store.row(layer), self._known[0]
-        entry = torch.arange(self._tables.shape[1], device=row.device)
-        held = pad(row, (0, len(entry) - len(row)), value=-1)
-        table = torch.where(entry < first, held, entry - first + self._known[2])
-        self.cache.mark(layer, table, first, self._known[4 + layer])
-        return table
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
         """Start to bring what `foretell` said of a layer."""

@@ -136,15 +136,13 @@ class MosaicMemory(StreamMemory):
             return view
         if layer == 0:
             self._digest()
+            self.fetcher.begin(self._first * self.parts)
         budget = self.stream.units(self.policy.encode_frames) * self.parts
         mean = self.chooser.folded(query[0].float().mean(1))
         found = self._found[layer] = self.index.search(layer, mean, budget, self._first * self.parts)
         entries, p = found.entries, self.stream.unit // self.parts
         old = view.key.new_empty(2, view.key.shape[1], len(entries) * p, view.key.shape[3])
-        code = None
-        if self.fetcher.indexed:
-            self.fetcher.begin(self._first * self.parts)
-            code = self.fetcher.codes(layer, entries, foretold=False)
+        code = self.fetcher.codes(layer, entries) if self.fetcher.indexed else None
         self.fetcher.bring(layer, entries, code, len(entries), old, self._window_of(layer), lambda: None)
         if code is not None:
             self.fetcher.cache.keep(layer, entries, old)

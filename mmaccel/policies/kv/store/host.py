@@ -191,7 +191,11 @@ class HostStore:
 
     def row(self, layer: int) -> Tensor:
         """[units] on the device: the slot of each unit of a layer, -1 where it holds none."""
-        return self._table.row(layer)
+        return self._table.rows()[layer]
+
+    def rows(self) -> Tensor:
+        """[L, units]: `row` of all layers."""
+        return self._table.rows()
 
     def gather(
         self, slot: Tensor, out: Tensor, places: Sequence[Tensor] = (), after: Mark | None = None

@@ -71,8 +71,8 @@ class Table:
         known = 0 <= unit < self.group.shape[1] and self.group[layer, unit] >= 0
         return int(self.group[layer, unit]) if known else None
 
-    def row(self, layer: int) -> Tensor:
-        """[units] slots of a layer on the device: uploaded whole, and only when asked for after a change, for streams change
+    def rows(self) -> Tensor:
+        """[L, units] slots on the device: uploaded whole, and only when asked for after a change, for streams change
         in one phase and are asked in another. It stays where it is until the table widens."""
         if self._copy is None or self._copy.shape != self.slot.shape:
             with torch.inference_mode(False):
@@ -81,7 +81,7 @@ class Table:
         if self._stale:
             self._copy.copy_(on_device(torch.from_numpy(self.slot).clone(), self._device))
             self._stale = False
-        return self._copy[layer]
+        return self._copy
 
     def nbytes(self) -> int:
         """Bytes held on the device."""

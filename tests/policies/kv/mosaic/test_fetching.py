@@ -38,7 +38,6 @@ class Replay:
 
     def ask(self) -> None:
         self.fetcher.begin(FIRST)
-        foretold = False
         wanted = [self.units(FIRST + 2, 6) for _ in range(LAYERS)]
         for layer, units in enumerate(wanted):
             later = wanted[layer + 1] if layer + 1 < LAYERS else []
@@ -55,9 +54,8 @@ class Replay:
             out = self.store.buffer(len(units) + len(rest))
             self.hold_up()
             every = self.told([*units, *rest])
-            code = self.fetcher.codes(layer, every, foretold)
-            foretold = bool(later) and self.draw.random() < 0.8
-            if foretold:
+            code = self.fetcher.codes(layer, every)
+            if later and self.draw.random() < 0.8:
                 ahead = self.fetcher.foretell(layer + 1, self.told([*guess, -1]))
             self.fetcher.bring(layer, every, code, len(units), out, self.windows[layer], launch)
             self.fetcher.cache.keep(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])

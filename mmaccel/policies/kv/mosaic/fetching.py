@@ -179,7 +179,7 @@ class Fetcher:
         return self._counts["covered"] / max(1, self._wanted_later)
 
     def nbytes(self) -> int:
-        return self.sources.nbytes()
+        return self.sources.nbytes() + sum(one.nbytes for one in (self._known, self._tables, self.cache.entries))
 
     def _count(self, one: _Brought, code: Tensor) -> None:
         covered = self.sources.among(AHEAD, code)

@@ -132,12 +132,10 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
             fetcher.begin(options.frames)
             for layer, entries in enumerate(wanted):
                 code = fetcher.codes(layer, entries)
-
-                def launch(layer: int = layer) -> None:
-                    if ahead and layer + 1 < options.layers:
-                        fetcher.prefetch(layer + 1, fetcher.foretell(layer + 1, wanted[layer + 1]))
-
-                fetcher.bring(layer, entries, code, len(entries), out, window, launch)
+                fetcher.bring(layer, entries, code, len(entries), out, window)
+                if ahead and layer + 1 < options.layers:
+                    fetcher.prefetch(layer + 1, fetcher.foretell(layer + 1, wanted[layer + 1]))
+                fetcher.arrive(layer)
                 for _ in range(products):
                     product()
 

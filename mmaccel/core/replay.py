@@ -49,8 +49,8 @@ class Replays:
     """Functions by name, each of tensors of fixed shapes; whatever else it reads stays where it is as long as `mark` does.
 
     The first call of a name runs the function as it is written, and so does every call where there is no CUDA. The second
-    captures it; one that cannot be captured is run as it is written from then on. What a captured function gives lies where
-    its own next call writes, and no other.
+    captures it; one that cannot be captured is run as it is written from then on. What a function gives lies where its own
+    next call writes, and no other, from the first call on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,8 +89,11 @@ class Replays:
         if held is None or known != at:
             out = work(*given)
             with torch.inference_mode(False):
-                self._held[name] = at, tuple(torch.empty_like(one) for one in out)
-            return out
+                held = tuple(torch.empty_like(one) for one in out)
+            for place, one in zip(held, out, strict=True):
+                place.copy_(one)
+            self._held[name] = at, held
+            return held
         if not isinstance(held, _Replay):
             if isinstance(held, str):
                 return work(*given)

@@ -3,6 +3,7 @@ layer's."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -48,19 +49,16 @@ class End(NamedTuple):
 class Chosen(NamedTuple):
     """What one layer sees of a stream at a question: what it `found`, all `entries` [k] ascending, those that it need not
     search among them, and their codes `code` [k], None where the store has none; codes of what to fetch `ahead` [n] for the
-    next layer; pseudo tokens `reps` [2, G, m, D] before them, and a `bias` [h + m] of the scores of these and the head; the
-    `angles` of all, and how many units they seem to be of (`seen`). `fixed`: all that changes between such questions is in
-    these tensors or where it was."""
+    next layer; how many pseudo tokens (`reps`) stand before them, and how many units all seem to be of (`seen`). `name`: of
+    the question's kind; the next one's of this name lies where this does. None: everything is another's the next time."""
 
     found: Found
     entries: Tensor
     code: Tensor | None
     ahead: Tensor | None
-    reps: Tensor | None
-    bias: Tensor | None
-    angles: Angles
+    reps: int
     seen: int
-    fixed: bool
+    name: Hashable | None
 
 
 class Asking(NamedTuple):
@@ -139,11 +137,6 @@ class Chooser:
         last = layer + 1 == self.geometry.layers
         coded = away and self._fetcher.indexed
         guessing, wide = policy.prefetch and coded and not last, int(budget * policy.slack)
-        total = min(len(there.entries), budget) + local * parts
-        # What all layers share is made once.
-        shared = not reps and (total == count * parts or (compact and parts == 1))
-        size = (2, 1, 1, reps + total * self.stream.unit // parts, self.geometry.head_dim)
-        room = self.replays.room("angles", size, self.stream.dtype)
         told = self._told
         query, hidden = self._laid(asking)
         if hidden is not None:
@@ -165,50 +158,58 @@ class Chooser:
                 made.append(self._fetcher.codes(layer, entries))
             if guessing and ahead is not None:
                 made.append(self._fetcher.foretell(layer + 1, ahead))
-            places = []
-            if reps:
-                rows, times, held = self.index.rest(layer, found, reps)
-                made += self._standing_for(
-                    rows, held, policy.rep_bias == "log_size", told[2 + layer] if replayed else None
-                )
-                places.append(self.standing.middles(times, entries, count, compact))
-            if not shared:
-                # One room for all layers: a layer turns its keys before the next one is asked.
-                places.append(self.standing.where(entries, count, compact))
-                torch.stack(self._turner.angles(torch.cat(places, -1)), out=room)
             return entries, found.picked, found.scores, *made
 
+        name = None
         if again:
-            sizes = (layer, budget, wide, local, reps, there.largest, query.shape[1])
-            kinds = (
-                compact,
-                shared,
-                coded,
-                policy.prefetch,
-                hidden is None,
-                policy.predictor,
-                policy.rep_bias,
-            )
-            entries, picked, scores, *made = self.replays((sizes, kinds), choose)
+            sizes = layer, budget, wide, local, reps, there.largest, query.shape[1]
+            name = sizes, compact, coded, policy.prefetch, hidden is None, policy.predictor, policy.rep_bias
+            entries, picked, scores, *made = self.replays(name, choose)
         else:
             entries, picked, scores, *made = choose()
-        code = made.pop(0) if coded else None
-        ahead = made.pop(0) if guessing else None
-        rows, bias = (made.pop(0), made.pop(0)) if reps else (None, None)
-        angles = (room[0], room[1])
-        if shared:
-            angles = self._turner.at(("ranks", total), lambda: self.standing.where(entries, count, compact))
         return Chosen(
             Found(entries[: len(entries) - local * parts], picked, scores),
             entries,
-            code,
-            ahead,
-            rows,
-            bias if replayed or policy.rep_bias == "log_size" else None,
-            angles,
+            made.pop(0) if coded else None,
+            made.pop(0) if guessing else None,
+            reps,
             self.standing.seen(entries, count, compact),
-            again and coded and not shared,
+            name,
         )
+
+    def stand(
+        self, layer: int, chosen: Chosen, out: Tensor, end: End, policy: Mosaic, compact: bool
+    ) -> tuple[Angles, Tensor | None]:
+        """Pseudo tokens into the first columns of `out` [2, G, m + k * p, D]; the angles of all that is `chosen`, and a bias
+        [h + m] of the scores of the head and the pseudo tokens, if any. Nothing of it need be known to bring entries."""
+        found, entries, reps, count = chosen.found, chosen.entries, chosen.reps, end.units
+        if not reps and (len(entries) == count * self.parts or (compact and self.parts == 1)):
+            # What all layers share is made once.
+            name = "ranks", len(entries)
+            return self._turner.at(name, lambda: self.standing.where(entries, count, compact)), None
+        # One room for all layers: a layer turns its keys before the next one is asked.
+        room = self.replays.room("angles", (2, 1, 1, *out.shape[2:]), self.stream.dtype)
+        left = self._told[2 + layer] if chosen.name is not None and self.replays.works else None
+        weighed = policy.rep_bias == "log_size"
+
+        def stand() -> tuple[Tensor, ...]:
+            places, bias = [], list[Tensor]()
+            if reps:
+                rows, times, held = self.index.rest(layer, found, reps)
+                out[:, :, :reps], added = self._standing_for(rows, held, weighed, left)
+                bias.append(added)
+                places.append(self.standing.middles(times, entries, count, compact))
+            places.append(self.standing.where(entries, count, compact))
+            torch.stack(self._turner.angles(torch.cat(places, -1)), out=room)
+            return tuple(bias)
+
+        if chosen.name is None:
+            made = stand()
+        else:
+            given = entries, found.picked, found.scores, out
+            at = *(one.data_ptr() for one in given), out.stride()
+            made = self.replays(("stand", chosen.name, out.shape), stand, at=at)
+        return (room[0], room[1]), made[0] if made and (left is not None or weighed) else None
 
     def _laid(self, asking: Asking) -> Asking:
         """`asking` where replays read it, with rows to a multiple of `ROWS` that may be anything."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -44,9 +44,9 @@ class _Brought:
 class Fetcher:
     """Brings entries of a layer from the store, for one question after the other; the host knows none of them.
 
-    A question goes: `begin`; for each layer, `codes` of what it wants and `foretell` for the next one, `bring` and in it
-    `prefetch`, and `keep` of its cache. `codes`, `foretell` and `keep` are functions of tensors that stay where they are as
-    long as `mark` does, so that they can be replayed.
+    A question goes: `begin`; for each layer, `codes` of what it wants and `foretell` for the next one, `bring`,
+    `prefetch`, `arrive`, and `keep` of its cache. `codes`, `foretell` and `keep` are functions of tensors that stay where
+    they are as long as `mark` does, so that they can be replayed.
 
     What `prefetch` guessed wrongly is never seen, and what it left out is fetched before `bring` returns: the result does
     not depend on the guess. All reads go one after the other on the wire's lane, so that what came ahead has been read
@@ -71,6 +71,7 @@ class Fetcher:
             self._tables = torch.zeros(layers, 0, dtype=torch.long, device=store.device)
         self._told: list[int] = []
         self._ahead: dict[int, Mark] = {}
+        self._coming: dict[int, Mark] = {}
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self._seconds = dict.fromkeys(("slack_s", "waited_s", "waited_missing_s"), 0.0)
         self._guessed: list[Tensor] = []
@@ -135,25 +136,29 @@ class Fetcher:
         recalled: int,
         out: Tensor,
         window: Window,
-        then: Callable[[], None],
     ) -> None:
-        """Keys and values of `entries` [n], by their codes where the store is `indexed`, into `out` [2, G, n * p, D]; `then`
-        is called when all that is missing is under way. Those after the first `recalled` ones are not counted."""
+        """Keys and values of `entries` [n], by their codes where the store is `indexed`, into `out` [2, G, n * p, D],
+        where they are after `arrive`. Those after the first `recalled` ones are not counted."""
         if code is None:
             out.copy_(self.sources.listed(layer, entries.tolist(), window.first, window.pair))
-            then()
             return
         self.sources.window(*window.pair)
         asked, ready = self.sources.gather(code, out)
-        then()
-        self._store.lanes.compute.wait(ready)
         ahead = self._ahead.pop(layer, None)
         self._brought.append(_Brought(layer, code[:recalled], ahead, asked, ready))
+        self._coming[layer] = ready
+
+    def arrive(self, layer: int) -> None:
+        """What computes from now on sees what `bring` was asked for."""
+        ready = self._coming.pop(layer, None)
+        if ready is not None:
+            self._store.lanes.compute.wait(ready)
 
     def drop(self, layer: int | None = None) -> None:
         """Give up what was fetched ahead, for one layer or all, and never asked for."""
         for one in list(self._ahead) if layer is None else [layer]:
             self._ahead.pop(one, None)
+        self._coming.clear()
 
     def settle(self) -> None:
         """Count what was brought; waits for the device."""
@@ -179,7 +184,9 @@ class Fetcher:
         return self._counts["covered"] / max(1, self._wanted_later)
 
     def nbytes(self) -> int:
-        return self.sources.nbytes() + sum(one.nbytes for one in (self._known, self._tables, self.cache.entries))
+        return self.sources.nbytes() + sum(
+            one.nbytes for one in (self._known, self._tables, self.cache.entries)
+        )
 
     def _count(self, one: _Brought, code: Tensor) -> None:
         covered = self.sources.among(AHEAD, code)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import KVView, Piece, Seat, Seen, Stream, StreamPolicy
+from mmaccel.policies.kv._angles import Angles
 from mmaccel.policies.kv._evidence import Look, words_of
 from mmaccel.policies.kv._stream import Asked, StreamMemory, weigh
 from mmaccel.policies.kv.mosaic import saved
@@ -143,7 +144,8 @@ class MosaicMemory(StreamMemory):
         entries, p = found.entries, self.stream.unit // self.parts
         old = view.key.new_empty(2, view.key.shape[1], len(entries) * p, view.key.shape[3])
         code = self.fetcher.codes(layer, entries) if self.fetcher.indexed else None
-        self.fetcher.bring(layer, entries, code, len(entries), old, self._window_of(layer), lambda: None)
+        self.fetcher.bring(layer, entries, code, len(entries), old, self._window_of(layer))
+        self.fetcher.arrive(layer)
         if code is not None:
             self.fetcher.cache.keep(layer, entries, old)
             self.fetcher.cache.kept()
@@ -197,45 +199,39 @@ class MosaicMemory(StreamMemory):
         )
         self._found[layer] = chosen.found
         self._recalled += len(chosen.found.entries)
-        self._rep_bias[layer] = chosen.bias
-        few = 0 if chosen.reps is None else chosen.reps.shape[2]
+        few = chosen.reps
         columns = few + len(chosen.entries) * self.stream.unit // self.parts
         asked, raw = self._space(layer, columns, columns + piece.rows + piece.room)
-
-        def launch() -> None:
-            if chosen.ahead is not None:
-                self.fetcher.prefetch(layer + 1, chosen.ahead)
-
         if self._first:
-            cached = len(chosen.found.entries)
-            window = self._window_of(layer)
-            self.fetcher.bring(layer, chosen.entries, chosen.code, cached, raw[:, :, few:], window, launch)
+            cached, window = len(chosen.found.entries), self._window_of(layer)
+            self.fetcher.bring(layer, chosen.entries, chosen.code, cached, raw[:, :, few:], window)
         else:
             self._chosen_near(layer, chosen.entries, raw[:, :, few:])
-        self._finish(layer, chosen, raw)
+        if chosen.ahead is not None:
+            self.fetcher.prefetch(layer + 1, chosen.ahead)
+        angles, self._rep_bias[layer] = self.chooser.stand(
+            layer, chosen, raw, self._end, self.policy, self.compact
+        )
+        self.fetcher.arrive(layer)
+        self._finish(layer, chosen, raw, angles)
         asked.seen = chosen.seen
         return asked
 
-    def _finish(self, layer: int, chosen: Chosen, raw: Tensor) -> None:
-        """What was brought into `raw` [2, G, m + n * p, D] is kept in the cache and turned, pseudo tokens before it."""
-        few = 0 if chosen.reps is None else chosen.reps.shape[2]
-        p, angles = self.stream.unit // self.parts, chosen.angles
+    def _finish(self, layer: int, chosen: Chosen, raw: Tensor, angles: Angles) -> None:
+        """What was brought into `raw` [2, G, m + n * p, D] is kept in the cache; all of it is turned."""
+        few, retrieved, p = chosen.reps, chosen.found.entries, self.stream.unit // self.parts
 
-        def finish(retrieved: Tensor, *reps: Tensor) -> tuple[Tensor, ...]:
+        def finish() -> tuple[Tensor, ...]:
             if chosen.code is not None:
                 self.fetcher.cache.keep(layer, retrieved, raw[:, :, few : few + len(retrieved) * p])
-            for one in reps:
-                raw[:, :, :few] = one
             self.turner.turn_(raw[:1], angles)
             return ()
 
-        given = [chosen.found.entries, *([] if chosen.reps is None else [chosen.reps])]
-        if chosen.fixed:
-            name = ("finish", layer, raw.shape, few, len(given[0]))
-            at = raw.data_ptr(), raw.stride(), angles[0].data_ptr()
-            self.chooser.replays(name, finish, *given, at=at)
+        if chosen.name is None:
+            finish()
         else:
-            finish(*given)
+            at = raw.data_ptr(), raw.stride(), angles[0].data_ptr(), retrieved.data_ptr()
+            self.chooser.replays(("finish", chosen.name, raw.shape), finish, at=at)
         if chosen.code is not None:
             self.fetcher.cache.kept()
 

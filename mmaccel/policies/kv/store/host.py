@@ -166,7 +166,7 @@ class HostStore:
             if here and way in ("auto", "gather") and self._slabs.in_memory and not self._slabs.files:
                 self._wire.crossed(len(units))
                 # The entry after the last, -1, stands for what is out of range.
-                row = torch.nn.functional.pad(self.row(layer), (0, 1), value=-1)
+                row = torch.nn.functional.pad(self.rows()[layer], (0, 1), value=-1)
                 slot = torch.empty(len(units), dtype=torch.long, device=self.device)
                 self.lanes.compute.run(partial(_look, row, units, slot))
                 return self.gather(slot, out, after=after)[1]
@@ -189,12 +189,8 @@ class HostStore:
         """Slots of all slabs in memory; places beside them are numbered from here on, each from a slab's beginning."""
         return self._slabs.in_memory * self._slabs.per
 
-    def row(self, layer: int) -> Tensor:
-        """[units] on the device: the slot of each unit of a layer, -1 where it holds none."""
-        return self._table.rows()[layer]
-
     def rows(self) -> Tensor:
-        """[L, units]: `row` of all layers."""
+        """[L, units] on the device: the slot of each unit of each layer, -1 where it holds none."""
         return self._table.rows()
 
     def gather(

@@ -80,7 +80,7 @@ class Sources:
 
         May be written to.
         """
-        return torch.cat([self.store.row(layer)[:first], self.codes(WINDOW, count - first)])
+        return torch.cat([self.store.rows()[layer, :first], self.codes(WINDOW, count - first)])
 
     def gather(self, code: Tensor, out: Tensor) -> tuple[Mark, Mark]:
         """Units by codes [n] into `out` [2, G, n * P, D], on the wire's lane; the marks before and after."""

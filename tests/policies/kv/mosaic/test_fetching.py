@@ -44,20 +44,15 @@ class Replay:
             # Some of what will be wanted, and some that will not.
             guess = sorted({*self.draw.sample(later, len(later) // 2), *self.units(FIRST, 3)})
 
-            ahead: Tensor | None = None
-
-            def launch(layer: int = layer) -> None:
-                if ahead is not None:  # noqa: B023
-                    self.fetcher.prefetch(layer + 1, ahead)  # noqa: B023
-
             rest = list(range(max(units) + 1, COUNT))[-2:]
             out = self.store.buffer(len(units) + len(rest))
             self.hold_up()
             every = self.told([*units, *rest])
             code = self.fetcher.codes(layer, every)
+            self.fetcher.bring(layer, every, code, len(units), out, self.windows[layer])
             if later and self.draw.random() < 0.8:
-                ahead = self.fetcher.foretell(layer + 1, self.told([*guess, -1]))
-            self.fetcher.bring(layer, every, code, len(units), out, self.windows[layer], launch)
+                self.fetcher.prefetch(layer + 1, self.fetcher.foretell(layer + 1, self.told([*guess, -1])))
+            self.fetcher.arrive(layer)
             self.fetcher.cache.keep(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])
             self.fetcher.cache.kept()
             self.read(layer, [*units, *rest], out)

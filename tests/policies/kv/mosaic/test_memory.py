@@ -388,12 +388,8 @@ def test_what_is_held_counts_the_head_as_it_was_turned() -> None:
 def test_a_stream_begun_anew_knows_nothing_of_the_old_one() -> None:
     driven = watched()
     driven.ask(1)
-    driven.state.reset()
-    assert (
-        not driven.state.chooser.drift._known.any()
-        and not driven.state.tree.started
-        and not driven.state.units()
-    )
+    (state := driven.state).reset()
+    assert not state.chooser.drift._known.any() and not state.tree.started and not state.units()
 
 
 def test_a_question_that_breaks_off_leaves_the_wire_nothing_to_write(monkeypatch: pytest.MonkeyPatch) -> None:

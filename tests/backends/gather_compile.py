@@ -1,7 +1,7 @@
 """Compile the gather kernel for a CUDA device that need not be there: ``python -m tests.backends.gather_compile 80 90``.
 
-Prints a row for units of an even and of an odd size: capability, tokens, loads of 16 bytes, stores of 16 bytes, all
-stores.
+Prints rows for units of an even and of an odd size, written side by side and as slots lie: capability, tokens, loads of 16
+bytes, stores of 16 bytes, all stores.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ def main(capability: int) -> None:
         slab = torch.empty(10, 2, 4, tokens, size, dtype=torch.bfloat16)
         out = torch.empty(2, 4, 5 * tokens, size, dtype=torch.bfloat16)
         index = torch.zeros(5, dtype=torch.long)
-        with mock.patch.object(gather, "gather_kernel", kernel):
-            gather.gather_units(out, [slab], index[:1], index)
-        ptx = kernel.found[-1].asm["ptx"]
-        loads, stores = (re.findall(rf"{kind}\.global\S*", ptx) for kind in ("ld", "st"))
-        told = [sum("v2.b64" in one for one in some) for some in (loads, stores)]
-        print(capability, tokens, *told, len(stores), sep=",")
+        for to in (out, torch.empty_like(slab[:5]).permute(1, 2, 0, 3, 4)):
+            with mock.patch.object(gather, "gather_kernel", kernel):
+                gather.gather_units(to, [slab], index[:1], index)
+            ptx = kernel.found[-1].asm["ptx"]
+            loads, stores = (re.findall(rf"{kind}\.global\S*", ptx) for kind in ("ld", "st"))
+            told = [sum("v2.b64" in one for one in some) for some in (loads, stores)]
+            print(capability, tokens, *told, len(stores), sep=",")
 
 
 if __name__ == "__main__":

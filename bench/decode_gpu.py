@@ -16,8 +16,6 @@ sharded   the target spread over both devices, both ways round
 ratios    a step of the target after all columns, and of a draft that keeps 1, 0.5, 0.1, 0.05, 0.01 and none of them: T_p,
           T_q and their ratio, the window that is worth most and what it gains (the paper's Tables 3 and 5)
 prune     a step after all columns and after a tenth of them, beside the ratio of the bytes that they read; and eagerly
-overlap   captured steps whose kernels begin before the last one ends, in several ways, and one whose kernels do not, in
-          turns: as a session calls them, and the graphs alone, replayed again and again; whether all give the same bits
 flash     a step of the model by transformers' own code without and with a flash kernel, beside the captured one
 prefill   seconds to read a video and to say a token after it, at several lengths
 batch     several sequences in turns
@@ -34,11 +32,8 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -48,11 +43,10 @@ from pair import SEATS, SELF, Bench, read_and_say, tell, timed_step
 from pipeline import pipeline_part, sharded_part
 from replayed import after, decode, warm
 from steps import Step, run_steps
-from timing import Log, compare, measure
+from timing import Log, measure
 
 from mmaccel.core.attach import adapter_for
-from mmaccel.eval import acceptance, simulate
-from mmaccel.models.decode import StaticRunner
+from mmaccel.eval import simulate
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off
 
@@ -60,8 +54,6 @@ LENGTHS = (8 << 10, 16 << 10, 24 << 10, 32 << 10)
 """Tokens of video at which prefill and flash kernels are timed."""
 KEPT = (1.0, 0.5, 0.1, 0.05, 0.01, 0.0)
 """Shares of the video that a draft keeps where T_p / T_q is told."""
-AGAIN = 10
-"""Replays of a graph that are timed together, so that the host is not in the way."""
 PRUNED = (25_088, 100_352, SELF)
 """Columns of which a draft keeps a tenth."""
 
@@ -136,76 +128,6 @@ def prune_part(bench: Bench) -> Iterator[Step]:
     for columns in PRUNED:
         yield Step(f"prune:{columns}", 35.0 if columns == PRUNED[0] else 12.0, captured(columns))
     yield Step("prune:eager", 10.0, eager)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "one after the other": {"overlaps": lambda _: False},
-    "as shipped": {},
-    "nothing fetched": {"AHEAD": 0},
-    "4 MB fetched": {"AHEAD": 4 << 20},
-    "16 MB fetched": {"AHEAD": 16 << 20},
-    "let in at once": {"EARLY": True},
-    "let in at once, nothing fetched": {"EARLY": True, "AHEAD": 0},
-    "6 stages": {"stages": 6},
-    "6 stages, let in at once, nothing fetched": {"stages": 6, "EARLY": True, "AHEAD": 0},
-}
-"""How kernels of a step overlap: fields of `mmaccel.backends.triton.overlap`, and how many tiles of weights a program of a
-product has under way; what is not said is as it is there."""
-
-
-def overlap_part(bench: Bench) -> Iterator[Step]:
-    """Ways of overlapping, each captured by itself. After 256k columns two of them alone: each holds a cache."""
-
-    def at(columns: int, names: Sequence[str]) -> Callable[[argparse.Namespace, Log], None]:
-        def run(options: argparse.Namespace, log: Log) -> None:
-            from mmaccel.backends.triton import overlap, rows
-
-            model, ids = bench.target, torch.ones(1, 1, dtype=torch.long, device=bench.device)
-            floor = acceptance.floor_s(model, replayed.cache_bytes(model, columns), bench.rate)
-            steps: dict[str, Callable[[], torch.Tensor]] = {}
-            graphs: dict[str, Callable[[], Any]] = {}
-            said: dict[str, torch.Tensor] = {}
-            for name in names:
-                torch.manual_seed(0)
-                runner = after(model, columns, (1,))
-
-                def step(runner: Any = runner) -> torch.Tensor:
-                    out = StaticRunner.step(runner, ids)
-                    runner.truncate(columns)
-                    return out
-
-                with ExitStack() as changed:
-                    for field, value in WAYS[name].items():
-                        place, what = overlap, value
-                        if field == "stages":
-                            place, field, what = (
-                                rows,
-                                "project_rows",
-                                partial(rows.project_rows, stages=value),
-                            )
-                        changed.enter_context(mock.patch.object(place, field, what))
-                    for _ in range(3):
-                        said[name] = step()
-                (captured,) = runner.graphs[1, False]
-
-                def again(graph: Any = captured.graph) -> None:
-                    for _ in range(AGAIN):
-                        graph.replay()
-
-                steps[name], graphs[name] = step, again
-            times = compare(steps, warmup=3, repeats=options.repeats, device=bench.device)
-            alone = compare(graphs, repeats=options.repeats, device=bench.device)
-            for name in names:
-                row = {"case": "overlap", "shape": options.target, "columns": columns, "way": name}
-                row |= {"floor_s": floor, "of_floor": times[name].median / floor, **times[name].row()}
-                row["graph_s"] = alone[name].median / AGAIN
-                tell(log, **row, same_bits=torch.equal(said[name], said[names[0]]))
-
-        return run
-
-    own = SELF // bench.given.shrink
-    for columns, names in ((bench.columns // 10, [*WAYS]), (bench.columns, [*WAYS]), (own, [*WAYS][:2])):
-        yield Step(f"overlap:{columns}", 60.0, at(columns, names))
 
 
 def plain_step(bench: Bench, columns: int, rows: int) -> float:
@@ -286,7 +208,6 @@ PARTS: dict[str, Callable[[Bench], Iterator[Step]]] = {
     "steps": steps_part,
     "ratios": ratios_part,
     "prune": prune_part,
-    "overlap": overlap_part,
     "flash": flash_part,
     "prefill": prefill_part,
     "batch": batch_part,

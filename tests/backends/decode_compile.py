@@ -1,8 +1,7 @@
 """Compile the kernels of a decode step for a device that need not be there: ``python -m tests.backends.decode_compile 90``.
 
 Prints a row for each way they are used: name, bytes of shared memory, instructions of the matrix units, copies of 16 bytes
-that go on beside the computation, whether it waits for the kernel before it and lets the next one begin (`overlapping`),
-fetches into the L2 cache, bytes of stack a thread, registers a thread, warps.
+that go on beside the computation, bytes of stack a thread, registers a thread, warps.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from mmaccel.backends.triton import decode, overlap, rows
+from mmaccel.backends.triton import decode, rows
 
 from .triton_compile import Compiled, Elsewhere, used
 
@@ -27,10 +26,8 @@ def blank(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(size, dtype=dtype)
 
 
-def attended(
-    n: int, dtype: torch.dtype = torch.bfloat16, size: int = 128, merged: bool = False, **choices: Any
-) -> Any:
-    """The kernel of the pieces, for the shape of a 7B model, or that which merges them."""
+def attended(n: int, dtype: torch.dtype = torch.bfloat16, size: int = 128, **choices: Any) -> Any:
+    """The kernel of the pieces, for the shape of a 7B model."""
     pieces, merge = Compiled(decode.piece_kernel), Compiled(decode.merge_kernel)
     query = blank(1, n, 28, size, dtype=dtype).transpose(1, 2)
     cache = blank(1, 4, 4096, size, dtype=dtype)
@@ -41,11 +38,11 @@ def attended(
         mock.patch.object(decode, "_multiprocessors", lambda _: 132),
     ):
         decode.decode_attend(query, cache, cache, torch.zeros(1, n, dtype=torch.long), 0.1, sees, **choices)
-    return (merge if merged else pieces).found[0]
+    return pieces.found[0]
 
 
-def projected(count: int, kind: str, normed: bool = False, **choices: Any) -> Any:
-    """The product of one of the weights of a 7B model's layer, or the norm before it."""
+def projected(count: int, kind: str, **choices: Any) -> Any:
+    """The product of one of the weights of a 7B model's layer."""
     kernel = Compiled(rows.project_kernel)
     E = 3584
     weight = {"qkv": [E, 512, 512], "o": [E], "up": [18944] * 2, "down": [E]}[kind]
@@ -65,7 +62,7 @@ def projected(count: int, kind: str, normed: bool = False, **choices: Any) -> An
             kind == "up",
             **choices,
         )
-    return (norm if normed else kernel).found[0]
+    return kernel.found[0]
 
 
 def turned() -> Any:
@@ -89,20 +86,7 @@ WAYS = {
         for count in (1, 10, 64)
     },
     "turn": turned,
-    "merge": lambda: attended(1, merged=True),
-    "norm": lambda: projected(1, "qkv", normed=True),
 }
-
-
-def overlapping(kernel: Any) -> bool:
-    """Whether a kernel is launched before the last one ends, lets the next one begin, and waits for the last one before it
-    reads or writes anything, and before it ends anywhere."""
-    ptx = kernel.asm["ptx"]
-    waits = [found.start() for found in re.finditer(r"^\s*griddepcontrol\.wait;", ptx, re.MULTILINE)]
-    touching = re.search(r"\b(?:ld|st|red|atom)\.global|\bcp\.async\.c[ag]|^\s*ret;", ptx, re.MULTILINE)
-    assert touching is not None
-    lets = "griddepcontrol.launch_dependents;" in ptx
-    return kernel.metadata.launch_pdl and lets and len(waits) == 1 and waits[0] < touching.start()
 
 
 def told(name: str, kernel: Any) -> str:
@@ -113,8 +97,6 @@ def told(name: str, kernel: Any) -> str:
         kernel.metadata.shared,
         products,
         copies,
-        int(overlapping(kernel)),
-        ptx.count("bulk.prefetch.L2"),
         *used(kernel),
         kernel.metadata.num_warps,
     )
@@ -123,9 +105,8 @@ def told(name: str, kernel: Any) -> str:
 
 def main(capability: int) -> None:
     driver.set_active(Elsewhere(capability))
-    with mock.patch.object(overlap, "overlaps", lambda _: capability >= 90):
-        for name, way in WAYS.items():
-            print(told(name, way()))
+    for name, way in WAYS.items():
+        print(told(name, way()))
 
 
 if __name__ == "__main__":

@@ -58,16 +58,14 @@ def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compiles_for_devices_that_are_not_here() -> None:
     """Products run on the matrix units, the cache and the weights come in copies of 16 bytes, two programs share a
-    multiprocessor, nothing spills; each kernel begins before the last one ends, waits for it, and weights come ahead."""
+    multiprocessor, and nothing spills."""
     pytest.importorskip("triton")
     lines = run("tests.backends.decode_compile", "90", TRITON_INTERPRET="0").splitlines()
-    assert len(lines) == 20
+    assert len(lines) == 18
     for line in lines:
-        name, shared, products, copies, overlaps, fetches, spilled, *_ = line.split(",")
-        assert int(spilled) == 0 and int(overlaps) == 1, line
-        read = {"qkv": 1, "o": 1, "up": 2, "down": 1, "norm": 1}
-        assert int(fetches) == read.get(name.split()[0], 0), line
-        if name not in ("turn", "merge", "norm"):
+        name, shared, products, copies, spilled, *_ = line.split(",")
+        assert int(spilled) == 0, line
+        if name != "turn":
             assert int(copies) > 0 and (int(products) > 0) == (name != "attend fp32"), line
         if name.startswith("attend"):
             assert 2 * int(shared) <= 231424, line

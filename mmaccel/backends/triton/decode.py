@@ -17,9 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.backends.triton import overlap
 from mmaccel.backends.triton.homes import lines
-from mmaccel.backends.triton.overlap import launched, let_next_begin, wait_for_last
 
 LEAST = 2
 """Tiles of keys that a piece has at least: shorter ones cost more to merge than they save."""
@@ -74,17 +72,12 @@ def piece_kernel(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Rows of all heads of a key/value head, over one piece of the columns; row r is head r % GROUP of new row r // GROUP.
     Under BIAS the first `biased` columns have one.
 
     part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) in float32; a row that sees nothing of a piece is 0, -inf.
     """
-    if EARLY:
-        let_next_begin(OVERLAP)
-    wait_for_last(OVERLAP)
     split = tl.program_id(0)
     g, b = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
     length, tiles, used = _pieces(columns, b, n, SPLITS, BLOCK_N, LEAST)
@@ -139,7 +132,6 @@ def piece_kernel(
         )
         acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
         peak = top
-    let_next_begin(OVERLAP)
     seen = total > 0
     whole = tl.where(seen, total, 1.0)
     place = ((b * GROUPS * GROUP + head) * n + i).to(tl.int64) * SPLITS + split
@@ -164,11 +156,8 @@ def merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     LEAST: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """BLOCK_D elements of one row of one head: its partial answers, each by its share of the sum."""
-    let_next_begin(OVERLAP)
-    wait_for_last(OVERLAP)
     row, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     i, d = row // BLOCKS, row % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -222,7 +211,6 @@ def decode_attend(
     lse = torch.empty(B, H, n, splits, dtype=torch.float32, device=query.device)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     columns = columns.contiguous()
-    on = overlap.overlaps(query.device)
     with torch.cuda.device_of(query):
         piece_kernel[(splits, B * G, tiles)](
             query,
@@ -252,9 +240,7 @@ def decode_attend(
             WINDOW=ops.WINDOW,
             PRECISION="ieee",
             STAGES=stages,
-            EARLY=overlap.EARLY,
             num_warps=warps,
-            **launched(on),
         )
         merge_kernel[(n * triton.cdiv(D, MERGED), H, B)](
             part,
@@ -271,6 +257,5 @@ def decode_attend(
             BLOCK_D=MERGED,
             LEAST=LEAST,
             num_warps=4,
-            **launched(on),
         )
     return out

@@ -4,8 +4,8 @@ A product of a few rows takes as long as its weights take to read, so nothing el
 after it are done by the same program, the norm before it is a kernel of 2 us.
 
 On an H200 a step of a 7B model after 25 088 columns takes 4.32 ms so, 1.13 of what reading weights and cache takes at the
-rate of a copy; with larger tiles and the norm in every program it took 10.49 ms. What lies between two kernels is most of
-the rest (`overlap`). Letting the next one in at once, each of its programs fetching its share of 16 MB: 5.78 ms.
+rate of a copy; with larger tiles and the norm in every program it took 10.49 ms. Kernels that begin before the last one
+ends and fetch weights meanwhile: 5.78 ms; the same with cuBLAS for gate and up and nothing fetched: 4.63 ms.
 """
 
 # mypy: ignore-errors
@@ -19,15 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.triton import overlap
 from mmaccel.backends.triton.homes import lines
-from mmaccel.backends.triton.overlap import (
-    fetch_lines,
-    launched,
-    let_next_begin,
-    let_next_begin_from,
-    wait_for_last,
-)
 
 MOST = 64
 """Rows beyond which a product is no longer a matter of reading weights."""
@@ -37,21 +29,8 @@ FEW = 16
 
 
 @triton.jit
-def norm_kernel(
-    x,
-    gain,
-    out,
-    eps,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FETCHED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One row over its root mean square, times `gain`; rounded as the model's own norm rounds. FETCHED: see `overlap`."""
-    let_next_begin(OVERLAP)
-    if FETCHED:
-        fetch_lines(gain, 1, 0, K * (gain.dtype.element_ty.primitive_bitwidth // 8))
-    wait_for_last(OVERLAP)
+def norm_kernel(x, gain, out, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """One row over its root mean square, times `gain`; rounded as the model's own norm rounds."""
     k = tl.arange(0, BLOCK_K)
     inside = k < K
     line = tl.program_id(0) * K
@@ -88,18 +67,11 @@ def project_kernel(
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    BEGIN: tl.constexpr,
-    FETCHING: tl.constexpr,
-    FETCHED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.project_rows`.
 
-    EVEN: blocks divide the weights, so that nothing of these is masked. The first FETCHING programs fetch FETCHED bytes of
-    each line of theirs ahead, and the next kernel begins when they are all at the input BEGIN: see `overlap`.
+    EVEN: blocks divide the weights, so that nothing of these is masked.
     """
-    if BEGIN == 0:
-        let_next_begin(OVERLAP)
     block = tl.program_id(0)
     weight, bias, begin, width = weight_0, bias_0, 0, WIDTH_0
     if WIDTH_1 and not GATED:
@@ -111,13 +83,6 @@ def project_kernel(
                 if block >= blocks:
                     weight, bias, begin, width = weight_2, bias_2, WIDTH_0 + WIDTH_1, WIDTH_2
                     block -= blocks
-    if FETCHED:
-        SIZE: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
-        if tl.program_id(0) < FETCHING:
-            fetch_lines(weight + block.to(tl.int64) * BLOCK_O * K, BLOCK_O, K * SIZE, FETCHED)
-            if GATED:
-                fetch_lines(weight_1 + block.to(tl.int64) * BLOCK_O * K, BLOCK_O, K * SIZE, FETCHED)
-    wait_for_last(OVERLAP)
     o = block * BLOCK_O + tl.arange(0, BLOCK_O)
     r, k = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
     there, mine = o < width, r < rows
@@ -143,8 +108,6 @@ def project_kernel(
         if GATED:
             other = tl.load(weight_1 + at, mask=held, other=none)
             up = tl.dot(other, row, up, input_precision=PRECISION)
-        if BEGIN > 0:
-            let_next_begin_from(start, BEGIN, OVERLAP)
     if BIAS:
         acc += offset.to(tl.float32)[:, None]
     if GATED:
@@ -157,7 +120,6 @@ def project_kernel(
 def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     rows, K = x.shape
     out = torch.empty_like(x)
-    on = overlap.overlaps(x.device)
     norm_kernel[(rows,)](
         x,
         gain,
@@ -165,9 +127,7 @@ def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
         eps,
         K=K,
         BLOCK_K=triton.next_power_of_2(K),
-        FETCHED=on and overlap.fetchable(gain),
         num_warps=8,
-        **launched(on),
     )
     return out
 
@@ -201,11 +161,6 @@ def project_rows(
     block_k = block_k or min(256 if few else 128, max(triton.next_power_of_2(K), 16))
     grid = triton.cdiv(widths[0], block_o) if gated else sum(triton.cdiv(w, block_o) for w in widths)
     even = K % block_k == 0 and all(w % block_o == 0 for w in widths)
-    on = overlap.overlaps(x.device)
-    # Tiles that a program fetches, and bytes of each, of all its weights.
-    tile = block_o * block_k * x.element_size() * (1 + gated)
-    deep = max(1, min(K // block_k, overlap.AHEAD // (grid * tile)))
-    fetching = min(grid, overlap.AHEAD // (deep * tile)) if on and even and overlap.fetchable(*weight) else 0
     with torch.cuda.device_of(x):
         if gain is not None:
             x = _normed(x, gain, eps)
@@ -232,11 +187,7 @@ def project_rows(
             BLOCK_R=max(triton.next_power_of_2(rows), 8),
             PRECISION="ieee",
             STAGES=stages,
-            BEGIN=0 if overlap.EARLY else max(0, triton.cdiv(K, block_k) - stages) * block_k,
-            FETCHING=fetching,
-            FETCHED=deep * block_k * x.element_size() if fetching else 0,
             num_warps=warps,
-            **launched(on),
         )
     return out
 
@@ -263,11 +214,8 @@ def turn_kernel(
     GROUPS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One head of one new row: a query or a key is turned, and keys and values go to their column of the cache."""
-    let_next_begin(OVERLAP)
-    wait_for_last(OVERLAP)
     head, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = b.to(tl.int64)
     d = tl.arange(0, BLOCK_D)
@@ -319,6 +267,5 @@ def turn_rows(
             D=D,
             BLOCK_D=triton.next_power_of_2(D),
             num_warps=1,
-            **launched(overlap.overlaps(rows.device)),
         )
     return query.transpose(1, 2)

@@ -22,6 +22,10 @@ Row = Mapping[str, Any]
 DECODE = ("tree", "way", "window", "draws", "tokens a second", "over alone", "of the simulator's", "kept")
 WHOLE = ("tree", "way", "window", "first token", "tokens a second", "over alone", "512 tokens", "end to end")
 WAYS = {"parallel": "`parallel`", "sequential": "`sequential`, whole video", "specvlm": "SpecVLM"}
+PRUNED = WAYS | {"sequential": "`sequential`"}
+"""Of a tenth of the video."""
+THROUGH = ("end", "one device")
+"""Cases of whole generations."""
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
@@ -88,9 +92,11 @@ def decoding(row: Row) -> tuple[str, ...]:
 def whole(row: Row) -> tuple[str, ...]:
     """The cells of a whole generation."""
     held = row["counters"].get("window")
+    here = row["case"] == "one device"
+    way = (PRUNED if here else WAYS).get(row["way"], row["way"])
     return (
         row["tree"],
-        WAYS.get(row["way"], row["way"]),
+        f"{way}, one device" if here else way,
         f"{held:.0f}" if held else "",
         f"{row['ttft_s']:.2f} s",
         f"{row['tokens_per_s']:.1f}",
@@ -109,8 +115,8 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def tables(rows: Iterable[Row]) -> tuple[str, str]:
     """That of decoding after prompts that are taken to have been read, and that of whole generations."""
     told = [row for row in rows if "tokens_per_s" in row]
-    after = [decoding(row) for row in told if row["case"] != "end"]
-    through = [whole(row) for row in told if row["case"] == "end" and row["way"] != "eager"]
+    after = [decoding(row) for row in told if row["case"] not in THROUGH]
+    through = [whole(row) for row in told if row["case"] in THROUGH and row["way"] != "eager"]
     return markdown(DECODE, after), markdown(WHOLE, through)
 
 

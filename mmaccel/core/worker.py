@@ -219,10 +219,8 @@ class Worker:
                 message = self.wire.receive(max(0.0, until - time.monotonic()))
             except DraftError as error:
                 self._broken(error)
-            if self._outbox.busy:
-                self._heard = (
-                    time.monotonic()
-                )  # it cannot answer what it has not heard; the wire has a limit of its own
+            # It cannot answer what it has not heard; the wire has a limit of its own.
+            self._heard = time.monotonic() if self._outbox.busy else max(self._heard, self._outbox.left)
             if message is None:
                 if time.monotonic() - self._heard > self.silence_s:
                     self.close()

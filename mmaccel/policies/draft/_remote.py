@@ -95,8 +95,8 @@ class Remote:
             # A process that cannot be told has ended, and what it held with it.
             with contextlib.suppress(DraftError):
                 self._worker.send(END, self._number)
-            # From here on the prompt's owner may write over it.
-            self._worker.posted()
+                # From here on the prompt's owner may write over it.
+                self._worker.posted()
 
 
 def start(service: str, options: Mapping[str, Any], timeout_s: float) -> Worker:

@@ -91,6 +91,34 @@ def test_a_process_may_be_ended_while_its_prompt_is_on_the_way(worker: Worker) -
     assert worker.process.poll() is not None
 
 
+def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(worker: Worker) -> None:
+    """The longest silence counts from when the last message had left, not from when it was posted."""
+    worker.silence_s = 0.5
+
+    def slow() -> list[Blob]:
+        time.sleep(0.7)
+        return []
+
+    worker.post(OWN + 4, 1, blob=slow)
+    worker.posted()
+    assert worker.receive(0.0) is None and worker.alive
+
+
+def test_a_prompt_that_is_not_taken_does_not_hide_why_a_sequence_ended(worker: Worker) -> None:
+    """Whoever closes a sequence because of another error tells that one; the next sequence gets another process."""
+    worker.silence_s = 0.3
+    one = _remote.Remote(worker, VOCAB)
+    stop(worker)
+    one.begin({"input_ids": torch.zeros(1, 1 << 20, dtype=torch.long)}, None, True, False)
+    with pytest.raises(MemoryError):
+        try:
+            raise MemoryError
+        except MemoryError:
+            one.close()
+            raise
+    assert not worker.alive and worker.process.poll() is not None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pixels_leave_a_device_as_they_were_when_the_prompt_was_told() -> None:

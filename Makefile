@@ -31,9 +31,8 @@ $(STAMP): pyproject.toml constraints.txt | $(PY)
 	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# Threads that spin while they wait take the time of those that work where the machine is busy.
 demo: $(STAMP)
-	OMP_WAIT_POLICY=passive $(VENV)/bin/mmaccel demo --worlds $(WORLDS) --seed0 $(SEED)
+	$(VENV)/bin/mmaccel demo --worlds $(WORLDS) --seed0 $(SEED)
 
 test: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS)

@@ -8,6 +8,9 @@ import sys
 
 def main() -> None:
     """As `mmaccel.cli.main`; stopped while that is imported, one line on standard error and 130."""
+    # Read when torch is loaded: threads that spin while they wait take the time of those that work, where the machine is
+    # busy or a draft has a process of its own.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         from mmaccel.cli import main as command
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -51,12 +51,17 @@ class Replays:
     The first call of a name runs the function as it is written, and so does every call where there is no CUDA. The second
     captures it; one that cannot be captured is run as it is written from then on. What a function gives lies where its own
     next call writes, and no other, from the first call on.
+
+    Of a name there are captures for the last `KEPT` values of `at`: sessions on one model that are asked in turns each find
+    theirs. What `at` names may be freed, and something else of the same shape come to lie there: a capture reads what is
+    there when it is replayed, and so does to the new tensor what it did to the old one. It reads nothing else that can be
+    freed: what it was given, its results and the rooms are its own, and the mark covers the rest.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._works = device.type == "cuda"
-        self._held: dict[Hashable, tuple[Hashable, _Replay | _First]] = {}
+        self._held: dict[Hashable, dict[Hashable, _Replay | _First]] = {}
         self._rooms: dict[Hashable, Tensor] = {}
         self._mark: Hashable = None
         self._pool: Any = None
@@ -85,28 +90,37 @@ class Replays:
         """What `work` makes of `given`; `at` says where lies what this function alone reads beside what `mark` covers."""
         if not self._works:
             return work(*given)
-        known, held = self._held.get(name, (None, None))
-        if held is None or known != at:
+        ways = self._held.setdefault(name, {})
+        # The last one used is the last of all.
+        held = ways.pop(at, None)
+        if held is None:
+            if len(ways) == KEPT:
+                del ways[next(iter(ways))]
             out = work(*given)
             with torch.inference_mode(False):
-                held = tuple(torch.empty_like(one) for one in out)
-            for place, one in zip(held, out, strict=True):
-                place.copy_(one)
-            self._held[name] = at, held
+                held = ways[at] = tuple(torch.empty_like(one) for one in out)
+            _copied(held, out)
             return held
-        if not isinstance(held, _Replay):
-            if isinstance(held, str):
-                return work(*given)
+        if isinstance(held, tuple):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            # Should it fail.
-            self._held[name] = at, UNFIT
             try:
                 held = _Replay(work, given, held, self._device, self._pool)
             except RuntimeError:
-                return work(*given)
-            self._held[name] = at, held
-        return held(*given)
+                held = UNFIT
+        ways[at] = held
+        return work(*given) if isinstance(held, str) else held(*given)
+
+
+KEPT = 8
+"""Captures of one function, each for other places. One of a layer's takes some hundred kilobytes of the device."""
+
+
+def _copied(places: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """`out` into `places`: a launch for all of one type."""
+    for kind in {one.dtype for one in out}:
+        some = [number for number, one in enumerate(out) if one.dtype == kind]
+        torch._foreach_copy_([places[number] for number in some], [out[number] for number in some])
 
 
 UNFIT: Literal["unfit"] = "unfit"
@@ -131,8 +145,7 @@ class _Replay:
         self._graph, _ = captured(lambda: self._run(work), device, pool)
 
     def _run(self, work: Work) -> None:
-        for place, one in zip(self._out, work(*self._given), strict=True):
-            place.copy_(one)
+        _copied(self._out, work(*self._given))
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         for place, one in zip(self._given, given, strict=True):

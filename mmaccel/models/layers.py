@@ -6,7 +6,7 @@ the time. Weights are the model's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from mmaccel.core.attention import StreamRun
 from mmaccel.core.kv import Seat
 from mmaccel.core.replay import Replays
 from mmaccel.models.pointwise import normed
+from mmaccel.models.watched import Watched
 
 if TYPE_CHECKING:
     from mmaccel.models.family import Family
@@ -39,21 +40,26 @@ class FewRows:
     def __init__(self, model: nn.Module, family: Family) -> None:
         self._model, self._family = model, family
         self._shape = family.geometry(model)
-        # Walking through the modules takes the host a millisecond.
-        self._inner = [module for layer in family.layers(model) for module in layer.modules()]
+        self._watched: Watched | None = None
+        self._told: Any = None
+        self._known = False
         self._replays = Replays(next(model.parameters()).device)
         self._angles: tuple[Tensor, Tensor] | None = None
         self._starts: dict[int, tuple[Tensor, int]] = {}
 
     def serves(self, rows: Tensor) -> bool:
         """Whether the layers are `known`, and nobody listens to them; and rows [n, E] are few."""
-        layers: list[Any] = list(self._family.layers(self._model))
-        config = self._family.text(self._model).config
         if len(rows) > WIDTHS[-1] or rows.device.type not in DEVICES:
             return False
-        if not known(layers, getattr(config, "hidden_act", "")):
-            return False
-        return not any(module._forward_hooks or module._forward_pre_hooks for module in self._inner)
+        layers: list[Any] = list(self._family.layers(self._model))
+        activation = getattr(self._family.text(self._model).config, "hidden_act", "")
+        told = (
+            activation,
+            [getattr(getattr(layer, "self_attn", None), "sliding_window", None) for layer in layers],
+        )
+        if self._watched is None or told != self._told or not self._watched.same(layers):
+            self._watched, self._told, self._known = Watched(layers), told, known(layers, activation)
+        return self._known and not self._watched.heard()
 
     def run(self, run: StreamRun, embeds: Tensor, hidden: bool) -> Tensor:
         """See `StreamSeam.run`."""
@@ -61,7 +67,8 @@ class FewRows:
         layers: list[Any] = list(self._family.layers(self._model))
         heads, groups, size = shape.heads, shape.kv_heads, shape.head_dim
         width = next(rows for rows in WIDTHS if rows >= n)
-        self._replays.under(tuple(at.data_ptr() for layer in layers for at in weights(layer)))
+        assert self._watched is not None
+        self._replays.under(self._watched.places)
         x = pad(embeds, (0, 0, 0, width - n))
         rows = entering(layers[0], x)
         self._angles = None
@@ -100,7 +107,9 @@ class FewRows:
             start.fill_(seat.column)
             self._starts[number] = start, seat.column
         given = [x, rows] if seat.bias is None else [x, rows, seat.bias]
-        at = seat.key.data_ptr(), seat.value.data_ptr(), seat.key.shape, tuple(one.shape for one in given)
+        key, value = seat.key, seat.value
+        lies = key.data_ptr(), value.data_ptr(), key.shape, key.stride(), value.stride()
+        at = lies, tuple(one.shape for one in given)
         return self._replays((number, len(x), "seat"), seated(two, seat, turn, start), *given, at=at)
 
 
@@ -169,16 +178,6 @@ def known(layers: Iterable[Any], activation: str) -> bool:
         and len({p.device for p in layer.parameters()}) == 1
         for layer in layers
     )
-
-
-def weights(layer: Any) -> Iterator[Any]:
-    """All that a layer reads."""
-    yield layer.input_layernorm.weight
-    yield layer.post_attention_layernorm.weight
-    for linear in linears(layer):
-        yield linear.weight
-        if linear.bias is not None:
-            yield linear.bias
 
 
 def linears(layer: Any) -> list[nn.Module]:

@@ -89,3 +89,74 @@ def test_what_cannot_be_captured_is_run_as_it_is_written(monkeypatch: pytest.Mon
     for _ in range(3):
         replays("twice", lambda x: (2 * x,), one)
     assert len(tried) == 2
+
+
+class Repeated:
+    """As a captured function behaves: the values of the host are those of the capture, results lie in fixed places."""
+
+    def __init__(self, work: Any, given: Any, out: Any, device: Any, pool: Any) -> None:
+        self.work, self.out = work, out
+        MADE.append(self)
+
+    def __call__(self, *given: torch.Tensor) -> Any:
+        for place, one in zip(self.out, self.work(*given), strict=True):
+            place.copy_(one)
+        return self.out
+
+
+MADE: list[Repeated] = []
+
+
+def repeating(monkeypatch: pytest.MonkeyPatch) -> replay.Replays:
+    monkeypatch.setattr(replay, "_Replay", Repeated)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    MADE.clear()
+    replays = replay.Replays(torch.device("cpu"))
+    replays._works = True
+    return replays
+
+
+def test_sessions_asked_in_turns_each_find_their_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = repeating(monkeypatch)
+    memories = [torch.full((2,), float(n)) for n in range(replay.KEPT)]
+    given = torch.ones(2)
+    for turn in range(4):
+        for memory in memories:
+            (out,) = replays("sum", lambda x, m=memory: (x + m,), given + turn, at=memory.data_ptr())
+            assert torch.equal(out, given + turn + memory)
+    assert len(MADE) == replay.KEPT
+
+
+def test_of_many_places_the_last_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = repeating(monkeypatch)
+
+    def ask(at: int) -> int:
+        before = len(MADE)
+        replays("one", lambda: (torch.ones(1),), at=at)
+        return len(MADE) - before
+
+    for at in range(replay.KEPT):
+        assert [ask(at), ask(at), ask(at)] == [0, 1, 0]
+    # The first is used again, so that the second is the one to go.
+    assert [ask(0), ask(99), ask(99)] == [0, 0, 1]
+    assert ask(0) == 0
+    assert [ask(1), ask(1)] == [0, 1]
+    assert sum(map(len, replays._held.values())) == replay.KEPT
+
+
+def test_what_comes_to_lie_where_something_lay_is_what_a_replay_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A session is closed, and another's memory of the same shape is made of what it gave back."""
+    replays = repeating(monkeypatch)
+    room = torch.zeros(4)
+    for number in range(4):
+        memory = room.view(2, 2) if number % 2 else room.view(2, 2).clone()
+        memory.fill_(float(number))
+        at = memory.data_ptr(), memory.shape, memory.stride()
+        (out,) = replays("double", lambda m=memory: (2 * m,), at=at)
+        assert torch.equal(out, 2 * memory)
+    again = room.view(2, 2).fill_(7.0)
+    (out,) = replays("double", lambda: (again * 0,), at=(again.data_ptr(), again.shape, again.stride()))
+    # The capture's own function, to what lies there now.
+    assert len(MADE) >= 1 and torch.equal(out, 2 * again)

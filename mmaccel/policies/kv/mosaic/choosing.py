@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from mmaccel.backends.clusters import Late
+from mmaccel.backends.words import folded
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import Stream
 from mmaccel.core.replay import Replays
 from mmaccel.policies.kv._angles import Angles, Turner
-from mmaccel.policies.kv.mosaic.drift import Drift, mean_inside
+from mmaccel.policies.kv.mosaic.drift import Drift
 from mmaccel.policies.kv.mosaic.fetching import Fetcher
 from mmaccel.policies.kv.mosaic.index import Found, Index
 from mmaccel.policies.kv.mosaic.standing import Standing
@@ -126,7 +127,7 @@ class Chooser:
     ) -> Chosen:
         """For a question whose first layer was told of by `asked`."""
         parts, begin, count, away = self.parts, end.begin, end.units, end.away
-        local = count - begin
+        more = (count - begin) * parts
         there = self.index.prepare(begin * parts, budget)
         reps = self._left[layer] if self._left else 0
         again = away and len(there.entries) > budget
@@ -143,32 +144,32 @@ class Chooser:
             self.drift.entered(layer)
 
         def choose() -> tuple[Tensor, ...]:
-            inside = torch.arange(query.shape[1], device=self._device)[:, None] < told[0]
-            mean, words = mean_inside(query, inside)[:, 0], None
+            words = None
             if hidden is not None:
-                words = self.drift.next(layer, hidden, inside)
+                entering = self.drift.next(layer, hidden, told[:1])
                 # A mean goes through the projection as its rows do.
-                words = None if last else mean_inside(self._model.norm(layer + 1, words), inside)
-            found, ahead = self._search(layer, mean, words, budget, 0 if last else wide)
+                words = None if last else folded(self._model.norm(layer + 1, entering), told[:1], 1)
+            mean = self.folded(query, told[:1])
+            late = Late(told[1:2], parts, more)
+            found, ahead = self._search(layer, mean, words, budget, 0 if last else wide, late)
             if guessing and policy.predictor == "frames":
-                ahead = self.index.guess(layer + 1, found.entries, wide)
-            late = (told[1] - local) * parts + torch.arange(local * parts, device=self._device)
-            entries, made = torch.cat([found.entries, late]), list[Tensor]()
+                ahead = self.index.guess(layer + 1, found.entries[: len(found.entries) - more], wide)
+            made = list[Tensor]()
             if coded:
-                made.append(self._fetcher.codes(layer, entries))
+                made.append(self._fetcher.codes(layer, found.entries))
             if guessing and ahead is not None:
                 made.append(self._fetcher.foretell(layer + 1, ahead))
-            return entries, found.picked, found.scores, *made
+            return *found, *made
 
         name = None
         if again:
-            sizes = layer, budget, wide, local, reps, there.largest, query.shape[1]
+            sizes = layer, budget, wide, more, reps, there.lists.largest, query.shape[1]
             name = sizes, compact, coded, policy.prefetch, hidden is None, policy.predictor, policy.rep_bias
             entries, picked, scores, *made = self.replays(name, choose)
         else:
             entries, picked, scores, *made = choose()
         return Chosen(
-            Found(entries[: len(entries) - local * parts], picked, scores),
+            Found(entries[: len(entries) - more], picked, scores),
             entries,
             made.pop(0) if coded else None,
             made.pop(0) if guessing else None,
@@ -189,14 +190,15 @@ class Chooser:
             return self._turner.at(name, lambda: self.standing.where(entries, count, compact)), None
         # One room for all layers: a layer turns its keys before the next one is asked.
         room = self.replays.room("angles", (2, 1, 1, *out.shape[2:]), self.stream.dtype)
-        left = self._told[2 + layer] if chosen.name is not None and self.replays.works else None
+        left = self._told[2 + layer, None] if chosen.name is not None and self.replays.works else None
         weighed = policy.rep_bias == "log_size"
 
         def stand() -> tuple[Tensor, ...]:
             places, bias = [], list[Tensor]()
             if reps:
-                rows, times, held = self.index.rest(layer, found, reps)
-                out[:, :, :reps], added = self._standing_for(rows, held, weighed, left)
+                tokens = self.stream.unit // self.parts * weighed
+                columns, head = out[:, :, :reps], self.stream.head
+                times, added = self.index.rest(layer, found, columns, head, left, tokens)
                 bias.append(added)
                 places.append(self.standing.middles(times, entries, count, compact))
             places.append(self.standing.where(entries, count, compact))
@@ -224,33 +226,20 @@ class Chooser:
         hidden = None if asking.hidden is None else laid("hidden", asking.hidden)
         return Asking(laid("query", asking.query), hidden)
 
-    def folded(self, query: Tensor) -> Tensor:
-        """[d]: a query [H, D] against keys of all heads, the heads of a group summed, for they share their keys."""
-        heads, size = self.geometry.kv_heads, self.geometry.head_dim
-        return query.reshape(heads, -1, size).sum(1).flatten()
+    def folded(self, query: Tensor, count: Tensor | None = None) -> Tensor:
+        """[d]: the mean of raw queries [H, n, D] of the first `count` [1] rows, or of all, against keys of all heads: the
+        heads of a group summed, for they share their keys."""
+        return folded(query, count, self.geometry.kv_heads)
 
     def _search(
-        self, layer: int, mean: Tensor, words: Tensor | None, budget: int, wide: int
+        self, layer: int, mean: Tensor, words: Tensor | None, budget: int, wide: int, late: Late
     ) -> tuple[Found, Tensor | None]:
-        """What a layer retrieves, and `wide` entries that the next will need; none of these for 0."""
-        folded = self.folded(mean)
+        """What a layer retrieves by its folded query `mean` [d], and `late`; and `wide` entries that the next will need, by
+        the mean hidden state `words` [E], or else by the same; none of these for 0."""
         if not wide:
-            return self.index.search_ahead(layer, folded[None], budget, 0)
-        later = folded
+            return self.index.search_ahead(layer, mean[None], budget, 0, late)
+        later = mean
         if words is not None:
-            later = self.folded(self._model.query(layer + 1, words.to(self.stream.dtype))[0, :, 0].float())
+            later = self.folded(self._model.query(layer + 1, words[None, None].to(self.stream.dtype))[0])
         # Without a guess too: what else is computed beside it may change the last bit of a score.
-        return self.index.search_ahead(layer, torch.stack([folded, later]), budget, wide)
-
-    def _standing_for(self, rows: Tensor, held: Tensor, weighed: bool, left: Tensor | None) -> list[Tensor]:
-        """Pseudo tokens [2, G, k, D] of keys and values [2, k, d], and what is added to the scores of the head and of them:
-        if `weighed` the logarithms of the tokens of `held` [k] entries; and to those from `left` on, on the device, what
-        hides them."""
-        heads, size = self.geometry.kv_heads, self.geometry.head_dim
-        added = torch.zeros(held.shape, device=held.device)
-        if weighed:
-            # What stands for retrieved tokens adds nothing to them.
-            added = (held * (self.stream.unit // self.parts)).float().clamp_min(1e-30).log()
-        if left is not None:
-            added = added.masked_fill(torch.arange(len(held), device=held.device) >= left, -torch.inf)
-        return [rows.view(2, -1, heads, size).transpose(1, 2), pad(added, (self.stream.head, 0))]
+        return self.index.search_ahead(layer, torch.stack([mean, later]), budget, wide, late)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmaccel.backends.words import moved
+
 
 class Drift:
     """What each layer adds to the hidden states of a question's words, in the mean, as the last question showed it.
@@ -27,15 +29,11 @@ class Drift:
         self._known.zero_()
         self._reached = -1
 
-    def next(self, layer: int, words: Tensor, inside: Tensor) -> Tensor:
+    def next(self, layer: int, words: Tensor, count: Tensor) -> Tensor:
         """The hidden states that will enter the next layer, about, for those [1, n, E] of rows entering this one, of which
-        `inside` [n, 1] are a question's words; `entered` is told what this shows."""
-        mean = mean_inside(words, inside)[0, 0]
-        if layer:
-            self._seen[layer - 1] = mean - self._before
-        self._before.copy_(mean)
-        known: Tensor = self._known[layer]
-        return words + known.to(words.dtype)
+        the first `count` [1] are a question's words; `entered` is told what this shows."""
+        seen = self._seen[layer - 1] if layer else None
+        return moved(words[0], count, self._known[layer], self._before, seen)[None]
 
     def entered(self, layer: int) -> None:
         """The states that enter a layer are given to `next`, or to what replays it."""
@@ -46,8 +44,3 @@ class Drift:
         if self._reached > 0:
             self._known[: self._reached] = self._seen[: self._reached]
         self._reached = -1
-
-
-def mean_inside(rows: Tensor, inside: Tensor) -> Tensor:
-    """[..., 1, E] float32: the mean of those of `rows` [..., n, E] that are `inside` [n, 1]; the others may be anything."""
-    return torch.where(inside, rows.float(), 0.0).sum(-2, keepdim=True) / inside.sum()

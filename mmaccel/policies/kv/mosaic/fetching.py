@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmaccel.backends.words import foretold
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.cache import Cache
 from mmaccel.policies.kv.store import HostStore, Sources
@@ -113,12 +114,7 @@ class Fetcher:
     def foretell(self, layer: int, entries: Tensor) -> Tensor:
         """[n] codes of those of `entries` [n] (-1: none) that are on the host alone, to `prefetch`, -1 for the others. The
         layer's `codes` will be those of where they come to lie."""
-        table = self._tables[layer]
-        found = table[entries]
-        host = (found >= 0) & (found < self._known[0])
-        place = self._known[1] + torch.arange(len(entries), device=found.device)
-        table.scatter_(0, torch.where(host, entries, len(table) - 1), place)
-        return torch.where(host, found, -1)
+        return foretold(self._tables[layer], entries, self._known[:1], self._known[1:2])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
         """Start to bring what `foretell` said of a layer."""

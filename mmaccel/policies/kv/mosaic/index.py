@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmaccel.backends import clusters
+from mmaccel.backends.clusters import Late, Lists, Own
+from mmaccel.backends.reference.clusters import cut_lines, preceding
 from mmaccel.policies.kv.mosaic.buffers import LEAST, grown
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
 from mmaccel.policies.kv.store.wire import on_device
@@ -22,9 +26,6 @@ FEWEST = 2
 
 SPARE = 0.25
 """What is on the device grows by this share, and is then somewhere else; doubling would waste up to half of it."""
-
-APART = 1e30
-"""Above any score."""
 
 Reps = Literal["none", "mean", "medoid"]
 
@@ -50,21 +51,17 @@ class _There:
     Tensors have places to spare, C, V and N of them, so that they stay where they are while the stream grows into these.
 
     entries  [n] ascending: those that are not forgotten
-    size     [L, C] and `visual` [V], sizes counting these alone; `empty` [V] where that is 0
+    visual   [V] sizes of visual clusters, counting these alone
     parent   [L, C] the visual cluster of each semantic one, V for those without entries; None before there are clusters
-    first    [L, C] where in `flat` [L, N] the entries of a cluster begin; there they are ascending
-    largest  a bound of all sizes; `alive` [L] how many clusters have entries; `rising` [L, C] sizes in order, on the host
+    lists    the entries of semantic clusters, R = L layers of them
+    alive    [L] how many semantic clusters have entries; `rising` [L, C] their sizes in order, on the host
     """
 
     end: int
     entries: Tensor
-    size: Tensor
     visual: Tensor
-    empty: Tensor
     parent: Tensor | None
-    first: Tensor
-    flat: Tensor
-    largest: int
+    lists: Lists
     alive: list[int]
     rising: Tensor
 
@@ -198,20 +195,28 @@ class Index:
         if tree.started:
             parents = pad(tree.semantic.parent[:, :count], (0, count), value=above)[:, :count]
             parent = self._fix("parent", torch.where(size > 0, parents, above))
-        room = max(end, self._fixed["flat"].shape[1] if "flat" in self._fixed else 0)
+        room = max(end, self._fixed["owner"].shape[1] if "owner" in self._fixed else 0)
         room = room if room > end else end + max(int(SPARE * end), LEAST)
-        owners = self._sent(pad(owner, (0, room - end), value=count + 1))
+        owners = self._fix("owner", pad(owner, (0, room - end), value=count + 1))
+        first = self._fix("first", size.cumsum(1) - size)
+        flat = self._fix("flat", owners.argsort(dim=1, stable=True))
+        line = torch.arange(room, device=flat.device).expand_as(flat)
+        begin = first.gather(1, owners.clamp(max=count - 1)) if count else 0
+        within = torch.empty_like(flat).scatter_(1, flat, line) - begin
         largest = int(size.max()) if size.numel() else 0
         return _There(
             end=end,
             entries=self._sent(every[there]),
-            size=self._fix("size", size),
             visual=self._fix("visual", visual),
-            empty=self._fix("empty", visual == 0),
             parent=parent,
-            first=self._fix("first", size.cumsum(1) - size),
-            flat=self._fix("flat", owners.argsort(dim=1, stable=True)),
-            largest=1 << max(largest - 1, 0).bit_length(),
+            lists=Lists(
+                owner=owners,
+                within=self._fix("within", within),
+                flat=flat,
+                first=first,
+                size=self._fix("size", size),
+                largest=1 << max(largest - 1, 0).bit_length(),
+            ),
             alive=(size > 0).sum(1).tolist(),
             rising=size.sort(1).values,
         )
@@ -245,65 +250,41 @@ class Index:
         return self._ready
 
     def search_ahead(
-        self, layer: int, queries: Tensor, budget: int, ahead: int
+        self, layer: int, queries: Tensor, budget: int, ahead: int, late: Late | None = None
     ) -> tuple[Found, Tensor | None]:
         """`search` by the first of `queries` [1 or 2, d], and by the second, in the next layer, `ahead` entries: of the last
-        cluster the oldest ones; -1 where there are no more. After `prepare`."""
+        cluster the oldest ones; -1 where there are no more. After `prepare`. `late` follow what is
+        found."""
         there, rows = self._now, slice(layer, layer + len(queries))
         if len(there.entries) <= budget:
-            scores = self._score(self.key[rows], queries)
-            picked = there.size[layer] > 0
-            found = Found(there.entries, picked if there.parent is not None else picked[:0], scores[0])
-            return found, there.entries if len(queries) > 1 else None
-        scores = self._candidates(rows, queries, budget, there)
-        order = scores.sort(dim=1, descending=True, stable=True).indices
-        size = there.size[rows].gather(1, order)
-        held = size.cumsum(1)
-        before = held - size
-        width = budget + there.largest - 1
-        entries, rank = self._entries(rows, order, held, before, max(width, ahead), there)
-        picked = before[0] < budget
-        picked = torch.zeros_like(picked).scatter_(0, order[0], picked)
-        chosen = self._trimmed(layer, entries[0, :width], rank[0, :width], queries[0], budget)
-        found = Found(chosen, picked if there.parent is not None else picked[:0], scores[0])
-        if len(queries) == 1:
-            return found, None
-        return found, torch.where(rank[1, :ahead] < held.shape[1], entries[1, :ahead], -1)
+            entries, scores = there.entries, clusters.scored(self.key[rows], queries, self._cosine)
+            picked = there.lists.size[layer] > 0
+            coming: Tensor | None = entries if len(queries) > 1 else None
+            if late is not None:
+                entries = torch.cat([entries, late.numbers()])
+        else:
+            scores, before = self._candidates(rows, queries, budget, there)
+            own = Own(
+                self._tree.summaries.all_keys,
+                layer,
+                partial(self._tree.summaries.key_rows, layer),
+                queries[0],
+                self._cosine,
+            )
+            lists = _of(there.lists, rows)
+            entries, coming = clusters.selected(before, lists, budget, ahead, own, late)
+            picked = before[0] < budget
+        return Found(entries, picked if there.parent is not None else picked[:0], scores[0]), coming
 
-    def _candidates(self, rows: slice, queries: Tensor, budget: int, there: _There) -> Tensor:
-        """[R, C] scores of the semantic clusters inside the visual ones of the first stage, -inf elsewhere."""
-        scores = self._score(self.key[rows], queries)
+    def _candidates(self, rows: slice, queries: Tensor, budget: int, there: _There) -> tuple[Tensor, Tensor]:
+        """[R, C] scores of the semantic clusters inside the visual ones of the first stage, -inf elsewhere; and how many
+        entries are in the clusters before each."""
+        scores, size = clusters.scored(self.key[rows], queries, self._cosine), there.lists.size[rows]
         if there.parent is None:
-            return scores.masked_fill(there.size[rows] == 0, -torch.inf)
-        ranked = self._score(self.visual_key[rows], queries)
-        order = ranked.masked_fill(there.empty, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-        size = there.visual[order]
-        before = size.cumsum(1) - size
-        before[:, :FEWEST].zero_()
-        outside = torch.ones(len(queries), len(there.visual) + 1, dtype=torch.bool, device=self._device)
-        outside.scatter_(1, order, before >= STAGE * budget)
-        return scores.masked_fill(outside.gather(1, there.parent[rows]), -torch.inf)
-
-    def _entries(
-        self, rows: slice, order: Tensor, held: Tensor, before: Tensor, width: int, there: _There
-    ) -> tuple[Tensor, Tensor]:
-        """[R, width] the entries of clusters in `order` [R, C], one cluster after the other, and the rank of the cluster of
-        each, C for those that are none; `before` and `held` [R, C] entries come before a cluster's and with them."""
-        column = torch.arange(width, device=self._device).expand(len(order), -1).contiguous()
-        rank = torch.searchsorted(held, column, right=True)
-        begin = there.first[rows].gather(1, order) - before
-        some = rank < held.shape[1]
-        at = begin.gather(1, rank.clamp(max=held.shape[1] - 1)) + column
-        # What is looked up for those that are none is at least an entry.
-        return there.flat[rows].gather(1, at.masked_fill(~some, 0)), rank
-
-    def _trimmed(self, layer: int, entries: Tensor, rank: Tensor, query: Tensor, budget: int) -> Tensor:
-        """[budget] ascending: of `entries` [n], those of lower `rank` [n] first, the last rank's by their own score."""
-        last = rank[budget - 1 : budget] - rank
-        # What comes after the last rank may be no entry at all.
-        own = self._score(self._tree.summaries.key_rows(layer, entries)[None], query[None])[0]
-        best = own.add(last, alpha=APART).sort(descending=True, stable=True).indices[:budget]
-        return entries[best].sort().values
+            return clusters.ordered(scores, size, None, None)
+        ranked = clusters.scored(self.visual_key[rows], queries, self._cosine)
+        without = clusters.outside(ranked, there.visual, STAGE * budget, FEWEST)
+        return clusters.ordered(scores, size, there.parent[rows], without)
 
     def left(self, layer: int, budget: int, most: int, everyone: bool) -> int:
         """How many clusters around a search for `budget` entries have something that stands for them, at most `most`.
@@ -319,20 +300,19 @@ class Index:
     @property
     def room(self) -> int:
         """Clusters of a layer that searches look through, those that are not there among them."""
-        return int(self._now.size.shape[1])
+        return int(self._now.lists.size.shape[1])
 
-    def rest(self, layer: int, found: Found, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the `count` clusters of the largest score, that first: keys and values [2, k, d], time and size [k] on the
-        device; the size of retrieved clusters is 0. Those that were retrieved come last, before them what the search left
-        aside; and after them all, beyond `left`, what is no cluster."""
-        there = self._now
-        # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
-        size, lowest = there.size[layer], torch.finfo(torch.float32).min / 2
-        rank = found.scores.clamp_min(lowest).masked_fill(found.picked, 1.5 * lowest)
-        ids = rank.masked_fill(size == 0, -torch.inf).topk(count).indices
+    def rest(
+        self, layer: int, found: Found, out: Tensor, head: int, left: Tensor | None, tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the k clusters of the largest score, that first, into `out` [2, G, k, D], and their time [k]
+        and what is added to the scores of the head and of these; see `clusters.stand_ins`. Those that were retrieved come
+        last, before them what the search left aside; and after them all, beyond `left`, what is no cluster."""
         key = self.pseudo if self._reps == "medoid" else self.key
-        rows = torch.stack([key[layer].index_select(0, ids), self.value[layer].index_select(0, ids)])
-        return rows, self.time[layer, ids], size.masked_fill(found.picked, 0)[ids]
+        rows, size = (key[layer], self.value[layer]), self._now.lists.size[layer]
+        return clusters.stand_ins(
+            found.scores, found.picked, size, rows, self.time[layer], out, head, left, tokens
+        )
 
     def guess(self, layer: int, entries: Tensor, budget: int) -> Tensor:
         """[n] what the clusters of `layer` that hold `entries` contain, largest overlap first, up to `budget`; -1: none."""
@@ -340,27 +320,19 @@ class Index:
         width = min(budget, len(there.entries))
         if there.parent is None or not entries.numel():
             return entries[:width]
-        rows = slice(layer, layer + 1)
-        # Where an entry lies in the order of clusters says which one it is in.
-        owner = torch.searchsorted(
-            there.first[layer] + there.size[layer], there.flat[layer].argsort()[entries], right=True
-        )
-        count = torch.zeros_like(there.size[rows]).scatter_add_(1, owner[None], torch.ones_like(owner)[None])
-        order = count.sort(dim=1, descending=True, stable=True).indices
-        size = there.size[rows].gather(1, order)
-        held = size.cumsum(1)
-        known = (size * (count.gather(1, order) > 0)).sum()
-        found, _ = self._entries(rows, order, held, held - size, width, there)
+        lists = _of(there.lists, slice(layer, layer + 1))
+        owner = lists.owner[0][entries]
+        count = torch.zeros_like(lists.size).scatter_add_(1, owner[None], torch.ones_like(owner)[None])
+        known = (lists.size * (count > 0)).sum()
+        found = cut_lines(preceding(count, lists.size), lists, width)
         return torch.where(torch.arange(width, device=self._device) < known, found[0], -1)
 
     def nbytes(self) -> int:
         kept = (self.key, self.value, self.pseudo, self.time, self.visual_key)
         return sum(tensor.nbytes for tensor in (*kept, *self._fixed.values()))
 
-    def _score(self, key: Tensor, query: Tensor) -> Tensor:
-        """[R, C] of keys [R, C, d] for queries [R, d]."""
-        key = key.float()
-        score = torch.bmm(key, query[:, :, None])[:, :, 0]
-        if self._cosine:
-            score = score / (key.norm(dim=-1) * query.norm(dim=-1, keepdim=True)).clamp_min(1e-12)
-        return score
+
+def _of(lists: Lists, layers: slice) -> Lists:
+    """Those of some layers."""
+    owner, within, flat, first, size = (one[layers] for one in lists[:5])
+    return Lists(owner, within, flat, first, size, lists.largest)

@@ -139,7 +139,7 @@ class MosaicMemory(StreamMemory):
             self._digest()
             self.fetcher.begin(self._first * self.parts)
         budget = self.stream.units(self.policy.encode_frames) * self.parts
-        mean = self.chooser.folded(query[0].float().mean(1))
+        mean = self.chooser.folded(query[0])
         found = self._found[layer] = self.index.search(layer, mean, budget, self._first * self.parts)
         entries, p = found.entries, self.stream.unit // self.parts
         old = view.key.new_empty(2, view.key.shape[1], len(entries) * p, view.key.shape[3])

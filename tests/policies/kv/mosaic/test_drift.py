@@ -7,7 +7,7 @@ import torch
 from mmaccel.policies.kv.mosaic.drift import Drift
 
 LAYERS, WORDS = 3, 5
-INSIDE = torch.arange(8)[:, None] < WORDS
+COUNT = torch.tensor([WORDS])
 
 
 def drifting() -> Drift:
@@ -22,7 +22,7 @@ def foretold(drift: Drift, layer: int, words: torch.Tensor) -> torch.Tensor:
     """By rows of which the last ones are no words."""
     drift.entered(layer)
     rows = torch.cat([words, torch.full((1, 3, 4), torch.nan)], 1)
-    return drift.next(layer, rows, INSIDE)[:, :WORDS]
+    return drift.next(layer, rows, COUNT)[:, :WORDS]
 
 
 def ask(drift: Drift, start: torch.Tensor, added: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -23,8 +23,10 @@ def rest(
 ) -> tuple[torch.Tensor, ...]:
     """Keys, values, times and sizes of what stands for clusters around a search."""
     index.prepare(end, budget)
-    rows, time, size = index.rest(layer, found, index.left(layer, budget, most, everyone))
-    return rows[0], rows[1], time, size
+    rows = torch.full((2, 1, index.left(layer, budget, most, everyone), WIDTH), torch.nan)
+    # What is added to the score of one that stands for n entries of a token each is log(n).
+    time, added = index.rest(layer, found, rows, 0, None, 1)
+    return rows[0, 0], rows[1, 0], time, added.exp().round().long()
 
 
 def query(seed: int) -> torch.Tensor:

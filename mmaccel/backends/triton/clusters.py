@@ -1,0 +1,395 @@
+"""The kernels of `mmaccel.backends.clusters`: clusters are put in order by comparing each with all."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmaccel.backends.clusters import Late, Lists, Own
+
+CLUSTERS = 8
+"""Clusters of a program."""
+
+OTHERS = 512
+"""Clusters that they are compared with at a time."""
+
+ENTRIES = 2048
+"""Entries that are looked at together."""
+
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min / 2)
+
+
+@triton.jit
+def _beats(other, there, score, at):
+    """[n, m]: whether others [m] come before clusters [n]."""
+    other, there, score, at = other[None, :], there[None, :], score[:, None], at[:, None]
+    return (other > score) | ((other == score) & (there < at))
+
+
+@triton.jit(do_not_specialize=["C"])
+def scored_kernel(
+    KEY,
+    QUERY,
+    OUT,
+    C,
+    key_r,
+    key_c,
+    D: tl.constexpr,
+    COSINE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """BLOCK keys of a layer; every score is a sum of its own, whatever is computed beside it."""
+    row = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, DIM)
+    query = tl.load(QUERY + row * D + d, mask=d < D, other=0.0)
+    inside = (c < C)[:, None] & (d < D)[None, :]
+    at = row * key_r + c.to(tl.int64)[:, None] * key_c + d[None, :]
+    key = tl.load(KEY + at, mask=inside, other=0.0).to(tl.float32)
+    found = _product(key, query, COSINE)
+    tl.store(OUT + row * C + c, found, mask=c < C)
+
+
+@triton.jit
+def _product(key, query, COSINE: tl.constexpr):
+    found = tl.sum(key * query[None, :], 1)
+    if COSINE:
+        length = tl.sqrt(tl.sum(key * key, 1)) * tl.sqrt(tl.sum(query * query, 0))
+        found = found / tl.maximum(length, 1e-12)
+    return found
+
+
+@triton.jit(do_not_specialize=["V", "limit", "fewest"])
+def outside_kernel(SCORE, SIZE, OUT, V, limit, fewest, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
+    """BLOCK visual clusters of a layer."""
+    row = tl.program_id(1).to(tl.int64) * V
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    score = _visual(SCORE + row, SIZE, at, V)[0]
+    before, rank = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for first in range(0, V, OTHERS):
+        there = first + tl.arange(0, OTHERS)
+        other, size = _visual(SCORE + row, SIZE, there, V)
+        earlier = _beats(other, there, score, at) & (there < V)[None, :]
+        before += tl.sum(tl.where(earlier, size[None, :], 0), 1)
+        rank += tl.sum(earlier.to(tl.int32), 1)
+    tl.store(OUT + row + at, (before >= limit) & (rank >= fewest), mask=at < V)
+
+
+@triton.jit
+def _visual(SCORE, SIZE, at, V):
+    size = tl.load(SIZE + at, mask=at < V, other=0).to(tl.int32)
+    return tl.where(size > 0, tl.load(SCORE + at, mask=at < V, other=0.0), -float("inf")), size
+
+
+@triton.jit(do_not_specialize=["C", "V"])
+def ordered_kernel(
+    SCORE,
+    SIZE,
+    PARENT,
+    WITHOUT,
+    OUT,
+    BEFORE,
+    C,
+    V,
+    STAGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """BLOCK clusters of a layer."""
+    row = tl.program_id(1).to(tl.int64)
+    visual, row = WITHOUT + row * V, row * C
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    score = _candidate(SCORE + row, SIZE + row, PARENT + row, visual, at, C, V, STAGED)[0]
+    before = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, C, OTHERS):
+        there = first + tl.arange(0, OTHERS)
+        other, size = _candidate(SCORE + row, SIZE + row, PARENT + row, visual, there, C, V, STAGED)
+        earlier = _beats(other, there, score, at)
+        before += tl.sum(tl.where(earlier, size[None, :], 0), 1)
+    tl.store(OUT + row + at, score, mask=at < C)
+    tl.store(BEFORE + row + at, before.to(tl.int64), mask=at < C)
+
+
+@triton.jit
+def _candidate(SCORE, SIZE, PARENT, WITHOUT, at, C, V, STAGED: tl.constexpr):
+    """Scores, -inf of what is no candidate, and sizes, 0 past the last cluster."""
+    inside = at < C
+    score = tl.load(SCORE + at, mask=inside, other=0.0)
+    size = tl.load(SIZE + at, mask=inside, other=0).to(tl.int32)
+    if STAGED:
+        parent = tl.load(PARENT + at, mask=inside, other=V)
+        hidden = tl.load(WITHOUT + parent, mask=parent < V, other=1) != 0
+    else:
+        hidden = size == 0
+    return tl.where(hidden, -float("inf"), score), size
+
+
+@triton.jit(do_not_specialize=["C", "N", "budget", "ahead", "key_row", "key_at", "late", "parts"])
+def selected_kernel(
+    BEFORE,
+    SIZE,
+    OWNER,
+    WITHIN,
+    FIRST,
+    FLAT,
+    KEYS,
+    QUERY,
+    UNITS,
+    SCORE,
+    KEEP,
+    OUT,
+    AHEAD,
+    C,
+    N,
+    budget,
+    ahead,
+    key_row,
+    key_at,
+    late,
+    parts,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    COSINE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """One program a layer: the first writes OUT, the second AHEAD. SCORE and KEEP: what is known of the last cluster."""
+    row = tl.program_id(0)
+    if row == 0:
+        last = _last(BEFORE, SIZE, C, budget, OTHERS)
+        if last >= 0:
+            left = budget - tl.load(BEFORE + last)
+            count = tl.load(SIZE + last)
+            own = FLAT + tl.load(FIRST + last)
+            d = tl.arange(0, DIM)
+            query = tl.load(QUERY + d, mask=d < D, other=0.0)
+            for first in range(0, count, TILE):
+                at = first + tl.arange(0, TILE)
+                entry = tl.load(own + at, mask=at < count, other=0)
+                inside = (at < count)[:, None] & (d < D)[None, :]
+                key = tl.load(KEYS + (entry * key_row + key_at)[:, None] + d[None, :], mask=inside, other=0.0)
+                tl.store(SCORE + at, _product(key.to(tl.float32), query, COSINE), mask=at < count)
+            tl.debug_barrier()
+            for first in range(0, count, TILE):
+                at = first + tl.arange(0, TILE)
+                score = tl.load(SCORE + at, mask=at < count, other=0.0)
+                rank = tl.zeros([TILE], tl.int32)
+                for begun in range(0, count, TILE):
+                    there = begun + tl.arange(0, TILE)
+                    other = tl.load(SCORE + there, mask=there < count, other=0.0)
+                    earlier = _beats(other, there, score, at) & (there < count)[None, :]
+                    rank += tl.sum(earlier.to(tl.int32), 1)
+                tl.store(KEEP + at, (rank < left).to(tl.int32), mask=at < count)
+            tl.debug_barrier()
+        slot = tl.zeros([], tl.int32)
+        for first in range(0, N, BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            owner, within, line = _line(BEFORE, OWNER, WITHIN, entry, C, N)
+            of_last = owner == last
+            keep = tl.load(KEEP + within, mask=of_last, other=0)
+            take = tl.where(of_last, keep, (line < budget).to(tl.int32))
+            tl.store(OUT + slot + tl.cumsum(take, 0) - 1, entry.to(tl.int64), mask=take > 0)
+            slot += tl.sum(take, 0)
+        if late > 0:
+            begin = tl.load(UNITS) * parts - late
+            for first in range(0, late, BLOCK):
+                at = first + tl.arange(0, BLOCK)
+                tl.store(OUT + budget + at, begin + at, mask=at < late)
+    else:
+        total = tl.zeros([], tl.int64)
+        for first in range(0, C, OTHERS):
+            c = first + tl.arange(0, OTHERS)
+            total += tl.sum(tl.load(SIZE + C + c, mask=c < C, other=0), 0)
+        for first in range(0, N, BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            owner, within, line = _line(BEFORE + C, OWNER + N, WITHIN + N, entry, C, N)
+            tl.store(AHEAD + line, entry.to(tl.int64), mask=line < ahead)
+        for first in range(0, ahead, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            tl.store(AHEAD + at, tl.full([BLOCK], -1, tl.int64), mask=(at >= total) & (at < ahead))
+
+
+@triton.jit
+def _last(BEFORE, SIZE, C, budget, OTHERS: tl.constexpr):
+    """The cluster of which some entries are within the budget and some are not; -1: none."""
+    found = tl.full([], -1, tl.int32)
+    for first in range(0, C, OTHERS):
+        c = first + tl.arange(0, OTHERS)
+        before = tl.load(BEFORE + c, mask=c < C, other=budget)
+        size = tl.load(SIZE + c, mask=c < C, other=0)
+        cut = (before < budget) & (before + size > budget)
+        found = tl.maximum(found, tl.max(tl.where(cut, c, -1), 0))
+    return found
+
+
+@triton.jit
+def _line(BEFORE, OWNER, WITHIN, entry, C, N):
+    """Of entries: their cluster, their place in it, and how many entries come before each, cluster by cluster."""
+    owner = tl.load(OWNER + entry, mask=entry < N, other=C)
+    there = owner < C
+    within = tl.load(WITHIN + entry, mask=there, other=0)
+    line = tl.load(BEFORE + owner, mask=there, other=1 << 30) + within
+    return owner, within, line
+
+
+@triton.jit(do_not_specialize=["C", "count", "head", "tokens"])
+def stand_ins_kernel(
+    SCORE,
+    PICKED,
+    SIZE,
+    KEY,
+    VALUE,
+    TIME,
+    OUT,
+    TIMES,
+    ADDED,
+    LEFT,
+    C,
+    count,
+    head,
+    tokens,
+    row_c,
+    out_s,
+    out_g,
+    out_m,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    HIDES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    """BLOCK clusters: the place of each, and its rows to that place."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    score, size, picked = _standing(SCORE, PICKED, SIZE, at, C)
+    place = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, C, OTHERS):
+        there = first + tl.arange(0, OTHERS)
+        other, _, _ = _standing(SCORE, PICKED, SIZE, there, C)
+        place += tl.sum((_beats(other, there, score, at) & (there < C)[None, :]).to(tl.int32), 1)
+    some = (at < C) & (place < count)
+    tl.store(TIMES + place, tl.load(TIME + at, mask=some, other=0.0), mask=some)
+    added = tl.zeros([BLOCK], tl.float32)
+    if tokens > 0:
+        weight = tl.where(picked, 0, size) * tokens
+        added = tl.log(tl.maximum(weight.to(tl.float32), 1e-30))
+    if HIDES:
+        added = tl.where(place >= tl.load(LEFT), -float("inf"), added)
+    tl.store(ADDED + head + place, added, mask=some)
+    if tl.program_id(0) == 0:
+        for first in range(0, head, OTHERS):
+            column = first + tl.arange(0, OTHERS)
+            tl.store(ADDED + column, tl.zeros([OTHERS], tl.float32), mask=column < head)
+    d = tl.arange(0, DIM)
+    inside = some[:, None] & (d < WIDE)[None, :]
+    source = at.to(tl.int64)[:, None] * row_c + d[None, :]
+    target = ((d // D) * out_g + d % D)[None, :] + place.to(tl.int64)[:, None] * out_m
+    tl.store(OUT + target, tl.load(KEY + source, mask=inside, other=0.0), mask=inside)
+    tl.store(OUT + out_s + target, tl.load(VALUE + source, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def _standing(SCORE, PICKED, SIZE, at, C):
+    inside = at < C
+    score = tl.maximum(tl.load(SCORE + at, mask=inside, other=0.0), LOWEST)
+    picked = tl.load(PICKED + at, mask=inside, other=0) != 0
+    size = tl.load(SIZE + at, mask=inside, other=0)
+    score = tl.where(picked, 1.5 * LOWEST, score)
+    return tl.where(size == 0, -float("inf"), score), size, picked
+
+
+def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
+    """See `mmaccel.backends.clusters.scored`."""
+    R, C, D = key.shape
+    out = torch.empty(R, C, device=key.device)
+    if C:
+        with torch.cuda.device_of(key):
+            scored_kernel[(triton.cdiv(C, CLUSTERS), R)](
+                key, query.contiguous(), out, C, key.stride(0), key.stride(1),
+                D=D, COSINE=cosine, BLOCK=CLUSTERS, DIM=triton.next_power_of_2(D), num_warps=4,
+            )  # fmt: skip
+    return out
+
+
+def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
+    """See `mmaccel.backends.clusters.outside`."""
+    R, V = score.shape
+    out = torch.empty(R, V, dtype=torch.bool, device=score.device)
+    if V:
+        with torch.cuda.device_of(score):
+            outside_kernel[(triton.cdiv(V, CLUSTERS), R)](
+                score, size, out, V, limit, fewest, BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4
+            )
+    return out
+
+
+def ordered(
+    score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See `mmaccel.backends.clusters.ordered`."""
+    R, C = score.shape
+    out, before = torch.empty_like(score), torch.empty(R, C, dtype=torch.long, device=score.device)
+    staged = parent is not None and without is not None
+    size, parent = size.contiguous(), parent.contiguous() if staged else size
+    without = without if staged else size
+    with torch.cuda.device_of(score):
+        ordered_kernel[(triton.cdiv(C, CLUSTERS), R)](
+            score, size, parent, without, out, before, C, without.shape[1],
+            STAGED=staged, BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4,
+        )  # fmt: skip
+    return out, before
+
+
+def selected(
+    before: Tensor, lists: Lists, budget: int, ahead: int, own: Own, late: Late | None
+) -> tuple[Tensor, Tensor | None]:
+    """See `mmaccel.backends.clusters.selected`."""
+    R, C = before.shape
+    device, D, more = before.device, own.keys.shape[2], 0 if late is None else late.entries
+    out = torch.empty(budget + more, dtype=torch.long, device=device)
+    coming = torch.empty(ahead, dtype=torch.long, device=device) if R > 1 else None
+    score = torch.empty(lists.largest, device=device)
+    keep = torch.empty(lists.largest, dtype=torch.int32, device=device)
+    told = [
+        one.contiguous() for one in (before, lists.size, lists.owner, lists.within, lists.first, lists.flat)
+    ]
+    with torch.cuda.device_of(before):
+        selected_kernel[(R,)](
+            *told, own.keys, own.query.contiguous(), out if late is None else late.units, score, keep, out,
+            out if coming is None else coming, C, lists.owner.shape[1], budget, ahead,
+            own.keys.stride(0), own.layer * own.keys.stride(1), more, 1 if late is None else late.parts,
+            D=D, DIM=triton.next_power_of_2(D), TILE=16, COSINE=own.cosine, BLOCK=ENTRIES, OTHERS=OTHERS,
+            num_warps=8,
+        )  # fmt: skip
+    return out, coming
+
+
+def stand_ins(
+    score: Tensor,
+    picked: Tensor,
+    size: Tensor,
+    rows: tuple[Tensor, Tensor],
+    time: Tensor,
+    out: Tensor,
+    head: int,
+    left: Tensor | None,
+    tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """See `mmaccel.backends.clusters.stand_ins`."""
+    (C,), count, D, (key, value) = score.shape, out.shape[2], out.shape[3], rows
+    times = torch.empty(count, dtype=time.dtype, device=time.device)
+    added = torch.empty(head + count, device=score.device)
+    with torch.cuda.device_of(score):
+        stand_ins_kernel[(triton.cdiv(C, CLUSTERS),)](
+            score, picked, size, key, value, time, out, times, added, added if left is None else left,
+            C, count, head, tokens, key.stride(0), *out.stride()[:3],
+            D=D, WIDE=key.shape[1], DIM=triton.next_power_of_2(key.shape[1]), HIDES=left is not None,
+            BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4,
+        )  # fmt: skip
+    return times, added

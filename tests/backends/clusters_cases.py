@@ -1,0 +1,181 @@
+"""What a question retrieves, by the Triton kernels, interpreted or compiled; `test_clusters.py` runs them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel.backends.clusters import Late, Lists, Own
+from mmaccel.backends.reference import clusters as plain
+from mmaccel.backends.reference import words as plain_words
+from mmaccel.backends.triton import clusters, words
+
+from .triton_cases import DEVICE, INTERPRETED
+
+TYPES = [torch.float16, torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
+LAYERS, WIDTH = 4, 24
+
+
+def there(x: Tensor) -> Tensor:
+    return x.to(DEVICE)
+
+
+def few(shape: tuple[int, ...], seed: int, kinds: int = 5) -> Tensor:
+    """Scores of which many are equal."""
+    return torch.randint(kinds, shape, generator=torch.Generator().manual_seed(seed)).float() - 2
+
+
+def lists_of(owner: Tensor, count: int) -> Lists:
+    """Of `owner` [R, N], `count` or more for none."""
+    size = torch.zeros(len(owner), owner.max() + count + 1, dtype=torch.long)
+    size = size.scatter_add_(1, owner, torch.ones_like(owner))[:, :count]
+    first, flat = size.cumsum(1) - size, owner.argsort(dim=1, stable=True)
+    line = torch.empty_like(flat).scatter_(1, flat, torch.arange(owner.shape[1]).expand_as(flat))
+    within = line - first.gather(1, owner.clamp(max=count - 1))
+    return Lists(owner, within, flat, first, size, 1 << (int(size.max()) - 1).bit_length())
+
+
+def on_device(lists: Lists) -> Lists:
+    owner, within, flat, first, size = (there(one) for one in lists[:5])
+    return Lists(owner, within, flat, first, size, lists.largest)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("cosine", [False, True])
+def test_scores(dtype: torch.dtype, cosine: bool) -> None:
+    """Of a slice of layers; a score is the same whatever is scored beside it."""
+    torch.manual_seed(0)
+    key, query = torch.randn(LAYERS, 21, WIDTH).to(dtype), torch.randn(2, WIDTH)
+    found = clusters.scored(there(key)[1:3], there(query), cosine)
+    torch.testing.assert_close(found.cpu(), plain.scored(key[1:3], query, cosine), atol=1e-5, rtol=1e-5)
+    assert torch.equal(clusters.scored(there(key)[1:2], there(query)[:1], cosine), found[:1])
+    assert clusters.scored(there(key)[1:3, :0], there(query), cosine).shape == (2, 0)
+
+
+@pytest.mark.parametrize("count", [1, 9, 600])
+@pytest.mark.parametrize("limit", [1, 7, 200, 10**6])
+def test_the_first_stage(count: int, limit: int) -> None:
+    score, size = few((2, count), count), few((count,), 1 + count, 4).long().clamp_min(0)
+    found = clusters.outside(there(score), there(size), limit, 2)
+    assert torch.equal(found.cpu(), plain.outside(score, size, limit, 2))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("count", [5, 700])
+def test_the_order_of_clusters(rows: int, count: int) -> None:
+    """By score, then by number; in two stages and in one."""
+    score, visual = few((rows, count), count), 1 + count // 3
+    size = few((rows, count), 7, 6).long().clamp_min(0)
+    parent = torch.randint(visual, (rows, count), generator=torch.Generator().manual_seed(2))
+    parent[size == 0] = visual
+    without = few((rows, visual), 3) > 0
+    for told in ((parent, without), (None, None)):
+        wanted = plain.ordered(score, size, *told)
+        found = clusters.ordered(there(score), there(size), *(None if x is None else there(x) for x in told))
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize(("rows", "cosine"), [(1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("count", "entries", "budget", "ahead"),
+    [(12, 70, 1, 5), (12, 70, 20, 31), (12, 70, 58, 90), (40, 3000, 700, 800), (700, 900, 640, 890)],
+)
+def test_entries_up_to_a_budget(
+    rows: int, cosine: bool, count: int, entries: int, budget: int, ahead: int
+) -> None:
+    """Entries that are in no cluster, clusters without entries, scores that are equal, more asked for than there is."""
+    rng = torch.Generator().manual_seed(entries + budget)
+    owner = torch.randint(count, (rows, entries), generator=rng)
+    owner[:, torch.rand(entries, generator=rng) < 0.05] = count
+    owner[owner == 3] = count + 1
+    lists = lists_of(owner, count)
+    before = plain.preceding(few((rows, count), 5), lists.size)
+    keys = few((entries + 9, LAYERS, WIDTH), 6)
+    held = keys if INTERPRETED else keys.pin_memory()
+    query, units = few((WIDTH,), 7), torch.tensor([entries])
+    for late in (None, Late(units, 2, 6)):
+        own = Own(keys, 2, lambda at: keys[at, 2], query, cosine)
+        wanted = plain.selected(before, lists, budget, ahead, own, late)
+        told = None if late is None else Late(there(units), 2, 6)
+        device = Own(held, 2, lambda at: keys[at, 2], there(query), cosine)
+        found = clusters.selected(there(before), on_device(lists), budget, ahead, device, told)
+        assert torch.equal(found[0].cpu(), wanted[0])
+        assert (wanted[0][1:budget] > wanted[0][: budget - 1]).all()
+        if rows == 1:
+            assert found[1] is None and wanted[1] is None
+        else:
+            assert torch.equal(found[1].cpu(), wanted[1])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("left", "tokens"), [(None, 0), (4, 0), (0, 5), (99, 5)])
+@pytest.mark.parametrize(("count", "room"), [(11, 11), (11, 3), (530, 300)])
+def test_what_stands_for_clusters(
+    dtype: torch.dtype, left: int | None, tokens: int, count: int, room: int
+) -> None:
+    torch.manual_seed(0)
+    score = few((count,), 1)
+    score[few((count,), 2) > 1] = -torch.inf
+    size, picked = few((count,), 3).long().clamp_min(0), few((count,), 4) > 0
+    rows = torch.randn(2, LAYERS, count, 24).to(dtype)
+    time, whole = torch.rand(count), torch.full((2, 3, room + 7, 8), 9.0, dtype=dtype)
+    told = None if left is None else torch.tensor([left])
+    mine = there(whole.clone())
+    given = score, picked, size, (rows[0, 1], rows[1, 1]), time
+    wanted = plain.stand_ins(*given, whole[:, :, 2 : 2 + room], 4, told, tokens)
+    sides = there(rows)
+    found = clusters.stand_ins(
+        *map(there, given[:3]),
+        (sides[0, 1], sides[1, 1]),
+        there(time),
+        mine[:, :, 2 : 2 + room],
+        4,
+        None if told is None else there(told),
+        tokens,
+    )
+    assert torch.equal(mine.cpu(), whole) and torch.equal(found[0].cpu(), wanted[0])
+    torch.testing.assert_close(found[1].cpu(), wanted[1], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "rows", "words_", "size"), [(6, 24, 17, 40), (1, 8, 1, 200), (4, 1, None, 16)]
+)
+def test_means_of_words(dtype: torch.dtype, heads: int, rows: int, words_: int | None, size: int) -> None:
+    """Rows that are none may be anything."""
+    torch.manual_seed(0)
+    x = torch.randn(heads, rows + 3, size).to(dtype)[:, :rows]
+    count = None if words_ is None else torch.tensor([words_])
+    x[:, words_ or rows :] = torch.nan
+    for groups in {1, heads // 2 or 1}:
+        found = words.folded(there(x), None if count is None else there(count), groups)
+        torch.testing.assert_close(found.cpu(), plain_words.folded(x, count, groups), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shown", [False, True])
+def test_words_are_moved(dtype: torch.dtype, shown: bool) -> None:
+    torch.manual_seed(0)
+    x, count = torch.randn(24, 100).to(dtype), torch.tensor([19])
+    known, before, seen = torch.randn(3, 100)
+    mine = [there(one.clone()) for one in (known, before, seen)]
+    wanted = plain_words.moved(x, count, known, before, seen if shown else None)
+    found = words.moved(there(x), there(count), *mine[:2], mine[2] if shown else None)
+    assert torch.equal(found.cpu(), wanted)
+    for one, other in zip(mine, (known, before, seen), strict=True):
+        torch.testing.assert_close(one.cpu(), other, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_what_comes_ahead(count: int) -> None:
+    rng = torch.Generator().manual_seed(count)
+    table = torch.randint(-1, 900, (1000,), generator=rng)
+    table[-1] = -1
+    entries = torch.randperm(999, generator=rng)[:count]
+    entries[count // 2 :][::3] = -1
+    mine, limits = there(table.clone()), (torch.tensor([400]), torch.tensor([5000]))
+    wanted = plain_words.foretold(table, entries, *limits)
+    found = words.foretold(mine, there(entries), *map(there, limits))
+    assert torch.equal(found.cpu(), wanted) and torch.equal(mine.cpu()[:-1], table[:-1])

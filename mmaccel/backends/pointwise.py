@@ -18,8 +18,11 @@ def fusible(x: Tensor) -> bool:
     return _compiled(x)
 
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
 def _compiled(x: Tensor) -> bool:
-    return x.dtype in (torch.float16, torch.bfloat16) and triton.usable(x.device) is None
+    return x.dtype in HALVES and triton.usable(x.device) is None
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -49,6 +52,17 @@ def _rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         half = x.shape[-1] // 2
         turned = torch.cat([-x[..., half:], x[..., :half]], -1)
         x.copy_(x * cos[:, None] + turned * sin[:, None])
+
+
+def angles(places: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [n, D] of `places` [n] long turning at `pace` [D / 2] float32, once for each half of a head, times
+    `scale`: in one kernel on a device, as rotary embeddings of transformers make them. For code that nobody compiles."""
+    if dtype in HALVES and triton.usable(places.device) is None:
+        from mmaccel.backends.triton.pointwise import angles as launch
+
+        return launch(places, pace, scale, dtype)
+    angle = (places[:, None].float() * pace).repeat(1, 2)
+    return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
 
 rms_norm = torch.library.custom_op(

@@ -47,9 +47,10 @@ class Places:
         """[count * P] or [3, count * P]: units ``first .. first + count``."""
         return self._placed(self._upto(first + count)[first : first + count])
 
-    def chosen(self, numbers: Tensor, most: int) -> Tensor:
-        """[k * P] or [3, k * P]: the units of `numbers` [k] long, on any device; none is larger than `most`."""
-        return self._placed(self._upto(most + 1)[numbers.to(self._head.device)])
+    def chosen(self, numbers: Tensor, most: int, token: int | None = None) -> Tensor:
+        """[k * P] or [3, k * P]: the units of `numbers` [k] long, on any device; none is larger than `most`. With `token`
+        that one of each unit: [k] or [3, k]."""
+        return self._placed(self._upto(most + 1)[numbers.to(self._head.device)], token)
 
     def cells(self, columns: Tensor, most: int) -> Tensor:
         """[k] or [3, k]: single tokens, by column: u * P + c is token c of unit u; no unit is larger than `most`."""
@@ -89,10 +90,14 @@ class Places:
             self._steps = self._make(2 * count).to(self._head.device)
         return self._steps
 
-    def _placed(self, steps: Tensor) -> Tensor:
-        out = self._unit[:, None, :].expand(-1, steps.numel(), -1).clone()
+    def _placed(self, steps: Tensor, token: int | None = None) -> Tensor:
+        unit = self._unit if token is None else self._unit[:, token, None]
+        if self.axes == 1:
+            # A question asks for this at every layer: one launch.
+            return (unit + steps[:, None]).flatten()
+        out = unit[:, None, :].expand(-1, steps.numel(), -1).contiguous()
         out[0] += steps[:, None]
-        return self._shaped(out.flatten(1))
+        return out.flatten(1)
 
     @staticmethod
     def _shaped(positions: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.models.pointwise import normed
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
+PLAIN_ROTARY = {"Qwen2RotaryEmbedding"}
+"""Classes whose angles are those of `pointwise.angles`, unless they are stretched."""
 _TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids")
 _VISUAL = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
 
@@ -225,9 +227,15 @@ class Family(ModelAdapter):
         return self.turn(x, (cos[:, None], sin[:, None]))
 
     def angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        rotary: Any = self.rotary(model)
+        plain = type(rotary).__name__ in PLAIN_ROTARY and getattr(rotary, "rope_type", None) == "default"
+        if plain and positions.ndim == 1:
+            pace = rotary.inv_freq.to(positions.device, torch.float32)
+            cos, sin = pointwise.angles(positions, pace, rotary.attention_scaling, dtype)
+            return cos[None, None], sin[None, None]
         like = torch.empty(0, dtype=dtype, device=positions.device)
         # Past the module's hooks, for a hook of a stream gives no rotation.
-        cos, sin = self.rotary(model).forward(like, positions[..., None, :])
+        cos, sin = rotary.forward(like, positions[..., None, :])
         return cos[:, None], sin[:, None]
 
     def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

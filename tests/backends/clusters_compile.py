@@ -1,4 +1,4 @@
-"""Compile the kernels of a question for CUDA devices that need not be there: ``python -m tests.backends.clusters_compile 90``.
+"""Compile a question's kernels for CUDA devices that need not be there: ``python -m tests.backends.clusters_compile 90``.
 
 Prints a row for each kernel, at the shape of a 7B model: name, registers a thread, bytes of stack a thread.
 """

@@ -80,3 +80,17 @@ def test_heads_that_lie_far_apart() -> None:
     cos, sin = (torch.full((1, 1, 16), value, dtype=torch.float16, device=DEVICE) for value in (0.0, 1.0))
     pointwise.rotate_(x, cos, sin)
     assert (x[..., :8] == -1).all() and (x[..., 8:] == 1).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("size", [128, 80])
+def test_angles(dtype: torch.dtype, size: int) -> None:
+    """Also of places far beyond where a cosine is easily found."""
+    pace = 1.0 / 1e6 ** (torch.arange(0, size, 2) / size)
+    places = torch.cat([torch.arange(40), torch.tensor([99_999, 352_800, 8_467_200])])
+    wanted = (places[:, None].float() * pace).repeat(1, 2)
+    found = pointwise.angles(places.to(DEVICE), pace.to(DEVICE), 1.5, dtype)
+    for one, turned in zip(found, (wanted.cos(), wanted.sin()), strict=True):
+        assert one.shape == (43, size) and one.dtype == dtype
+        close(one, (turned * 1.5).to(dtype), units=1)
+    assert pointwise.angles(places[:0].to(DEVICE), pace.to(DEVICE), 1.0, dtype)[0].shape == (0, size)

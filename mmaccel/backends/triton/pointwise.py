@@ -11,6 +11,9 @@ from torch import Tensor
 
 from mmaccel.backends.triton.homes import lines
 
+PLACES = 16
+"""Places whose angles a program makes."""
+
 WORDS = 4096
 """Elements that a program of `silu_times_kernel` looks at."""
 
@@ -76,6 +79,24 @@ def rotate_kernel(
     tl.store(at + HALF, second.to(kind), mask=there)
 
 
+@triton.jit(do_not_specialize=["n", "scale"])
+def angles_kernel(
+    PLACE, PACE, COS, SIN, n, scale, HALF: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Some places."""
+    s, d = tl.program_id(0) * PLACES + tl.arange(0, PLACES), tl.arange(0, BLOCK)
+    place = tl.load(PLACE + s, mask=s < n, other=0).to(tl.float32)
+    angle = place[:, None] * tl.load(PACE + d, mask=d < HALF, other=0.0)[None, :]
+    at = s.to(tl.int64)[:, None] * (2 * HALF) + d[None, :]
+    inside = (s < n)[:, None] & (d < HALF)[None, :]
+    kind = COS.dtype.element_ty
+    cos, sin = (tl.cos(angle) * scale).to(kind), (tl.sin(angle) * scale).to(kind)
+    tl.store(COS + at, cos, mask=inside)
+    tl.store(COS + at + HALF, cos, mask=inside)
+    tl.store(SIN + at, sin, mask=inside)
+    tl.store(SIN + at + HALF, sin, mask=inside)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `mmaccel.backends.pointwise.rms_norm`."""
     x = x.contiguous()
@@ -122,3 +143,16 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
                 BLOCK=triton.next_power_of_2(D // 2),
                 num_warps=4 if H * D > 2048 else 1,
             )
+
+
+def angles(places: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `mmaccel.backends.pointwise.angles`."""
+    n, half = len(places), len(pace)
+    out = torch.empty(2, n, 2 * half, dtype=dtype, device=places.device)
+    if n:
+        with torch.cuda.device_of(places):
+            angles_kernel[(triton.cdiv(n, PLACES),)](
+                places.contiguous(), pace, out[0], out[1], n, scale,
+                HALF=half, PLACES=PLACES, BLOCK=triton.next_power_of_2(half), num_warps=4,
+            )  # fmt: skip
+    return out[0], out[1]

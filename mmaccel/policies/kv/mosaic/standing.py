@@ -27,7 +27,7 @@ class Standing:
         """[k * p] or [3, k * p]: the tokens of ascending `entries` [k] of a stream of `count` units."""
         if len(entries) == count * self._parts:
             return self._places.units(0, count)
-        units = entries // self._parts
+        units = self._units(entries)
         return self.tokens(entries, ranks(units) if compact else units, count - 1)
 
     def seen(self, entries: Tensor, count: int, compact: bool) -> int:
@@ -40,14 +40,17 @@ class Standing:
     def middles(self, time: Tensor, entries: Tensor, count: int, compact: bool) -> Tensor:
         """[k] or [3, k]: the middle of the unit at the mean entry numbers `time` [k], where `entries` are seen."""
         if compact and len(entries) < count * self._parts:
-            units = entries // self._parts
+            units = self._units(entries)
             at = torch.searchsorted(units.to(time), time / self._parts).clamp(max=len(units) - 1)
             numbers = ranks(units)[at]
         else:
-            numbers = (time / self._parts).round().long()
+            numbers = (time if self._parts == 1 else time / self._parts).round().long()
         # What is no cluster may have any time. (Not below `count`: that is another at the next question.)
         numbers = numbers.clamp(0, self._places.known(count) - 1)
-        return self._places.chosen(numbers, count - 1)[..., self._unit // 2 :: self._unit]
+        return self._places.chosen(numbers, count - 1, self._unit // 2)
+
+    def _units(self, entries: Tensor) -> Tensor:
+        return entries if self._parts == 1 else entries // self._parts
 
 
 def ranks(units: Tensor) -> Tensor:

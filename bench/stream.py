@@ -8,9 +8,9 @@ Random weights, bf16, 196 tokens a frame, 1 800 frames of planted scenes (`bench
 64 retrieved by each layer. Steps:
 
 question  seconds from `VideoSession.ask` to the first token on the host, cluster cache flushed: ReKV with the paper's
-          copies and with coalesced ones, mosaic, and mosaic with one part changed at a time, in turns; for each the copies,
-          the bytes, GB/s while the wire was busy, what was fetched ahead, and the share of recalled frames that show the
-          scenes asked for
+          copies and with coalesced ones, mosaic, and mosaic with one part changed at a time; in turns, and each "asked
+          alone", ten times in a row; for each the copies, the bytes, GB/s while the wire was busy, what was fetched ahead,
+          and the share of recalled frames that show the scenes asked for
 profile   of one question of each memory: launches, device time, and what the host spends its time on
 budgets, lengths, rivals, whole: `bench/asking.py`
 encode    frames a second through `VideoSession.watch`, vision tower included; with each batching switch off; all in turns
@@ -48,6 +48,9 @@ from watching import HELD, LOCAL, Sizes, day_step, encode_step, splits_step, str
 
 import mmaccel
 
+ALONE = 10
+"""Questions of a variant that is asked alone, after two that do not count."""
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rekv, a copy a frame": ("rekv", {"way": "pieces"}),
     "rekv, coalesced": ("rekv", {}),
@@ -65,40 +68,50 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def question_step(options: argparse.Namespace, log: Log) -> None:
-    sizes, draw = Sizes(options), random.Random(0)
-    rows: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
-    for number in range(sizes.questions + 2):
-        kinds = tuple(draw.sample(range(sizes.kinds), 2))
-        for variant in VARIANTS:
-            name, told = VARIANTS[variant]
-            found = asked(*HELD.session(sizes, name), kinds, told)
-            if number >= 2:
-                rows[variant].append(found)
-    for variant, some in rows.items():
-        mean = {name: statistics.fmean(row[name] for row in some) for name in some[0]}
-        row: dict[str, Any] = {
-            "case": "question",
-            "way": variant,
-            **spread([row["ttft_s"] for row in some]),
-            "frames": sizes.frames,
-            "model": SHAPE,
-            **mean,
-        }
-        if mean.get("seconds_in"):
-            row["gb_s"] = mean["bytes_in"] / mean["seconds_in"] / 1e9
-        if "covered" in mean:
-            crossed = max(1.0, mean["covered"] + mean["missing"])
-            row |= {"coverage": mean["covered"] / crossed, "in_time_share": mean["in_time"] / crossed}
-        log.row(**row)
-        print(
-            f"question {variant:42} p50 {row['p50_s'] * 1e3:7.1f} ms, p95 {row['p95_s'] * 1e3:7.1f}, "
-            f"whole {mean['whole_s'] * 1e3:6.1f}, {mean['bytes_in'] / 1e6:5.0f} MB at {row.get('gb_s', 0):4.1f} GB/s, "
-            f"{mean['copies_in']:5.0f} copies, ahead {row.get('coverage', 0):.2f}, "
-            f"in time {row.get('in_time_share', 0):.2f}, waited {1e3 * mean.get('waited_s', 0):4.1f} and "
-            f"{1e3 * mean.get('waited_missing_s', 0):4.1f} ms, of the scenes {mean['recall']:.2f}",
-            flush=True,
-        )
+    """In turns, as variants are compared: what captures and caches keep for one another is then in all of them. And each
+    alone, as a user asks."""
+    sizes = Sizes(options)
+    draws = {variant: random.Random(0) for variant in VARIANTS}
+
+    def ask(variant: str) -> dict[str, float]:
+        name, told = VARIANTS[variant]
+        kinds = tuple(draws[variant].sample(range(sizes.kinds), 2))
+        return asked(*HELD.session(sizes, name), kinds, told)
+
+    turns = [{variant: ask(variant) for variant in VARIANTS} for _ in range(sizes.questions + 2)]
+    for variant in VARIANTS:
+        question_row("question", variant, [turn[variant] for turn in turns[2:]], sizes, log)
+    alone = min(ALONE, sizes.questions)
+    for variant in VARIANTS:
+        rows = [ask(variant) for _ in range(alone + 2)]
+        question_row("asked alone", variant, rows[2:], sizes, log)
     growth(sizes, log)
+
+
+def question_row(case: str, variant: str, some: Sequence[dict[str, float]], sizes: Sizes, log: Log) -> None:
+    mean = {name: statistics.fmean(row[name] for row in some) for name in some[0]}
+    row: dict[str, Any] = {
+        "case": case,
+        "way": variant,
+        **spread([row["ttft_s"] for row in some]),
+        "frames": sizes.frames,
+        "model": SHAPE,
+        **mean,
+    }
+    if mean.get("seconds_in"):
+        row["gb_s"] = mean["bytes_in"] / mean["seconds_in"] / 1e9
+    if "covered" in mean:
+        crossed = max(1.0, mean["covered"] + mean["missing"])
+        row |= {"coverage": mean["covered"] / crossed, "in_time_share": mean["in_time"] / crossed}
+    log.row(**row)
+    print(
+        f"{case} {variant:42} p50 {row['p50_s'] * 1e3:7.1f} ms, p95 {row['p95_s'] * 1e3:7.1f}, "
+        f"whole {mean['whole_s'] * 1e3:6.1f}, {mean['bytes_in'] / 1e6:5.0f} MB at {row.get('gb_s', 0):4.1f} GB/s, "
+        f"{mean['copies_in']:5.0f} copies, ahead {row.get('coverage', 0):.2f}, "
+        f"in time {row.get('in_time_share', 0):.2f}, waited {1e3 * mean.get('waited_s', 0):4.1f} and "
+        f"{1e3 * mean.get('waited_missing_s', 0):4.1f} ms, of the scenes {mean['recall']:.2f}",
+        flush=True,
+    )
 
 
 def growth(sizes: Sizes, log: Log) -> None:

@@ -39,6 +39,9 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     assert [row for row in rows if "failed" in row] == []
     ways = {row["way"]: row for row in rows if row.get("case") == "question"}
     assert all(0 < row["p50_s"] <= row["p95_s"] and row["bytes_in"] > 0 for row in ways.values())
+    alone = {row["way"]: row for row in rows if row.get("case") == "asked alone"}
+    assert alone.keys() == ways.keys() and all(row["p50_s"] > 0 for row in alone.values())
+    assert alone["mosaic, no prefetch"]["guessed"] == 0 < alone["mosaic"]["guessed"]
     apart, joined = ways["rekv, a copy a frame"], ways["rekv, coalesced"]
     assert apart["copies_in"] > joined["copies_in"] and apart["bytes_in"] == joined["bytes_in"]
     assert ways["mosaic, asked again"]["bytes_in"] < ways["mosaic"]["bytes_in"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,3 +61,23 @@ def test_a_replayed_question_sees_what_one_launched_by_one_sees(
     # There are three a layer. A stream of tiles grows twice as fast.
     most = 13 if "tile" in reps else 9
     assert 2 * 9 <= Replayed.made <= most * 9
+
+
+def test_kinds_of_questions_asked_in_turns_keep_their_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one stream, with prefetch and without, of other budgets, and with pseudo tokens and without."""
+    monkeypatch.setattr(replay, "_Replay", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    driven = Driven(deferred=False)
+    state = driven.state
+    state._keeps = state.chooser.replays._works = True
+    driven.watch(60)
+    kinds: list[dict[str, Any]] = [{}, {"prefetch": False}, {"frames": 6}, {"reps": 0}]
+    policies, made = [replace(driven.policy, **kind) for kind in kinds], []
+    for number in range(6):
+        Replayed.made = 0
+        for policy in policies:
+            state.asked_under(policy)
+            driven.ask(number % 3)
+        made.append(Replayed.made)
+    # The first question of a kind runs as it is written, the second captures.
+    assert made[0] == 0 < made[1] and made[3:] == [0, 0, 0]

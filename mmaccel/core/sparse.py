@@ -15,6 +15,7 @@ from mmaccel.core.plan import AttentionPlan
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import ModelView
+    from mmaccel.core.mix import HeadRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,15 @@ class SparsePattern(Placed, ABC):
         query [B, H, n_query, D] and key [B, G, n_key, D] after rotation, H a multiple of G; layouts of the same lengths,
         `q_layout.position` and `k_layout.position` in the same count. Queries may be the last rows of a longer sequence.
         """
+
+    def plan_of(
+        self, run: HeadRun, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
+        """As `plan`, of the heads `run` of query [B, H, n_query, D] and key [B, G, n_key, D], the tensors of the layer.
+
+        A pattern that looks at few rows of the queries need not have those of some heads copied.
+        """
+        return self.plan(run.of(query), key[:, run.groups], q_layout, k_layout)
 
     def bind(self, model: ModelView) -> SparsePattern:
         """This pattern as it serves `model`, asked once when a recipe is attached; `RecipeError` where it cannot."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
+from mmaccel.core.mix import HeadRun
 from mmaccel.core.plan import AttentionPlan, KeySpan, Part
 from mmaccel.core.registry import policy, registry
 from mmaccel.core.sparse import SparsePattern
@@ -59,8 +60,15 @@ class Boundary(SparsePattern):
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        layer = Layer(query, key, q_layout, k_layout, self.block)
-        held, name = layer.orders.held, ("plan", repr(self), query.shape[:2])
+        return self._planned(Layer(query, key, q_layout, k_layout, self.block))
+
+    def plan_of(
+        self, run: HeadRun, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
+        return self._planned(Layer.of(run, query, key, q_layout, k_layout, self.block))
+
+    def _planned(self, layer: Layer) -> AttentionPlan:
+        held, name = layer.orders.held, ("plan", repr(self), layer.query.shape[0], layer.heads)
         if name in held:
             known: AttentionPlan = held[name]
             return known
@@ -68,14 +76,14 @@ class Boundary(SparsePattern):
         of_queries, of_keys = self.groups()
         used = [pattern for q in of_queries for k in of_keys if (pattern := self.within(q, k)) is not None]
         for q in of_queries:
-            if q is not None and not q_layout.census[q]:
+            if q is not None and not layer.q_layout.census[q]:
                 continue
             # Parts in the order of the queries are one part: their spans share its softmax.
             spans: list[KeySpan] = []
             turn = 0
             for k in of_keys:
                 pattern = self.within(q, k)
-                if pattern is None or (k is not None and not k_layout.census[k]):
+                if pattern is None or (k is not None and not layer.k_layout.census[k]):
                     continue
                 sight = layer.sight(q, k)
                 found = pattern.found(sight)

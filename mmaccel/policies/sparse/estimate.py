@@ -73,6 +73,13 @@ class Asking:
         """n, the most keys there can be."""
         return self.seen.shape[1]
 
+    def picked(self, query: Tensor) -> Tensor:
+        """[B, H, L, D]: the queries themselves, of query [B, H, n_query, D]."""
+        L = self.at.shape[1]
+        if self.final:
+            return query[:, :, query.shape[2] - L :]
+        return query.gather(2, self.query_row[:, None, :, None].expand(*query.shape[:2], L, query.shape[3]))
+
     def before(self) -> Tensor:
         """[B, L, n] bool: the keys before each query."""
         return torch.arange(self.width, device=self.at.device) < self.at[..., None]
@@ -101,19 +108,6 @@ class LastQueries:
     asking: Asking
     total: Tensor | None
     pooled: bool
-
-    @classmethod
-    def of(
-        cls, query: Tensor, key: Tensor, asking: Asking, total: Tensor | None, pooled: bool
-    ) -> LastQueries:
-        """Those that `asking` tells, of the queries [B, H, n_query, D] and keys of a layer."""
-        L = asking.at.shape[1]
-        if asking.final:
-            picked = query[:, :, query.shape[2] - L :]
-        else:
-            rows = asking.query_row[:, None, :, None].expand(*query.shape[:2], L, query.shape[3])
-            picked = query.gather(2, rows)
-        return cls(picked, key, asking, total, pooled)
 
     @property
     def at(self) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.mix import HeadRun
 from mmaccel.core.plan import AttentionPlan, Part, span_by_range
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.estimate import Asking, LastQueries
@@ -84,7 +85,7 @@ class Sight:
         if self.keys is not layer.keys():
             total = layer.totals(self.kinds[0], count)
         asking = layer.orders.asking(*self.kinds, count)
-        return LastQueries.of(layer.query, layer.key, asking, total, pooled)
+        return LastQueries(layer.asked(asking), layer.key, asking, total, pooled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,14 +169,41 @@ class Orders:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The tensors of one layer, and the orders of its prompt."""
+    """The tensors of one layer, and the orders of its prompt.
+
+    query [B, H, n_query, D]; run: of its heads those that are planned, None for all. key [B, G, n_key, D]: their keys.
+    """
 
     query: Tensor
     key: Tensor
     q_layout: TokenLayout
     k_layout: TokenLayout
     block: int
+    run: HeadRun | None = None
     _totals: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        run: HeadRun,
+        query: Tensor,
+        key: Tensor,
+        q_layout: TokenLayout,
+        k_layout: TokenLayout,
+        block: int,
+    ) -> Layer:
+        """That of some heads of the tensors of a layer."""
+        return cls(query, key[:, run.groups], q_layout, k_layout, block, run)
+
+    @property
+    def heads(self) -> int:
+        """How many heads are planned."""
+        return self.query.shape[1] if self.run is None else len(self.run.heads)
+
+    def asked(self, asking: Asking) -> Tensor:
+        """[B, heads, L, D]: the queries that ask. No other row is copied where heads lie apart."""
+        picked = asking.picked(self.query)
+        return picked if self.run is None else self.run.of(picked)
 
     @property
     def orders(self) -> Orders:
@@ -201,7 +229,7 @@ class Layer:
         name = (query, count)
         if name not in self._totals:
             asking = self.orders.asking(query, None, count)
-            self._totals[name] = LastQueries.of(self.query, self.key, asking, None, False).totals()
+            self._totals[name] = LastQueries(self.asked(asking), self.key, asking, None, False).totals()
         return self._totals[name]
 
     def plan(self, parts: Sequence[Part]) -> AttentionPlan:
@@ -220,7 +248,7 @@ class Layer:
             block_q=self.block,
             block_k=self.block,
             batch=self.query.shape[0],
-            heads=self.query.shape[1],
+            heads=self.heads,
             n_query=self.query.shape[2],
             n_key=self.key.shape[2],
         )
@@ -272,6 +300,12 @@ class IntraPattern(SparsePattern):
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
         layer = Layer(query, key, q_layout, k_layout, self.block)
+        return layer.plan(self.found(layer.sight()))
+
+    def plan_of(
+        self, run: HeadRun, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
+        layer = Layer.of(run, query, key, q_layout, k_layout, self.block)
         return layer.plan(self.found(layer.sight()))
 
     def bound(self, n_query: int, n_key: int) -> int:

@@ -213,8 +213,7 @@ class LayerHeads(SparsePattern):
                 shares.append((some, pattern.plan(query[:, :1], key[:, :1], q_layout, k_layout)))
                 continue
             for run in runs(some, group):
-                plan = pattern.plan(run.of(query), key[:, run.groups], q_layout, k_layout)
-                shares.append((run.heads, plan))
+                shares.append((run.heads, pattern.plan_of(run, query, key, q_layout, k_layout)))
         return mix(shares, heads, group, q_layout, k_layout)
 
     def bound(self, n_query: int, n_key: int) -> int:

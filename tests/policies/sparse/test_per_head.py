@@ -13,9 +13,11 @@ from hypothesis import given, settings
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import RecipeError, UnknownName
+from mmaccel.core.plan import Part
 from mmaccel.core.recipe import Recipe
-from mmaccel.policies.sparse import AShape, Grid, PerHead, VerticalSlash
+from mmaccel.policies.sparse import AShape, PerHead
 from mmaccel.policies.sparse.head_table import KIND, SCHEMA
+from mmaccel.policies.sparse.intra import IntraPattern, Sight
 from tests.models.tiny_random import BUILD, prompt
 
 from .scenes import Scene, scenes
@@ -45,18 +47,19 @@ def test_each_head_is_planned_as_if_it_were_alone(scene: Scene) -> None:
         assert alone is not None and torch.equal(mask[:, head], alone.to_mask()[:, 0])
 
 
-def test_keys_are_handed_on_as_views(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_and_keys_are_handed_on_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = torch.randn(1, 8, 96, 8), torch.randn(1, 4, 96, 8)
     seen: list[tuple[int, int, int]] = []
-    for cls in (Grid, VerticalSlash, AShape):
-        plain = cls.plan
+    plain = IntraPattern.found
 
-        def watched(self, q, k, *rest, plain=plain):
-            seen.append((q.shape[1], k.shape[1], k.data_ptr() - key.data_ptr()))
-            assert k._base is key
-            return plain(self, q, k, *rest)
+    def watched(self: IntraPattern, sight: Sight) -> tuple[Part, ...]:
+        layer = sight.layer
+        seen.append((layer.heads, layer.key.shape[1], layer.key.data_ptr() - key.data_ptr()))
+        assert layer.key._base is key
+        assert layer.query is query if self.adaptive else layer.query._base is query
+        return plain(self, sight)
 
-        monkeypatch.setattr(cls, "plan", watched)
+    monkeypatch.setattr(IntraPattern, "found", watched)
     from mmaccel.core.layout import TokenLayout
 
     layout = TokenLayout.text(1, 96)

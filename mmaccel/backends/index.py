@@ -27,7 +27,10 @@ CLASS_PHASES = (
 )
 STRIDE_SCORES = "(Tensor value, Tensor at, int low, int high, str score) -> Tensor"
 STRONGEST = "(Tensor score, Tensor last, int count, bool first) -> Tensor"
-KEYS_WITHOUT = "(Tensor row, Tensor owned, int block) -> (Tensor left, Tensor kind)"
+LINE_KEYS = (
+    "(Tensor row, Tensor columns, Tensor diagonals, int width, int block) -> "
+    "(Tensor left, Tensor kind, Tensor kept, Tensor k_row, Tensor k_place)"
+)
 SLASH_RUNS = (
     "(Tensor kept, Tensor shape, Tensor member, Tensor home, Tensor reach, Tensor broken, Tensor runs, Tensor sure, "
     "int block) -> (Tensor row, Tensor index)"
@@ -99,9 +102,9 @@ def _strongest(score: Tensor, *rest: Any) -> Tensor:
     return plain(score, *rest)
 
 
-def _keys_without(row: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    left, kind = _at_home("keys_without", row.device)(row, *rest)
-    return left, kind
+def _line_keys(row: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    left, kind, kept, k_row, k_place = _at_home("line_keys", row.device)(row, *rest)
+    return left, kind, kept, k_row, k_place
 
 
 def _slash_runs(kept: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -153,11 +156,13 @@ last [B]: the last line there is, -1 for none; past the last that is chosen come
 its score. Of equal scores any may be.
 """
 
-keys_without = torch.library.custom_op(
-    "mmaccel::keys_without", _keys_without, mutates_args=(), schema=KEYS_WITHOUT
-)
-"""left [B, H, N] int32: the rows of keys `row` [B, N], -1 for those that are `owned` [B, H, N]; kind [B, H, N / block] int8:
-FULL where all keys of a block are there, ABSENT elsewhere."""
+line_keys = torch.library.custom_op("mmaccel::line_keys", _line_keys, mutates_args=(), schema=LINE_KEYS)
+"""Columns [B, H, K] and diagonals [B, H, S] long among the keys `row` [B, N], which are those of the first `width` places.
+
+left [B, H, N] int32: the rows of the keys that are no column, -1 for the columns; kind [B, H, N / block] int8: FULL where
+all keys of a block are there, ABSENT elsewhere. kept [B, H, N] bool: the diagonals. k_row, k_place [B, H, whole blocks, at
+least one] int32: the rows and places of the columns, -1 and 0 for none.
+"""
 
 slash_runs = torch.library.custom_op("mmaccel::slash_runs", _slash_runs, mutates_args=(), schema=SLASH_RUNS)
 """row [B, H, M, 5] long and index int32 of `mmaccel.core.lists.BlockRuns`: the key blocks that diagonals touch.
@@ -233,10 +238,15 @@ def _strongest_shape(score: Tensor, last: Tensor, count: int, first: bool) -> Te
     return score.new_empty(*score.shape[:2], min(count, score.shape[2]), dtype=torch.int64)
 
 
-@keys_without.register_fake
-def _keys_without_shape(row: Tensor, owned: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    B, H, N = owned.shape
-    return row.new_empty(B, H, N), row.new_empty(B, H, N // block, dtype=torch.int8)
+@line_keys.register_fake
+def _line_keys_shape(
+    row: Tensor, columns: Tensor, diagonals: Tensor, width: int, block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (B, H, K), N = columns.shape, row.shape[1]
+    left = row.new_empty(B, H, N)
+    k_row = row.new_empty(B, H, max(K + -K % block, block))
+    kind = left.new_empty(B, H, N // block, dtype=torch.int8)
+    return left, kind, left.new_empty(B, H, N, dtype=torch.bool), k_row, torch.empty_like(k_row)
 
 
 @slash_runs.register_fake

@@ -18,7 +18,7 @@ from mmaccel.backends.gathering import gather_now as gather_now
 from mmaccel.backends.gathering import gather_units as gather_units
 from mmaccel.backends.gathering import grain_of as grain_of
 from mmaccel.backends.index import class_phases as class_phases
-from mmaccel.backends.index import keys_without as keys_without
+from mmaccel.backends.index import line_keys as line_keys
 from mmaccel.backends.index import line_sums as line_sums
 from mmaccel.backends.index import reduces as reduces
 from mmaccel.backends.index import row_totals as row_totals

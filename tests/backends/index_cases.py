@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmaccel.backends import triton as backend
 from mmaccel.backends.reference import index as plain
-from mmaccel.backends.triton import estimate_grid, strides, strongest
+from mmaccel.backends.triton import estimate_grid, slashes, strides, strongest
 from mmaccel.backends.triton.estimate import line_sums, row_totals
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.sparse import SparsePattern
@@ -88,6 +88,23 @@ SCENE = Scene(
     size=16,
     seed=11,
 )
+
+
+@pytest.mark.parametrize("columns", [0, 5, 16, 33])
+def test_line_keys(columns: int) -> None:
+    """Fewer lines than there is room for, none at all, and diagonals that all heads share."""
+    row = torch.arange(48, dtype=torch.int32).repeat(2, 1)
+    row[1, 30:] = -1
+    chosen = torch.stack([torch.arange(columns) + 3, torch.full((columns,), 48)])[:, None].expand(-1, 3, -1)
+    diagonal = torch.tensor([0, 1, 17, 48, 48]).expand(2, 3, -1)
+    for width in (48, 30):
+        arguments = row, chosen.contiguous(), diagonal
+        want = plain.line_keys(*arguments, width, 16)
+        got = slashes.line_keys(*(t.to(DEVICE) for t in arguments), width, 16)
+        for mine, its in zip(got, want, strict=True):
+            assert mine.dtype == its.dtype and torch.equal(mine.cpu(), its)
+
+
 PATTERNS: dict[str, SparsePattern] = {
     "vertical_slash": small("vertical_slash"),
     "vertical_slash, group": replace(small("vertical_slash"), estimate="group"),

@@ -43,6 +43,7 @@ def main(capability: int) -> None:
         (strongest, "tally_kernel"),
         (strongest, "chosen_kernel"),
         (strides, "strides_kernel"),
+        (slashes, "mark_kernel"),
         (slashes, "without_kernel"),
         (slashes, "steps_kernel"),
         (slashes, "rows_kernel"),
@@ -61,7 +62,8 @@ def main(capability: int) -> None:
     estimate_grid.class_phases(query, key, None, at, None, N, False, *order, long[0, :1], "contrast", False)
     strongest.strongest(torch.zeros(1, 28, N), long[:, 0], 1000, False)
     strides.stride_scores(torch.zeros(2, 1, 28, N), long[:, 0], 8, 1024, "contrast")
-    slashes.keys_without(numbers(1, N), kept, 64)
+    lines = long.new_zeros(1, 28, 1000)
+    slashes.line_keys(numbers(1, N), lines, lines, N, 64)
     lists = long.new_zeros(1, 28, 9, 5)
     work.Work.even([lists[..., 1], lists[:, :1, :, 1]], 1, 28, 9, 1, 264, 4096)
     runs.paired(lists)

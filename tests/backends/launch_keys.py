@@ -157,7 +157,7 @@ def recorded(capability: int = 90) -> Iterator[Keys]:
             ),
             strongest: dict(strongest=_filled(strongest.strongest, plain_index.strongest)),
             slashes: dict(
-                keys_without=_filled(slashes.keys_without, plain_index.keys_without),
+                line_keys=_filled(slashes.line_keys, plain_index.line_keys),
                 slash_runs=_filled(slashes.slash_runs, plain_index.slash_runs),
             ),
             classes: dict(turned_classes=_filled(classes.turned_classes, plain_classes.turned_classes)),

@@ -22,7 +22,8 @@ QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 def test_the_operators_keep_their_contracts() -> None:
     last, kept = torch.tensor([39, 7]), torch.rand(2, 3, 65)[..., :-1] < 0.2
     torch.library.opcheck(index.strongest, (torch.rand(2, 3, 40), last, 9, True))
-    torch.library.opcheck(index.keys_without, (torch.arange(64, dtype=torch.int32).expand(2, -1), kept, 16))
+    row, lines = torch.arange(64, dtype=torch.int32).expand(2, -1), torch.tensor([3, 17, 61]).expand(2, 3, -1)
+    torch.library.opcheck(index.line_keys, (row, lines, lines + 1, 60, 16))
     shape = torch.tensor([[0, 1], [0, 3], [16, 9]], dtype=torch.int32)
     member = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
     reach = torch.tensor([[[0, 0], [0, 0]], [[2, 3], [4, 0]], [[2, 2], [2, 0]]], dtype=torch.int32)
@@ -62,7 +63,7 @@ def test_compiles_for_devices_that_are_not_here(capability: int) -> None:
     """Tiles fit shared memory, products run on the matrix units, and sums over many keys spill nothing to memory."""
     pytest.importorskip("triton")
     rows = run("tests.backends.index_compile", str(capability), TRITON_INTERPRET="0").splitlines()
-    assert len(rows) == 18
+    assert len(rows) == 19
     for row in rows:
         name, shared, products, spilled = row.split(",")
         assert int(shared) <= {80: 166912, 90: 232448}[capability], row

@@ -19,11 +19,25 @@ def strongest(score: Tensor, last: Tensor, count: int, first: bool) -> Tensor:
     return torch.where(top.values >= 0, top.indices, n).sort(2).values
 
 
-def keys_without(row: Tensor, owned: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.index.keys_without`."""
-    left = row[:, None].masked_fill(owned, -1)
-    whole = (left >= 0).view(*left.shape[:2], -1, block).all(-1)
-    return left, torch.where(whole, FULL, ABSENT).to(torch.int8)
+def line_keys(
+    row: Tensor, columns: Tensor, diagonals: Tensor, width: int, block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `mmaccel.backends.index.line_keys`."""
+    (B, H, K), N = columns.shape, row.shape[1]
+
+    def marked(lines: Tensor) -> Tensor:
+        # What is no line falls past the last.
+        none = torch.zeros(B, H, N + 1, dtype=torch.bool, device=row.device)
+        return none.scatter_(2, torch.where(lines < width, lines, N), True)[..., :-1]
+
+    left = row[:, None].masked_fill(marked(columns), -1)
+    whole = (left >= 0).view(B, H, -1, block).all(-1)
+    kind = torch.where(whole, FULL, ABSENT).to(torch.int8)
+    there, more = columns < width, (0, max(K + -K % block, block) - K)
+    own = row[:, None].expand(B, H, N).gather(2, columns.clamp(max=N - 1))
+    k_row = torch.nn.functional.pad(torch.where(there, own, -1), more, value=-1)
+    k_place = torch.nn.functional.pad(torch.where(there, columns, 0), more).to(torch.int32)
+    return left, kind, marked(diagonals).contiguous(), k_row, k_place
 
 
 def slash_runs(

@@ -20,15 +20,68 @@ ROWS = 256
 """Blocks of queries, or of keys, that a program serves."""
 
 
-@triton.jit(do_not_specialize=["N", "H", "owned_h", "row_b"])
-def without_kernel(row, owned, left, kind, N, H, row_b, owned_h, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+MARKED = 1024
+"""Columns, or diagonals, of a head that a program marks."""
+
+
+@triton.jit(
+    do_not_specialize=[
+        "N",
+        "H",
+        "K",
+        "S",
+        "P",
+        "width",
+        "row_b",
+        "column_b",
+        "column_h",
+        "diagonal_b",
+        "diagonal_h",
+    ]
+)
+def mark_kernel(
+    row,
+    columns,
+    diagonals,
+    owned,
+    kept,
+    k_row,
+    k_place,
+    N,
+    H,
+    K,
+    S,
+    P,
+    width,
+    row_b,
+    column_b,
+    column_h,
+    diagonal_b,
+    diagonal_h,
+    MARKED: tl.constexpr,
+):
+    """Marks the columns among `owned`, the diagonals among `kept`, and gathers the rows and places of the columns."""
+    head = tl.program_id(1).to(tl.int64)
+    b, h = head // H, head % H
+    i = tl.program_id(0) * MARKED + tl.arange(0, MARKED)
+    column = tl.load(columns + b * column_b + h * column_h + i, mask=i < K, other=N)
+    there = column < width
+    tl.store(owned + head * N + column, tl.full([MARKED], 1, tl.uint8), mask=there)
+    tl.store(k_row + head * P + i, tl.load(row + b * row_b + column, mask=there, other=-1), mask=i < P)
+    tl.store(k_place + head * P + i, tl.where(there, column, 0).to(tl.int32), mask=i < P)
+    diagonal = tl.load(diagonals + b * diagonal_b + h * diagonal_h + i, mask=i < S, other=N)
+    tl.store(kept + head * N + diagonal, tl.full([MARKED], 1, tl.uint8), mask=diagonal < width)
+
+
+@triton.jit(do_not_specialize=["N", "H", "row_b"])
+def without_kernel(row, owned, left, kind, N, H, row_b, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """The rows of keys that are not owned, and the kinds of their blocks."""
     head = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = at < N
     found = tl.load(row + (head // H) * row_b + at, mask=inside, other=-1)
-    gone = tl.load(owned + head * owned_h + at, mask=inside, other=0)
+    gone = tl.load(owned + head * N + at, mask=inside, other=0)
     found = tl.where(gone != 0, -1, found)
     tl.store(left + head * N + at, found, mask=inside)
     whole = tl.min((found >= 0).to(tl.int32), 1) > 0
@@ -123,17 +176,26 @@ def gaps_kernel(
     tl.store(to + 4, tl.zeros([], tl.int64))
 
 
-def keys_without(row: Tensor, owned: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.index.keys_without`."""
-    B, H, N = owned.shape
-    left = row.new_empty(B, H, N)
+def line_keys(
+    row: Tensor, columns: Tensor, diagonals: Tensor, width: int, block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `mmaccel.backends.index.line_keys`."""
+    (B, H, K), S, N = columns.shape, diagonals.shape[2], row.shape[1]
+    P = max(K + -K % block, block)
+    columns, diagonals = (t if t.stride(2) == 1 else t.contiguous() for t in (columns, diagonals))
+    owned, kept = torch.zeros(2, B, H, N, dtype=torch.uint8, device=row.device).unbind()
+    left, k_row, k_place = (row.new_empty(B, H, n) for n in (N, P, P))
     kind = torch.empty(B, H, N // block, dtype=torch.int8, device=row.device)
     blocks = max(1, 2048 // block)
     with torch.cuda.device_of(row):
+        mark_kernel[(triton.cdiv(max(P, S), MARKED), B * H)](
+            row, columns, diagonals, owned, kept, k_row, k_place, N, H, K, S, P, width,
+            row.stride(0), *columns.stride()[:2], *diagonals.stride()[:2], MARKED=MARKED,
+        )  # fmt: skip
         without_kernel[(triton.cdiv(N // block, blocks), B * H)](
-            row, owned, left, kind, N, H, row.stride(0), owned.stride(1), BLOCK=block, ROWS=blocks
+            row, owned, left, kind, N, H, row.stride(0), BLOCK=block, ROWS=blocks
         )
-    return left, kind
+    return left, kind, kept.view(torch.bool), k_row, k_place
 
 
 def slash_runs(

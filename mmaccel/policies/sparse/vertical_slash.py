@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmaccel.backends import ops
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.plan import FAR, KeySpan, Part, pad_rows, span_by_range
+from mmaccel.core.plan import FAR, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
 from mmaccel.policies.sparse.orders import places, whole_blocks
@@ -59,10 +59,16 @@ class VerticalSlash(IntraPattern):
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         sample = sight.last(self.last_q, self.estimate == "group")
         columns, diagonals = sample.lines()
-        chosen = self._columns(columns, sample.at)
-        slash = self._slashes(sight, chosen, self._diagonals(diagonals, sample.at))
-        spans = (slash, self._verticals(sight, chosen)) if self.vertical else (slash,)
-        return (Part(sight.q_row, spans),)
+        at, keys, order = sample.at, sight.keys, sight.at[:, None]
+        chosen, found = self._columns(columns, at), self._diagonals(diagonals, at)
+        left, kind, kept, *gathered = ops.line_keys(keys.row, chosen, found, sight.width, self.block)
+        shapes = sight.shapes(chosen.shape[1])
+        spans = [slash_blocks(order, left, places(keys)[:, None], kind, kept, self.block, shapes)]
+        if self.vertical:
+            # The columns, gathered; a column's place is that of its token.
+            k_row, k_place = gathered
+            spans.append(span_by_range(sight.q_row, k_row, order, k_place, 0, FAR, self.block, self.block))
+        return (Part(sight.q_row, tuple(spans)),)
 
     def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         blocks = whole_blocks(n_key, self.block)
@@ -89,26 +95,3 @@ class VerticalSlash(IntraPattern):
         """[B, H, K] kept diagonals, the main one among them, n where a sequence has fewer."""
         found: Tensor = ops.strongest(score, at[:, -1], self.slash, True)
         return found
-
-    def _slashes(self, sight: Sight, chosen: Tensor, diagonal: Tensor) -> KeySpan:
-        """The slash blocks, over keys in their order; the kept columns are absent, for the other span owns them."""
-        B, H = chosen.shape[:2]
-        N = len(sight.keys)
-        # What is no line falls past the last: of n tokens none is n after another, and no key has place n.
-        owned, kept = torch.zeros(2, B, H, N + 1, dtype=torch.bool, device=chosen.device).unbind(0)
-        kept, owned = kept.scatter_(2, diagonal, True)[..., :-1], owned.scatter_(2, chosen, True)[..., :-1]
-        k_row, kind = ops.keys_without(sight.keys.row, owned, self.block)
-        shapes = sight.shapes(H)
-        return slash_blocks(
-            sight.at[:, None], k_row, places(sight.keys)[:, None], kind, kept, self.block, shapes
-        )
-
-    def _verticals(self, sight: Sight, chosen: Tensor) -> KeySpan:
-        """The kept columns, gathered; a column's place is that of its token."""
-        keys, place = sight.keys, sight.at
-        block, there = self.block, chosen < sight.width
-        row = keys.row[:, None].expand(-1, chosen.shape[1], -1).gather(2, chosen.clamp(max=len(keys) - 1))
-        k_row = pad_rows(torch.where(there, row, -1), block)
-        k_place = pad_rows(torch.where(there, chosen, 0), block, 0).to(torch.int32)
-        order = (sight.q_row, k_row, place[:, None], k_place)
-        return span_by_range(*order, 0, FAR, block, block)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -152,12 +153,20 @@ class GivenDiagonals(VerticalSlash):
 
     def _diagonals(self, score: Tensor, at: Tensor) -> Tensor:
         found = super()._diagonals(score, at)
-        given = torch.arange(self.slash, device=score.device)
-        if self.pitch:
-            # Without the two before the first: to look for what is negative would wait for the device.
-            given = (given[:, None] * self.pitch + torch.arange(-2, 3, device=score.device)).flatten()[2:]
-        self.chosen["diagonals"] = given[: found.shape[2]].clamp(max=score.shape[2] - 1).expand_as(found)
+        given = given_diagonals(self.slash, self.pitch, found.shape[2], score.shape[2], score.device)
+        self.chosen["diagonals"] = given.expand_as(found)
         return self.chosen["diagonals"]
+
+
+@lru_cache(64)
+@torch.inference_mode(False)
+def given_diagonals(slash: int, pitch: int, count: int, width: int, device: torch.device) -> Tensor:
+    """[count] long: the first of the diagonals that a case names, among `width`; made once, for they cost a case nothing."""
+    given = torch.arange(slash, device=device)
+    if pitch:
+        # Without the two before the first: to look for what is negative would wait for the device.
+        given = (given[:, None] * pitch + torch.arange(-2, 3, device=device)).flatten()[2:]
+    return given[:count].clamp(max=width - 1)
 
 
 def pattern_of(case: Case, frame: int) -> SparsePattern:

@@ -9,7 +9,7 @@ from mmaccel.core.errors import RecipeError
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import places, touched, whole_blocks
+from mmaccel.policies.sparse.orders import touched, whole_blocks
 
 
 @register("sparse", "a_shape")
@@ -47,7 +47,7 @@ class AShape(IntraPattern):
 def near_and_first(sight: Sight, sink: int, window: int, block: int) -> tuple[KeySpan, ...]:
     """Spans over the last `window` of the keys not after a query, and the first `sink` of them."""
     q_row, q_place = sight.q_row, sight.at[:, None]
-    k_row, k_place = sight.keys.row[:, None], places(sight.keys)[:, None]
+    k_row, k_place = sight.keys.row[:, None], sight.keys.place[:, None]
     near = span_by_range(q_row, k_row, q_place, k_place, 0, window, block, block)
     if not sink:
         return (near,)

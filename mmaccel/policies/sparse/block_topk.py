@@ -15,7 +15,7 @@ from mmaccel.core.plan import FAR, AttentionPlan, Part, span_by_table, span_from
 from mmaccel.core.registry import register
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.intra import Layer, Sight
-from mmaccel.policies.sparse.orders import places, whole_blocks
+from mmaccel.policies.sparse.orders import whole_blocks
 
 ROOM = 1 << 28
 """Most pairs of blocks for which lists are made that have room for all."""
@@ -81,7 +81,7 @@ class BlockTopK(SparsePattern):
         layer = Layer(query, key, q_layout, k_layout, self.block)
         sight = layer.sight()
         table = torch.cat(list(self._kept(query, key, sight)), 2)
-        order = (sight.q_row, sight.keys.row[:, None], sight.at[:, None], places(sight.keys)[:, None])
+        order = (sight.q_row, sight.keys.row[:, None], sight.at[:, None], sight.keys.place[:, None])
         # Room for every block is made without a look at how many are kept, where it can be.
         lists = span_by_table if table.numel() <= ROOM else span_from_table
         span = lists(*order, 0, FAR, table, self.block, self.block)

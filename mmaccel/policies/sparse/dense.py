@@ -10,7 +10,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import FAR, AttentionPlan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import places, whole_blocks
+from mmaccel.policies.sparse.orders import whole_blocks
 
 
 @register("sparse", "dense")
@@ -28,7 +28,7 @@ class Dense(IntraPattern):
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         block, place = self.block, sight.at[:, None]
-        order = (sight.q_row, sight.keys.row[:, None], place, places(sight.keys)[:, None])
+        order = (sight.q_row, sight.keys.row[:, None], place, sight.keys.place[:, None])
         return (Part(sight.q_row, (span_by_range(*order, 0, FAR, block, block),)),)
 
     def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:

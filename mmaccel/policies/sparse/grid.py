@@ -149,11 +149,10 @@ class Grid(IntraPattern):
     def _classes(self, sight: Sight) -> Classes:
         sample = sight.last(self.last_q, self.estimate == "group")
         search = self._search(sight)
-        if self.stride == "frame":
-            frames = Frames.of(sight, search)
-            framed = frame_phases(sample, frames, search)
-            if frames.whole:
-                return framed
+        frames = Frames.of(sight, search) if self.stride == "frame" else None
+        framed = frame_phases(sample, frames, search) if frames is not None and frames.some else None
+        if framed is not None and framed.frames is not None:
+            return framed
         free = strided_classes(
             sample,
             sight.keys,
@@ -161,4 +160,4 @@ class Grid(IntraPattern):
             by_columns=self.horizontal or self.vertical,
             by_diagonals=self.slash,
         )
-        return framed.where(frames.fits, free) if self.stride == "frame" else free
+        return free if frames is None or framed is None else framed.where(frames.fits, free)

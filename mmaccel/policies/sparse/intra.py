@@ -15,7 +15,7 @@ from mmaccel.core.mix import HeadRun
 from mmaccel.core.plan import AttentionPlan, Part, span_by_range
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.estimate import Asking, LastQueries
-from mmaccel.policies.sparse.orders import Order, at_or_before, natural, places, whole_blocks
+from mmaccel.policies.sparse.orders import Order, at_or_before, natural, whole_blocks
 from mmaccel.policies.sparse.slashes import Breaks, Shapes
 
 
@@ -240,7 +240,7 @@ class Layer:
                 sight.q_row,
                 sight.keys.row[:, None],
                 -1 - 0 * sight.at[:, None],
-                places(sight.keys)[:, None],
+                sight.keys.place[:, None],
             )
             parts = [Part(sight.q_row, (span_by_range(*places_of, 0, 1, self.block, self.block),))]
         return AttentionPlan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,6 +25,11 @@ class Order:
 
     def __len__(self) -> int:
         return self.row.shape[1]
+
+    @cached_property
+    def place(self) -> Tensor:
+        """[B, n] int32: the place of each token: its rank."""
+        return ops.ranks(len(self.row), len(self), self.row.device)
 
 
 def natural(
@@ -53,12 +59,6 @@ def at_or_before(keys: Order, queries: Order) -> Tensor:
     """[B, n] int32: the place of each query among `keys`, the number of keys not after it, minus one; -1 for padding."""
     found = torch.searchsorted(keys.position, queries.position, right=True) - 1
     return found.masked_fill(queries.row < 0, -1).to(torch.int32)
-
-
-def places(order: Order) -> Tensor:
-    """[B, n] int32: the place of each key of `order`: its rank."""
-    B, n = order.row.shape
-    return ops.ranks(B, n, order.row.device)
 
 
 def whole_blocks(n: int, block: int) -> int:

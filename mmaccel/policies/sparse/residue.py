@@ -10,8 +10,8 @@ from torch import Tensor
 from mmaccel.backends import ops
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.policies.sparse.intra import Sight
-from mmaccel.policies.sparse.orders import places, whole_blocks
-from mmaccel.policies.sparse.stride import Classes, Frames
+from mmaccel.policies.sparse.orders import whole_blocks
+from mmaccel.policies.sparse.stride import Classes, Frames, by_class
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +37,15 @@ class Residue:
         """The order of the queries and keys of `sight`; without slashes the queries stay in the order they are in."""
         keys, at = sight.keys, sight.at
         base = len(keys) + 1
-        code, order = (classes.number * base + places(keys)[:, None]).sort(-1)
+        order = by_class(classes.number, classes.most)
+        code = (classes.number * base + keys.place[:, None]).gather(2, order)
         k_row = keys.row[:, None].expand_as(order).gather(2, order)
         own = query_classes(classes, at)
         pair = (own - classes.shift) % classes.stride if slash else own
         q_row, q_at = sight.q_row.expand_as(pair), at[:, None].expand_as(pair)
         own = own.expand_as(pair)
         if slash:
-            order = torch.where(q_row >= 0, pair * base + q_at, FAR * base).argsort(-1)
+            order = by_class(torch.where(q_row >= 0, pair, classes.most), classes.most)
             q_row, q_at, own, pair = (t.gather(2, order) for t in (q_row, q_at, own, pair))
         return cls(classes, sight.layer.block, base, code, k_row, q_row, q_at, own, pair)
 
@@ -113,13 +114,13 @@ class ClassOrder:
         edge = torch.arange(frames.widest + 1, device=at.device).expand(len(at), -1).contiguous()
 
         def told(row: Tensor, place: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
-            order = (of * (len(sight.keys) + 1) + place).argsort(-1)
+            order = by_class(of, frames.widest + 1)
             held = torch.stack([t.gather(1, order).to(torch.int32) for t in (row, place, of)])
             return held, torch.searchsorted(held[2].long(), edge, out_int32=True)
 
         own = torch.where(at >= 0, number.gather(1, at.clamp(min=0)), FAR)
         queries, q_begin = told(torch.where(at >= 0, sight.q_row[:, 0], -1), at.clamp(min=0), own)
-        keys, k_begin = told(sight.keys.row, places(sight.keys).long(), number)
+        keys, k_begin = told(sight.keys.row, sight.keys.place.long(), number)
         row, of = keys[0], keys[2].long()
         begin = k_begin.long().gather(1, of.clamp(max=frames.widest))
         place = of * (2 * frames.room) + torch.arange(row.shape[1], device=row.device) - begin
@@ -191,5 +192,5 @@ def dense_size(sight: Sight, classes: Classes) -> int:
 def dense_part(sight: Sight, q_row: Tensor, place: Tensor) -> Part:
     """Queries and their places [B, H, n] over every key not after them."""
     keys, block = sight.keys, sight.layer.block
-    order = (q_row, keys.row[:, None], place, places(keys)[:, None])
+    order = (q_row, keys.row[:, None], place, keys.place[:, None])
     return Part(q_row, (span_by_range(*order, 0, FAR, block, block),))

@@ -154,14 +154,15 @@ class Frames:
     """Classes by the place of tokens in their frame: what follows from the layout alone.
 
     number [B, 1, N], stride [B, 1, 1]; fits [B] which sequences they serve: one that has 3 * low tokens, a frame, and no
-    class of more than 1 / low of its tokens. whole: they serve all; room: the most tokens of a class; widest: the largest
-    stride. held: what else was derived of them.
+    class of more than 1 / low of its tokens. whole: they serve all; some: they serve any; room: the most tokens of a class;
+    widest: the largest stride. held: what else was derived of them.
     """
 
     number: Tensor
     stride: Tensor
     fits: Tensor
     whole: bool
+    some: bool
     room: int
     widest: int
     held: dict[Any, Any] = field(default_factory=dict)
@@ -173,8 +174,9 @@ class Frames:
         name = "frames", sight.kinds[1], search.low, search.most
         if name not in held:
             number, stride, fits, largest = frame_classes(sight.layer.k_layout, sight.keys, search)
-            whole, room, widest = torch.stack([fits.all().long(), largest, stride.amax()]).tolist()
-            held[name] = cls(number, stride, fits, bool(whole), room, widest)
+            looked = torch.stack([fits.all().long(), fits.any().long(), largest, stride.amax()])
+            whole, some, room, widest = looked.tolist()
+            held[name] = cls(number, stride, fits, bool(whole), bool(some), room, widest)
         found: Frames = held[name]
         return found
 
@@ -199,6 +201,15 @@ def frame_classes(layout: TokenLayout, keys: Order, search: Search) -> tuple[Ten
     count = here.sum(1)
     fits = (count >= search.least) & (longest[:, 0] > 0) & (sizes.amax(1) <= (count + low - 1) // low)
     return number[:, None], stride[:, None], fits | (count == 0), sizes[:, :high].amax()
+
+
+def by_class(number: Tensor, most: int) -> Tensor:
+    """The order (class, place) of tokens [..., n] by place, whose classes are `number`; those from `most` on come last.
+
+    Sorts look at every bit: short numbers take a quarter of the launches.
+    """
+    number = number.clamp(max=most)
+    return (number.to(torch.int16) if most < 2**15 else number).argsort(stable=True, dim=-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +248,8 @@ class Pairing:
         paired = torch.where(
             phase < frames.stride[..., None], (mine[..., None] - phase) % frames.stride[..., None], high
         )
-        number, order = own[:, 0].sort(stable=True)
+        order = by_class(own[:, 0], high)
+        number = own[:, 0].gather(1, order)
         edge = torch.arange(frames.widest + 1, device=own.device).expand(B, -1)
         start = torch.searchsorted(number, edge.contiguous(), out_int32=True)
         members = count.gather(3, paired).sum((1, 2))

@@ -12,7 +12,7 @@ from mmaccel.core.plan import FAR, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import near_and_first
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import places, touched, whole_blocks
+from mmaccel.policies.sparse.orders import touched, whole_blocks
 
 
 @register("sparse", "tri_shape")
@@ -55,7 +55,7 @@ class TriShape(IntraPattern):
             pick = slot.clamp(0, rows.shape[1] - 1)
             q_row = torch.where(there, rows.gather(1, pick), -1)[:, None]
             place = torch.where(there, sight.at.gather(1, pick), -1)[:, None]
-            order = (q_row, sight.keys.row[:, None], place, places(sight.keys)[:, None])
+            order = (q_row, sight.keys.row[:, None], place, sight.keys.place[:, None])
             parts.append(Part(q_row, (span_by_range(*order, 0, FAR, block, block),)))
         return tuple(parts)
 

@@ -13,7 +13,7 @@ from mmaccel.core.errors import RecipeError
 from mmaccel.core.plan import FAR, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import places, whole_blocks
+from mmaccel.policies.sparse.orders import whole_blocks
 from mmaccel.policies.sparse.slashes import slash_blocks
 
 
@@ -63,7 +63,7 @@ class VerticalSlash(IntraPattern):
         chosen, found = self._columns(columns, at), self._diagonals(diagonals, at)
         left, kind, kept, *gathered = ops.line_keys(keys.row, chosen, found, sight.width, self.block)
         shapes = sight.shapes(chosen.shape[1])
-        spans = [slash_blocks(order, left, places(keys)[:, None], kind, kept, self.block, shapes)]
+        spans = [slash_blocks(order, left, keys.place[:, None], kind, kept, self.block, shapes)]
         if self.vertical:
             # The columns, gathered; a column's place is that of its token.
             k_row, k_place = gathered

@@ -147,15 +147,11 @@ class GivenDiagonals(VerticalSlash):
     pitch: int = 0
     chosen: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
-    def _columns(self, score: Tensor, at: Tensor) -> Tensor:
-        self.chosen["columns"] = super()._columns(score, at)
-        return self.chosen["columns"]
-
-    def _diagonals(self, score: Tensor, at: Tensor) -> Tensor:
-        found = super()._diagonals(score, at)
-        given = given_diagonals(self.slash, self.pitch, found.shape[2], score.shape[2], score.device)
-        self.chosen["diagonals"] = given.expand_as(found)
-        return self.chosen["diagonals"]
+    def _strongest(self, columns: Tensor, diagonals: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        chosen, found = super()._strongest(columns, diagonals, at)
+        given = given_diagonals(self.slash, self.pitch, found.shape[2], columns.shape[2], columns.device)
+        self.chosen.update(columns=chosen, diagonals=given.expand_as(found))
+        return chosen, self.chosen["diagonals"]
 
 
 @lru_cache(64)

@@ -26,7 +26,7 @@ CLASS_PHASES = (
     "Tensor stride, str score, bool rows) -> (Tensor line, Tensor shift, Tensor spread)"
 )
 STRIDE_SCORES = "(Tensor value, Tensor at, int low, int high, str score) -> Tensor"
-STRONGEST = "(Tensor score, Tensor last, int count, bool first) -> Tensor"
+STRONGEST = "(Tensor columns, Tensor diagonals, Tensor last, int vertical, int slash) -> (Tensor columns, Tensor diagonals)"
 LINE_KEYS = (
     "(Tensor row, Tensor columns, Tensor diagonals, int width, int block) -> "
     "(Tensor left, Tensor kind, Tensor kept, Tensor k_row, Tensor k_place)"
@@ -90,16 +90,16 @@ def _at_home(name: str, device: torch.device) -> Any:
     return getattr(index, name)
 
 
-def _strongest(score: Tensor, *rest: Any) -> Tensor:
+def _strongest(columns: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     from mmaccel.backends import triton
 
-    if triton.usable(score.device) is None:
+    if triton.usable(columns.device) is None:
         from mmaccel.backends.triton.strongest import strongest as launch
 
-        return launch(score, *rest)
+        return launch(columns, *rest)
     from mmaccel.backends.reference.index import strongest as plain
 
-    return plain(score, *rest)
+    return plain(columns, *rest)
 
 
 def _line_keys(row: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -150,10 +150,10 @@ value [kinds, B, H, n] float32, the standing of lines by how far they are from t
 """
 
 strongest = torch.library.custom_op("mmaccel::strongest", _strongest, mutates_args=(), schema=STRONGEST)
-"""[B, H, K] long, ascending: the lines of the K = min(count, n) greatest scores [B, H, n], none of them negative.
+"""[B, H, K] long, ascending: of columns and of diagonals those of the K greatest scores [B, H, n], none of them negative.
 
-last [B]: the last line there is, -1 for none; past the last that is chosen comes n. With `first` line 0 is chosen whatever
-its score. Of equal scores any may be.
+K is the lesser of n and `vertical` or `slash`. last [B]: the last line there is, -1 for none; past the last that is chosen
+comes n. Diagonal 0 is chosen whatever its score. Of equal scores any may be.
 """
 
 line_keys = torch.library.custom_op("mmaccel::line_keys", _line_keys, mutates_args=(), schema=LINE_KEYS)
@@ -234,8 +234,12 @@ def _stride_scores_shape(value: Tensor, at: Tensor, low: int, high: int, score: 
 
 
 @strongest.register_fake
-def _strongest_shape(score: Tensor, last: Tensor, count: int, first: bool) -> Tensor:
-    return score.new_empty(*score.shape[:2], min(count, score.shape[2]), dtype=torch.int64)
+def _strongest_shape(
+    columns: Tensor, diagonals: Tensor, last: Tensor, vertical: int, slash: int
+) -> tuple[Tensor, Tensor]:
+    B, H, n = columns.shape
+    first, second = (columns.new_empty(B, H, min(k, n), dtype=torch.int64) for k in (vertical, slash))
+    return first, second
 
 
 @line_keys.register_fake

@@ -186,17 +186,20 @@ def test_strides(score: Score, low: int, high: int) -> None:
 @pytest.mark.parametrize(
     ("n", "count", "tile"), [(300, 20, 64), (300, 1000, 512), (300, 90, 16), (77, 5, 8192)]
 )
-@pytest.mark.parametrize("first", [False, True])
-def test_strongest(n: int, count: int, tile: int, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strongest(n: int, count: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strongest, "TILE", tile)
     monkeypatch.setattr(strongest, "PIECES", 4)
     rng = torch.Generator().manual_seed(n)
-    score, last = torch.rand(3, 2, n, generator=rng) ** 8, torch.tensor([n - 1, 9, -1])
-    want = plain.strongest(score, last, count, first)
-    assert torch.equal(strongest.strongest(score.to(DEVICE), last.to(DEVICE), count, first).cpu(), want)
-    score = (score * 4).round()
-    got = strongest.strongest(score.to(DEVICE), last.to(DEVICE), count, False).cpu()
-    want = plain.strongest(score, last, count, False)
-    assert torch.equal(got < n, want < n) and bool((got.diff(dim=2) > 0)[got[..., 1:] < n].all())
-    padded = torch.nn.functional.pad(score, (0, 1), value=-1)
-    assert torch.equal(padded.gather(2, got).sort(2).values, padded.gather(2, want).sort(2).values)
+    scores, last = torch.rand(2, 3, 2, n, generator=rng) ** 8, torch.tensor([n - 1, 9, -1])
+    for vertical, slash in ((count, count // 2), (0, count)):
+        want = plain.strongest(*scores, last, vertical, slash)
+        got = strongest.strongest(*scores.to(DEVICE), last.to(DEVICE), vertical, slash)
+        assert all(torch.equal(mine.cpu(), its) for mine, its in zip(got, want, strict=True))
+    # Of equal scores any may be chosen.
+    scores = (scores * 4).round()
+    found = strongest.strongest(*scores.to(DEVICE), last.to(DEVICE), count, count)
+    for score, got, its in zip(scores, found, plain.strongest(*scores, last, count, count), strict=True):
+        mine = got.cpu()
+        assert torch.equal(mine < n, its < n) and bool((mine.diff(dim=2) > 0)[mine[..., 1:] < n].all())
+        padded = torch.nn.functional.pad(score, (0, 1), value=-1)
+        assert torch.equal(padded.gather(2, mine).sort(2).values, padded.gather(2, its).sort(2).values)

@@ -21,7 +21,7 @@ QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 def test_the_operators_keep_their_contracts() -> None:
     last, kept = torch.tensor([39, 7]), torch.rand(2, 3, 65)[..., :-1] < 0.2
-    torch.library.opcheck(index.strongest, (torch.rand(2, 3, 40), last, 9, True))
+    torch.library.opcheck(index.strongest, (torch.rand(2, 3, 40), torch.rand(2, 3, 40), last, 9, 5))
     row, lines = torch.arange(64, dtype=torch.int32).expand(2, -1), torch.tensor([3, 17, 61]).expand(2, 3, -1)
     torch.library.opcheck(index.line_keys, (row, lines, lines + 1, 60, 16))
     shape = torch.tensor([[0, 1], [0, 3], [16, 9]], dtype=torch.int32)

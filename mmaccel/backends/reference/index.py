@@ -8,15 +8,19 @@ from torch import Tensor
 from mmaccel.backends.ops import ABSENT, FULL, packed
 
 
-def strongest(score: Tensor, last: Tensor, count: int, first: bool) -> Tensor:
+def strongest(
+    columns: Tensor, diagonals: Tensor, last: Tensor, vertical: int, slash: int
+) -> tuple[Tensor, Tensor]:
     """See `mmaccel.backends.index.strongest`."""
-    n = score.shape[2]
-    place, last = torch.arange(n, device=score.device), last[:, None, None]
-    score = score.masked_fill(place > last, -1.0)
-    if first:
-        score = score.masked_fill((place == 0) & (last >= 0), torch.inf)
-    top = score.topk(min(count, n), 2)
-    return torch.where(top.values >= 0, top.indices, n).sort(2).values
+    n = columns.shape[2]
+    place, last = torch.arange(n, device=columns.device), last[:, None, None]
+    diagonals = diagonals.masked_fill((place == 0) & (last >= 0), torch.inf)
+
+    def chosen(score: Tensor, count: int) -> Tensor:
+        top = score.masked_fill(place > last, -1.0).topk(min(count, n), 2)
+        return torch.where(top.values >= 0, top.indices, n).sort(2).values
+
+    return chosen(columns, vertical), chosen(diagonals, slash)
 
 
 def line_keys(

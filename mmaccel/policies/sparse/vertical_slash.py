@@ -59,8 +59,8 @@ class VerticalSlash(IntraPattern):
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         sample = sight.last(self.last_q, self.estimate == "group")
         columns, diagonals = sample.lines()
-        at, keys, order = sample.at, sight.keys, sight.at[:, None]
-        chosen, found = self._columns(columns, at), self._diagonals(diagonals, at)
+        keys, order = sight.keys, sight.at[:, None]
+        chosen, found = self._strongest(columns, diagonals, sample.at)
         left, kind, kept, *gathered = ops.line_keys(keys.row, chosen, found, sight.width, self.block)
         shapes = sight.shapes(chosen.shape[1])
         spans = [slash_blocks(order, left, keys.place[:, None], kind, kept, self.block, shapes)]
@@ -83,15 +83,10 @@ class VerticalSlash(IntraPattern):
         columns = min(self.vertical, keys) / self.block
         return blocks * min(min(self.slash, keys) / self.block + 1 + columns, seen)
 
-    def _columns(self, score: Tensor, at: Tensor) -> Tensor:
-        """[B, H, K] kept columns in ascending order, n where a sequence has fewer."""
+    def _strongest(self, columns: Tensor, diagonals: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, H, K] kept columns and diagonals, the main one among them, ascending, n where a sequence has fewer."""
         if self.sink:
-            first = torch.arange(score.shape[-1], device=score.device) < self.sink
-            score = score.masked_fill(first, torch.inf)
-        found: Tensor = ops.strongest(score, at[:, -1], self.vertical, False)
-        return found
-
-    def _diagonals(self, score: Tensor, at: Tensor) -> Tensor:
-        """[B, H, K] kept diagonals, the main one among them, n where a sequence has fewer."""
-        found: Tensor = ops.strongest(score, at[:, -1], self.slash, True)
+            first = torch.arange(columns.shape[-1], device=columns.device) < self.sink
+            columns = columns.masked_fill(first, torch.inf)
+        found: tuple[Tensor, Tensor] = ops.strongest(columns, diagonals, at[:, -1], self.vertical, self.slash)
         return found

@@ -61,9 +61,12 @@ class Given(VerticalSlash):
 
     pitch = 1
 
-    def _diagonals(self, score: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        found = super()._diagonals(score, at)
-        return (torch.arange(self.slash) * self.pitch).clamp(max=score.shape[2] - 1).expand_as(found)
+    def _strongest(
+        self, columns: torch.Tensor, diagonals: torch.Tensor, at: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, found = super()._strongest(columns, diagonals, at)
+        given = (torch.arange(self.slash) * self.pitch).clamp(max=columns.shape[2] - 1)
+        return chosen, given.expand_as(found)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ REACH = (
     "(Tensor q_row, Tensor k_row, Tensor q_place, Tensor k_place, int lo, int hi, int block_q, int block_k) "
     "-> (Tensor row, Tensor kind)"
 )
-LISTED_AREA = "(Tensor row, Tensor index, Tensor nq, Tensor nk) -> Tensor"
+LISTED_AREA = "(Tensor row, Tensor index, Tensor q_row, Tensor k_row, int block_q, int block_k) -> Tensor"
 DECODE_ATTEND = (
     "(Tensor query, Tensor key, Tensor value, Tensor columns, float scale, Tensor? sees=None, "
     "Tensor? bias=None) -> Tensor"
@@ -107,6 +107,11 @@ def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.zeros(*chosen.shape[:-1], n + 1, dtype=torch.int32, device=chosen.device)
     index.scatter_(-1, slot, value.to(torch.int32).expand_as(slot))
     return index[..., :n].flatten(), upto
+
+
+def present(row: Tensor, block: int) -> Tensor:
+    """[..., n / block] int32: how many of the rows [..., n] of each block are there."""
+    return (row >= 0).view(*row.shape[:-1], -1, block).sum(-1, dtype=torch.int32)
 
 
 def define(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:
@@ -202,16 +207,16 @@ def _reach(q_row: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return plain(q_row, *rest)
 
 
-def _listed_area(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
+def _listed_area(row: Tensor, *rest: Any) -> Tensor:
     from mmaccel.backends import triton
 
     if triton.usable(row.device) is None:
         from mmaccel.backends.triton.lists import listed_area as launch
 
-        return launch(row, index, nq, nk)
+        return launch(row, *rest)
     from mmaccel.backends.reference.lists import listed_area as plain
 
-    return plain(row, index, nq, nk)
+    return plain(row, *rest)
 
 
 def _has_kernel(rows: Tensor) -> bool:
@@ -370,11 +375,13 @@ def _reach_shape(
 listed_area = torch.library.custom_op(
     "mmaccel::listed_area", _listed_area, mutates_args=(), schema=LISTED_AREA
 )
-"""[b, h] float64: over lists as `ragged` takes them, row [b, h, M, 5] and index, the sum of nq [b, h, M] of each block of
-queries times nk [b, h, N] of the key blocks that it lists."""
+"""[b, h] int64: over lists as `ragged` takes them, row [b, h, M, 5] and index, the sum of how many rows of q_row [b, h, P]
+there are in each block of queries, times how many of k_row [b, h, N] there are in the key blocks that it lists."""
 
 
 @listed_area.register_fake
-def _listed_area_shape(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
-    b, h = (max(*of) for of in zip(row.shape[:2], nq.shape[:2], nk.shape[:2], strict=True))
-    return row.new_empty(b, h, dtype=torch.float64)
+def _listed_area_shape(
+    row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
+) -> Tensor:
+    b, h = (max(*of) for of in zip(row.shape[:2], q_row.shape[:2], k_row.shape[:2], strict=True))
+    return row.new_empty(b, h)

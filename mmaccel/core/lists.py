@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.backends.ops import ragged
+from mmaccel.backends.ops import present, ragged
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,10 +32,12 @@ class BlockLists:
         """[b, h, M]: how many blocks each list holds."""
         return self.offset[..., 1:] - self.offset[..., :-1]
 
-    def area(self, nq: Tensor, nk: Tensor) -> Tensor:
-        """[b, h] float64: the sum over listed blocks of nq [b, h, M] of its query block times nk [b, h, N] of its keys."""
+    def area(self, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int) -> Tensor:
+        """[b, h], whole numbers: over listed blocks, the rows q_row [b, h, P] there are of its query block times those there
+        are, k_row [b, h, N], of its keys."""
         b, h, m1 = self.offset.shape
         m = m1 - 1
+        nq, nk = present(q_row, block_q), present(k_row, block_k)
         nq, nk = nq.expand(b, h, m), nk.expand(b, h, nk.shape[-1])
         entry = torch.arange(self.index.numel(), device=self.index.device)
         row = torch.searchsorted(self.offset[..., 1:].reshape(-1).contiguous(), entry, right=True)
@@ -97,9 +99,9 @@ class BlockRuns:
         """The index as operators take it, empty for none."""
         return self.row.new_empty(0, dtype=torch.int32) if self.index is None else self.index
 
-    def area(self, nq: Tensor, nk: Tensor) -> Tensor:
+    def area(self, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int) -> Tensor:
         """As `BlockLists.area`."""
-        area: Tensor = ops.listed_area(self.row, self.entries, nq, nk)
+        area: Tensor = ops.listed_area(self.row, self.entries, q_row, k_row, block_q, block_k)
         return area
 
     def to(self, device: torch.device | str) -> BlockRuns:

@@ -179,10 +179,8 @@ class AttentionPlan:
         device = self.parts[0].q_row.device
         total = torch.zeros(B, H, dtype=torch.float64, device=device)
         for part in self.parts:
-            nq = _per_block(part.q_row >= 0, self.block_q)
             for span in part.spans:
-                nk = _per_block(span.k_row >= 0, self.block_k)
-                total[:, part.of(H)] += span.lists.area(nq, nk)
+                total[:, part.of(H)] += span.lists.area(part.q_row, span.k_row, self.block_q, self.block_k)
         if self.dense is not None:
             total[:, numbered(self.dense.heads, device)] += self.dense.pairs()[:, None]
         return total
@@ -326,10 +324,6 @@ def span_from_entries(
 def _edge(place: Tensor, has: Tensor, block: int, fill: int, how: str) -> Tensor:
     filled = _blocks(torch.where(has, place.long(), fill), block)
     return filled.amin(-1) if how == "amin" else filled.amax(-1)
-
-
-def _per_block(has: Tensor, block: int) -> Tensor:
-    return _blocks(has, block).sum(-1, dtype=torch.int32)
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from mmaccel.backends.triton import classes, estimate, estimate_grid, runs, slashes, strides, strongest, work
+from mmaccel.backends.triton import (
+    classes,
+    estimate,
+    estimate_grid,
+    lists,
+    runs,
+    slashes,
+    strides,
+    strongest,
+    work,
+)
 
 from .triton_compile import Compiled, Elsewhere, used
 
@@ -51,6 +61,8 @@ def main(capability: int) -> None:
         (classes, "turned_kernel"),
         (work, "length_kernel"),
         (work, "work_kernel"),
+        (lists, "present_kernel"),
+        (lists, "area_kernel"),
         (runs, "paired_kernel"),
         (runs, "unsure_kernel"),
     ]
@@ -65,9 +77,10 @@ def main(capability: int) -> None:
     strides.stride_scores(torch.zeros(2, 1, 28, N), long[:, 0], 8, 1024, "contrast")
     lines = long.new_zeros(1, 28, 1000)
     slashes.line_keys(numbers(1, N), lines, lines, N, 64)
-    lists = long.new_zeros(1, 28, 9, 5)
-    work.Work.even([lists[..., 1], lists[:, :1, :, 1]], 1, 28, 9, 1, 264, 4096)
-    runs.paired(lists)
+    told = long.new_zeros(1, 28, 9, 5)
+    work.Work.even([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, 264, 4096)
+    lists.listed_area(told, numbers(9), numbers(1, 1, 9 * 64), numbers(1, 1, N), 64, 64)
+    runs.paired(told)
     runs.unsure(numbers(1, 1, 64).to(torch.int8))
     slashes.slash_runs(
         kept, numbers(3, 3), numbers(1, 64), numbers(1, 64), numbers(3, 1, 64),

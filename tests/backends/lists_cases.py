@@ -71,9 +71,11 @@ def test_area(indexed: bool, shared: bool) -> None:
     row[..., 1] = torch.randint(0, 600, (B, H, M), generator=rng)
     row[..., 4] = torch.randint(-5 if indexed else 0, 20, (B, H, M), generator=rng)
     index = torch.arange(5, 660, dtype=torch.int32) if indexed else torch.empty(0, dtype=torch.int32)
-    nq = torch.randint(0, 64, (1, 1, M) if shared else (B, H, M), generator=rng)
-    nk = torch.randint(0, 64, (B, 1, N) if shared else (B, H, N), generator=rng)
-    wanted = torch.zeros(B, H, dtype=torch.float64)
+    q_row = torch.randint(-1, 3, (1, 1, 16 * M) if shared else (B, H, 16 * M), generator=rng)
+    k_row = torch.randint(-1, 1, (B, 1, 32 * N) if shared else (B, H, 32 * N), generator=rng)
+    nq, nk = (q_row.view(*q_row.shape[:2], M, 16) >= 0).sum(-1), (k_row.view(B, -1, N, 32) >= 0).sum(-1)
+    rows = q_row.to(torch.int32), k_row.to(torch.int32)
+    wanted = torch.zeros(B, H, dtype=torch.int64)
     for b in range(B):
         for h in range(H):
             for m in range(M):
@@ -81,6 +83,6 @@ def test_area(indexed: bool, shared: bool) -> None:
                 entries = range(begin, begin + count)
                 blocks = [(int(index[e]) if indexed else e) + shift for e in entries]
                 wanted[b, h] += int(nq.expand(B, H, M)[b, h, m]) * int(nk.expand(B, H, N)[b, h, blocks].sum())
-    assert torch.equal(plain.listed_area(row, index, nq, nk), wanted)
-    found = lists.listed_area(*(t.to(DEVICE) for t in (row, index, nq, nk)))
+    assert torch.equal(plain.listed_area(row, index, *rows, 16, 32), wanted)
+    found = lists.listed_area(*(t.to(DEVICE) for t in (row, index, *rows)), 16, 32)
     assert torch.equal(found.cpu(), wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import ABSENT, FULL
+from mmaccel.backends.ops import ABSENT, FULL, present
 
 ENTRIES = 1 << 24
 """Most entries of lists looked at at a time, where they are counted."""
@@ -42,8 +42,11 @@ def reach(
     return row, kind
 
 
-def listed_area(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
+def listed_area(
+    row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
+) -> Tensor:
     """See `mmaccel.backends.ops.listed_area`."""
+    nq, nk = present(q_row, block_q), present(k_row, block_k)
     b, h = (max(x, y) for x, y in zip(row.shape[:2], nk.shape[:2], strict=True))
     b, h, m = max(b, nq.shape[0]), max(h, nq.shape[1]), row.shape[2]
     begin, count, _, _, shift = row.expand(b, h, m, 5).unbind(-1)
@@ -52,7 +55,7 @@ def listed_area(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
         upto = torch.nn.functional.pad(nk.cumsum(-1), (1, 0))
         first = begin + shift
         keys = upto.gather(-1, first + count) - upto.gather(-1, first)
-        return (nq.expand(b, h, m) * keys).sum(-1).double()
+        return (nq.expand(b, h, m) * keys).sum(-1)
     keys = torch.zeros(b, h, m, dtype=torch.int64, device=nk.device)
     # No list names a block twice.
     most, step = min(index.shape[0], nk.shape[-1]), max(1, ENTRIES // (b * h * m))
@@ -62,7 +65,7 @@ def listed_area(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
         block = index[(begin[..., None] + e).clamp(max=index.shape[0] - 1)] + shift[..., None]
         block = torch.where(there, block, 0).flatten(2)
         keys += (nk.gather(-1, block).view(there.shape) * there).sum(-1)
-    return (nq.expand(b, h, m) * keys).sum(-1).double()
+    return (nq.expand(b, h, m) * keys).sum(-1)
 
 
 def _edges(row: Tensor, place: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -205,21 +205,40 @@ def reach_kernel(
     tl.store(OUT + to + 4, tl.zeros_like(count).to(tl.int64), mask=inside)
 
 
-@triton.jit(do_not_specialize=["row_b", "row_h", "nq_b", "nq_h", "nk_b", "nk_h", "H"])
+@triton.jit(do_not_specialize=["k_b", "k_h", "H", "blocks", "leads"])
+def present_kernel(
+    k_row, k_b, k_h, nk, OUT, H, blocks, leads, BLOCK: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr
+):
+    """How many keys of each of TILE blocks of one head there are; nothing yet is what every head of OUT has."""
+    lead = tl.program_id(1)
+    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    b, h = (lead // H).to(tl.int64), (lead % H).to(tl.int64)
+    found = tl.load(k_row + b * k_b + h * k_h + at, mask=(block < blocks)[:, None], other=-1)
+    count = tl.sum((found >= 0).to(tl.int32), 1)
+    tl.store(nk + lead.to(tl.int64) * blocks + block, count, mask=block < blocks)
+    if (tl.program_id(0) == 0) & (lead == 0):
+        for first in range(0, leads, STEP):
+            i = first + tl.arange(0, STEP)
+            tl.store(OUT + i, tl.zeros([STEP], tl.int64), mask=i < leads)
+
+
+@triton.jit(do_not_specialize=["row_b", "row_h", "q_b", "q_h", "nk_b", "nk_h", "H"])
 def area_kernel(
     row,
     index,
-    nq,
+    q_row,
     nk,
     row_b,
     row_h,
-    nq_b,
-    nq_h,
+    q_b,
+    q_h,
     nk_b,
     nk_h,
     OUT,
     H,
     PLAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Queries of a block times the keys of the blocks that it lists, added to what its head has."""
@@ -227,7 +246,8 @@ def area_kernel(
     b, h = (lead // H).to(tl.int64), (lead % H).to(tl.int64)
     of_list = row + b * row_b + h * row_h + m * 5
     begin, count, shift = tl.load(of_list), tl.load(of_list + 1), tl.load(of_list + 4)
-    queries = tl.load(nq + b * nq_b + h * nq_h + m).to(tl.int64)
+    own = tl.load(q_row + b * q_b + h * q_h + m * BLOCK + tl.arange(0, BLOCK))
+    queries = tl.sum((own >= 0).to(tl.int64), 0)
     if queries * count == 0:
         return
     keys = tl.zeros([STEP], tl.int64)
@@ -291,26 +311,34 @@ def reach(
     return row, kind
 
 
-def listed_area(row: Tensor, index: Tensor, nq: Tensor, nk: Tensor) -> Tensor:
+def listed_area(
+    row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
+) -> Tensor:
     """See `mmaccel.backends.ops.listed_area`; sums of whole numbers, the same in any order."""
     row = row if row.stride()[2:] == (5, 1) else row.contiguous()
-    nq, nk = (t if t.stride(-1) == 1 else t.contiguous() for t in (nq, nk))
-    b, h = (max(*of) for of in zip(row.shape[:2], nq.shape[:2], nk.shape[:2], strict=True))
-    out = row.new_zeros(b, h)
+    q_row, k_row = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row))
+    b, h = (max(*of) for of in zip(row.shape[:2], q_row.shape[:2], k_row.shape[:2], strict=True))
+    out, (key_b, key_h, blocks) = row.new_empty(b, h), (*k_row.shape[:2], k_row.shape[2] // block_k)
+    nk = k_row.new_empty(key_b, key_h, blocks)
+    tile = max(1, TOKENS // block_k)
     with torch.cuda.device_of(row):
+        present_kernel[(triton.cdiv(blocks, tile), key_b * key_h)](
+            *(k_row, *_lead(k_row), nk, out, key_h, blocks, b * h), BLOCK=block_k, TILE=tile, STEP=STEP
+        )
         area_kernel[(row.shape[2], b * h)](
             row,
             index,
-            nq,
+            q_row,
             nk,
-            *_lead(row, nq, nk),
+            *_lead(row, q_row, nk),
             out,
             h,
             PLAIN=not index.shape[0],
+            BLOCK=block_q,
             STEP=STEP // 4,
             num_warps=1,
         )
-    return out.double()
+    return out
 
 
 def _broad(*tensors: Tensor) -> tuple[int, int]:

@@ -122,8 +122,8 @@ def chosen_kernel(
     TILE: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """out_columns [heads, vertical], out_diagonals [heads, slash]: the chosen lines of a piece after those of the pieces before
-    it, and n past the last of all.
+    """out_columns [heads, vertical], out_diagonals [heads, slash]: the chosen lines of a piece after those of the pieces
+    before it, and n past the last of all.
 
     Of lines that equal the weakest the first are taken.
     """

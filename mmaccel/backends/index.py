@@ -188,6 +188,13 @@ rank of queries that pair with their class is -1. With `rows` the rows and place
 """
 
 
+row_totals_now, line_sums_now, class_phases_now = _row_totals, _line_sums, _class_phases
+stride_scores_now, strongest_now, line_keys_now = _stride_scores, _strongest, _line_keys
+slash_runs_now, turned_classes_now = _slash_runs, _turned_classes
+"""What is behind the operators, for planners, which nobody compiles: a layer of mixed heads makes a hundred calls, and
+through torch.library each takes the host some 40 us more."""
+
+
 @row_totals.register_fake
 def _row_totals_shape(query: Tensor, *rest: Any) -> Tensor:
     return query.new_empty(query.shape[:3], dtype=torch.float32)

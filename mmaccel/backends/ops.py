@@ -17,15 +17,15 @@ from mmaccel.backends import pieces as pieces
 from mmaccel.backends.gathering import gather_now as gather_now
 from mmaccel.backends.gathering import gather_units as gather_units
 from mmaccel.backends.gathering import grain_of as grain_of
-from mmaccel.backends.index import class_phases as class_phases
-from mmaccel.backends.index import line_keys as line_keys
-from mmaccel.backends.index import line_sums as line_sums
+from mmaccel.backends.index import class_phases_now as class_phases_now
+from mmaccel.backends.index import line_keys_now as line_keys_now
+from mmaccel.backends.index import line_sums_now as line_sums_now
 from mmaccel.backends.index import reduces as reduces
-from mmaccel.backends.index import row_totals as row_totals
-from mmaccel.backends.index import slash_runs as slash_runs
-from mmaccel.backends.index import stride_scores as stride_scores
-from mmaccel.backends.index import strongest as strongest
-from mmaccel.backends.index import turned_classes as turned_classes
+from mmaccel.backends.index import row_totals_now as row_totals_now
+from mmaccel.backends.index import slash_runs_now as slash_runs_now
+from mmaccel.backends.index import stride_scores_now as stride_scores_now
+from mmaccel.backends.index import strongest_now as strongest_now
+from mmaccel.backends.index import turned_classes_now as turned_classes_now
 from mmaccel.backends.natural import counted as counted
 from mmaccel.backends.natural import first_of as first_of
 from mmaccel.backends.natural import first_rows as first_rows
@@ -275,9 +275,9 @@ dense_attend = torch.library.custom_op(
 )
 """Exact causal attention; see `mmaccel.backends.dense.dense_attend` for its arguments."""
 
-attend_now, decode_now = _dense_attend, _decode_attend
-"""What is behind `dense_attend` and `decode_attend`, for code that nobody compiles: a call through torch.library takes the
-host some 40 us more."""
+attend_now, decode_now, reach_now, area_now = _dense_attend, _decode_attend, _reach, _listed_area
+"""What is behind `dense_attend`, `decode_attend`, `reach` and `listed_area`, for code that nobody compiles: a call through
+torch.library takes the host some 40 us more."""
 
 
 @dense_attend.register_fake

@@ -101,7 +101,7 @@ class BlockRuns:
 
     def area(self, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int) -> Tensor:
         """As `BlockLists.area`."""
-        area: Tensor = ops.listed_area(self.row, self.entries, q_row, k_row, block_q, block_k)
+        area: Tensor = ops.area_now(self.row, self.entries, q_row, k_row, block_q, block_k)
         return area
 
     def to(self, device: torch.device | str) -> BlockRuns:

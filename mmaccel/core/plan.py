@@ -231,7 +231,7 @@ def span_by_range(
     The places of the keys ascend. A list is one run: from the first block that any row of the query block reaches to the
     last, so that it also holds what lies between when places jump within a query block.
     """
-    row, kind = ops.reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
+    row, kind = ops.reach_now(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
     return KeySpan(k_row, q_place, k_place, lo, hi, BlockRuns(row, None, kind, kind.shape[-1]))
 
 
@@ -248,8 +248,8 @@ def span_by_table(
 ) -> KeySpan:
     """As `span_by_range`, of the True entries of `table` [b, h, M, key blocks] alone; room for all of them, no host read."""
     b, h, m, n = table.shape
-    row, kind = ops.reach(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
-    first, count, head, tail, _ = row.expand(b, h, m, 5).split(1, -1)
+    row, kind = ops.reach_now(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
+    first, count, head, tail, _ = torch.split(row.expand(b, h, m, 5), 1, -1)
     number = torch.arange(n, device=table.device)
     listed = table & (number >= first) & (number < first + count)
     index, upto = packed(listed, number)

@@ -148,7 +148,7 @@ class LastQueries:
     def totals(self) -> Tensor:
         """[B, H, L] float32: the log-sum-exp of the scores of each query."""
         if self.fused:
-            found: Tensor = ops.row_totals(self.query, self.key, self.asking.row, self.at, self.width)
+            found: Tensor = ops.row_totals_now(self.query, self.key, self.asking.row, self.at, self.width)
             return found
         return torch.cat([scores.logsumexp(-1) for scores in self._scores()], 1)
 
@@ -158,7 +158,7 @@ class LastQueries:
         Sums over the queries; divided by `askers`, means over the queries that have a key there.
         """
         if self.fused and self.asking.runs <= ROUNDS:
-            found = ops.line_sums(
+            found = ops.line_sums_now(
                 self.query, self.key, self.asking.row, self.at, self.total, self.width, self.pooled
             )
             return self.spread(found[0]), self.spread(found[1])

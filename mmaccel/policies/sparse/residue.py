@@ -134,7 +134,7 @@ class ClassOrder:
         columns = whole_blocks(max(room, 1), block) * block if vertical else 0
         rows = dense_size(sight, classes) if horizontal else 0
         assert classes.frames is not None
-        q_row, q_place, *more = ops.turned_classes(
+        q_row, q_place, *more = ops.turned_classes_now(
             self.queries,
             self.q_begin,
             self.keys,

@@ -135,5 +135,7 @@ def slash_blocks(
     """
     blocks = kept.shape[2] // block
     s = shapes
-    row, entries = ops.slash_runs(kept, s.shape, s.member, s.home, s.reach, s.broken, s.runs, s.sure, block)
+    row, entries = ops.slash_runs_now(
+        kept, s.shape, s.member, s.home, s.reach, s.broken, s.runs, s.sure, block
+    )
     return KeySpan(k_row, q_place, k_place, 0, FAR, BlockRuns(row, entries, kind, blocks))

@@ -61,7 +61,7 @@ class VerticalSlash(IntraPattern):
         columns, diagonals = sample.lines()
         keys, order = sight.keys, sight.at[:, None]
         chosen, found = self._strongest(columns, diagonals, sample.at)
-        left, kind, kept, *gathered = ops.line_keys(keys.row, chosen, found, sight.width, self.block)
+        left, kind, kept, *gathered = ops.line_keys_now(keys.row, chosen, found, sight.width, self.block)
         shapes = sight.shapes(chosen.shape[1])
         spans = [slash_blocks(order, left, keys.place[:, None], kind, kept, self.block, shapes)]
         if self.vertical:
@@ -88,5 +88,7 @@ class VerticalSlash(IntraPattern):
         if self.sink:
             first = torch.arange(columns.shape[-1], device=columns.device) < self.sink
             columns = columns.masked_fill(first, torch.inf)
-        found: tuple[Tensor, Tensor] = ops.strongest(columns, diagonals, at[:, -1], self.vertical, self.slash)
+        found: tuple[Tensor, Tensor] = ops.strongest_now(
+            columns, diagonals, at[:, -1], self.vertical, self.slash
+        )
         return found

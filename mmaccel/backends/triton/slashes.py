@@ -13,8 +13,8 @@ from mmaccel.backends import ops
 
 FULL, ABSENT = tl.constexpr(ops.FULL), tl.constexpr(ops.ABSENT)
 
-DIAGONALS = 16384
-"""Diagonals that a program looks at together, for steps to earlier key blocks."""
+STEPS = 1024
+"""Steps to earlier key blocks that a program looks at together."""
 
 ROWS = 256
 """Blocks of queries, or of keys, that a program serves."""
@@ -89,21 +89,31 @@ def without_kernel(row, owned, left, kind, N, H, row_b, BLOCK: tl.constexpr, ROW
     tl.store(kind + head * (N // BLOCK) + block, told, mask=block < N // BLOCK)
 
 
-@triton.jit(do_not_specialize=["N", "C", "H", "width", "kept_h"])
-def steps_kernel(kept, shape, index, upto, N, C, H, width, kept_h, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    """Of one shape and head the steps at which a kept diagonal lies, side by side, and how many are before each."""
+@triton.jit
+def _kept_before(kept, head, N, at):
+    """How many diagonals of a head, and of the heads before it, are kept before the place `at`, moved into 0 .. N.
+
+    kept [B * H * N]: how many are up to each.
+    """
+    at = head * N + tl.minimum(tl.maximum(at, 0), N)
+    return tl.load(kept + at - 1, mask=at > 0, other=0)
+
+
+@triton.jit(do_not_specialize=["N", "C", "H", "width"])
+def steps_kernel(kept, shape, index, upto, N, C, H, width, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    """Of one shape and head the steps at which a kept diagonal lies, side by side, and how many are before each; `kept` as in
+    `_kept_before`."""
     c, h = tl.program_id(0), tl.program_id(1)
     sequence, offset, length = tl.load(shape + c), tl.load(shape + C + c), tl.load(shape + 2 * C + c)
-    mask = kept + (sequence.to(tl.int64) * H + h) * kept_h
+    head = sequence.to(tl.int64) * H + h
     to = (c * H + h).to(tl.int64)
-    near = tl.arange(0, 2 * BLOCK)
     count = tl.zeros([], tl.int32)
     for first in range(0, width, STEPS):
         u = first + tl.arange(0, STEPS)
         # Place offset + l of the block, l < length, meets the key block 1 - u after its own on a run of diagonals.
-        at = ((u - 1) * BLOCK + offset - BLOCK + 1)[:, None] + near[None, :]
-        some = (near < BLOCK + length - 1)[None, :] & (at >= 0) & (at < N) & (u < width)[:, None]
-        touched = tl.max(tl.load(mask + at, mask=some, other=0).to(tl.int32), 1)
+        least, past = (u - 2) * BLOCK + offset + 1, (u - 1) * BLOCK + offset + length
+        found = _kept_before(kept, head, N, past) > _kept_before(kept, head, N, least)
+        touched = (found & (u < width)).to(tl.int32)
         before = count + tl.cumsum(touched, 0) - touched
         tl.store(upto + to * (width + 1) + u, before, mask=u < width)
         tl.store(index + to * width + before, 1 - u, mask=(touched > 0) & (u < width))
@@ -131,26 +141,19 @@ def rows_kernel(upto, member, home, reach, out, H, M, BM, width, ROWS: tl.conste
     tl.store(to + 4, tl.load(home + at, mask=inside, other=0).to(tl.int64), mask=inside)
 
 
-@triton.jit
-def _kept_before(upto, at):
-    """How many diagonals before `at` are kept."""
-    return tl.load(upto + at - 1, mask=at > 0, other=0)
-
-
 @triton.jit(do_not_specialize=["N", "H", "M", "G", "R", "base", "blocks"])
 def gaps_kernel(
-    upto, broken, runs, sure, index, out, N, H, M, G, R, base, blocks, BLOCK: tl.constexpr, TILE: tl.constexpr
+    kept, broken, runs, sure, index, out, N, H, M, G, R, base, blocks, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
     """The list of one block of queries whose places jump, in place of that of a shape; its entries begin at its own.
 
-    upto [B, H, N]: how many diagonals up to each are kept.
+    `kept` as in `_kept_before`.
     """
     g, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b = head // H
     m = tl.load(broken + b * G + g)
     if m >= M:
         return
-    upto += head * N
     first = base + (head * G + g) * blocks
     last = tl.load(sure + b * G + g)
     count, tail = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -161,9 +164,9 @@ def gaps_kernel(
             told = runs + ((b * G + g) * R + run) * 2
             least, most = tl.load(told), tl.load(told + 1)
             near = (block < blocks) & (block * BLOCK <= most)
-            low = tl.minimum(tl.maximum(least - block * BLOCK - BLOCK + 1, 0), N)
-            high = tl.minimum(tl.maximum(most + 1 - block * BLOCK, 0), N)
-            touched |= (near & (_kept_before(upto, high) > _kept_before(upto, low))).to(tl.int32)
+            low = _kept_before(kept, head, N, least - block * BLOCK - BLOCK + 1)
+            high = _kept_before(kept, head, N, most + 1 - block * BLOCK)
+            touched |= (near & (high > low)).to(tl.int32)
         slot = count + tl.cumsum(touched, 0) - touched
         tl.store(index + first + slot, block, mask=touched > 0)
         count += tl.sum(touched, 0)
@@ -216,18 +219,18 @@ def slash_runs(
     index = torch.empty(C * H * width + B * H * G * blocks, dtype=torch.int32, device=kept.device)
     upto = torch.empty(C, H, width + 1, dtype=torch.int32, device=kept.device)
     row = torch.empty(B, H, M, 5, dtype=torch.int64, device=kept.device)
+    # One sum over all heads: of each by itself it would be made by one program a head.
+    before = kept.reshape(-1).cumsum(0, dtype=torch.int32)
     with torch.cuda.device_of(kept):
         steps_kernel[(C, H)](
-            kept, shape, index, upto, N, C, H, width, kept.stride(1),
-            BLOCK=block, STEPS=max(DIAGONALS // (2 * block), 1), num_warps=8,
-        )  # fmt: skip
+            before, shape, index, upto, N, C, H, width, BLOCK=block, STEPS=STEPS, num_warps=4
+        )
         rows_kernel[(triton.cdiv(M, ROWS), B * H)](
             upto, member, home, reach, row, H, M, B * M, width, ROWS=ROWS
         )
         if G:
-            upto = kept.cumsum(2, dtype=torch.int32)
             gaps_kernel[(G, B * H)](
-                upto, broken, runs, sure, index, row, N, H, M, G, runs.shape[2], C * H * width, blocks,
+                before, broken, runs, sure, index, row, N, H, M, G, runs.shape[2], C * H * width, blocks,
                 BLOCK=block, TILE=ROWS, num_warps=1,
             )  # fmt: skip
     return row, index

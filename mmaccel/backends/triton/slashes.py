@@ -101,8 +101,10 @@ def _kept_before(kept, head, N, at):
 
 @triton.jit(do_not_specialize=["N", "C", "H", "width"])
 def steps_kernel(kept, shape, index, upto, N, C, H, width, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    """Of one shape and head the steps at which a kept diagonal lies, side by side, and how many are before each; `kept` as in
-    `_kept_before`."""
+    """Of one shape and head the steps at which a kept diagonal lies, side by side, and how many are before each.
+
+    `kept` as in `_kept_before`.
+    """
     c, h = tl.program_id(0), tl.program_id(1)
     sequence, offset, length = tl.load(shape + c), tl.load(shape + C + c), tl.load(shape + 2 * C + c)
     head = sequence.to(tl.int64) * H + h

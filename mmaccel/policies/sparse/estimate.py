@@ -233,7 +233,7 @@ def _skewed(weight: Tensor) -> Tensor:
 
 
 def standing(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
-    """[B, H, n]: what a line of weight [B, H, n] counts for under `score`; seen [B, n] which lines there are.
+    """[..., B, H, n]: what a line of weight [..., B, H, n] counts for under `score`; seen [B, n] which lines there are.
 
     For "contrast" the logarithm of the weight, in standard deviations above the mean over the lines: it tames what draws
     nearly everything, such as a sink. The weight of an even spread is 1 before the logarithm, and what is far below one
@@ -250,18 +250,17 @@ def standing(weight: Tensor, seen: Tensor, score: Score) -> Tensor:
 
 
 def class_scores(value: Tensor, number: Tensor, seen: Tensor, classes: int, score: Score) -> Tensor:
-    """[B, H, classes]: how heavy each class of lines is; value [B, H, n] their `standing`.
+    """[..., B, H, classes]: how heavy each class of lines is; value [..., B, H, n] their `standing`.
 
     number [B or 1, H or 1, n] class of each line, seen [B, n] which lines there are.
     """
-    B, H, _ = value.shape
     number = number.expand_as(value).long()
     there = seen[:, None].expand_as(value)
-    zeros = value.new_zeros(B, H, classes)
-    total = zeros.scatter_add(2, number, value.masked_fill(~there, 0.0))
-    count = zeros.scatter_add(2, number, there.to(value.dtype))
+    zeros = value.new_zeros(*value.shape[:-1], classes)
+    total = zeros.scatter_add(-1, number, value.masked_fill(~there, 0.0))
+    count = zeros.scatter_add(-1, number, there.to(value.dtype))
     largest = zeros.scatter_reduce(
-        2, number, value.masked_fill(~there, -torch.inf), "amax", include_self=False
+        -1, number, value.masked_fill(~there, -torch.inf), "amax", include_self=False
     )
     return judged(total, largest, count, score)
 

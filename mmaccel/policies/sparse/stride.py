@@ -132,21 +132,18 @@ def strided_classes(
 
     Where fewer than 3 * low keys are seen no stride repeats, and it is 1: one class, of which every line is made.
     """
-    columns, diagonals = (line / sample.asking.askers() for line in sample.lines())
     last, n = sample.at[:, -1], sample.width
-    place = torch.arange(len(keys), device=columns.device)
-    ahead = place[:n] <= last[:, None]
-    columns = standing(columns, sample.seen, search.score)
-    diagonals = standing(diagonals, ahead, search.score)
-    lines = columns if by_columns else None, diagonals if by_diagonals else None
+    # There is a diagonal of each distance at which the last query sees a column.
+    weight = torch.stack(sample.lines()) / sample.asking.askers()
+    value = standing(weight, sample.seen, search.score)
+    lines = value[0] if by_columns else None, value[1] if by_diagonals else None
     stride = best_stride(*lines, last, search, sample.fused)
     stride = stride.masked_fill((last + 1 < search.least)[:, None, None], 1)
-    number = torch.where((keys.row >= 0)[:, None], place % stride, search.most)
+    number = torch.where((keys.row >= 0)[:, None], keys.place[:, None] % stride, search.most)
     own, classes = number[..., :n], search.most + 1
-    line = class_scores(columns, own, sample.seen, classes, search.score).argmax(-1, keepdim=True)
-    shift = class_scores(diagonals, place[:n] % stride, ahead, classes, search.score)
+    line, shift = class_scores(value, own, sample.seen, classes, search.score).argmax(-1, keepdim=True)
     dense = evenest(sample, own, classes) if search.rows else line
-    return Classes(number, stride, line, dense, shift.argmax(-1, keepdim=True), search.room, classes)
+    return Classes(number, stride, line, dense, shift, search.room, classes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -149,20 +149,16 @@ class GivenDiagonals(VerticalSlash):
 
     def _strongest(self, columns: Tensor, diagonals: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         chosen, found = super()._strongest(columns, diagonals, at)
-        given = given_diagonals(self.slash, self.pitch, found.shape[2], columns.shape[2], columns.device)
-        self.chosen.update(columns=chosen, diagonals=given.expand_as(found))
+        given = given_diagonals(self.slash, self.pitch, columns.device)[: found.shape[2]]
+        self.chosen.update(columns=chosen, diagonals=given.clamp(max=columns.shape[2] - 1).expand_as(found))
         return chosen, self.chosen["diagonals"]
 
 
 @lru_cache(64)
-@torch.inference_mode(False)
-def given_diagonals(slash: int, pitch: int, count: int, width: int, device: torch.device) -> Tensor:
-    """[count] long: the first of the diagonals that a case names, among `width`; made once, for they cost a case nothing."""
-    given = torch.arange(slash, device=device)
-    if pitch:
-        # Without the two before the first: to look for what is negative would wait for the device.
-        given = (given[:, None] * pitch + torch.arange(-2, 3, device=device)).flatten()[2:]
-    return given[:count].clamp(max=width - 1)
+def given_diagonals(slash: int, pitch: int, device: torch.device) -> Tensor:
+    """Those that a case names, made once; none before the first, for to look for what is negative waits for the device."""
+    given, near = torch.arange(slash, device=device), torch.arange(-2, 3, device=device)
+    return (given[:, None] * pitch + near).flatten()[2:] if pitch else given
 
 
 def pattern_of(case: Case, frame: int) -> SparsePattern:

@@ -59,10 +59,11 @@ def test_the_comparison_can_fail(kv: str) -> None:
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 @pytest.mark.parametrize("kv", TIGHT)
 def test_how_the_stream_is_cut_changes_nothing(name: str, kv: str) -> None:
-    frames = film(18)
+    # Where passes retrieve, what is stored depends on them.
+    frames, fields = film(18), {**TIGHT[kv], **({"encode_frames": 0} if kv == "mosaic" else {})}
     found = []
     for cuts, chunk in (([18], None), ([9, 9], 64), ([1, 2, 3, 1, 1, 1, 8, 1], None)):
-        with open_session(name, TIGHT[kv], chunk=chunk) as session:
+        with open_session(name, fields, chunk=chunk) as session:
             for part in frames.split(cuts):
                 session.watch(part, fps=FPS)
             assert len(session) == 18

@@ -103,6 +103,11 @@ class StreamMemory(StreamState):
     def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
         """Units ``first .. first + count`` leave the window of a layer; [1, G, count * P, D]."""
 
+    def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
+        """Keys, turned, and values of units that have left the window, which the units of a pass see besides; by their raw
+        queries [1, H, n, D]."""
+        return []
+
     def _recall(self, layer: int, query: Tensor, end: int) -> tuple[Tensor | None, Tensor | None]:
         """Ascending numbers [k] on the device, below `end`, of the units to see; and scores [end] of all; None: of none.
 
@@ -176,16 +181,17 @@ class StreamMemory(StreamState):
         return self.bases.same(first, count)
 
     def _encode(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
-        """What new units see: the head and the window, their own columns in it."""
+        """What new units see: the head, what is retrieved for them, and the window, their own columns in it."""
         first, places, ring = piece.first - self._base, self.stream.places, self._rings[layer]
         angles = self.turner.at("units", lambda: places.units(first, piece.count))
         turned = self._fresh[layer] = self.turner.turn(key, angles)
-        head, near = self._head(layer), [] if ring is None else [(ring.turned, ring.value)]
-        parts = [head, *near, (turned, value)]
+        sinks = [self._head(layer), *self._retrieved(layer, query)]
+        near = [] if ring is None else [(ring.turned, ring.value)]
+        parts = [*sinks, *near, (turned, value)]
         return KVView(
             torch.cat([one for one, _ in parts], 2),
             torch.cat([one for _, one in parts], 2),
-            sinks=self.stream.head,
+            sinks=sum(one.shape[2] for one, _ in sinks),
             window=self.window * self.stream.unit,
             query=self.turner.turn(query, angles),
         )

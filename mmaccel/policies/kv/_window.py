@@ -27,17 +27,17 @@ class Bases:
 
     Places are the true ones up to the last unit that fits under the limit. From there on a base is subtracted, a multiple
     of `every`, which is the same for all chunks; only the distance to the head changes with it, not those in the window.
-    `reach` is how many units stand at true places under the limit.
+    `reach` is how many units stand at true places under the limit. Before the window `spare` units find places of their own.
     """
 
-    def __init__(self, places: Places, window: int) -> None:
+    def __init__(self, places: Places, window: int, spare: int = 0) -> None:
         low, high = 0, 1
         while high < MOST and places.span(high) < places.limit:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if places.span(middle) < places.limit else (low, middle)
-        self.window, self.every, self.reach = window, max(low - window, window, 1), low
+        self.window, self.every, self.reach = window + spare, max(low - window - spare, window, 1), low
 
     def of(self, unit: int) -> int:
         """The base for the queries of a unit."""

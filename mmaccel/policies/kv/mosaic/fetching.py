@@ -144,6 +144,17 @@ class Fetcher:
         self._brought.append(_Brought(layer, code[:recalled], ahead, asked, ready))
         self._coming[layer] = ready
 
+    def recall(self, layer: int, entries: Tensor) -> Tensor:
+        """[2, G, n * p, D] of `entries` [n] that have left the window, for a pass of the stream; after `begin`. Of `counts`
+        these are no part, and the cache stays that of the last question."""
+        out = self._store.buffer(len(entries))
+        if not self.indexed:
+            self._store.fetch(layer, entries.tolist(), out)
+            return out
+        _, ready = self.sources.gather(self.codes(layer, entries), out)
+        self._store.lanes.compute.wait(ready)
+        return out
+
     def arrive(self, layer: int) -> None:
         """What computes from now on sees what `bring` was asked for."""
         ready = self._coming.pop(layer, None)

@@ -126,11 +126,11 @@ class Hierarchy:
         return self._bounds
 
     @one_thread()
-    def insert(self, window: int, cached: Tensor | None = None, batched: bool = True) -> None:
+    def insert(self, window: int, retrieved: Tensor | None = None, batched: bool = True) -> None:
         """Take in the units that the summaries have and the hierarchy has not, in their order.
 
         window   the last units before one that counts as held on the device when it comes
-        cached   [L, n] whether older entries are held there too
+        retrieved  [L, n] older entries that are held there too
         batched  whether looks are compared with all clusters for many units at once; the clusters are the same
         """
         have, parts = self.summaries.units, self.summaries.parts
@@ -142,6 +142,9 @@ class Hierarchy:
         if not self.started:
             self.units = have
             return
+        cached = None
+        if retrieved is not None and self.rules.deferred:
+            cached = torch.zeros(self.layers, have * parts, dtype=torch.bool).scatter_(1, retrieved, True)
         for begin in range(self.units, have, TOGETHER):
             units = range(begin, min(begin + TOGETHER, have))
             looks = self.summaries.looks(torch.arange(units.start, units.stop))
@@ -273,8 +276,7 @@ class Hierarchy:
             members = level.contents(layer, near)
             here = members >= resident
             if cached is not None:
-                known = members.clamp(0, max(cached.shape[1] - 1, 0))
-                here |= cached[layer[:, None], known] & (members < cached.shape[1])
+                here |= cached[layer[:, None], members.clamp_min(0)]
             split = bad & (here | (members < 0)).all(1) & (home < 0)
         take = ~bad | split
         if bool(take.any()):
@@ -341,6 +343,12 @@ class Hierarchy:
         level.set("home", *at, -1)
         if not bool((level.home[layer, self.buffer[layer]] == home).any()):
             level.set("lazy", at[0], home, 0)
+
+    def resolve(self, entries: Tensor) -> None:
+        """The clusters that hold `entries` [L, n] have been on the device: make the splits that they owe."""
+        if self.started:
+            for layer, owners in enumerate(self.semantic.owner.gather(1, entries)):
+                self.touch(layer, owners.unique())
 
     @one_thread()
     def touch(self, layer: int, clusters: Tensor) -> None:

@@ -15,12 +15,14 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import KVView, Piece, Seat, Seen, Stream, StreamPolicy
 from mmaccel.policies.kv._angles import Angles
 from mmaccel.policies.kv._evidence import Look, words_of
-from mmaccel.policies.kv._stream import Asked, StreamMemory, weigh
+from mmaccel.policies.kv._stream import Asked, Pair, StreamMemory, weigh
+from mmaccel.policies.kv._window import Bases
 from mmaccel.policies.kv.mosaic import saved
 from mmaccel.policies.kv.mosaic.choosing import Asking, Chooser, Chosen, End
 from mmaccel.policies.kv.mosaic.fetching import Fetcher, Window
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
 from mmaccel.policies.kv.mosaic.index import Found, Index
+from mmaccel.policies.kv.mosaic.recalling import Recalling
 from mmaccel.policies.kv.mosaic.summaries import Summaries
 from mmaccel.policies.kv.mosaic.writing import Writer
 from mmaccel.policies.kv.store import HostStore
@@ -83,10 +85,16 @@ class MosaicMemory(StreamMemory):
         )
         cached = stream.units(policy.cache) * parts
         self.fetcher = Fetcher(self.store, layers, self.window * parts, cached)
-        self.writer = Writer(self.store, self.tree, self.fetcher.cache)
+        self.writer = Writer(self.store, self.tree)
         self._found: dict[int, Found] = {}
         self._entering: Tensor | None = None
         self.chooser = Chooser(self.index, stream, geometry, model, self.turner, parts, device, self.fetcher)
+        recalled = stream.units(policy.encode_frames)
+        self.recalling = Recalling(
+            recalled * parts, self.index, self.chooser, self.fetcher, self.turner, stream, parts
+        )
+        # What passes retrieve stands before the window, wherever the stream is.
+        self.bases = Bases(stream.places, self.window, recalled)
         self._rep_bias: list[Tensor | None] = [None] * layers
         self._recalled = self._questions = 0
 
@@ -106,7 +114,8 @@ class MosaicMemory(StreamMemory):
 
     def _took(self, piece: Piece) -> None:
         assert piece.look is not None
-        self.writer.arrived(piece.look, [pair for pair in self._new if pair is not None])
+        pairs = [pair for pair in self._new if pair is not None]
+        self.writer.arrived(piece.look, pairs, self.recalling.retrieved())
         # The host clusters what came before while the device still computes this pass.
         self._digest(keep=1)
 
@@ -131,42 +140,10 @@ class MosaicMemory(StreamMemory):
 
     def _encode(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
         view = super()._encode(layer, query, piece, key, value)
-        if not self.policy.batch_attention:
-            view = replace(view, step=self.stream.unit)
-        if not self.policy.encode_frames or not self._first:
-            return view
-        if layer == 0:
-            self._digest()
-            self.fetcher.begin(self._first * self.parts)
-        budget = self.stream.units(self.policy.encode_frames) * self.parts
-        mean = self.chooser.folded(query[0])
-        found = self._found[layer] = self.index.search(layer, mean, budget, self._first * self.parts)
-        entries, p = found.entries, self.stream.unit // self.parts
-        old = view.key.new_empty(2, view.key.shape[1], len(entries) * p, view.key.shape[3])
-        code = self.fetcher.codes(layer, entries) if self.fetcher.indexed else None
-        self.fetcher.bring(layer, entries, code, len(entries), old, self._window_of(layer))
-        self.fetcher.arrive(layer)
-        if code is not None:
-            self.fetcher.cache.keep(layer, entries, old)
-            self.fetcher.cache.kept()
-        numbers = (entries // self.parts - self._base).clamp(min=0)
-        where = self.chooser.standing.tokens(entries, numbers, self._count)
-        old_key, old_value = self.turner.turn(old[:1], self.turner.angles(where)), old[1:]
-        head = self.stream.head
-        return KVView(
-            torch.cat([view.key[:, :, :head], old_key, view.key[:, :, head:]], 2),
-            torch.cat([view.value[:, :, :head], old_value, view.value[:, :, head:]], 2),
-            sinks=head + old_key.shape[2],
-            window=view.window,
-            query=view.query,
-            step=view.step,
-        )
+        return view if self.policy.batch_attention else replace(view, step=self.stream.unit)
 
-    def leave(self) -> None:
-        encoding = self._piece is not None and self._piece.kind == "units"
-        super().leave()
-        if encoding and self._found:
-            self._settle()
+    def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
+        return self.recalling.view(layer, query, self._base, self._first)
 
     # A question.
 
@@ -178,6 +155,8 @@ class MosaicMemory(StreamMemory):
             begin, end = words_of(piece)
             self.chooser.begin(self._end, self.budget, self.policy)
             self.chooser.asked(end - begin)
+        elif piece.kind == "units":
+            self.recalling.begin(self._first)
         super().enter(piece)
 
     def ahead(self, layer: int, hidden: Tensor) -> None:
@@ -267,13 +246,13 @@ class MosaicMemory(StreamMemory):
             self.idle()
 
     def _settle(self) -> None:
-        """What was retrieved has been on the device: the splits that it owed are made."""
+        """What was retrieved has been on the device: the splits that it owed are made, if passes of the stream make none."""
         self.fetcher.drop()
         self.chooser.drift.settle()
         self._entering = None
         self._rep_bias = [None] * len(self._rep_bias)
         found, self._found = self._found, {}
-        if found:
+        if found and not self.recalling.budget:
             picked = torch.stack([one.picked for one in found.values()]).cpu()
             with torch.inference_mode(False), torch.no_grad():
                 for layer, one in zip(found, picked, strict=True):

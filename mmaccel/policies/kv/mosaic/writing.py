@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv.mosaic.cache import Cache
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
 from mmaccel.policies.kv.store import HostStore
 from mmaccel.policies.kv.store.wire import in_units
@@ -17,14 +16,15 @@ from mmaccel.policies.kv.store.wire import in_units
 class Writer:
     """What comes is clustered one pass later, so that the host need not wait for the device."""
 
-    def __init__(self, store: HostStore, tree: Hierarchy, cache: Cache) -> None:
-        self._store, self._tree, self._cache = store, tree, cache
-        self._inbox: deque[tuple[Tensor, Tensor, Tensor, torch.cuda.Event | None]] = deque()
+    def __init__(self, store: HostStore, tree: Hierarchy) -> None:
+        self._store, self._tree = store, tree
+        self._inbox: deque[tuple[list[Tensor], torch.cuda.Event | None]] = deque()
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def arrived(self, look: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Looks [n, E] of new units, and of each layer their raw keys and values [1, G, n * P, D]."""
+    def arrived(self, look: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], retrieved: Tensor | None) -> None:
+        """Looks [n, E] of new units, and of each layer their raw keys and values [1, G, n * P, D]; the entries [L, k] that
+        their pass `retrieved`."""
         tokens = self._store.shape.tokens
         means = [
             torch.stack([in_units(pair[side][0].float(), tokens).mean(2) for pair in pairs])
@@ -33,12 +33,13 @@ class Writer:
         # [L, G, entries, D] to [entries, L, G * D].
         key, value = (mean.permute(2, 0, 1, 3).flatten(2).to(pairs[0][0].dtype) for mean in means)
         event, device = None, key.device
+        told = [look, key, value] if retrieved is None else [look, key, value, retrieved]
         if key.is_cuda:
-            look, key, value = (t.to("cpu", non_blocking=True) for t in (look, key, value))
+            told = [t.to("cpu", non_blocking=True) for t in told]
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             # The current device of the thread may be another.
             event.record(torch.cuda.current_stream(device))
-        self._inbox.append((look, key, value, event))
+        self._inbox.append((told, event))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -46,13 +47,14 @@ class Writer:
         """Cluster what has arrived but for the last `keep` passes; whether there was anything."""
         some = False
         while len(self._inbox) > keep:
-            look, key, value, event = self._inbox.popleft()
+            (look, key, value, *told), event = self._inbox.popleft()
             if event is not None:
                 event.synchronize()
             self._tree.summaries.append(look, key, value)
-            have = self._tree.summaries.units * self._tree.summaries.parts
-            cached = self._cache.held(have) if self._cache.holds() else None
-            self._tree.insert(window, cached, batched)
+            retrieved = told[0] if told else None
+            if retrieved is not None:
+                self._tree.resolve(retrieved)
+            self._tree.insert(window, retrieved, batched)
             some = True
         return some
 

@@ -31,6 +31,7 @@ class Sources:
         self._places: dict[Hashable, Tensor] = {}
         self._codes: dict[tuple[Hashable, int, int], Tensor] = {}
         self._crossing: list[Tensor] = []
+        self._crossed: Tensor | None = None
         self._listed: tuple[Tensor, ...] | None = None
         self.add(WINDOW, window)
 
@@ -110,12 +111,20 @@ class Sources:
             parts.append(torch.stack(rows))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def settle(self) -> None:
-        """Tell the store's counters how many units crossed the wire; waits for the device."""
+    def tally(self) -> None:
+        """Count on the device what was gathered: once slots are added, codes mean other places."""
         crossing, self._crossing = self._crossing, []
         if crossing:
-            code = torch.cat(crossing).cpu()
-            self.store.crossed(int(((code >= 0) & (code < self.store.slot_count)).sum()))
+            code = torch.cat(crossing)
+            count = ((code >= 0) & (code < self.store.slot_count)).sum()
+            self._crossed = count if self._crossed is None else self._crossed + count
+
+    def settle(self) -> None:
+        """Tell the store's counters how many units crossed the wire; waits for the device."""
+        self.tally()
+        if self._crossed is not None:
+            self.store.crossed(int(self._crossed))
+            self._crossed = None
 
     def nbytes(self) -> int:
         """Bytes of the places."""

@@ -57,6 +57,13 @@ class Replay:
             self.fetcher.cache.kept()
             self.read(layer, [*units, *rest], out)
         self.fetcher.drop()
+        # As a pass of the stream does, whose cache stays a question's.
+        self.fetcher.begin(FIRST)
+        for layer in range(LAYERS):
+            units = self.units(FIRST, 4)
+            self.hold_up()
+            self.read(layer, units, self.fetcher.recall(layer, self.told(units)))
+        self.fetcher.sources.tally()
 
     def told(self, units: list[int]) -> Tensor:
         return torch.tensor(units, dtype=torch.long, device=self.store.device)

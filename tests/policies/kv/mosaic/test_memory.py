@@ -10,7 +10,7 @@ import torch
 
 from mmaccel.core.errors import ModelError, RecipeError, StoreError
 from mmaccel.policies.kv.mosaic import Mosaic
-from tests.policies.kv.mosaic.driven import GEOMETRY, GROUPS, HEAD, LAYERS, SIZE, TOKENS, Driven
+from tests.policies.kv.mosaic.driven import GEOMETRY, GROUPS, HEAD, LAYERS, SIZE, TOKENS, WHEEL, Driven
 from tests.policies.kv.mosaic.scenes import audit, partition
 
 
@@ -38,8 +38,10 @@ def test_with_room_for_all_a_question_sees_all(axes: int, fields: dict[str, Any]
     assert [view.key.shape[2] for view in some.seen] == [columns] * LAYERS
 
 
-def test_much_happens_in_a_long_stream() -> None:
-    driven = watched(80)
+@pytest.mark.parametrize("encode_frames", [0, 8])
+def test_much_happens_in_a_long_stream(encode_frames: int) -> None:
+    driven = watched(80, encode_frames=encode_frames)
+    assert (driven.state.counters()["deferred_splits"] > 0) == (encode_frames > 0)
     for name in range(6):
         driven.ask(name)
     found = driven.counters
@@ -69,17 +71,25 @@ def test_much_happens_in_a_long_stream() -> None:
         {"slack": 2.0},
         {"cache": 0},
         {"cache": 40},
-        {"batch_layers": False, "clip": 1},
+        {"batch_layers": False, "clip": 1, "encode_frames": 0},
         {"batch_match": False},
         {"batch_attention": False},
+        {"host_bytes": 0, "spill": "disk"},
     ],
+    ids=str,
 )
-def test_how_it_is_done_changes_no_answer(fields: dict[str, Any]) -> None:
-    plain, other = watched(), watched(**fields)
+def test_how_it_is_done_changes_no_answer(fields: dict[str, Any], tmp_path: Path) -> None:
+    disk = {"folder": str(tmp_path)} if "spill" in fields else {}
+    # How many units go in one pass is a matter of how it is done where passes retrieve nothing.
+    plain, other = watched(encode_frames=fields.get("encode_frames", 8)), watched(**fields, **disk)
     for name in (0, 1, 0, 5):
         assert torch.equal(plain.ask(name), other.ask(name))
         assert plain.evidence == other.evidence
-    assert (other.counters["fetch_guessed"] > 0) == (fields.get("prefetch") is not False)
+        # What a question left in the cache is nothing to the passes after it.
+        a, b = (torch.cat(one.watch(5), 2) for one in (plain, other))
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+    guesses = fields.get("prefetch") is not False and not disk
+    assert (other.counters["fetch_guessed"] > 0) == guesses
     assert partition(plain.state.tree) == partition(other.state.tree)
 
 
@@ -95,7 +105,7 @@ def test_a_guess_by_this_layer_s_query_is_right_where_layers_agree() -> None:
 
 @pytest.mark.parametrize("step", [1, 3, 11])
 def test_chunks_change_neither_clusters_nor_outputs(step: int) -> None:
-    whole, cut = Driven(), Driven()
+    whole, cut = Driven(encode_frames=0), Driven(encode_frames=0)
     a, b = torch.cat(whole.watch(80, 80), 2), torch.cat(cut.watch(80, step), 2)
     torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
     torch.testing.assert_close(whole.ask(2), cut.ask(2), atol=1e-12, rtol=0)
@@ -161,14 +171,21 @@ def test_a_second_question_finds_the_cache() -> None:
     assert driven.counters["fetch_cached"] - before >= 0.8 * LAYERS * 5
 
 
-def test_a_question_leaves_the_stream_as_it_was() -> None:
-    asked, silent = Driven(), Driven()
-    asked.watch(40)
-    silent.watch(40)
-    asked.ask(2)
-    a, b = (torch.cat(one.watch(20), 2) for one in (asked, silent))
-    assert torch.equal(a, b) and asked.state.length() == silent.state.length()
-    assert partition(asked.state.tree)[1] == partition(silent.state.tree)[1]
+@pytest.mark.parametrize("encode_frames", [0, 8])
+def test_a_question_leaves_the_stream_as_it_was(encode_frames: int) -> None:
+    asked, silent = Driven(encode_frames=encode_frames), Driven(encode_frames=encode_frames)
+    for _ in range(4):
+        outputs = []
+        for one in (asked, silent):
+            outputs.append(torch.cat(one.watch(16), 2))
+            one.state.idle()
+        assert torch.equal(*outputs) and asked.state.length() == silent.state.length()
+        for name in (2, 0, 5):
+            asked.ask(name)
+    # Questions make the splits that are owed where passes make none.
+    assert (partition(asked.state.tree) == partition(silent.state.tree)) == (encode_frames > 0)
+    if encode_frames:
+        assert torch.equal(asked.ask(1), silent.ask(1))
     audit(asked.state.tree)
 
 
@@ -210,21 +227,21 @@ def test_questions_that_break_while_units_come_leave_every_buffer_free() -> None
 
 
 def test_what_a_broken_pass_retrieved_is_forgotten() -> None:
-    driven, alone = Driven(encode_frames=3), Driven(encode_frames=3)
+    driven, alone = Driven(), Driven()
     driven.watch(3)
     mark = driven.state.checkpoint()
     driven.watch(60)
-    search = driven.state.index.search
+    search = driven.state.index.search_ahead
 
     def breaks(layer: int, *rest: Any) -> Any:
         if layer == 1:
             raise KeyboardInterrupt
         return search(layer, *rest)
 
-    driven.state.index.search = breaks  # type: ignore[method-assign]
+    driven.state.index.search_ahead = breaks  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         driven.watch(1)
-    driven.state.index.search = search  # type: ignore[method-assign]
+    driven.state.index.search_ahead = search  # type: ignore[method-assign]
     driven.state.restore(mark)
     alone.watch(3)
     a, b = (torch.cat([*one.watch(1), *one.watch(20)], 2) for one in (driven, alone))
@@ -285,14 +302,49 @@ def test_tiles_keep_the_budget_of_frames(tile: int) -> None:
     assert driven.counters["recalled"] == 8 * LAYERS
 
 
-def test_passes_of_the_stream_may_retrieve_too() -> None:
-    driven = watched(70, encode_frames=3)
-    assert driven.state.counters()["deferred_splits"] > 0
-    audit(driven.state.tree)
-    driven.ask(1)
-    a, b = (torch.cat(one.watch(30), 2) for one in (Driven(encode_frames=3), Driven()))
+@pytest.mark.parametrize("axes", [1, 3])
+@pytest.mark.parametrize("fields", [{}, {"granularity": "tile", "tile": 2}])
+@pytest.mark.parametrize("limit", [10**6, 150])
+def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, fields: dict[str, Any]) -> None:
+    """In their order, at their own places, or, where these pass the model's limit, one after the other before the window."""
+    driven = watched(60, 4, encode_frames=3, axes=axes, limit=limit, **fields)
+    state, seen = driven.state, list[Any]()
+    first, base = state._first, state.bases.of(60)
+    assert (base > 0) == (limit == 150 and axes == 1)
+    run, recall = driven.run, state.fetcher.recall
+    retrieved: list[list[int]] = []
+
+    def told(layer: int, entries: torch.Tensor) -> Any:
+        retrieved.append(entries.tolist())
+        return recall(layer, entries)
+
+    def kept(*given: Any) -> Any:
+        seen.extend(run(*given))
+        return seen
+
+    driven.run, state.fetcher.recall = kept, told  # type: ignore[method-assign]
+    driven.watch(1)
+    assert len(seen) == len(retrieved) == LAYERS
+    p, parts = TOKENS // state.parts, state.parts
+    for layer, (view, entries) in enumerate(zip(seen, retrieved, strict=True)):
+        assert len(entries) == 3 * parts and max(entries) < first * parts and entries == sorted(set(entries))
+        assert view.sinks == HEAD + 3 * TOKENS and view.key.shape[2] == view.sinks + 6 * TOKENS
+        units = sorted({entry // parts for entry in entries})
+        numbers = {unit: max(unit - base, rank) for rank, unit in enumerate(units)}
+        assert len(set(numbers.values())) == len(units) and max(numbers.values()) < first - base
+        for at, entry in enumerate(entries):
+            unit, rows = entry // parts, slice(entry % parts * p, (entry % parts + 1) * p)
+            columns = slice(HEAD + at * p, HEAD + (at + 1) * p)
+            _, key, value = driven.unit(layer, unit)
+            angles = WHEEL.angles(state.stream.places.units(numbers[unit], 1), driven.dtype)
+            assert torch.equal(view.key[:, :, columns], WHEEL.turn(key, angles)[:, :, rows])
+            assert torch.equal(view.value[:, :, columns], value[:, :, rows])
+
+
+def test_passes_retrieve_nothing_while_all_is_in_the_window() -> None:
+    a, b = (torch.cat(Driven(encode_frames=frames).watch(30), 2) for frames in (3, 0))
     rows = 5 * TOKENS
-    assert torch.equal(a[:, :, :rows], b[:, :, :rows]), "nothing has left the window"
+    assert torch.equal(a[:, :, :rows], b[:, :, :rows])
     assert not torch.allclose(a[:, :, -rows:], b[:, :, -rows:])
 
 
@@ -314,11 +366,13 @@ def test_the_oldest_may_be_forgotten() -> None:
 
 
 def test_an_endless_stream_may_pass_the_model_s_limit() -> None:
-    closed = watched(60, positions="compact")
+    """As it was stored, when passes see the window alone: it is all under the limit then."""
+    closed = watched(60, positions="compact", encode_frames=0)
     # Compact places do not depend on how far the stream has gone, and true ones are closed up where they pass the limit.
-    for driven in (watched(60, limit=150, positions="compact"), watched(60, limit=150)):
+    for positions in ("compact", "original"):
+        driven = watched(60, limit=150, positions=positions, encode_frames=0)
         assert torch.equal(driven.ask(2), closed.ask(2))
-    assert not torch.equal(watched(60).ask(2), closed.ask(2))
+    assert not torch.equal(watched(60, encode_frames=0).ask(2), closed.ask(2))
 
 
 @pytest.mark.parametrize(

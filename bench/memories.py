@@ -53,10 +53,13 @@ HAPPENS = ("recalled", "host_bytes_in", "eager_splits", "deferred", "singletons"
 
 MEMORIES = ("mosaic", "rekv", "livevlm", "streammem", "recent", "window", "no_cache", "full", "offload")
 
+WINDOW_ALONE = _mosaic("window alone", encode_frames=0)
+"""What passes see is the window: the default, called "mosaic", of rows from before passes retrieved."""
+
 PLANS: Mapping[str, Sequence[Memory]] = {
     "all": [
         "mosaic",
-        _mosaic("retrieves while watching", encode_frames=8),
+        WINDOW_ALONE,
         *MEMORIES[1:],
     ],
     # Table IV: no clustering, either level alone, both.
@@ -71,9 +74,9 @@ PLANS: Mapping[str, Sequence[Memory]] = {
     "splits": [
         "mosaic",
         _mosaic("eager", deferred=False),
-        _mosaic("retrieves while watching", encode_frames=8),
         _mosaic("retrieves 32 while watching", encode_frames=32),
-        _mosaic("eager, retrieves while watching", encode_frames=8, deferred=False),
+        WINDOW_ALONE,
+        _mosaic("eager, window alone", encode_frames=0, deferred=False),
         "rekv",
     ],
     # What a question sees beside the frames it retrieves.

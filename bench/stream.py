@@ -13,7 +13,8 @@ question  seconds from `VideoSession.ask` to the first token on the host, cluste
           and the share of recalled frames that show the scenes asked for
 profile   of one question of each memory: launches, device time, and what the host spends its time on
 budgets, lengths, rivals, whole: `bench/asking.py`
-encode    frames a second through `VideoSession.watch`, vision tower included; with each batching switch off; all in turns
+encode    frames a second through `VideoSession.watch`, vision tower included; with each batching switch off, and with passes
+          that retrieve nothing; all in turns
 splits    seconds a frame of a planted stream, those of clustering, and how often clusters are split: at once or put off
           (Figure 8), in turns
 memory    device memory after 1 024 and 7 200 frames, its growth a frame, ReKV's after 1 024, and where keeping everything on

@@ -110,6 +110,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "feed-forward off": {"batch_feed": False},
     "layers off": {"batch_layers": False},
     "matching off": {"batch_match": False},
+    "retrieval off": {"encode_frames": 0},
 }
 SLOW = ("vision off", "layers off")
 """They are shown half as many frames."""

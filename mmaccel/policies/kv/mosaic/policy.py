@@ -52,9 +52,9 @@ class Mosaic(StoredPolicy):
     The device keeps the local window, one representative a cluster and a cache; the host everything. Clusters are kept up
     to date as units come: by their centroid and variance, split when the variance passes a threshold that depends on the
     size, at once where a cluster is in the window or was retrieved by the pass that brings the unit, else when a pass next
-    retrieves it: a question does not make splits, so that it changes nothing of what is stored later, but where passes
-    retrieve nothing (`encode_frames` 0). While a layer computes, what the next
-    will need is guessed and fetched; what was missed is fetched before it is used, so that the guess changes no answer.
+    retrieves it. A question makes no splits, so that it changes nothing of what is stored later, but where passes retrieve
+    nothing (`encode_frames` 0). While a layer computes, what the next will need is guessed and fetched; what was missed is
+    fetched before it is used, so that the guess changes no answer.
 
     After Mosaic (arXiv 2604.10060), whose sections are named below. Departures: a cluster holds units (the paper speaks of
     tokens, its budgets of frames), found by their mean keys before rotation; semantic clusters exist from a unit's arrival,
@@ -85,11 +85,11 @@ class Mosaic(StoredPolicy):
                   nearest to the centroid, at that entry's time
     rep_bias      "log_size": a pseudo token weighs as much as the tokens that it stands for, that of a retrieved cluster
                   nothing; "none": as one
-    encode_frames while the stream is encoded, each layer of a pass retrieves so many frames (VII-A, whose batched "cluster retrieval"
-                  of frames that are encoded may be read so); 0: sees the window alone. A frame that was stored
-                  under the window alone knows nothing of what came before it: of the order of two things, questions then
-                  know nothing either, whatever they retrieve (`docs/mosaic.md`). Above 0 what is stored depends on how many
-                  units go in one pass; on questions, the cache and the way across the wire it does not
+    encode_frames while the stream is encoded, each layer of a pass retrieves so many frames (VII-A speaks of "cluster
+                  retrieval" in batches of frames that are encoded); 0: it sees the window alone. A frame that was stored
+                  under its window alone knows nothing of what came before, and questions about the order of two things
+                  are then answered at chance, whatever they retrieve (`docs/mosaic.md`). Above 0 what is stored depends
+                  on how many units go in one pass; not on questions, the cache, or the way across the wire
     cache         frames a layer that stay on the device after a question, for the next one
     prefetch      fetch ahead for the next layer (VII-B), by `predictor`: "query", the paper's: this layer's query in the
                   next one's index; "projected": the next layer's query of the hidden states that enter this one, moved as

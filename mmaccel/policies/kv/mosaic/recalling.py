@@ -54,8 +54,10 @@ class Recalling:
         """Keys, turned for `base`, and values of what the queries [1, H, n, D] of a pass retrieve, if anything can be."""
         if not self._some:
             return []
-        folded = self._chooser.folded(query[0])
-        entries = self._index.search_ahead(layer, folded[None], self.budget, 0)[0].entries
+        # One launch for the thousands of rows of a pass, which a question's kernel would go through one after the other.
+        mean = query[0].mean(1, keepdim=True, dtype=torch.float32)
+        found = self._index.search(layer, self._chooser.folded(mean), self.budget, first * self._parts)
+        entries = found.entries
         self._found.append(entries)
         rows = self._fetcher.recall(layer, entries)
         units = entries // self._parts

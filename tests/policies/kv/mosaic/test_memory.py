@@ -231,17 +231,17 @@ def test_what_a_broken_pass_retrieved_is_forgotten() -> None:
     driven.watch(3)
     mark = driven.state.checkpoint()
     driven.watch(60)
-    search = driven.state.index.search_ahead
+    search = driven.state.index.search
 
     def breaks(layer: int, *rest: Any) -> Any:
         if layer == 1:
             raise KeyboardInterrupt
         return search(layer, *rest)
 
-    driven.state.index.search_ahead = breaks  # type: ignore[method-assign]
+    driven.state.index.search = breaks  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         driven.watch(1)
-    driven.state.index.search_ahead = search  # type: ignore[method-assign]
+    driven.state.index.search = search  # type: ignore[method-assign]
     driven.state.restore(mark)
     alone.watch(3)
     a, b = (torch.cat([*one.watch(1), *one.watch(20)], 2) for one in (driven, alone))

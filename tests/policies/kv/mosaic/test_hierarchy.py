@@ -69,9 +69,15 @@ def test_what_is_on_the_device_is_split_at_once(
     tree = tree_of()
     feed(tree, stream, 5, window=60)
     assert tree.counters["eager_splits"] > 0 and tree.counters["deferred"] == 0
-    cached = tree_of()
-    feed(cached, stream, 5, window=1, cached=torch.ones(2, 60, dtype=torch.bool))
-    assert partition(cached) == partition(tree)
+    retrieving = tree_of()
+    for first in range(0, 60, 5):
+        look, key, value = (rows[: first + 5] for rows in stream)
+        # Each pass retrieves all that came before it.
+        feed(retrieving, (look, key, value), 5, window=5, retrieved=torch.arange(first).expand(2, -1))
+    assert partition(retrieving) == partition(tree)
+    # Of the pass that brings a unit alone.
+    feed(one := tree_of(), stream, 5, window=5)
+    assert one.counters["deferred"] > 0
 
 
 @pytest.mark.parametrize("levels", ["visual", "semantic", "none"])

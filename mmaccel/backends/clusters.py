@@ -112,6 +112,23 @@ def stand_ins(
     return found
 
 
+def preceding(score: Tensor, size: Tensor) -> Tensor:
+    """[R, C] long: how many entries are in the clusters before each, by score [R, C] and size [R, C]. In plain PyTorch."""
+    order = score.sort(dim=1, descending=True, stable=True).indices
+    held = size.gather(1, order)
+    return torch.empty_like(held).scatter_(1, order, held.cumsum(1) - held)
+
+
+def lined_up(before: Tensor, lists: Lists, width: int) -> Tensor:
+    """[R, width] entries of clusters one after the other, of which `before` [R, C] come before each; -1 where there are no
+    more. In plain PyTorch."""
+    line = before.gather(1, lists.owner.clamp(max=before.shape[1] - 1)) + lists.within
+    line = line.masked_fill(lists.owner >= before.shape[1], width).clamp(max=width)
+    entry = torch.arange(line.shape[1], device=line.device).expand_as(line)
+    found = torch.full((len(line), width + 1), -1, dtype=torch.long, device=line.device)
+    return found.scatter_(1, line, entry)[:, :width]
+
+
 def _of(device: torch.device, clusters: int) -> Any:
     from mmaccel.backends import triton
 

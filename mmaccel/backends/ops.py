@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.backends import clusters as clusters
 from mmaccel.backends import pieces as pieces
+from mmaccel.backends import words as words
 from mmaccel.backends.gathering import gather_now as gather_now
 from mmaccel.backends.gathering import gather_units as gather_units
 from mmaccel.backends.gathering import grain_of as grain_of

@@ -95,7 +95,7 @@ class Places:
         if self.axes == 1:
             # A question asks for this at every layer: one launch.
             return (unit + steps[:, None]).flatten()
-        out = unit[:, None, :].expand(-1, steps.numel(), -1).contiguous()
+        out = unit[:, None, :].expand(-1, steps.numel(), -1).clone(memory_format=torch.contiguous_format)
         out[0] += steps[:, None]
         return out.flatten(1)
 

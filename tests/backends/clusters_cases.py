@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends.clusters import Late, Lists, Own
+from mmaccel.backends.clusters import Late, Lists, Own, preceding
 from mmaccel.backends.reference import clusters as plain
 from mmaccel.backends.reference import words as plain_words
 from mmaccel.backends.triton import clusters, words
@@ -91,7 +91,7 @@ def test_entries_up_to_a_budget(
     owner[:, torch.rand(entries, generator=rng) < 0.05] = count
     owner[owner == 3] = count + 1
     lists = lists_of(owner, count)
-    before = plain.preceding(few((rows, count), 5), lists.size)
+    before = preceding(few((rows, count), 5), lists.size)
     keys = few((entries + 9, LAYERS, WIDTH), 6)
     held = keys if INTERPRETED else keys.pin_memory()
     query, units = few((WIDTH,), 7), torch.tensor([entries])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends.clusters import Late, Lists, Own
+from mmaccel.backends.clusters import Late, Lists, Own, lined_up, preceding
 
 APART = 1e30
 """Above any score."""
@@ -18,13 +18,6 @@ def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
     if cosine:
         score = score / (key.norm(dim=-1) * query.norm(dim=-1, keepdim=True)).clamp_min(1e-12)
     return score
-
-
-def preceding(score: Tensor, size: Tensor) -> Tensor:
-    """[R, C]: how many entries are in the clusters before each, by score [R, C] and size [R, C]."""
-    order = score.sort(dim=1, descending=True, stable=True).indices
-    held = size.gather(1, order)
-    return torch.empty_like(held).scatter_(1, order, held.cumsum(1) - held)
 
 
 def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
@@ -46,20 +39,11 @@ def ordered(
     return score, preceding(score, size)
 
 
-def cut_lines(before: Tensor, lists: Lists, width: int) -> Tensor:
-    """[R, width] entries of clusters one after the other; -1 where there are no more."""
-    line = before.gather(1, lists.owner.clamp(max=before.shape[1] - 1)) + lists.within
-    line = line.masked_fill(lists.owner >= before.shape[1], width).clamp(max=width)
-    entry = torch.arange(line.shape[1], device=line.device).expand_as(line)
-    found = torch.full((len(line), width + 1), -1, dtype=torch.long, device=line.device)
-    return found.scatter_(1, line, entry)[:, :width]
-
-
 def selected(
     before: Tensor, lists: Lists, budget: int, ahead: int, own: Own, late: Late | None
 ) -> tuple[Tensor, Tensor | None]:
     width = budget + lists.largest - 1
-    found = cut_lines(before, lists, max(width, ahead))
+    found = lined_up(before, lists, max(width, ahead))
     # What comes after the last entry is none, and is looked up as the first one.
     entries = found[0, :width].clamp_min(0)
     cluster = lists.owner[0][entries].clamp(max=before.shape[1] - 1)

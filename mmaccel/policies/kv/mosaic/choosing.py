@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends.clusters import Late
-from mmaccel.backends.words import folded
+from mmaccel.backends.ops import clusters, words
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import Stream
 from mmaccel.core.replay import Replays
@@ -144,14 +143,15 @@ class Chooser:
             self.drift.entered(layer)
 
         def choose() -> tuple[Tensor, ...]:
-            words = None
+            heard = None
             if hidden is not None:
                 entering = self.drift.next(layer, hidden, told[:1])
-                # A mean goes through the projection as its rows do.
-                words = None if last else folded(self._model.norm(layer + 1, entering), told[:1], 1)
+                if not last:
+                    # A mean goes through the projection as its rows do.
+                    heard = words.folded(self._model.norm(layer + 1, entering), told[:1], 1)
             mean = self.folded(query, told[:1])
-            late = Late(told[1:2], parts, more)
-            found, ahead = self._search(layer, mean, words, budget, 0 if last else wide, late)
+            late = clusters.Late(told[1:2], parts, more)
+            found, ahead = self._search(layer, mean, heard, budget, 0 if last else wide, late)
             if guessing and policy.predictor == "frames":
                 ahead = self.index.guess(layer + 1, found.entries[: len(found.entries) - more], wide)
             made = list[Tensor]()
@@ -229,17 +229,17 @@ class Chooser:
     def folded(self, query: Tensor, count: Tensor | None = None) -> Tensor:
         """[d]: the mean of raw queries [H, n, D] of the first `count` [1] rows, or of all, against keys of all heads: the
         heads of a group summed, for they share their keys."""
-        return folded(query, count, self.geometry.kv_heads)
+        return words.folded(query, count, self.geometry.kv_heads)
 
     def _search(
-        self, layer: int, mean: Tensor, words: Tensor | None, budget: int, wide: int, late: Late
+        self, layer: int, mean: Tensor, heard: Tensor | None, budget: int, wide: int, late: clusters.Late
     ) -> tuple[Found, Tensor | None]:
         """What a layer retrieves by its folded query `mean` [d], and `late`; and `wide` entries that the next will need, by
-        the mean hidden state `words` [E], or else by the same; none of these for 0."""
+        the mean hidden state `heard` [E], or else by the same; none of these for 0."""
         if not wide:
             return self.index.search_ahead(layer, mean[None], budget, 0, late)
         later = mean
-        if words is not None:
-            later = self.folded(self._model.query(layer + 1, words[None, None].to(self.stream.dtype))[0])
+        if heard is not None:
+            later = self.folded(self._model.query(layer + 1, heard[None, None].to(self.stream.dtype))[0])
         # Without a guess too: what else is computed beside it may change the last bit of a score.
         return self.index.search_ahead(layer, torch.stack([mean, later]), budget, wide, late)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmaccel.backends.words import moved
+from mmaccel.backends.ops import words as of_words
 
 
 class Drift:
@@ -33,7 +33,7 @@ class Drift:
         """The hidden states that will enter the next layer, about, for those [1, n, E] of rows entering this one, of which
         the first `count` [1] are a question's words; `entered` is told what this shows."""
         seen = self._seen[layer - 1] if layer else None
-        return moved(words[0], count, self._known[layer], self._before, seen)[None]
+        return of_words.moved(words[0], count, self._known[layer], self._before, seen)[None]
 
     def entered(self, layer: int) -> None:
         """The states that enter a layer are given to `next`, or to what replays it."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends.words import foretold
+from mmaccel.backends.ops import words
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.cache import Cache
 from mmaccel.policies.kv.store import HostStore, Sources
@@ -114,7 +114,7 @@ class Fetcher:
     def foretell(self, layer: int, entries: Tensor) -> Tensor:
         """[n] codes of those of `entries` [n] (-1: none) that are on the host alone, to `prefetch`, -1 for the others. The
         layer's `codes` will be those of where they come to lie."""
-        return foretold(self._tables[layer], entries, self._known[:1], self._known[1:2])
+        return words.foretold(self._tables[layer], entries, self._known[:1], self._known[1:2])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
         """Start to bring what `foretell` said of a layer."""

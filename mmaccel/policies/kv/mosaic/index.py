@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends import clusters
-from mmaccel.backends.clusters import Late, Lists, Own
-from mmaccel.backends.reference.clusters import cut_lines, preceding
+from mmaccel.backends.ops import clusters
 from mmaccel.policies.kv.mosaic.buffers import LEAST, grown
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
 from mmaccel.policies.kv.store.wire import on_device
@@ -61,7 +59,7 @@ class _There:
     entries: Tensor
     visual: Tensor
     parent: Tensor | None
-    lists: Lists
+    lists: clusters.Lists
     alive: list[int]
     rising: Tensor
 
@@ -209,7 +207,7 @@ class Index:
             entries=self._sent(every[there]),
             visual=self._fix("visual", visual),
             parent=parent,
-            lists=Lists(
+            lists=clusters.Lists(
                 owner=owners,
                 within=self._fix("within", within),
                 flat=flat,
@@ -250,7 +248,7 @@ class Index:
         return self._ready
 
     def search_ahead(
-        self, layer: int, queries: Tensor, budget: int, ahead: int, late: Late | None = None
+        self, layer: int, queries: Tensor, budget: int, ahead: int, late: clusters.Late | None = None
     ) -> tuple[Found, Tensor | None]:
         """`search` by the first of `queries` [1 or 2, d], and by the second, in the next layer, `ahead` entries: of the last
         cluster the oldest ones; -1 where there are no more. After `prepare`. `late` follow what is
@@ -264,7 +262,7 @@ class Index:
                 entries = torch.cat([entries, late.numbers()])
         else:
             scores, before = self._candidates(rows, queries, budget, there)
-            own = Own(
+            own = clusters.Own(
                 self._tree.summaries.all_keys,
                 layer,
                 partial(self._tree.summaries.key_rows, layer),
@@ -324,7 +322,7 @@ class Index:
         owner = lists.owner[0][entries]
         count = torch.zeros_like(lists.size).scatter_add_(1, owner[None], torch.ones_like(owner)[None])
         known = (lists.size * (count > 0)).sum()
-        found = cut_lines(preceding(count, lists.size), lists, width)
+        found = clusters.lined_up(clusters.preceding(count, lists.size), lists, width)
         return torch.where(torch.arange(width, device=self._device) < known, found[0], -1)
 
     def nbytes(self) -> int:
@@ -332,7 +330,7 @@ class Index:
         return sum(tensor.nbytes for tensor in (*kept, *self._fixed.values()))
 
 
-def _of(lists: Lists, layers: slice) -> Lists:
+def _of(lists: clusters.Lists, layers: slice) -> clusters.Lists:
     """Those of some layers."""
     owner, within, flat, first, size = (one[layers] for one in lists[:5])
-    return Lists(owner, within, flat, first, size, lists.largest)
+    return clusters.Lists(owner, within, flat, first, size, lists.largest)

@@ -14,15 +14,13 @@ from mmaccel.policies.kv.store.wire import in_units
 class Cache:
     """Keys and values of the entries that a layer last brought, of at most `room` of them, in a place of `sources` a layer.
 
-    Which entries they are is on the device, where `entries` [L, room] lies; the host is told when it asks (`held`).
+    Which entries they are is known to the device alone, where `entries` [L, room] lies.
     """
 
     def __init__(self, sources: Sources, layers: int, room: int) -> None:
         self._sources, self.room = sources, room
         with torch.inference_mode(False):
             self.entries = torch.full((layers, room), NEVER, device=sources.store.device)
-        self._told: Tensor | None = None
-        self._any = False
         for layer in range(layers):
             sources.add(("cache", layer), room)
 
@@ -35,8 +33,7 @@ class Cache:
             tables.scatter_(1, at, begin + torch.arange(self.room, device=tables.device))
 
     def keep(self, layer: int, entries: Tensor, rows: Tensor) -> None:
-        """Keep `entries` [k], ascending, of `rows` [2, G, k * p, D], instead of what was kept; of too many the last. The
-        host is told by `kept`."""
+        """Keep `entries` [k], ascending, of `rows` [2, G, k * p, D], instead of what was kept; of too many the last."""
         count = min(self.room, len(entries))
         if count:
             place = self._sources.place(("cache", layer), count)
@@ -45,33 +42,14 @@ class Cache:
             self.entries[layer, :count] = entries[len(entries) - count :]
             self.entries[layer, count:].fill_(NEVER)
 
-    def kept(self) -> None:
-        """Something was kept, by this process or by what replays `keep`."""
-        self._told, self._any = None, self.room > 0
-
-    def holds(self) -> bool:
-        """Whether anything is here."""
-        return self._any
-
-    def held(self, entries: int) -> Tensor:
-        """[L, n] on the host, whether each of the first `entries` entries is here."""
-        if self._told is None:
-            self._told = self.entries.cpu()
-        layer, column = (self._told < entries).nonzero(as_tuple=True)
-        found = torch.zeros(len(self._told), entries, dtype=torch.bool)
-        found[layer, self._told[layer, column]] = True
-        return found
-
     def cut(self, end: int) -> None:
         """Forget entries from `end` on."""
-        # As if they were of a window: never marked, and never told.
+        # As if they were of a window: never marked.
         self.entries.masked_fill_(self.entries >= end, NEVER)
-        self._told = None
 
     def flush(self) -> None:
         """Forget everything."""
         self.entries.fill_(NEVER)
-        self._told, self._any = None, False
 
 
 def _copy(place: Tensor, units: Tensor) -> None:

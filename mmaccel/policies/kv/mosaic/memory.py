@@ -211,8 +211,6 @@ class MosaicMemory(StreamMemory):
         else:
             at = raw.data_ptr(), raw.stride(), angles[0].data_ptr(), retrieved.data_ptr()
             self.chooser.replays(("finish", chosen.name, raw.shape), finish, at=at)
-        if chosen.code is not None:
-            self.fetcher.cache.kept()
 
     @property
     def _end(self) -> End:

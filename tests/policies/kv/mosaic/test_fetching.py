@@ -54,7 +54,6 @@ class Replay:
                 self.fetcher.prefetch(layer + 1, self.fetcher.foretell(layer + 1, self.told([*guess, -1])))
             self.fetcher.arrive(layer)
             self.fetcher.cache.keep(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])
-            self.fetcher.cache.kept()
             self.read(layer, [*units, *rest], out)
         self.fetcher.drop()
         # As a pass of the stream does, whose cache stays a question's.

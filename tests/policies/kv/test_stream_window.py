@@ -41,6 +41,8 @@ def test_places_are_those_of_a_prompt() -> None:
     assert places.span(3) == HEAD + 12
     three = grid(1000)
     assert three.units(0, 3)[0].tolist() == [5] * 4 + [6] * 4 + [8] * 4
+    for unit in (2, 2, 0):
+        assert three.units(unit, 1)[0].tolist() == [5 + int(1.5 * unit)] * 4, "whatever was asked for before"
     assert three.units(2, 1)[1].tolist() == [5, 5, 6, 6] and three.units(2, 1)[2].tolist() == [5, 6, 5, 6]
     assert three.tail(9, 1, 2).tolist() == [[8, 9]] * 3 and three.span(100) == 5 + 148
 
@@ -49,24 +51,27 @@ def test_places_are_those_of_a_prompt() -> None:
     unit=st.integers(1, 9),
     limit=st.integers(30, 400),
     window=st.integers(1, 12),
+    spare=st.integers(0, 4),
     three=st.booleans(),
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_bases_keep_places_under_the_limit_and_windows_whole(
-    unit: int, limit: int, window: int, three: bool, data: st.DataObject
+    unit: int, limit: int, window: int, spare: int, three: bool, data: st.DataObject
 ) -> None:
     places = grid(limit) if three else line(unit, limit)
-    bases = Bases(places, window)
+    bases = Bases(places, window, spare)
     fits = max(n for n in range(1, 500) if n == 1 or places.span(n) < limit)
     units = range(0, 1500, 31)
     for one in units:
         base = bases.of(one)
-        assert base <= max(0, one - window), "all of the window can be placed"
+        assert base <= max(0, one - window - spare), (
+            "all of the window can be placed, and what is spared before it"
+        )
         assert one - base < bases.window + bases.every
         if one < fits:
-            assert base == 0 or fits <= 2 * window, "true places as long as they fit"
-        if fits > 2 * window:
+            assert base == 0 or fits <= 2 * window + spare, "true places as long as they fit"
+        if fits > 2 * window + spare:
             assert places.span(one - base + 1) <= limit
         count = data.draw(st.integers(1, 40))
         same = bases.same(one, count)

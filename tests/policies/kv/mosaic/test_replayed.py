@@ -58,7 +58,8 @@ def test_a_replayed_question_sees_what_one_launched_by_one_sees(
         torch.testing.assert_close(both[0].told, both[1].told, atol=1e-9, rtol=0)  # type: ignore[attr-defined]
         assert both[0].evidence == both[1].evidence
     # Captures have been given up when something was moved, and made anew; not at every question, of which there are 78.
-    # There are three a layer. A stream of tiles grows twice as fast.
+    # There are three a layer. A stream of tiles grows twice as fast; and what grows with clusters and what grows with
+    # entries is moved at moments of its own: 13 times in all, and 11 where passes retrieve nothing.
     most = 14 if "tile" in reps else 9
     assert 2 * 9 <= Replayed.made <= most * 9
 

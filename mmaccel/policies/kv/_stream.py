@@ -84,15 +84,13 @@ class StreamMemory(StreamState):
         self._heads: list[Pair | None] = [None] * layers
         self._turned_heads: dict[int, tuple[Tensor, Tensor]] = {}
         self._rings: list[Ring | None] = [None] * layers
-        self._new: list[Pair | None] = [None] * layers
-        self._fresh: list[Tensor | None] = [None] * layers
+        self._new, self._fresh = list[Pair | None]([None] * layers), list[Tensor | None]([None] * layers)
         self._asked: list[Asked | None] = [None] * layers
         # On a device what a question sees lies where it lay for the one before.
         self._kept, self._keeps = dict[int, Spacious](), device.type == "cuda"
         self._piece: Piece | None = None
         self._count, self._first, self._extra, self._pending = 0, 0, 0, 0
-        self._base = 0
-        self._headed = False
+        self._base, self._headed = 0, False
         self._looks: dict[int, Look] = {}
 
     # What subclasses fill.
@@ -134,8 +132,7 @@ class StreamMemory(StreamState):
         self._piece = piece
         self.turner.forget()
         if piece.kind == "units":
-            base = self.bases.of(piece.first)
-            if base != self._base:
+            if (base := self.bases.of(piece.first)) != self._base:
                 self._base = base
                 self._turn_rings()
         elif piece.kind != "answer":
@@ -295,8 +292,7 @@ class StreamMemory(StreamState):
         self._count, self._first = total, first
 
     def _turn_rings(self) -> None:
-        held = self._count - self._first
-        if not held:
+        if self._count == self._first:
             return
         places = self.stream.places
         # Units before the base are those that no query of a new unit sees; they are turned at the base's own place.
@@ -329,8 +325,7 @@ class StreamMemory(StreamState):
         try:
             yield
         finally:
-            self._extra = self._pending = 0
-            self._piece = None
+            self._piece, self._extra, self._pending = None, 0, 0
             self._asked = [None] * len(self._asked)
             self._new, self._fresh = [None] * len(self._new), [None] * len(self._fresh)
 
@@ -340,9 +335,8 @@ class StreamMemory(StreamState):
     def restore(self, mark: Any) -> None:
         self._count, self._first, self._base, self._headed, heads, rings = mark
         self._heads, self._rings, self._turned_heads = list(heads), list(rings), {}
-        self._piece = None
+        self._piece, self._asked = None, [None] * len(self._asked)
         self._new, self._fresh = [None] * len(self._new), [None] * len(self._fresh)
-        self._asked = [None] * len(self._asked)
         self._rewind(self._count, self._first)
 
     def reset(self) -> None:

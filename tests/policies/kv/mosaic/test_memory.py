@@ -189,84 +189,6 @@ def test_a_question_leaves_the_stream_as_it_was(encode_frames: int) -> None:
     audit(asked.state.tree)
 
 
-def test_a_broken_question_loses_nothing() -> None:
-    driven = watched(40)
-
-    def breaks(layer: int) -> list[torch.Tensor]:
-        if layer == 1:
-            raise KeyboardInterrupt
-        return driven.question(2)(layer)
-
-    with pytest.raises(KeyboardInterrupt), driven.state.turn():
-        driven.run(driven.piece(), breaks, driven.hidden(2))
-    for _ in range(4):
-        driven.ask(2)
-    assert torch.equal(driven.ask(2), driven.ask(2))
-    audit(driven.state.tree)
-
-
-def test_questions_that_break_while_units_come_leave_every_buffer_free() -> None:
-    """More of them than there are buffers; broken when the next layer's guess is made, with transfers under way."""
-    driven, twin = watched(40, cache=0), watched(40, cache=0)
-    state = driven.state
-    prefetch, calls = state.fetcher.prefetch, [0]
-
-    def breaks(*args: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 2:
-            raise KeyboardInterrupt
-        return prefetch(*args)
-
-    state.fetcher.prefetch = breaks  # type: ignore[method-assign]
-    for _ in range(5):
-        calls[0] = 0
-        with pytest.raises(KeyboardInterrupt):
-            driven.ask(2)
-    state.fetcher.prefetch = prefetch  # type: ignore[method-assign]
-    assert torch.equal(driven.ask(2), twin.ask(2))
-
-
-def test_what_a_broken_pass_retrieved_is_forgotten() -> None:
-    driven, alone = Driven(), Driven()
-    driven.watch(3)
-    mark = driven.state.checkpoint()
-    driven.watch(60)
-    search = driven.state.index.search
-
-    def breaks(layer: int, *rest: Any) -> Any:
-        if layer == 1:
-            raise KeyboardInterrupt
-        return search(layer, *rest)
-
-    driven.state.index.search = breaks  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        driven.watch(1)
-    driven.state.index.search = search  # type: ignore[method-assign]
-    driven.state.restore(mark)
-    alone.watch(3)
-    a, b = (torch.cat([*one.watch(1), *one.watch(20)], 2) for one in (driven, alone))
-    assert torch.equal(a, b) and partition(driven.state.tree) == partition(alone.state.tree)
-
-
-@pytest.mark.parametrize("units", [6, 30])
-def test_a_broken_clip_is_taken_back(units: int) -> None:
-    broken, alone = Driven(), Driven()
-    broken.watch(units)
-    mark = broken.state.checkpoint()
-    broken.watch(45)
-    broken.state.enter(broken.piece())
-    broken.state.restore(mark)
-    assert broken.state.units() == units
-    alone.watch(units)
-    for more in (14, 10, 16):
-        for one in (broken, alone):
-            one.watch(more)
-        assert torch.equal(broken.ask(1), alone.ask(1))
-    assert partition(broken.state.tree) == partition(alone.state.tree)
-    broken.state.reset()
-    assert broken.state.units() == 0 and broken.state.length() == 0
-
-
 @pytest.mark.parametrize("fields", [{}, {"granularity": "tile", "tile": 2}])
 @pytest.mark.parametrize("units", [8, 45])
 def test_saved_and_loaded_it_answers_the_same(tmp_path: Path, units: int, fields: dict[str, Any]) -> None:
@@ -444,11 +366,3 @@ def test_a_stream_begun_anew_knows_nothing_of_the_old_one() -> None:
     driven.ask(1)
     (state := driven.state).reset()
     assert not state.chooser.drift._known.any() and not state.tree.started and not state.units()
-
-
-def test_a_question_that_breaks_off_leaves_the_wire_nothing_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    driven, joined = watched(40), []
-    monkeypatch.setattr(type(driven.state.store.lanes), "join", lambda lanes: joined.append(lanes))
-    with pytest.raises(KeyboardInterrupt), driven.state.turn():
-        raise KeyboardInterrupt
-    assert joined == [driven.state.store.lanes]

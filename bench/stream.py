@@ -212,7 +212,7 @@ def steps() -> list[Step]:
         ("question", 120.0, question_step),
         ("profile", 60.0, profile_step),
         ("budgets", 40.0, budgets_step),
-        ("encode", 100.0, encode_step),
+        ("encode", 200.0, encode_step),
         ("rivals", 70.0, rivals_step),
         ("splits", 60.0, splits_step),
         ("lengths", 90.0, lengths_step),

@@ -160,7 +160,7 @@ def encode_step(options: argparse.Namespace, log: Log) -> None:
             session.watch(frames[: count // 4], fps=0.5)
             clustering[way] = Clustering(session)
             runs[way] = partial(session.watch, shown[way], fps=0.5)
-        taken = compare(runs, warmup=2, repeats=5, device=sizes.device)
+        taken = compare(runs, warmup=2, repeats=3, device=sizes.device)
     for way, times in taken.items():
         each = Times(tuple(seconds / len(shown[way]) for seconds in times.seconds))
         # Those of all turns, the first ones too.

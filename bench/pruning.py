@@ -81,7 +81,7 @@ def drafts(share: float, depth: int) -> dict[str, TokenPruner]:
         **late,
         "uv": UVPrune(retention=share),
         "uv, no variation": UVPrune(retention=share, variation=False),
-        "uv from the first layer": UVPrune(retention=share, base=1),
+        "uv from the embeddings": UVPrune(retention=share, base=0),
         "uv, contrast": UVPrune(retention=share, contrast=True),
         "uv, no variation, contrast": UVPrune(retention=share, variation=False, contrast=True),
         "attention": AttentionPrune(retention=share),

@@ -22,7 +22,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a table that is not shipped": ((*ASK, "searched"), "no table is shipped with this model"),
     "a layer that is not there": ((*ASK, "LAYER"), "there is no layer 40; the model has layers 0 to 2"),
     "a pruner's layer": ((*ASK, "PRUNE"), "fastv: layer 9 of a model of 3"),
-    "the layer of a draft's pruner": ((*ASK, "DRAFT"), "uv: layer 30 and base 0 on a target of 3 layers"),
+    "the layer of a draft's pruner": ((*ASK, "DRAFT"), "uv: layer 30 and base 1 on a target of 3 layers"),
     "a layer of a table": ((*ASK, "TABLE"), "table has layer 8; the model has layers 0 to 2"),
     "a layer to draw": (
         ("draw", "heads", "--video", "CLIP", "--model", "OV", "--out", "x", "--layer", "9"),

@@ -25,7 +25,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "the layer of a draft's pruner": (
         {"draft": {"name": "sequential", "model": "DRAFT", "prune": {"name": "uv", "layer": 30}}},
-        "uv: layer 30 and base 0 on a target of 3 layers",
+        "uv: layer 30 and base 1 on a target of 3 layers",
     ),
     "a layer of a table": (
         {"sparse": {"name": "per_head", "table": {8: {0: "grid"}}}},
@@ -51,7 +51,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a draft in a process of its own": (
         {"draft": {"name": "parallel", "model": "DRAFT", "prune": {"name": "uv", "layer": 30}}},
-        "uv: layer 30 and base 0 on a target of 3 layers",
+        "uv: layer 30 and base 1 on a target of 3 layers",
     ),
     "a memory of streams": ({"kv": "rekv"}, "is a memory of video streams"),
 }

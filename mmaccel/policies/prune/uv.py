@@ -25,11 +25,13 @@ class UVPrune(ScorePruner):
     The likeness S of a video token and the question is the sum of the cosines between its state and the states of the
     question's tokens; the question is the text after the video. The sum over layers of Eq. 3 telescopes to S^L - S^base, so
     two layers are read, and no attention scores: it works with every attention kernel. After ParallelVLM (arXiv 2603.19610,
-    §4.1), which leaves S^0 open; here it is the input embeddings.
+    §4.1), which leaves S^0 open: here it is the first layer's output. Between the input embeddings of a video and of words,
+    which come of two networks, cosines mean little: what is taken away with them is noise.
 
     retention  share of the video tokens that stays, 1 - alpha of the paper
     layer      L; None: min(20, three tenths of the target's depth, rounded up)
-    base       the layer whose likeness is taken away: 0 the embeddings, 1 the first layer's output
+    base       the layer whose likeness is taken away: 0 the embeddings, 1 the first layer's output; None: 1, and 0 where
+               `layer` is 1
     variation  False scores by S^L alone (the paper's ablation)
     contrast   score a token by what it has beyond the mean of its frame. Ours, for targets in which whole frames turn to the
                question together: a few of them would then take the quota of all
@@ -39,7 +41,7 @@ class UVPrune(ScorePruner):
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
 
     layer: int | None = None
-    base: int = 0
+    base: int | None = None
     variation: bool = True
     contrast: bool = False
 
@@ -47,16 +49,17 @@ class UVPrune(ScorePruner):
         super().__post_init__()
         if self.layer is not None and self.layer < 1:
             raise RecipeError(f"uv: layer is {self.layer}; give 1 or more, or null for the default.")
-        if self.base < 0 or (self.layer is not None and self.base >= self.layer):
+        if self.base is not None and (self.base < 0 or (self.layer is not None and self.base >= self.layer)):
             raise RecipeError(f"uv: base is {self.base}; give a layer from 0 to less than layer.")
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
         layer = min(20, math.ceil(0.3 * depth)) if self.layer is None else self.layer
-        if layer > depth or self.base >= layer:
+        base = min(1, layer - 1) if self.base is None else self.base
+        if layer > depth or base >= layer:
             raise RecipeError(
-                f"uv: layer {layer} and base {self.base} on a target of {depth} layers; give base < layer <= {depth}."
+                f"uv: layer {layer} and base {base} on a target of {depth} layers; give base < layer <= {depth}."
             )
-        return (Stage(layer, hidden=(self.base, layer), share=self.retention),)
+        return (Stage(layer, hidden=(base, layer), share=self.retention),)
 
     def score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
         base, late = signals["hidden"]

@@ -45,7 +45,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("depth, layer", [(28, 9), (64, 20), (80, 20), (8, 3), (3, 1)])
 def test_uv_reads_the_default_layer(depth: int, layer: int) -> None:
     (stage,) = UVPrune().stages(depth)
-    assert (stage.layer, stage.hidden, stage.attention) == (layer, (0, layer), ())
+    assert (stage.layer, stage.hidden, stage.attention) == (layer, (min(1, layer - 1), layer), ())
 
 
 @pytest.mark.parametrize("variation", [True, False])

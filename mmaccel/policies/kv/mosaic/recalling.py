@@ -61,8 +61,7 @@ class Recalling:
         self._found.append(entries)
         rows = self._fetcher.recall(layer, entries)
         units = entries // self._parts
-        # What stands before the base is closed up behind it, so that its order is still seen.
-        numbers = torch.maximum(units - base, ranks(units)) if base else units
+        numbers = _closed(units, base, first) if base else units
         where = self._chooser.standing.tokens(entries, numbers, first)
         self._turner.turn_(rows[:1], self._turner.angles(where))
         return [(rows[:1], rows[1:])]
@@ -74,3 +73,12 @@ class Recalling:
             return None
         self._fetcher.sources.tally()
         return torch.stack(found)
+
+
+def _closed(units: Tensor, base: int, first: int) -> Tensor:
+    """[n] where ascending `units` [n], all below `first`, stand where `base` is taken from them: what lies before the base
+    is closed up behind it, so that its order is still seen. All stand before the window; where there are more than places
+    there, as parts of many units may be, the oldest share the first place."""
+    rank = ranks(units)
+    room = first - base - 1 - rank[-1]
+    return torch.minimum(torch.maximum(units - base, rank), rank + room).clamp_min(0)

@@ -263,6 +263,27 @@ def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, field
             assert torch.equal(view.value[:, :, columns], value[:, :, rows])
 
 
+@pytest.mark.parametrize("end", [57, 59])
+def test_parts_of_more_units_than_have_places_stand_before_the_window_too(end: int) -> None:
+    """Just after the base has grown there are places for as many units as passes retrieve frames; tiles are of more."""
+    driven, told = watched(end - 1, 1, encode_frames=3, limit=150, granularity="tile", tile=2), list[Any]()
+    standing = driven.state.chooser.standing
+    tokens = standing.tokens
+
+    def seen(entries: torch.Tensor, numbers: torch.Tensor, most: int) -> torch.Tensor:
+        told.append((entries // driven.state.parts, numbers))
+        return tokens(entries, numbers, most)
+
+    standing.tokens = seen  # type: ignore[method-assign]
+    room = driven.state._first - driven.state.bases.of(end - 1)
+    driven.watch(1)
+    assert len(told) == LAYERS and max(len(units.unique()) for units, _ in told) > room
+    for units, numbers in told:
+        assert 0 <= int(numbers[0]) and int(numbers[-1]) < room and bool((numbers.diff() >= 0).all())
+        assert torch.equal(numbers.diff()[units.diff() == 0], torch.zeros_like(numbers.diff()[units.diff() == 0]))
+        assert len(numbers.unique()) == min(room, len(units.unique()))
+
+
 def test_passes_retrieve_nothing_while_all_is_in_the_window() -> None:
     a, b = (torch.cat(Driven(encode_frames=frames).watch(30), 2) for frames in (3, 0))
     rows = 5 * TOKENS

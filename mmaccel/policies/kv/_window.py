@@ -37,7 +37,9 @@ class Bases:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if places.span(middle) < places.limit else (low, middle)
-        self.window, self.every, self.reach = window + spare, max(low - window - spare, window, 1), low
+        self.window, self.reach = window + spare, low
+        # Spare units take no place that a window of up to half the limit has without them.
+        self.every = max(low - self.window, window - spare, 1)
 
     def of(self, unit: int) -> int:
         """The base for the queries of a unit."""

@@ -62,6 +62,7 @@ def test_bases_keep_places_under_the_limit_and_windows_whole(
     places = grid(limit) if three else line(unit, limit)
     bases = Bases(places, window, spare)
     fits = max(n for n in range(1, 500) if n == 1 or places.span(n) < limit)
+    least = max(2 * window, window + spare)
     units = range(0, 1500, 31)
     for one in units:
         base = bases.of(one)
@@ -70,13 +71,21 @@ def test_bases_keep_places_under_the_limit_and_windows_whole(
         )
         assert one - base < bases.window + bases.every
         if one < fits:
-            assert base == 0 or fits <= 2 * window + spare, "true places as long as they fit"
-        if fits > 2 * window + spare:
+            assert base == 0 or fits <= least, "true places as long as they fit"
+        if fits > least:
             assert places.span(one - base + 1) <= limit
         count = data.draw(st.integers(1, 40))
         same = bases.same(one, count)
         assert 1 <= same <= count and {bases.of(one + i) for i in range(same)} == {base}
         assert same == count or bases.of(one + same) != base
+
+
+def test_spare_units_push_no_window_of_half_the_limit_past_it() -> None:
+    places = line(196, 32768)
+    for window in range(1, 84):
+        bases = Bases(places, window, 8)
+        furthest = max(one - bases.of(one) for one in range(1000))
+        assert places.span(furthest + 1) <= 32768
 
 
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])

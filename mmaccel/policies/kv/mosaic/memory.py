@@ -291,6 +291,8 @@ class MosaicMemory(StreamMemory):
         inner, tree = mark
         self._found = {}
         self.fetcher.drop()
+        # What a broken pass brought has crossed: counted while its codes mean the places that they did.
+        self.fetcher.sources.tally()
         self.writer.clear()
         self.tree.restore(tree)
         super().restore(inner)

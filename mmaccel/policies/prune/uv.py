@@ -25,8 +25,8 @@ class UVPrune(ScorePruner):
     The likeness S of a video token and the question is the sum of the cosines between its state and the states of the
     question's tokens; the question is the text after the video. The sum over layers of Eq. 3 telescopes to S^L - S^base, so
     two layers are read, and no attention scores: it works with every attention kernel. After ParallelVLM (arXiv 2603.19610,
-    §4.1), which leaves S^0 open: here it is the first layer's output. To take the likeness of the input embeddings away instead
-    changes little on the tiny models, on one of them next to nothing.
+    §4.1), which leaves S^0 open: here it is the first layer's output. To take the likeness of the input embeddings away
+    instead changes little on the tiny models, on one of them next to nothing.
 
     retention  share of the video tokens that stays, 1 - alpha of the paper
     layer      L; None: min(20, three tenths of the target's depth, rounded up)

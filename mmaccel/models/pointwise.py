@@ -55,7 +55,8 @@ def turning(
         names = {**known.__globals__, TURN: functools.partial(ours_turns, known.__globals__[TURN])}
         ours = FunctionType(known.__code__, names, known.__name__, known.__defaults__, known.__closure__)
         ours.__kwdefaults__ = known.__kwdefaults__
-        return functools.partial(ours, module)
+        # What is compiled around it goes by the names of the module, which ours has a copy of.
+        return functools.partial(torch.compiler.disable(ours), module)
 
     def calls(module: nn.Module) -> bool:
         code = getattr(getattr(module.forward, "__func__", None), "__code__", None)

@@ -57,6 +57,13 @@ def alive(pid: int) -> bool:
     return stat(Path("/proc", str(pid)))[0] not in ("Z", "X")
 
 
+def held_back(pid: int) -> bool:
+    """Whether interrupts wait at a process, which never takes them."""
+    told = Path("/proc", str(pid), "status").read_text()
+    (mask,) = (int(line.split()[1], 16) for line in told.splitlines() if line.startswith("SigBlk:"))
+    return bool(mask >> (signal.SIGINT - 1) & 1)
+
+
 def group(number: int) -> list[int]:
     """The processes of a group."""
     return [int(path.name) for path in Path("/proc").glob("[0-9]*") if stat(path)[2] == str(number)]
@@ -129,7 +136,7 @@ def test_nothing_outlives_the_parent(way: signal.Signals, tmp_path: Path) -> Non
     try:
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2)]
-        assert all(map(alive, pids))
+        assert all(map(alive, pids)) and all(map(held_back, pids))
         (os.killpg if way == signal.SIGINT else os.kill)(process.pid, way)
         _, told = process.communicate(timeout=10)
     finally:

@@ -35,6 +35,13 @@ class SparsePattern(Placed, ABC):
 
     block: int = 64
 
+    def __init_subclass__(cls) -> None:
+        """One that says anew what its plan is has not said how some heads of a layer are planned: its parent's way of that
+        would pass it by."""
+        super().__init_subclass__()
+        if "plan" in vars(cls) and "plan_of" not in vars(cls):
+            cls.plan_of = SparsePattern.plan_of  # type: ignore[method-assign]
+
     def __post_init__(self) -> None:
         if self.block < 16 or self.block & (self.block - 1):
             raise RecipeError(f"{self.name}: block is {self.block}; give a power of two, at least 16.")

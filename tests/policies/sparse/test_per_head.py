@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import Tensor
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import RecipeError, UnknownName
-from mmaccel.core.plan import Part
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.plan import AttentionPlan, Part
 from mmaccel.core.recipe import Recipe
-from mmaccel.policies.sparse import AShape, PerHead
+from mmaccel.policies.sparse import AShape, PerHead, VerticalSlash
 from mmaccel.policies.sparse.head_table import KIND, SCHEMA
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
+from mmaccel.policies.sparse.per_head import LayerHeads
 from tests.models.tiny_random import BUILD, prompt
 
 from .scenes import Scene, scenes
@@ -25,6 +28,7 @@ from .scenes import Scene, scenes
 GRID = dict(name="grid", stride="free", min_stride=2, max_stride=12, last_q=16)
 COLUMNS = dict(name="vertical_slash", vertical=9, slash=4, last_q=16)
 NEAR = dict(name="a_shape", sink=5, window=11)
+NEAREST = AShape(block=16, sink=5, window=11)
 PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("video", 36), ("text", 9)]
 
 
@@ -68,6 +72,24 @@ def test_queries_and_keys_are_handed_on_uncopied(monkeypatch: pytest.MonkeyPatch
     step = key[:, 1:].data_ptr() - key.data_ptr()
     # Grid heads of groups 0 and 1 together and those of 3, columns of 0 and 1, and one head for the window.
     assert sorted(seen) == sorted([(2, 2, 0), (2, 1, 3 * step), (2, 2, 0), (1, 1, 0)])
+
+
+def test_a_pattern_that_plans_its_own_way_does_so_among_others() -> None:
+    """It is made of one that is planned for some heads at once; what it says of a plan is not passed by."""
+
+    class Half(VerticalSlash):
+        def plan(
+            self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+        ) -> AttentionPlan | None:
+            return NEAREST.plan(query, key, q_layout, k_layout)
+
+    layout = TokenLayout.text(1, 96)
+    query, key = torch.randn(1, 4, 96, 8), torch.randn(1, 2, 96, 8)
+    half = Half(block=16, vertical=9, slash=4, last_q=16)
+    plan = LayerHeads(block=16, named={0: half, 1: half}).plan(query, key, layout, layout)
+    alone = half.plan(query[:, :2], key[:, :1], layout, layout)
+    assert plan is not None and alone is not None
+    assert torch.equal(plan.to_mask()[:, :2], alone.to_mask())
 
 
 @pytest.mark.parametrize("kind", sorted(BUILD))

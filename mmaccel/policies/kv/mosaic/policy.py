@@ -89,7 +89,8 @@ class Mosaic(StoredPolicy):
                   retrieval" in batches of frames that are encoded); 0: it sees the window alone. A frame that was stored
                   under its window alone knows nothing of what came before, and questions about the order of two things
                   are then answered at chance, whatever they retrieve (`docs/mosaic.md`). Above 0 what is stored depends
-                  on how many units go in one pass; not on questions, the cache, or the way across the wire
+                  on how the stream is cut into passes, so on where calls of `watch` end too; not on questions, the cache,
+                  or the way across the wire
     cache         frames a layer that stay on the device after a question, for the next one
     prefetch      fetch ahead for the next layer (VII-B), by `predictor`: "query", the paper's: this layer's query in the
                   next one's index; "projected": the next layer's query of the hidden states that enter this one, moved as

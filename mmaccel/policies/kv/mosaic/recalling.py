@@ -19,9 +19,9 @@ class Recalling:
     query of the pass, from the clusters as they were when the pass began.
 
     Nothing is read back: what was retrieved goes to the host with the pass's own keys, and makes the splits that it owes
-    when these are clustered. So these follow from the passes of the stream alone, not from questions, from what the cache
-    holds, or from the way by which entries come. Nothing is fetched ahead either: what a layer needs of 8 frames crosses the
-    wire in less than a hundredth of the time that it takes for a pass.
+    when these are clustered. So these follow from the passes of the stream alone (a call of `watch` ends with a pass),
+    not from questions, from what the cache holds, or from the way by which entries come. Nothing is fetched ahead either:
+    what a layer needs of 8 frames crosses the wire in less than a hundredth of the time that it takes for a pass.
     """
 
     def __init__(

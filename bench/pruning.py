@@ -62,7 +62,7 @@ from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UV
 
 KEPT = (1.0, 0.5, 0.1, 0.05, 0.01)
 STRETCHES = 32
-SETTINGS = ("model", "draft", "frames", "tokens", "window", "kept", "lossy", "positions")
+SETTINGS = ("model", "draft", "frames", "tokens", "window", "kept", "lossy", "positions", "pruners")
 POSITIONED = ("uv", "attention", "uniform", "random")
 """Pruners of which both ways of numbering what is kept are told."""
 
@@ -117,8 +117,14 @@ class Share:
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What captions must have in common to be taken together."""
-    own = {**vars(options), "draft": options.draft or f"{options.model}-draft"}
+    own = {**vars(options), "draft": options.draft or f"{options.model}-draft", "pruners": meant()}
     return {name: own[name] for name in SETTINGS}
+
+
+def meant(depth: int = 20) -> dict[str, str]:
+    """What each label stands for: a pruner, and what its defaults come to on a target of `depth` layers."""
+    every: dict[str, TokenPruner] = {**drafts(0.1, depth), **lossy(0.1, depth)}
+    return {label: f"{pruner}: {pruner.stages(depth)}" for label, pruner in every.items()}
 
 
 @dataclass
@@ -171,11 +177,19 @@ def alike(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = [row for row in found if "environment" not in row]
     for row in rows:
         for name in SETTINGS:
-            if row[name] != rows[0][name]:
+            one, other = (told.get(name) for told in (rows[0], row))
+            if one == other:
+                continue
+            if name == "pruners":
+                labels = sorted({*(one or {}), *(other or {})})
+                odd = [label for label in labels if (one or {}).get(label) != (other or {}).get(label)]
                 raise SystemExit(
-                    f"{name}: captions of {rows[0][name]} and of {row[name]} cannot be taken together; give other files, "
-                    "or the same options."
+                    f"pruners: {odd[0]!r} is not the same pruner in all captions (of {len(odd)} labels that differ); give "
+                    "another file."
                 )
+            raise SystemExit(
+                f"{name}: captions of {one} and of {other} cannot be taken together; give other files, or the same options."
+            )
     return rows
 
 

@@ -210,7 +210,11 @@ def test_captions_are_written_as_they_come_and_gone_on_with(
     together = timing.read_rows([both])
     assert {row["captions"] for row in together if row.get("what") == "draft"} == {len(captions) + 1}
     assert timing.read_rows([brief]) == [row for row in together if row.get("what") != "caption"]
+    odd = {**captions[0], "world": last + 1}
+    odd["pruners"] = {**odd["pruners"], "uv": odd["pruners"]["uv from the embeddings"]}
+    timing.write_rows(other, [odd])
     for message, given in {
+        "pruners: 'uv' is not the same": ["--rows", str(other), str(out), "--out", str(both)],
         "window: captions of 4 and of 3": [*model, *FEW, "--window", "4", "--out", str(out)],
         "has summaries without their captions": ["--rows", str(brief), "--out", str(both)],
     }.items():

@@ -350,6 +350,11 @@ class Attachment:
             raise ModelError(
                 "cache_implementation: an accelerated model keeps its own cache; leave it out and choose kv in the recipe."
             )
+        if (
+            kwargs.get("use_cache") if "use_cache" in kwargs else getattr(config, "use_cache", None)
+        ) is False:
+            # The recipe's memory is there all the same: a loop without one would have it take in the prompt at every step.
+            kwargs["use_cache"] = True
         if kwargs.get("past_key_values") is None:
             kwargs["past_key_values"] = self.cache()
         meter = self.owner.road.meter

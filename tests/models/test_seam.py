@@ -214,6 +214,25 @@ def test_arguments_by_position_and_options_that_clash(family):
             model.generate(ids, GenerationConfig(cache_implementation="static"))
 
 
+@pytest.mark.parametrize("draft", ["off", "prompt_lookup"])
+@pytest.mark.parametrize("where", ["argument", "config", "the model's own config"])
+def test_without_a_cache_the_tokens_are_the_same(family, draft, where, monkeypatch):
+    """The recipe's memory is there in any case, and does not take the prompt in again at every step."""
+    kind, model = family
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    inputs = prompt(kind, PROMPTS["text"])
+    plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    told = {"max_new_tokens": 8, "do_sample": False}
+    if where == "argument":
+        told["use_cache"] = False
+    elif where == "config":
+        told = {"generation_config": GenerationConfig(**told, use_cache=False)}
+    else:
+        monkeypatch.setattr(model.generation_config, "use_cache", False)
+    with mmaccel.accelerate(model, draft=draft):
+        assert torch.equal(model.generate(**inputs, **told), plain)
+
+
 def test_a_model_dropped_without_detaching_is_freed(family):
     kind, _ = family
     model = BUILD[kind]()

@@ -145,16 +145,18 @@ class Certificate:
     first   the first new token in which they differ; None: they are the same
     gap     by how much, in fp32, the logits of the two candidates there differ
     slack   the largest change of a logit, in the model's own precision, between a pass of one row and one of many there
+    ended   one is the beginning of the other and ends at `first`, after the same tokens: no rounding does that
     """
 
     first: int | None
     gap: float = 0.0
     slack: float = 0.0
+    ended: bool = False
 
     @property
     def holds(self) -> bool:
         """Whether rounding explains the difference: no logit was further from the other than rounding moves one."""
-        return self.first is None or self.gap <= self.slack
+        return self.first is None or (not self.ended and self.gap <= self.slack)
 
 
 @torch.no_grad()
@@ -175,7 +177,8 @@ def certify(
     length = min(ours.numel(), plain.numel())
     differ = (ours[:length] != plain[:length]).nonzero()
     if not differ.numel():
-        return Certificate(None if ours.numel() == plain.numel() else length)
+        same = ours.numel() == plain.numel()
+        return Certificate(None if same else length, ended=not same)
     first = int(differ[0])
     if first == 0:
         raise MmaccelError(

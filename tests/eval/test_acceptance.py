@@ -78,6 +78,14 @@ def test_a_wrong_token_is_not_certified(low):
     assert told.first == 9 and told.gap > told.slack and not told.holds
 
 
+def test_a_text_that_ends_early_is_not_certified(low):
+    """Both say the same tokens, so that the same token ended one of them and not the other."""
+    model, inputs, ids = low
+    for ours, plain in ((ids[:9], ids), (ids, ids[:9])):
+        told = acceptance.certify(model, inputs, ours, plain, 4)
+        assert told.first == 9 and not told.holds
+
+
 def test_a_near_tie_is_certified(low):
     """Two candidates whose logits are made equal in every precision: the output row of one is copied to the other."""
     model, inputs, ids = low

@@ -47,6 +47,14 @@ ELSEWHERE = {
 output, of transformers' own."""
 
 
+STATEFUL = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+}
+"""Processors of transformers that remember what they were asked, token by token, and the arguments that they are made of: a
+draft asks about tokens that are refused, too, and about the same place twice."""
+
+
 def captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call without a draft is decoded in our loop: where steps are captured, which one row after the other gains
     most from, and nothing is asked for that the loop has not."""
@@ -69,6 +77,11 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     """
     if kwargs.get("input_ids") is None:
         raise DraftError(f"draft {attachment.owner.recipe.draft.name!r} reads token ids; give input_ids.")
+    if kwargs.get("custom_generate") is not None:
+        name = attachment.owner.recipe.draft.name
+        raise DraftError(
+            f"custom_generate: draft {name!r} has a decoding loop of its own; leave one of both out."
+        )
     _read_stop_strings(attachment, kwargs)
     begun: list[_Sequence] = []
     try:
@@ -176,6 +189,12 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
                 f"draft {name!r} returns tokens only; set output_scores, output_logits, output_attentions and "
                 "output_hidden_states to False."
             )
+        for processor in logits_processor or ():
+            if (field := STATEFUL.get(type(processor).__name__)) is not None and owner.recipe.draft.active:
+                raise DraftError(
+                    f"{field}: it goes by the tokens asked about before, and draft {name!r} asks about some that are taken "
+                    "back; leave one of both out."
+                )
         cache = model_kwargs.pop("past_key_values")
         if cache.get_seq_length():
             raise DraftError(f"draft {name!r} starts from an empty cache; leave past_key_values out.")

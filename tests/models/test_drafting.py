@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 import mmaccel
 from mmaccel.core.errors import DraftError
@@ -201,6 +202,28 @@ def test_lengths_of_a_padded_prompt_count_its_padding(family, where):
     assert torch.equal(ids, plain)
 
 
+@pytest.mark.parametrize("given", ["guidance_scale", "watermarking_config", "logits_processor"])
+def test_a_processor_that_counts_its_calls_is_refused(family, given):
+    """It would be asked about tokens that are taken back; where nothing drafts it is what it is."""
+    name, model = family
+    inputs = prompt(name, PIECES["text"])
+    mark = transformers.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 9, 11])
+    options = {"max_new_tokens": 4, "do_sample": True}
+    if given == "guidance_scale":
+        options["guidance_scale"] = 1.5
+    elif given == "watermarking_config":
+        options["watermarking_config"] = mark
+    else:
+        own = mark.construct_processor(200, "cpu")
+        options["logits_processor"] = transformers.LogitsProcessorList([own])
+        given = "watermarking_config"
+    with mmaccel.accelerate(model, draft="prompt_lookup"), pytest.raises(DraftError, match=given):
+        model.generate(**inputs, **options)
+    if given == "watermarking_config":
+        with mmaccel.accelerate(model):
+            assert model.generate(**inputs, **options).shape[1] == inputs["input_ids"].shape[1] + 4
+
+
 def test_what_a_draft_cannot_do_is_told(family):
     name, model = family
     draft = Sequential(model=copy.deepcopy(model), window=4)
@@ -214,3 +237,7 @@ def test_what_a_draft_cannot_do_is_told(family):
             )
         with pytest.raises(DraftError, match="output_scores"):
             model.generate(**single, max_new_tokens=4, return_dict_in_generate=True, output_scores=True)
+        with pytest.raises(DraftError, match="custom_generate"):
+            model.generate(
+                **single, max_new_tokens=4, custom_generate=lambda model, input_ids, **rest: input_ids
+            )

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,7 +126,15 @@ def _sequences(
     device = attachment.owner.view.device
     seeds = torch.randint(1 << 62, (ids.shape[0],)).tolist()
     rows = attachment.family.split(attachment.model, kwargs)
+    if (allowed := kwargs.get("prefix_allowed_tokens_fn")) is not None:
+        for number, row in enumerate(rows):
+            row["prefix_allowed_tokens_fn"] = partial(_allowed, allowed, number)
     return [(row, torch.Generator(device).manual_seed(seed)) for row, seed in zip(rows, seeds, strict=True)]
+
+
+def _allowed(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:
+    """What may follow `ids` of sequence `number` of a batch, which transformers takes for the only one."""
+    return allowed(number, ids)
 
 
 @dataclass(eq=False)
@@ -225,7 +234,7 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
                 guarded.state,
                 prompt,
                 first,
-                stop=lambda ids: bool(stopping_criteria(ids, None).all()),
+                stop=lambda ids: bool(_of_one("stopping_criteria", stopping_criteria(ids, None)).all()),
                 emit=emit,
                 meter=meter,
             )
@@ -355,6 +364,16 @@ def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:
     kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
 
 
+def _of_one(field: str, told: Tensor) -> Tensor:
+    """What a caller's processor or criterion says of one sequence; one made for the rows of a batch says more."""
+    if told.shape[0] != 1:
+        raise DraftError(
+            f"{field}: one tells of {told.shape[0]} sequences, and was asked about one, for here the sequences of a batch are "
+            "decoded each by itself; give prompts one by one, or leave the draft out."
+        )
+    return told
+
+
 def _warp(processors: Any, sample: bool) -> Callable[[Tensor, Tensor], Tensor] | None:
     """(ids before [S], logits [V]) -> probabilities [V]; None when greedy decoding takes the raw maximum."""
     if not sample and not processors:
@@ -371,7 +390,7 @@ class Sampling:
     sample: bool
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        scores = self.processors(ids[None], logits[None].float())[0]
+        scores = _of_one("logits_processor", self.processors(ids[None], logits[None].float()))[0]
         if self.sample:
             return torch.softmax(scores, -1)
         return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()

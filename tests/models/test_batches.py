@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+import transformers
 
 import mmaccel
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError
@@ -275,6 +276,43 @@ def test_what_a_batch_cannot_have_is_told(family):
             model.generate(**together, **options, past_key_values=DynamicCache())
         with pytest.raises(DraftError, match="num_beams"):
             model.generate(**together, **options, num_beams=2)
+
+
+def test_what_may_follow_is_asked_of_each_sequence_by_its_number(family):
+    name, model, other, prompts, _ = family
+    together = batch(name, prompts)
+    options = {"max_new_tokens": 6, "do_sample": False}
+
+    def allowed(number, ids):
+        return list(range(10 + 50 * number, 40 + 50 * number))
+
+    plain = model.generate(**together, **options, prefix_allowed_tokens_fn=allowed)
+    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)):
+        assert torch.equal(model.generate(**together, **options, prefix_allowed_tokens_fn=allowed), plain)
+
+
+@pytest.mark.parametrize("field", ["logits_processor", "stopping_criteria"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_what_is_made_for_the_rows_of_a_batch_is_refused(family, field, sample):
+    """A mask or an end for each row: every sequence by itself would get that of the first."""
+    name, model, other, prompts, _ = family
+
+    class Mask(transformers.LogitsProcessor):
+        def __call__(self, ids, scores):
+            return scores + torch.zeros(len(prompts), 1)
+
+    class Ends(transformers.StoppingCriteria):
+        def __call__(self, ids, scores, **more):
+            return ids.shape[1] > torch.arange(len(prompts)) + 100
+
+    given = {
+        "logits_processor": transformers.LogitsProcessorList([Mask()]),
+        "stopping_criteria": transformers.StoppingCriteriaList([Ends()]),
+    }
+    options = {"max_new_tokens": 4, "do_sample": sample, field: given[field]}
+    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)):
+        with pytest.raises(DraftError, match=f"^{field}.* one by one"):
+            model.generate(**batch(name, prompts), **options)
 
 
 def test_a_batch_is_split_into_the_prompts_it_was_made_of(family):

@@ -20,6 +20,7 @@ from mmaccel.core.generate import Speculation, lockstep
 from mmaccel.core.report import SequenceMeter
 from mmaccel.models.decode import admits, open_runner
 from mmaccel.models.runner import unpadded
+from mmaccel.models.sampling import allowed_to, check_processors, of_one, warp
 from mmaccel.models.signals import Listener
 
 if TYPE_CHECKING:
@@ -46,14 +47,6 @@ ELSEWHERE = {
 }
 """Arguments of `generate`, and the one value (beside None) with which decoding may be ours: what else asks for a loop, or an
 output, of transformers' own."""
-
-
-STATEFUL = {
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
-    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
-}
-"""Processors of transformers that remember what they were asked, token by token, and the arguments that they are made of: a
-draft asks about tokens that are refused, too, and about the same place twice."""
 
 
 def captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
@@ -92,7 +85,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     finally:
         for sequence in begun:
             sequence.end()
-    rows = [torch.cat([sequence.pads, sequence.decoding.ids], 1) for sequence in begun]
+    rows = [torch.cat([one.given, one.decoding.ids[:, one.read :]], 1) for one in begun]
     width = max(row.shape[1] for row in rows)
     options = begun[0].options
     last = 0 if options._pad_token_tensor is None else int(options._pad_token_tensor)
@@ -128,20 +121,16 @@ def _sequences(
     rows = attachment.family.split(attachment.model, kwargs)
     if (allowed := kwargs.get("prefix_allowed_tokens_fn")) is not None:
         for number, row in enumerate(rows):
-            row["prefix_allowed_tokens_fn"] = partial(_allowed, allowed, number)
+            row["prefix_allowed_tokens_fn"] = partial(allowed_to, allowed, number)
     return [(row, torch.Generator(device).manual_seed(seed)) for row, seed in zip(rows, seeds, strict=True)]
-
-
-def _allowed(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:
-    """What may follow `ids` of sequence `number` of a batch, which transformers takes for the only one."""
-    return allowed(number, ids)
 
 
 @dataclass(eq=False)
 class _Sequence:
     """One prompt of the call: read by the target and told to its draft, `decoding` from there on.
 
-    pads [1, n] stand before it in the batch; options is the generation config as transformers prepared it.
+    given [1, S] is the prompt as it came, padding and all, of which `read` tokens were run; options is the generation config
+    as transformers prepared it.
     """
 
     decoding: Speculation
@@ -149,7 +138,8 @@ class _Sequence:
     draft: DraftState
     meter: SequenceMeter
     cache: Any
-    pads: Tensor
+    given: Tensor
+    read: int
     options: Any
     listener: Any
 
@@ -171,7 +161,8 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
     if kwargs.get("past_key_values") is None:  # one of a batch, whose cache and layout are not its own
         kwargs["past_key_values"] = attachment.cache()
         attachment.promise(kwargs)
-    kwargs, pads = _without_pads(attachment, kwargs)
+    given = kwargs["input_ids"]
+    kwargs = _without_pads(attachment, kwargs)
     kwargs = attachment.limited(kwargs)
     raw = dict(kwargs)
     listener = raw.pop("streamer", None)  # transformers shows it the prompt, and leaves the rest to the loop
@@ -198,12 +189,8 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
                 f"draft {name!r} returns tokens only; set output_scores, output_logits, output_attentions and "
                 "output_hidden_states to False."
             )
-        for processor in logits_processor or ():
-            if (field := STATEFUL.get(type(processor).__name__)) is not None and owner.recipe.draft.active:
-                raise DraftError(
-                    f"{field}: it goes by the tokens asked about before, and draft {name!r} asks about some that are taken "
-                    "back; leave one of both out."
-                )
+        if owner.recipe.draft.active:
+            check_processors(logits_processor, name)
         cache = model_kwargs.pop("past_key_values")
         if cache.get_seq_length():
             raise DraftError(f"draft {name!r} starts from an empty cache; leave past_key_values out.")
@@ -212,7 +199,7 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
         prompt = Prompt(
             inputs=raw,
             ids=input_ids,
-            warp=_warp(logits_processor, sample),
+            warp=warp(logits_processor, sample),
             generator=generator,
             max_new_tokens=generation_config.max_length - input_ids.shape[1],
         )
@@ -234,14 +221,15 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
                 guarded.state,
                 prompt,
                 first,
-                stop=lambda ids: bool(_of_one("stopping_criteria", stopping_criteria(ids, None)).all()),
+                stop=lambda ids: bool(of_one("stopping_criteria", stopping_criteria(ids, None)).all()),
                 emit=emit,
                 meter=meter,
             )
         except BaseException:
             guarded.close()
             raise
-        return _Sequence(decoding, runner, guarded.state, meter, cache, pads, generation_config, listener)
+        held = given, input_ids.shape[1]
+        return _Sequence(decoding, runner, guarded.state, meter, cache, *held, generation_config, listener)
 
     try:
         sequence: _Sequence = attachment.generate(**kwargs, custom_generate=decode)
@@ -257,18 +245,18 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
     return sequence
 
 
-def _without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-    """One left-padded prompt without its padding, and the padding's ids [1, n], to be put before the answer again."""
-    mask, ids = kwargs.get("attention_mask"), kwargs["input_ids"]
+def _without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """One padded prompt without its padding."""
+    mask = kwargs.get("attention_mask")
     if mask is None or bool(mask.all()):
-        return kwargs, ids[:, :0]
+        return kwargs
     count = int((mask[0] == 0).sum())
     kwargs = unpadded(kwargs)
     # A padding token within the prompt is a token like others: without a mask transformers would take it for padding.
     kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
     attachment.promise(kwargs)
     _shorten(attachment, kwargs, count)
-    return kwargs, ids[:, :count]
+    return kwargs
 
 
 def _shorten(attachment: Attachment, kwargs: dict[str, Any], count: int) -> None:
@@ -362,35 +350,3 @@ def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:
     kwargs.pop("stop_strings", None)
     given = list(kwargs.get("stopping_criteria") or [])
     kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
-
-
-def _of_one(field: str, told: Tensor) -> Tensor:
-    """What a caller's processor or criterion says of one sequence; one made for the rows of a batch says more."""
-    if told.shape[0] != 1:
-        raise DraftError(
-            f"{field}: one tells of {told.shape[0]} sequences, and was asked about one, for here the sequences of a batch are "
-            "decoded each by itself; give prompts one by one, or leave the draft out."
-        )
-    return told
-
-
-def _warp(processors: Any, sample: bool) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """(ids before [S], logits [V]) -> probabilities [V]; None when greedy decoding takes the raw maximum."""
-    if not sample and not processors:
-        return None
-
-    return Sampling(processors, sample)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """What the processors make of one token's logits; a class of its own, so that it can travel to another process."""
-
-    processors: Any
-    sample: bool
-
-    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        scores = _of_one("logits_processor", self.processors(ids[None], logits[None].float()))[0]
-        if self.sample:
-            return torch.softmax(scores, -1)
-        return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).float()

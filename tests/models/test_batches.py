@@ -310,9 +310,27 @@ def test_what_is_made_for_the_rows_of_a_batch_is_refused(family, field, sample):
         "stopping_criteria": transformers.StoppingCriteriaList([Ends()]),
     }
     options = {"max_new_tokens": 4, "do_sample": sample, field: given[field]}
-    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)):
-        with pytest.raises(DraftError, match=f"^{field}.* one by one"):
-            model.generate(**batch(name, prompts), **options)
+    draft = Sequential(model=other, window=3)
+    with mmaccel.accelerate(model, draft=draft), pytest.raises(DraftError, match=f"^{field}.* one by one"):
+        model.generate(**batch(name, prompts), **options)
+
+
+@pytest.mark.parametrize("draft", ["prompt_lookup", "tree"])
+def test_a_prompt_padded_elsewhere_is_given_back_as_it_was(family, draft):
+    """On its right, or within: the answer is that of the prompt alone, behind the prompt that was given."""
+    name, model, other, _, _ = family
+    strategy = {"prompt_lookup": PromptLookup(), "tree": Tree(model=other)}[draft]
+    one = prompt(name, PROMPTS["text"])["input_ids"]
+    S = one.shape[1]
+    holes = [place for place in range(S + 3) if place not in (2, 7, 12)]
+    for places in (list(range(S)), holes):
+        ids, mask = torch.zeros(1, S + 3, dtype=torch.long), torch.zeros(1, S + 3, dtype=torch.long)
+        ids[:, places], mask[:, places] = one, 1
+        with mmaccel.accelerate(model, draft=strategy):
+            options = {"max_new_tokens": 6, "do_sample": False}
+            out = model.generate(input_ids=ids, attention_mask=mask, **options)
+            alone = model.generate(input_ids=one, **options)
+        assert torch.equal(out, torch.cat([ids, alone[:, S:]], 1))
 
 
 def test_a_batch_is_split_into_the_prompts_it_was_made_of(family):

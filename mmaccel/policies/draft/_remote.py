@@ -22,7 +22,7 @@ from mmaccel.core.worker import OWN, READY, Message, Wire, Worker, beating, inbo
 from mmaccel.policies.draft._parcel import packing, unpack
 from mmaccel.policies.draft._writer import Writer, Written
 
-BEGIN, KEEP, WRITE, WROTE, END = OWN, OWN + 1, OWN + 2, OWN + 3, OWN + 4
+BEGIN, KEEP, WRITE, WROTE, END, GREEDY = range(OWN, OWN + 6)
 SERVICE = "mmaccel.policies.draft._remote:serve"
 MICRO = 1e-6
 
@@ -76,6 +76,9 @@ class Remote:
 
     def _hand_on(self, message: Message) -> None:
         """To the sequence it is for; an answer for one that was given up before is for nobody, nonsense is for us."""
+        if message.kind == GREEDY:
+            _tell_greedy(message.blob.decode(errors="replace"))
+            return
         number = message.numbers[0] if message.kind == WROTE and message.numbers else self._number
         owner = self._open.get(number)
         if owner is not None:
@@ -143,7 +146,7 @@ def serve_writer(wire: Wire, fresh: Any, device: str = "cpu") -> None:
                 continue
             with beating(wire):
                 writers[number] = fresh()
-                writers[number].read(inputs, warp=_unpacked(warp, device))
+                writers[number].read(inputs, warp=_taken(wire, warp, device))
         elif message.kind == KEEP and number in waiting:
             columns = torch.tensor(message.numbers[1:], dtype=torch.long)
             if message.blob:
@@ -151,7 +154,7 @@ def serve_writer(wire: Wire, fresh: Any, device: str = "cpu") -> None:
             inputs, warp, short = waiting.pop(number)
             with beating(wire):
                 writers[number] = fresh()
-                writers[number].read(inputs, columns, short, _unpacked(warp, device))
+                writers[number].read(inputs, columns, short, _taken(wire, warp, device))
         elif message.kind == WRITE and number in writers:
             _, length, count, *fix = message.numbers
             with beating(wire):
@@ -176,15 +179,27 @@ def _packed(warp: Warp | None) -> bytes:
         if warp is not None:
             torch.save(warp, held)
     except Exception as error:  # a caller's own logits processor may refuse with anything
-        told = f"{type(error).__name__}: {error}"
-        warnings.warn(
-            "the draft's process cannot be told how tokens are chosen and guesses the likeliest: fewer are accepted; "
-            f"give logits processors that can be pickled ({told}).",
-            MmaccelWarning,
-            stacklevel=2,
-        )
+        _tell_greedy(f"{type(error).__name__}: {error}")
         held = io.BytesIO()
     return held.getvalue()
+
+
+def _tell_greedy(why: str) -> None:
+    warnings.warn(
+        "the draft's process cannot be told how tokens are chosen and guesses the likeliest: fewer are accepted; give "
+        f"logits processors that can be pickled, of a module that can be imported ({why}).",
+        MmaccelWarning,
+        stacklevel=2,
+    )
+
+
+def _taken(wire: Wire, packed: bytes, device: str) -> Warp | None:
+    """`_unpacked`, or None where that fails, which is told: a class of the program's own file is found there alone."""
+    try:
+        return _unpacked(packed, device)
+    except Exception as error:  # whatever a caller's own class does here
+        wire.send(GREEDY, blob=[f"{type(error).__name__}: {error}"[:400].encode()])
+        return None
 
 
 def _unpacked(packed: bytes, device: str) -> Warp | None:

@@ -97,6 +97,26 @@ def test_a_pruned_prompt_is_read_when_the_columns_are_told(target: ModelView) ->
     assert ids == alone(TARGET, [1, 0], STOP) and not meter.failures and state.counters()["drafted"] > 10
 
 
+class Likeliest:
+    """A warp of the program's own file, which another process does not have."""
+
+    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(logits.argmax(), len(logits)).float()
+
+
+@pytest.mark.parametrize("pruned", [False, True])
+def test_a_processor_that_the_process_cannot_have_costs_no_draft(
+    target: ModelView, pruned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Likeliest, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Likeliest", Likeliest, raising=False)
+    prune = registry("prune").build("uniform") if pruned else None
+    with pytest.warns(MmaccelWarning, match="can be imported"):
+        ids, state, meter = slowly(target, Toy(model="1", window=3, prune=prune), warp=Likeliest())
+    assert ids == alone(TARGET, [1, 0], STOP) and not meter.failures and state.counters()["drafted"] > 10
+    assert held(target, "1").alive, "the process is there for the next sequence"
+
+
 DEAD = {
     "killed": "ended",
     "prompt": "ended|reached",
@@ -217,11 +237,11 @@ def test_a_prompt_is_taken_while_the_process_reads_another(target: ModelView) ->
     second.close()
 
 
-def slowly(target: ModelView, choice: Parallel) -> tuple[list[int], Pipeline, Meter]:
+def slowly(target: ModelView, choice: Parallel, **said: Any) -> tuple[list[int], Pipeline, Meter]:
     """A target whose steps take a while, so that a silence is long enough to be noticed."""
     with pytest.MonkeyPatch.context() as patch:
         dawdle(patch)
-        return decode(target, choice)
+        return decode(target, choice, **said)
 
 
 def dawdle(patch: pytest.MonkeyPatch) -> None:

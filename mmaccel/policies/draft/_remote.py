@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import time
@@ -95,11 +94,17 @@ class Remote:
     def close(self) -> None:
         """The sequence is over; the process frees what it holds of it, and stays for others."""
         if self._open.pop(self._number, None) is not None and self._worker.alive:
-            # A process that cannot be told has ended, and what it held with it.
-            with contextlib.suppress(DraftError):
+            try:
                 self._worker.send(END, self._number)
                 # From here on the prompt's owner may write over it.
                 self._worker.posted()
+            except DraftError as error:
+                # A process that cannot be told has ended, and what it held with it: what is said is whole without it.
+                warnings.warn(
+                    f"the draft's process was ended when its prompt was over; the next one starts another ({error}).",
+                    MmaccelWarning,
+                    stacklevel=2,
+                )
 
 
 def start(service: str, options: Mapping[str, Any], timeout_s: float) -> Worker:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mmaccel.core.errors import DraftError
+from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.outbox import Blob
 from mmaccel.core.worker import OWN, READY, Worker
 from mmaccel.policies.draft import _remote
@@ -60,6 +60,20 @@ def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> No
     os.kill(worker.process.pid, signal.SIGCONT)
     end.join(10.0)
     assert not end.is_alive() and worker.alive
+
+
+def test_a_process_that_is_ended_after_the_last_token_is_told_of(worker: Worker) -> None:
+    """It took nothing of its prompt, for which the end of the sequence waits, and no token was asked of it."""
+    worker.silence_s = 0.3
+    engine = _remote.Remote(worker, VOCAB)
+    stop(worker)
+    engine.begin(
+        {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}, None, True, False
+    )
+    with pytest.warns(MmaccelWarning, match="ended when its prompt was over.*cannot be reached"):
+        engine.close()
+    assert not worker.alive and worker.process.poll() is not None
+    engine.close()
 
 
 def test_a_prompt_that_cannot_be_made_is_told_by_the_next_call(worker: Worker) -> None:

@@ -36,14 +36,22 @@ def writable(path: Path) -> None:
         raise ModelError(f"{path} is there and is no saved session; give another path, or remove it.")
 
 
+def beside(place: Path) -> tuple[Path, Path]:
+    """Where a folder is written that is to be at `place`, and where the one before is meanwhile: names that nobody gives to
+    a folder of their own, for what is there is removed."""
+    return place.with_name(f".{place.name}.mmaccel-part"), place.with_name(f".{place.name}.mmaccel-old")
+
+
 def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
     """Write a session into the folder `path`; raises `ModelError` where that cannot be."""
     writable(path)
-    part, old = path.with_name(path.name + ".part"), path.with_name(path.name + ".old")
+    # Where a link leads to: the link stays, and what it led to is what is written anew.
+    place = path.resolve()
+    part, old = beside(place)
     try:
-        if not path.exists() and old.exists():
+        if not place.exists() and old.exists():
             # A save that was killed between its two moves left the one whole copy there.
-            old.rename(path)
+            old.rename(place)
         for one in (part, old):
             shutil.rmtree(one, ignore_errors=True)
         (part / MEMORY).mkdir(parents=True)
@@ -52,17 +60,17 @@ def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
         names = [p.relative_to(part) for p in sorted(part.rglob("*")) if p.is_file()]
         files = {str(name): _print_of(part, name) for name in names}
         saving.write_json(part / FACTS, {**_facts(seam, recipe), **_sizes(live.film), "files": files})
-        if path.exists():
-            path.rename(old)
-        part.rename(path)
+        if place.exists():
+            place.rename(old)
+        part.rename(place)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise ModelError(
             f"save: {path} cannot be written ({(error.strerror or type(error).__name__).lower()}); give a path with room."
         ) from error
     finally:
-        if not path.exists() and old.exists():
-            old.rename(path)
+        if not place.exists() and old.exists():
+            old.rename(place)
         shutil.rmtree(part, ignore_errors=True)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core import saving
+from mmaccel.core import record, saving
 from mmaccel.core.errors import MmaccelError, ModelError, RecipeError, StoreError, VideoError
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
 
@@ -372,7 +372,7 @@ def test_a_save_after_one_that_was_killed_keeps_the_whole_copy(
 ) -> None:
     """Killed between its two moves, a save leaves the old session beside its place."""
     whole = saved(tmp_path / "whole")
-    whole.rename(tmp_path / "whole.old")
+    whole.rename(record.beside(whole)[1])
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -382,3 +382,27 @@ def test_a_save_after_one_that_was_killed_keeps_the_whole_copy(
         with pytest.raises(ModelError, match="no space left"):
             session.save(whole)
         session.load(whole)
+
+
+def test_a_save_leaves_what_lies_beside_it_alone(tmp_path: Path) -> None:
+    """A copy that somebody made of a saved session is theirs, whatever its name."""
+    whole = saved(tmp_path / "whole")
+    for name in ("whole.old", "whole.part"):
+        shutil.copytree(whole, tmp_path / name)
+    saved(whole)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["whole", "whole.old", "whole.part"]
+    with begun() as session:
+        session.load(tmp_path / "whole.old")
+
+
+def test_a_save_goes_where_a_link_leads_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, link = tmp_path / "disk", tmp_path / "link"
+    disk.mkdir()
+    link.symlink_to(disk)
+    for _ in range(2):
+        saved(link)
+        assert link.is_symlink() and (disk / "session.json").is_file()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["disk", "link"]
+    monkeypatch.chdir(disk)
+    saved(Path())
+    assert (disk / "session.json").is_file()

@@ -138,6 +138,9 @@ class Index:
 
     def _medoids(self, layer: Tensor, cluster: Tensor, members: Tensor) -> Tensor:
         """[b] of `members` [b, m] the entry nearest to the centroid; the first of equal ones, anything for none."""
+        if not members.shape[1]:
+            # What was split off is taken back: of nothing there is no nearest.
+            return torch.zeros_like(layer)
         points = self._tree.summaries.key_points(layer, members)
         near = (points @ self._tree.semantic.centroid[layer, cluster][:, :, None])[:, :, 0]
         best = near.masked_fill(members < 0, -torch.inf).argmax(1, keepdim=True)

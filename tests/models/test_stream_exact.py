@@ -163,7 +163,7 @@ def test_seconds_of_a_unit_move_the_places_as_in_the_plain_model() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-@pytest.mark.parametrize("kv", ["full", "rekv", "no_cache"])
+@pytest.mark.parametrize("kv", WHOLE)
 def test_a_unit_that_is_not_complete_is_seen_as_the_processor_fills_it(kv: str, count: int) -> None:
     frames = film(count)
     with open_session("random-qwen", WHOLE[kv]) as session:

@@ -64,7 +64,12 @@ def load(store: HostStore, folder: Path) -> None:
             kept = _read(store, folder / piece["file"], piece)
             for unit, group, one in zip(piece["units"], piece["groups"], kept, strict=True):
                 key, value = one.to(store.device)
-                store.put(piece["layer"], [unit], key, value, group)
+                if store.put(piece["layer"], [unit], key, value, group):
+                    # Whoever saved it does not know that some are no more.
+                    raise StoreError(
+                        f"host store: {folder} holds more than this host has room for; free memory, or load it on a host "
+                        "with as much as the one it was saved on."
+                    )
     except (OSError, KeyError, TypeError, ValueError, IndexError, SafetensorError) as error:
         raise StoreError(
             f"host store: {folder} is damaged or incomplete ({error}); save it again."

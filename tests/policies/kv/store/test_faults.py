@@ -136,3 +136,16 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"cannot write to .*; give another folder\.$"):
         store.save(tmp_path / "file" / "within")
     check(store, 0, [0])
+
+
+def test_what_has_no_room_here_is_not_loaded_in_part(tmp_path: Path) -> None:
+    """Whoever saved it would ask for units that the host forgot while it read the others."""
+    store = open_store(8, spill="drop_oldest")
+    fill(store, list(range(12)))
+    store.save(tmp_path / "saved")
+    small = open_store(8, cap=16 * UNIT_BYTES, spill="drop_oldest")
+    fill(small, [2, 30])
+    with pytest.raises(StoreError, match=r"holds more than this host has room for; .*\.$"):
+        small.load(tmp_path / "saved")
+    assert small.units(0) == [2, 30] and small.counters()["dropped"] == 0
+    check(small, 1, [30, 2])

@@ -19,7 +19,7 @@ from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, counter, err, many, out, print_json
 from mmaccel.cli.evidence import as_object, below, evidence_table
-from mmaccel.core.errors import ModelError, RecipeError, VideoError
+from mmaccel.core.errors import MmaccelError, ModelError, RecipeError, VideoError
 
 if TYPE_CHECKING:
     from mmaccel.core.session import VideoSession
@@ -145,6 +145,13 @@ def watch(
                 answer(text)
         except KeyboardInterrupt:
             stopped = True
+        except MmaccelError:
+            # A camera that falls silent, or a memory that is full, after hours of watching.
+            if save is not None and len(session):
+                session.save(save)
+                kept = f"saved {many(len(session), 'frame')} to {save}"
+                err().print(kept, markup=False, highlight=False, soft_wrap=True)
+            raise
         if save is not None and len(session):
             session.save(save)
         facts: dict[str, Any] = {
@@ -288,9 +295,13 @@ class Typed:
             threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        for line in sys.stdin:
-            self._lines.put(line.strip())
-        self._lines.put(None)
+        try:
+            for line in sys.stdin:
+                self._lines.put(line.strip())
+        except UnicodeDecodeError:
+            err().print("what was typed is no text in UTF-8; no more questions are read.", highlight=False)
+        finally:
+            self._lines.put(None)
 
     def so_far(self) -> Iterator[str]:
         """What was typed since the last time."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mmaccel.cli import watch as command
-from mmaccel.core.errors import MmaccelError
+from mmaccel.core.errors import MmaccelError, VideoError
 from mmaccel.media import Video
 
 Call = Callable[..., tuple[int, str, str]]
@@ -222,8 +222,15 @@ def test_errors_are_one_sentence(
     assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and match in err
 
 
+@pytest.mark.parametrize(("stop", "status"), [(KeyboardInterrupt(), 130), (VideoError("it is silent."), 2)])
 def test_a_stop_keeps_what_was_seen(
-    call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call,
+    clip: str,
+    ov: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: BaseException,
+    status: int,
 ) -> None:
     from mmaccel import media
 
@@ -232,12 +239,23 @@ def test_a_stop_keeps_what_was_seen(
     def broken(*args: object, **kwargs: object) -> object:
         for number, part in enumerate(inner(*args, **kwargs)):  # type: ignore[arg-type]
             if number == 2:
-                raise KeyboardInterrupt
+                raise stop
             yield part
 
     monkeypatch.setattr(media, "clips", broken)
-    status, out, _ = call(
+    found, out, err = call(
         "watch", clip, "--model", ov, "--recipe", "recent", "--fps", 1, "--clip", 4, "--save", tmp_path / "s", "--json"
     )  # fmt: skip
-    assert status == 130 and json.loads(out)["complete"] is False and json.loads(out)["frames"] == 8
-    assert (tmp_path / "s" / "session.json").is_file()
+    assert found == status
+    if status == 130:
+        assert json.loads(out)["complete"] is False and json.loads(out)["frames"] == 8
+    else:
+        assert err == f"saved 8 frames to {tmp_path / 's'}\nerror: it is silent.\n"
+    assert json.loads((tmp_path / "s" / "session.json").read_text())["frames"] == 8
+
+
+def test_what_is_typed_and_is_no_text_ends_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b"first ?\n" + b"x" * 9000 + b"\n\xff\n"), "utf-8")
+    )
+    assert next(iter(list(command.Typed(True).rest()))) == "first ?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,9 +78,11 @@ class VideoSession:
         `progress(done, total)` counts frames; `total` is None for a path. All is taken in or, after an error, nothing.
         Endless sources are given clip by clip: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
         """
-        if fps is not None and not fps > 0:
+        if fps is not None and not 0 < fps < math.inf:
             raise ModelError(f"fps: {fps!r}; give a positive number of frames a second.")
         given = None if times is None else [float(moment) for moment in times]
+        if given is not None and not all(map(math.isfinite, given)):
+            raise ModelError("times: some are no numbers; give seconds from the start of the stream.")
         with self._working():
             before = self._live
             mark = None if before is None else before.mark()

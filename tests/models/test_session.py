@@ -291,3 +291,14 @@ def test_a_draft_that_looks_back_over_the_words_changes_no_token() -> None:
             assert torch.equal(logits(session), before)
     assert found[0].ids == found[1].ids and len(found[0].ids) == 40
     assert 0 < found[1].counters["accepted"] < found[1].counters["drafted"]
+
+
+def test_clusters_that_were_asked_for_are_the_caller_s_own() -> None:
+    """What a stream makes of them later does not change them, nor what is done to them the stream."""
+    with open_session("random-ov", TIGHT["mosaic"]) as session:
+        session.watch(film(18), fps=FPS)
+        before = {name: owner.clone() for name, owner in session.clusters().items()}
+        for owner in session.clusters().values():
+            owner.fill_(-1)
+        assert len(before) == 2
+        assert all(torch.equal(owner, before[name]) for name, owner in session.clusters().items())

@@ -113,7 +113,11 @@ class Hierarchy:
     def owners(self) -> dict[str, Tensor]:
         """The visual cluster [1, units] of each unit, and the semantic one [L, entries] of each entry at each layer."""
         levels = ("visual", self.visual, 1), ("semantic", self.semantic, self.summaries.parts)
-        return {name: level.owner[:, : self.units * parts] for name, level, parts in levels if self.started}
+        return {
+            name: level.owner[:, : self.units * parts].clone()
+            for name, level, parts in levels
+            if self.started
+        }
 
     def bind(self, visual: Bounds, semantic: Bounds) -> None:
         """Set the bounds of both levels: there are clusters now."""

@@ -30,6 +30,7 @@ from mmaccel.core.places import Places
 from mmaccel.core.windowed import kernel_for
 from mmaccel.models.family import Family
 from mmaccel.models.layers import FewRows
+from mmaccel.models.limit import positions_of
 from mmaccel.models.pointwise import in_chunks, turning
 
 READ_FPS = 0.5
@@ -200,7 +201,7 @@ class Seam(StreamSeam):
             return self.family.steps(self.model, inputs, units)
 
         slope = second - text
-        limit = int(getattr(self.text.config, "max_position_embeddings", 1 << 15))
+        limit = positions_of(self.text.config) or 1 << 15
         made = Places(head, unit, steps, text, slope, limit)
         three = found[2][1]
         same = torch.equal(made.units(0, 3), three[0] if made.axes == 1 else three)

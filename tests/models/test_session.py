@@ -302,3 +302,12 @@ def test_clusters_that_were_asked_for_are_the_caller_s_own() -> None:
             owner.fill_(-1)
         assert len(before) == 2
         assert all(torch.equal(owner, before[name]) for name, owner in session.clusters().items())
+
+
+def test_a_stream_has_as_many_positions_as_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair("random-ov")
+    rope = {**model.config.text_config.rope_parameters, "factor": 4.0}
+    with open_session("random-ov", "recent") as session:
+        limit = session._seam.places((42, 70), None).limit
+        monkeypatch.setattr(session._seam.text.config, "rope_parameters", rope)
+        assert session._seam.places((42, 70), None).limit == 4 * limit

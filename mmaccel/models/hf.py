@@ -54,8 +54,27 @@ def attention(
         )
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = attention_mask.attend(layer, query, key, value, scale)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+        out = _OneWay.apply(attention_mask, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
+    else:
+        out = attention_mask.attend(layer, query, key, value, scale)
     return out.transpose(1, 2).contiguous(), None
+
+
+class _OneWay(torch.autograd.Function):
+    """Attention where gradients are on: what it is without them, and a clear word to whoever asks for its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run | StreamRun, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        return run.attend(layer, query, key, value, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ModelError(
+            "backward: the attention of an accelerated model has no gradient; detach the recipe to train."
+        )
 
 
 AttentionInterface.register(ATTENTION, attention)

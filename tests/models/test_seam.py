@@ -242,3 +242,15 @@ def test_a_model_dropped_without_detaching_is_freed(family):
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("name", ["dense", "a_shape", "vertical_slash"])
+def test_with_gradients_on_it_runs_and_says_that_it_has_none(family, name):
+    kind, model = family
+    inputs = prompt(kind, PIECES)
+    with mmaccel.accelerate(model, sparse=small(name) if name != "dense" else name):
+        plain, graph = logits(model, inputs), model(**inputs).logits
+        assert torch.equal(graph, plain) and graph.requires_grad
+        with pytest.raises(ModelError, match="detach the recipe to train"):
+            graph.sum().backward()
+    assert all(p.grad is None for p in model.model.language_model.layers[0].parameters())

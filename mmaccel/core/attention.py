@@ -147,6 +147,9 @@ class Run:
         view = self.state.view(layer, query) if self.state is not None else None
         if view is not None:
             key, value = view.key, view.value
+        if query.dtype != value.dtype:
+            # Under autocast queries and keys are turned in float32, and attention is in the type of the products.
+            query, key = query.to(value.dtype), key.to(value.dtype)
         rows = query.shape[2]
         if self.road.probe is not None:
             self.road.probe(self, layer, query, key, value, scale)

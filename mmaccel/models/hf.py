@@ -54,10 +54,13 @@ def attention(
         )
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     layer: int = module.layer_idx  # type: ignore[assignment]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
-        out = _OneWay.apply(attention_mask, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
-    else:
-        out = attention_mask.attend(layer, query, key, value, scale)
+    # Whoever plans and attends chooses the types: under autocast they come mixed, and are not to be changed on the way.
+    mixed = torch.is_autocast_enabled(query.device.type)
+    with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+            out = _OneWay.apply(attention_mask, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
+        else:
+            out = attention_mask.attend(layer, query, key, value, scale)
     return out.transpose(1, 2).contiguous(), None
 
 

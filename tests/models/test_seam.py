@@ -254,3 +254,19 @@ def test_with_gradients_on_it_runs_and_says_that_it_has_none(family, name):
         with pytest.raises(ModelError, match="detach the recipe to train"):
             graph.sum().backward()
     assert all(p.grad is None for p in model.model.language_model.layers[0].parameters())
+
+
+@pytest.mark.parametrize("name", ["dense", "a_shape", "vertical_slash", "grid"])
+def test_under_autocast(family, name):
+    kind, model = family
+    inputs = prompt(kind, PIECES)
+    with mmaccel.accelerate(model, sparse=small(name) if name != "dense" else name) as fast:
+        whole = logits(model, inputs)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mixed = logits(model, inputs)
+            model.generate(**inputs, max_new_tokens=2, do_sample=False)
+        assert mixed.dtype == torch.bfloat16 and (fast.report().kept < 0.95) == (name != "dense")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = logits(model, inputs)
+    assert (mixed.float() - whole).abs().max() <= 0.02
+    assert name != "dense" or torch.equal(mixed, plain)

@@ -17,7 +17,7 @@ from mmaccel.core.draft import Branches
 from mmaccel.core.kv import KVState, KVView, StreamState
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lower import attend_plan
-from mmaccel.core.plan import AttentionPlan
+from mmaccel.core.plan import AttentionPlan, numbered
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.core.windowed import window_plan
@@ -109,6 +109,8 @@ class Run:
     prefill: bool = True
     rest: int = 0
     branches: Branches | None = None
+    ends: tuple[int, ...] | None = None
+    """Of a part of a prompt with padding: the column past the last token of each sequence of the whole."""
 
     listed: dict[int, Watched] = field(default_factory=dict)
     """What sparse layers listed, by the first new column of the run: told to the layers after them."""
@@ -137,7 +139,34 @@ class Run:
         """The run of new columns ``begin .. end`` of this one."""
         stop = self.start + end
         rest = self.layout.length - stop + self.rest
-        return replace(self, layout=self.layout.take(slice(0, stop)), start=self.start + begin, rest=rest)
+        return replace(
+            self,
+            layout=self.layout.take(slice(0, stop)),
+            start=self.start + begin,
+            rest=rest,
+            ends=self._ends,
+        )
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...] | None:
+        if self.ends is not None or not self.layout.padded:
+            return self.ends
+        past = torch.arange(1, self.layout.length + 1, device=self.layout.device)
+        return tuple((past * self.layout.valid).amax(1).tolist())
+
+    @cached_property
+    def _tails(self) -> list[tuple[slice, int, int]]:
+        """Sequences, and begin .. end among the new columns of those of the last rows of their prompt, which are dense: all
+        in one, or, where there is padding behind some, one by one."""
+        rows, tail = self.layout.length - self.start, self.road.recipe.dense_tail
+        end = self.layout.length + self.rest
+        even = self._ends is None or all(own == end for own in self._ends)
+        tails = []
+        for b, own in enumerate((end,) if even or self._ends is None else self._ends):
+            past = min(max(own - self.start, 0), rows)
+            begin = min(max(own - tail - self.start, 0), past)
+            tails.append((slice(None) if even else slice(b, b + 1), begin, past))
+        return tails
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[B, H, n, D]: attention of the new columns.
@@ -159,7 +188,7 @@ class Run:
         plan = None
         sparse = not limited and self.prefill and rows >= MIN_ROWS and self.road.sparse(layer)
         if sparse and self.road.pays(layer, query, key.shape[2], self):
-            plan = self._plan(layer, query, key, rows)
+            plan = self._plan(layer, query, key)
         if plan is not None:
             return self._sparse(layer, plan, query, key, value, scale)
         self._count(layer, rows, None, query)
@@ -194,36 +223,36 @@ class Run:
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
 
-    def _plan(self, layer: int, query: Tensor, key: Tensor, rows: int) -> AttentionPlan | None:
+    def _plan(self, layer: int, query: Tensor, key: Tensor) -> AttentionPlan | None:
         plan = self.road.recipe.sparse.at(layer).plan(query, key, self.queries, self.layout)
-        tail = self._tail(rows)
-        if plan is None or not tail:
+        if plan is None or all(begin == end for _, begin, end in self._tails):
             return plan
-        head = rows - tail
-        parts = tuple(replace(p, q_row=ops.first_rows(p.q_row, head)) for p in plan.parts)
-        dense = replace(plan.dense, rows=head) if plan.dense is not None else None
+        heads = [begin for _, begin, _ in self._tails]
+        if len(heads) == 1:
+            rows = [ops.first_rows(part.q_row, heads[0]) for part in plan.parts]
+        else:
+            first = torch.tensor(heads, dtype=torch.int32, device=query.device)[:, None, None]
+            rows = [torch.where(part.q_row < first, part.q_row, -1) for part in plan.parts]
+        parts = tuple(replace(part, q_row=row) for part, row in zip(plan.parts, rows, strict=True))
+        dense = replace(plan.dense, rows=max(heads)) if plan.dense is not None else None
         return replace(plan, parts=parts, dense=dense)
-
-    def _tail(self, rows: int) -> int:
-        return min(max(self.road.recipe.dense_tail - self.rest, 0), rows)
 
     def _sparse(
         self, layer: int, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
-        rows = query.shape[2]
-        tail = self._tail(rows)
-        self._count(layer, rows, plan, query)
+        self._count(layer, query.shape[2], plan, query)
         out, _ = attend_plan(plan, query, key, value, scale, self.road.kernel)
-        if tail:
-            dense = ops.dense_attend(
-                query[:, :, rows - tail :],
-                key,
-                value,
-                scale,
-                start=self.start + rows - tail,
-                valid=self._valid(None),
-            )
-            out[:, :, rows - tail :] = dense
+        valid = self._valid(None)
+        for some, begin, end in self._tails:
+            if begin < end:
+                out[some, :, begin:end] = ops.dense_attend(
+                    query[some, :, begin:end],
+                    key[some],
+                    value[some],
+                    scale,
+                    start=self.start + begin,
+                    valid=valid if valid is None else valid[some],
+                )
         return out
 
     def _valid(self, column: Tensor | None) -> Tensor | None:
@@ -241,12 +270,15 @@ class Run:
         if plan is None:
             listed, names = causal.expand(-1, heads), ("dense",) * heads
         else:
-            tail = self._tail(rows)
             found = plan.listed_pairs()
             self.watch(layer, query, found)
-            listed = found + pairs[:, rows - tail :].sum(1, keepdim=True)
+            listed = (
+                found
+                + torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])[:, None]
+            )
             names = self.road.recipe.sparse.at(layer).per_head(heads)
             if plan.dense is not None:
+                listed[:, numbered(plan.dense.heads, listed.device)] = causal
                 names = tuple("dense" if h in plan.dense.heads else name for h, name in enumerate(names))
         self.road.meter.attention(layer, names, listed, causal)
 

@@ -129,6 +129,30 @@ def test_padded_batches_equal_each_prompt_alone(family, name, tail):
             assert (row[-length:] - model(**single).logits[0]).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("name", SPARSE)
+def test_padding_behind_a_prompt_takes_none_of_its_dense_rows(family, name):
+    kind, model = family
+    prompts = [prompt(kind, [("text", 6), ("video", 36), ("text", n)], seed=n) for n in (110, 30)]
+    right = batch(kind, prompts)
+    width = right["input_ids"].shape[1]
+    for told in right.keys() & {"input_ids", "attention_mask", "mm_token_type_ids"}:
+        rows = [torch.nn.functional.pad(p[told], (0, width - p[told].shape[1])) for p in prompts]
+        right[told] = torch.cat(rows)
+    with mmaccel.accelerate(model, sparse=small(name), dense_tail=40) as fast, torch.no_grad():
+        together, kept = model(**right).logits, torch.tensor(fast.report().kept_by_head)
+        shares = []
+        for row, inputs in enumerate(prompts):
+            alone = model(**inputs).logits[0]
+            assert (together[row, : len(alone)] - alone).abs().max() <= 1e-4
+            shares.append(torch.tensor(fast.report().kept_by_head))
+    torch.testing.assert_close(kept, sum(shares) / 2)
+    if name == "a_shape":  # others look at each chunk's own last queries
+        for chunk in (width - 10, width - 70):
+            with mmaccel.accelerate(model, sparse=small(name), dense_tail=40, chunk=chunk), torch.no_grad():
+                pieces = model(**right).logits
+            assert (pieces - together)[right["attention_mask"].bool()].abs().max() <= 1e-4
+
+
 @pytest.mark.parametrize("name", ["a_shape", "boundary_2d"])
 def test_patterns_that_look_at_the_layout_alone_do_not_feel_chunks(family, name):
     kind, model = family

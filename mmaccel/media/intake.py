@@ -26,10 +26,10 @@ def as_frames(
     if isinstance(video, Video):
         return video.frames, video.fps
     if isinstance(video, (list, tuple)) and len(video) > 0:
-        frames = [as_image(frame) for frame in video]
+        frames = [_image(frame) for frame in video]
         if len({frame.shape for frame in frames}) > 1:
             raise VideoError("the frames of a video must all be of one size.")
-        return torch.stack(frames), fps
+        return _checked(torch.stack(frames), "video"), fps
     tensor = _tensor(video)
     if tensor is None or tensor.ndim != 4 or len(tensor) == 0:
         told = (
@@ -42,12 +42,16 @@ def as_frames(
         tensor = tensor.permute(0, 3, 1, 2)
     if tensor.shape[1] not in (1, 3):
         raise VideoError(f"a video must have 1 or 3 colour channels, not the shape {tuple(tensor.shape)}.")
-    return tensor.expand(-1, 3, -1, -1).contiguous(), fps
+    return _checked(tensor, "video").expand(-1, 3, -1, -1).contiguous(), fps
 
 
 def as_image(image: Any) -> Tensor:
     """A path, a PIL image, or an array or tensor `[3, H, W]`, `[H, W, 3]` or `[H, W]`, transparency laid on
     white."""
+    return _checked(_image(image), "image")
+
+
+def _image(image: Any) -> Tensor:
     if isinstance(image, (str, os.PathLike)):
         image = _open(os.fspath(image))
     if hasattr(image, "convert") and hasattr(image, "getbands"):
@@ -64,10 +68,23 @@ def as_image(image: Any) -> Tensor:
     if tensor.shape[0] not in (1, 3, 4):
         raise VideoError(f"an image must have 1, 3 or 4 channels, not the shape {tuple(tensor.shape)}.")
     if tensor.shape[0] == 4:
-        whole = tensor.float() / 255 if not tensor.is_floating_point() else tensor
+        whole = tensor.float() / 255
         white = whole[:3] * whole[3:] + (1 - whole[3:])
-        tensor = white if tensor.is_floating_point() else white.mul(255.999).to(tensor.dtype)
+        tensor = white.mul(255 if tensor.is_floating_point() else 255.999).to(tensor.dtype)
     return tensor.expand(3, -1, -1).contiguous()
+
+
+def _checked(pixels: Tensor, what: str) -> Tensor:
+    """`pixels`, which go from 0 to 255 as floats too. Those from 0 to 1, or normalised, a model would see as black."""
+    if pixels.is_floating_point() and pixels.numel():
+        largest = pixels.abs().max().item()
+        # What is normalised by the means of CLIP or ImageNet stays below 3.
+        if not (largest == 0 or 3 < largest < float("inf")):
+            raise VideoError(
+                f"{what}: floating-point pixels must go from 0 to 255, as bytes do, and the largest here is {largest:.3g}; "
+                "give bytes, or multiply what goes from 0 to 1 by 255."
+            )
+    return pixels
 
 
 def _tensor(value: Any) -> Tensor | None:

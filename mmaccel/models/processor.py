@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,11 @@ class Processor:
             raise ModelError(
                 f"fps has {len(rates)} entries for {len(videos)} videos: give one number, or one a video."
             )
+        for rate in rates:
+            if rate is not None and not (isinstance(rate, Real) and 0 < float(rate) < float("inf")):
+                raise ModelError(
+                    f"fps: {rate!r}; give a positive number of frames a second, or leave it out."
+                )
         pairs = []
         for video, rate in zip(videos, rates, strict=True):
             if rate is None and _is_path(video):
@@ -232,6 +238,11 @@ class Processor:
             torch.tensor(self.tokenizer(text, add_special_tokens=special)["input_ids"], dtype=torch.long)
             for text in texts
         ]
+        for place, row in enumerate(rows):
+            if not len(row):
+                raise ModelError(
+                    f"text: number {place + 1} of {len(rows)} is empty; write a word, or leave it out."
+                )
         for kind, token, number in (
             ("image", self.image_token, self.image_token_id),
             ("video", self.video_token, self.video_token_id),

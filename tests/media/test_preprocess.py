@@ -268,6 +268,10 @@ def test_anyres_tokens_are_those_of_the_unpadded_features(height: int, width: in
         (lambda: as_frames(7), "not a int"),
         (lambda: as_frames(torch.zeros(3, 4, 5, 6)), "must have 1 or 3 colour channels"),
         (lambda: as_frames([noise(3, 4, 4), noise(3, 5, 4)]), "must all be of one size"),
+        (lambda: as_frames(torch.rand(2, 3, 4, 4)), "video: floating-point pixels must go from 0 to 255"),
+        (lambda: as_frames([torch.rand(3, 4, 4)] * 2), "video: .* multiply what goes from 0 to 1 by 255"),
+        (lambda: as_image(torch.randn(3, 4, 4).clamp(-2, 2)), "image: floating-point pixels"),
+        (lambda: as_image(torch.full((3, 4, 4), torch.nan)), "the largest here is nan"),
         (lambda: as_image(torch.zeros(2, 5, 5)), "must have 1, 3 or 4 channels"),
         (lambda: as_image("none.png"), "none.png cannot be read as an image: No such file"),
     ],
@@ -294,6 +298,9 @@ def test_what_counts_as_a_video_or_an_image(tmp_path: Any) -> None:
         assert torch.equal(as_image(shown), image)
     clear = torch.cat([image, torch.zeros(1, 20, 30, dtype=torch.uint8)])
     assert (as_image(clear) == 255).all() and (as_image(as_pil(clear)) == 255).all()
+    assert (as_image(clear.float()) == 255).all()
+    faded = [frames[0].float() / 255, frames[1].float()]  # a dark frame among others is a dark frame
+    assert torch.equal(as_frames(faded)[0], torch.stack(faded))
 
 
 def as_pil(image: Tensor) -> PIL.Image.Image:

@@ -139,6 +139,12 @@ class Attachment:
         self._wrap(self.text, "forward", self.forward, self._forward)
         self._wrap(model, "generate", self.generate, self._generate)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Told where it is asked for: what is laid through a model cannot go with a copy of it."""
+        raise ModelError(
+            "a model with a recipe can neither be copied nor pickled; detach the recipe, and attach it to the copy."
+        )
+
     @staticmethod
     def _wrap(module: nn.Module, name: str, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         """Put `after` on the instance, with the signature of `before`; the class is not touched."""

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -270,3 +271,13 @@ def test_under_autocast(family, name):
         plain = logits(model, inputs)
     assert (mixed.float() - whole).abs().max() <= 0.02
     assert name != "dense" or torch.equal(mixed, plain)
+
+
+@pytest.mark.parametrize("by", [copy.deepcopy, pickle.dumps])
+def test_what_is_accelerated_is_not_copied_and_says_so(family, by):
+    _, model = family
+    with mmaccel.accelerate(model, "a_shape") as fast:
+        for held in (model, fast):
+            with pytest.raises(ModelError, match="neither be copied nor pickled; detach the recipe"):
+                by(held)
+    assert isinstance(by(model), bytes | torch.nn.Module)

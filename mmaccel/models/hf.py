@@ -31,6 +31,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.models import drafting
 from mmaccel.models.cache import Columns, KVCache
 from mmaccel.models.family import Family
+from mmaccel.models.gradients import OneWay
 from mmaccel.models.limit import limited, positions_of
 from mmaccel.models.pointwise import in_chunks, turning
 from mmaccel.models.pruning import Pruning
@@ -58,26 +59,10 @@ def attention(
     mixed = torch.is_autocast_enabled(query.device.type)
     with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
         if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
-            out = _OneWay.apply(attention_mask, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
+            out = OneWay.apply(attention_mask, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
         else:
             out = attention_mask.attend(layer, query, key, value, scale)
     return out.transpose(1, 2).contiguous(), None
-
-
-class _OneWay(torch.autograd.Function):
-    """Attention where gradients are on: what it is without them, and a clear word to whoever asks for its gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, run: Run | StreamRun, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> Tensor:
-        return run.attend(layer, query, key, value, scale)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise ModelError(
-            "backward: the attention of an accelerated model has no gradient; detach the recipe to train."
-        )
 
 
 AttentionInterface.register(ATTENTION, attention)

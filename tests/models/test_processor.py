@@ -283,11 +283,6 @@ def test_wrong_calls_are_told(processor: Processor, family: str) -> None:
         processor([])
     with raises(r"fps has 2 entries for 1 videos: give one number, or one a video\."):
         processor(mark, videos=video, fps=[1, 2])
-    for rate in (0, -1.0, float("nan"), "2"):
-        with raises("fps: .*; give a positive number of frames a second"):
-            processor(mark, videos=video, fps=rate)
-    with raises("text: number 2 of 2 is empty"):
-        processor(["a", ""])
     with raises("padding_side='up' must be 'left' or 'right'"):
         processor(mark, videos=video, padding_side="up")
     with raises("a piece of type 'sound' is not known"):

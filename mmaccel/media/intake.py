@@ -77,12 +77,12 @@ def _image(image: Any) -> Tensor:
 def _checked(pixels: Tensor, what: str) -> Tensor:
     """`pixels`, which go from 0 to 255 as floats too. Those from 0 to 1, or normalised, a model would see as black."""
     if pixels.is_floating_point() and pixels.numel():
-        largest = pixels.abs().max().item()
-        # What is normalised by the means of CLIP or ImageNet stays below 3.
-        if not (largest == 0 or 3 < largest < float("inf")):
+        least, most = pixels.min().item(), pixels.max().item()
+        # What is normalised by the means of CLIP or ImageNet stays below 3; interpolation may go a little below 0.
+        if not (least == most == 0 or (1 if least >= 0 else 3) < most < float("inf")):
             raise VideoError(
-                f"{what}: floating-point pixels must go from 0 to 255, as bytes do, and the largest here is {largest:.3g}; "
-                "give bytes, or multiply what goes from 0 to 1 by 255."
+                f"{what}: floating-point pixels must go from 0 to 255, as bytes do, and here they go from {least:.3g} to "
+                f"{most:.3g}; give bytes, or multiply what goes from 0 to 1 by 255."
             )
     return pixels
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from mmaccel.backends.ops import clusters
 from mmaccel.policies.kv.mosaic.buffers import LEAST, grown
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
+from mmaccel.policies.kv.mosaic.present import Present
 from mmaccel.policies.kv.store.wire import on_device
 
 STAGE = 4
@@ -52,7 +53,7 @@ class _There:
     visual   [V] sizes of visual clusters, counting these alone
     parent   [L, C] the visual cluster of each semantic one, V for those without entries; None before there are clusters
     lists    the entries of semantic clusters, R = L layers of them
-    alive    [L] how many semantic clusters have entries; `rising` [L, C] their sizes in order, on the host
+    counted  [L, C] the sizes of semantic clusters, on the host; of these `alive` [L] have entries
     """
 
     end: int
@@ -60,8 +61,11 @@ class _There:
     visual: Tensor
     parent: Tensor | None
     lists: clusters.Lists
-    alive: list[int]
-    rising: Tensor
+    counted: Tensor
+
+    @cached_property
+    def alive(self) -> list[int]:
+        return [int(count) for count in (self.counted > 0).sum(1)]
 
 
 class Index:
@@ -92,6 +96,10 @@ class Index:
         self.time = torch.zeros(layers, 0, device=device)
         self.visual_key = torch.zeros(layers, 0, width, dtype=dtype, device=device)
         self.absent = torch.zeros(0, dtype=torch.bool)
+        # On the device, of clusters: whose each entry is.
+        self._owner = torch.zeros(layers, 0, dtype=torch.long, device=device)
+        self._present = Present(lambda: hierarchy.semantic, 1)
+        self._visual_present = Present(lambda: hierarchy.visual, hierarchy.summaries.parts)
         self._ready: _There | None = None
         self._units = 0
         self._fewest: dict[int, list[int]] = {}
@@ -100,12 +108,17 @@ class Index:
     def forget(self, entries: Sequence[int]) -> None:
         """Entries whose keys and values are no more; they are not found again."""
         self.absent = grown(self.absent, 0, max(entries, default=-1) + 1)
-        self.absent[list(entries)] = True
+        new = [entry for entry in entries if not self.absent[entry]]
+        self.absent[new] = True
+        for present in (self._present, self._visual_present):
+            present.forget(torch.tensor(new, dtype=torch.long))
         self._ready = None
 
     def cut(self, end: int) -> None:
         """Entries from `end` on are others from now on, and are there."""
         self.absent = self.absent[:end].clone()
+        for present in (self._present, self._visual_present):
+            present.recount(self.absent)
         self._ready = None
 
     @property
@@ -123,6 +136,8 @@ class Index:
             for name in ("key", "value", "pseudo", "time"):
                 setattr(self, name, grown(getattr(self, name), 1, level.used, share=SPARE))
             members = level.contents(layer, cluster)
+            self._present.changed(layer, cluster, members, self.absent)
+            self._own(layer, cluster, members)
             time = members.clamp_min(0).sum(1) / level.size[layer, cluster].clamp_min(1)
             at = self._sent(layer), self._sent(cluster)
             self.key[at] = self._sent(means(self._tree.summaries.key, layer, members), self.key)
@@ -135,6 +150,14 @@ class Index:
                 self.value[at] = self._sent(means(self._tree.summaries.value, layer, members), self.value)
             self.time[at] = self._sent(time, self.time)
         self._refresh_visual()
+
+    def _own(self, layer: Tensor, cluster: Tensor, members: Tensor) -> None:
+        """The device is told whose `members` [b, m] are."""
+        row, column = (members >= 0).nonzero(as_tuple=True)
+        entry = members[row, column]
+        with torch.inference_mode(False):
+            self._owner = grown(self._owner, 1, self._tree.semantic.owner.shape[1], share=SPARE)
+            self._owner[self._sent(layer[row]), self._sent(entry)] = self._sent(cluster[row])
 
     def _medoids(self, layer: Tensor, cluster: Tensor, members: Tensor) -> Tensor:
         """[b] of `members` [b, m] the entry nearest to the centroid; the first of equal ones, anything for none."""
@@ -155,6 +178,7 @@ class Index:
         units = level.contents(torch.zeros_like(cluster), cluster)
         entries = units[:, :, None] * parts + torch.arange(parts)
         entries = entries.masked_fill(units[:, :, None] < 0, -1).flatten(1)
+        self._visual_present.changed(torch.zeros_like(cluster), cluster, entries, self.absent)
         means = [self._tree.summaries.key_mean(some[some >= 0]) for some in entries]
         self.visual_key[:, self._sent(cluster)] = self._sent(torch.stack(means, 1), self.visual_key)
 
@@ -167,7 +191,7 @@ class Index:
         if self._ready is None or self._ready.end != end:
             self._ready, self._fewest = self._survey(end), {}
         if budget is not None and budget not in self._fewest:
-            rising = self._ready.rising
+            rising = self._ready.counted.sort(1).values
             used = ((rising.cumsum(1) - rising < budget) & (rising > 0)).sum(1)
             left = zip(self._ready.alive, used.tolist(), strict=True)
             self._fewest[budget] = [alive - needed for alive, needed in left]
@@ -175,39 +199,40 @@ class Index:
 
     def _survey(self, end: int) -> _There:
         tree, parts, layers = self._tree, self._tree.summaries.parts, self._tree.layers
-        every = torch.arange(end)
-        there = (
-            ~grown(self.absent, 0, end)[:end] if self.absent.numel() else torch.ones(end, dtype=torch.bool)
-        )
+        absent = grown(self.absent, 0, end)[:end]
+        some, last = bool(absent.any()), tree.units * parts
         if tree.started:
             count, above = self.key.shape[1], self.visual_key.shape[1]
-            owner = torch.where(there, tree.semantic.owner[:, :end], count)
-            over = torch.where(there, tree.visual.owner[0, every // parts], above)
-            visual = torch.bincount(over, minlength=above + 1)[:above]
+            size = self._present.sizes(end, last, self.absent, count)
+            visual = self._visual_present.sizes(end, last, self.absent, above)[0]
         else:
             rows = tree.summaries.key[:end].transpose(0, 1)
             self.key = grown(self.key, 1, end, share=SPARE)
             self.key[:, :end] = rows.to(self.key)
             count, visual = self.key.shape[1], torch.zeros(0, dtype=torch.long)
-            owner = torch.where(there, every, count).expand(layers, -1)
-        size = torch.zeros(layers, count + 1, dtype=torch.long)
-        size = size.scatter_add_(1, owner, torch.ones_like(owner))[:, :count]
+            size = pad((~absent).long(), (0, count - end)).repeat(layers, 1)
         parent = None
         if tree.started:
             parents = pad(tree.semantic.parent[:, :count], (0, count), value=above)[:, :count]
             parent = self._fix("parent", torch.where(size > 0, parents, above))
         room = max(end, self._fixed["owner"].shape[1] if "owner" in self._fixed else 0)
         room = room if room > end else end + max(int(SPARE * end), LEAST)
-        owners = self._fix("owner", pad(owner, (0, room - end), value=count + 1))
+        number = torch.arange(room, device=self._device)
+        if tree.started:
+            owner = pad(self._owner[:, :room], (0, max(0, room - self._owner.shape[1])))
+        else:
+            owner = number.expand(layers, -1)
+        if some:
+            owner = owner.masked_fill(self._sent(pad(absent, (0, room - end))), count)
+        owners = self._fix("owner", owner.masked_fill(number >= end, count + 1))
         first = self._fix("first", size.cumsum(1) - size)
-        flat = self._fix("flat", owners.argsort(dim=1, stable=True))
-        line = torch.arange(room, device=flat.device).expand_as(flat)
+        flat = self._fix("flat", _by_owner(owners, count + 1))
         begin = first.gather(1, owners.clamp(max=count - 1)) if count else 0
-        within = torch.empty_like(flat).scatter_(1, flat, line) - begin
+        within = torch.empty_like(flat).scatter_(1, flat, number.expand_as(flat)) - begin
         largest = int(size.max()) if size.numel() else 0
         return _There(
             end=end,
-            entries=self._sent(every[there]),
+            entries=self._sent((~absent).nonzero()[:, 0]) if some else torch.arange(end, device=self._device),
             visual=self._fix("visual", visual),
             parent=parent,
             lists=clusters.Lists(
@@ -218,8 +243,7 @@ class Index:
                 size=self._fix("size", size),
                 largest=1 << max(largest - 1, 0).bit_length(),
             ),
-            alive=(size > 0).sum(1).tolist(),
-            rising=size.sort(1).values,
+            counted=size,
         )
 
     def _fix(self, name: str, new: Tensor) -> Tensor:
@@ -329,8 +353,17 @@ class Index:
         return torch.where(torch.arange(width, device=self._device) < known, found[0], -1)
 
     def nbytes(self) -> int:
-        kept = (self.key, self.value, self.pseudo, self.time, self.visual_key)
+        kept = (self.key, self.value, self.pseudo, self.time, self.visual_key, self._owner)
         return sum(tensor.nbytes for tensor in (*kept, *self._fixed.values()))
+
+
+def _by_owner(owner: Tensor, most: int) -> Tensor:
+    """[L, N] the entries in the order of their `owner` [L, N], at most `most`; ascending where that is the same."""
+    if owner.device.type == "cpu" and most < 1 << 15:
+        # NumPy sorts 16 bits by their digits, in a tenth of the time.
+        order = owner.to(torch.int16).numpy().argsort(axis=1, kind="stable")
+        return torch.from_numpy(order)
+    return owner.argsort(dim=1, stable=True)
 
 
 def _of(lists: clusters.Lists, layers: slice) -> clusters.Lists:

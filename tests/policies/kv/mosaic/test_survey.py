@@ -1,0 +1,97 @@
+"""What the device knows of a stream's clusters is brought up to date by what has changed: it is what counting anew finds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
+from mmaccel.policies.kv.mosaic.index import Index
+from tests.policies.kv.mosaic.scenes import WIDTH, feed, plant, runs, tree_of
+
+
+def check(index: Index, tree: Hierarchy, end: int) -> None:
+    """All that searches among the entries below `end` are told, from the definition."""
+    there, parts = index.prepare(end, 4), tree.summaries.parts
+    present = [e for e in range(end) if not (e < len(index.absent) and index.absent[e])]
+    assert there.entries.tolist() == present
+    lists, count = there.lists, there.lists.size.shape[1]
+    whole = [tree.visual.owner[0, e // parts].item() for e in present] if tree.started else []
+    assert [whole.count(v) for v in range(len(there.visual))] == there.visual.tolist()
+    for layer in range(tree.layers):
+        of = {e: int(tree.semantic.owner[layer, e]) if tree.started else e for e in present}
+        own = lists.owner[layer].tolist()
+        assert [own[e] for e in present] == [of[e] for e in present]
+        assert all(owner >= count for e, owner in enumerate(own) if e not in of)
+        members = [[e for e in present if of[e] == c] for c in range(count)]
+        assert lists.size[layer].tolist() == [len(some) for some in members]
+        assert max(map(len, members), default=0) <= lists.largest
+        line = [e for some in members for e in some]
+        assert lists.flat[layer, : len(line)].tolist() == line
+        for some, first in zip(members, lists.first[layer].tolist(), strict=True):
+            assert lists.flat[layer, first : first + len(some)].tolist() == some
+            assert lists.within[layer, some].tolist() == list(range(len(some)))
+        assert there.alive[layer] == sum(map(bool, members))
+        assert there.counted[layer].tolist() == [len(some) for some in members]
+        if there.parent is not None:
+            up, none = tree.semantic.parent[layer], len(there.visual)
+            assert there.parent[layer].tolist() == [int(up[c]) if members[c] else none for c in range(count)]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_it_is_what_counting_anew_finds(seed: int, parts: int) -> None:
+    """Units come, are forgotten, split, and are taken back: from before there are clusters on."""
+    draw, tree = random.Random(seed), tree_of(parts=parts, visual=3)
+    data = plant(runs(90), parts=parts)
+    index = Index(tree, WIDTH, torch.float32, torch.device("cpu"), "mean", False)
+
+    def come(more: int) -> None:
+        look, units = data[0], tree.units + more
+        feed(tree, (look[:units], *data[1:]), 5)
+
+    while tree.units < 90:
+        broken = draw.random() < 0.3
+        mark = tree.checkpoint()
+        come(draw.randint(1, 9))
+        if tree.started and draw.random() < 0.5:
+            layer = draw.randrange(tree.layers)
+            tree.touch(layer, (tree.semantic.size[layer] > 0).nonzero()[:, 0])
+        index.refresh()
+        have = tree.units * parts
+        index.forget(draw.sample(range(have), draw.randint(0, 3)))
+        check(index, tree, draw.randint(have // parts // 2, have // parts) * parts)
+        if broken:
+            tree.restore(mark)
+            index.cut(tree.units * parts)
+            index.refresh()
+            check(index, tree, tree.units * parts)
+    tree.clear()
+    index.refresh()
+    index.cut(0)
+    come(40)
+    index.refresh()
+    check(index, tree, 30 * parts)
+
+
+def test_of_entries_a_survey_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those that are forgotten, there is a word for each cluster: a long stream has many more entries."""
+    told: list[int] = []
+    plain = Index._sent
+
+    def counted(self: Index, x: Tensor, like: Tensor | None = None) -> Tensor:
+        told.append(x.shape[-1])
+        return plain(self, x, like)
+
+    monkeypatch.setattr(Index, "_sent", counted)
+    tree, data = tree_of(), plant(runs(400))
+    # A device of which nothing can be read back.
+    index = Index(tree, WIDTH, torch.float32, torch.device("meta"), "mean", False)
+    feed(tree, data, 5)
+    index.refresh()
+    told.clear()
+    index.prepare(396)
+    assert tree.started and 0 < max(told) <= tree.semantic.size.shape[1] < 396

@@ -62,6 +62,7 @@ def test_the_command_line_takes_what_is_quoted(page: str, line: str) -> None:
     context = None
     while hasattr(command, "resolve_command") and words:
         context = command.make_context(command.name or "mmaccel", list(words), parent=context)
+        words = [*context._protected_args, *context.args]
         _, command, words = command.resolve_command(context, words)
     assert command is not None
     if words:

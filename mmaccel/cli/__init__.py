@@ -12,6 +12,7 @@ import typer
 from mmaccel.cli import ask, caption, catalog, draw, evaluate, haystack, search, stream, watch, worlds
 from mmaccel.cli.arguments import Commands, OneVideo
 from mmaccel.cli.console import quiet, sentence
+from mmaccel.cli.own import bring
 
 app = typer.Typer(
     name="mmaccel",
@@ -36,8 +37,16 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
+    own: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import", help="A Python file or module to import first, for policies of your own; repeatable."
+        ),
+    ] = None,
 ) -> None:
     """Vision-language models made fast on long video."""
+    for one in own or ():
+        bring(one)
 
 
 app.command("ask", cls=OneVideo)(ask.ask)

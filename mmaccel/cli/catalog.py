@@ -79,7 +79,7 @@ def describe(
     told = told or _words(name)
     if not told:
         known = {one: kind for kind in found for one in found[kind]}
-        raise UnknownName("name", name, known, known)
+        raise UnknownName("name", name, known, known, own=True)
     console = out()
     console.print("\n\n".join(told), markup=False, highlight=False, soft_wrap=True)
 
@@ -114,7 +114,7 @@ def _class(kind: str, name: str) -> str:
     lines = [f"{name} ({'family' if kind == 'model' else kind})", "", inspect.getdoc(cls) or ""]
     if dataclasses.is_dataclass(cls):
         fields = [f for f in dataclasses.fields(cls) if f.init]
-        shown = [f"  {f.name}: {f.type} = {_default(f)}" for f in fields]
+        shown = [f"  {f.name}: {_type(f)} = {_default(f)}" for f in fields]
         lines += ["", "fields", *(shown or ["  none"])]
     return "\n".join(lines)
 
@@ -152,6 +152,11 @@ def _field_texts(cls: type) -> dict[str, str]:
         if current is not None and line.strip():
             found[current] = f"{found.get(current, '')} {' '.join(line.split())}".strip()
     return found
+
+
+def _type(field: dataclasses.Field[Any]) -> str:
+    # A string, unless the file of the class has its annotations evaluated.
+    return field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

@@ -61,7 +61,7 @@ def memory(text: str, model: str) -> Recipe:
     """The recipe of a stream, by the name of a memory or by a YAML file; raises `RecipeError` for what cannot hold one."""
     streams = [name for name, kv in registry("kv").items() if issubclass(kv, StreamPolicy)]
     if not text.endswith((".yaml", ".yml")) and text not in names():
-        raise UnknownName("memory of streams", text, streams)
+        raise UnknownName("memory of streams", text, streams, own=True)
     found = recipe(text, model)
     stream_policy(found)
     return found

@@ -59,6 +59,8 @@ def sentence(error: Exception) -> str | None:
     """The one sentence of a user's error; None for an error that is ours."""
     if isinstance(error, MmaccelError):
         return str(error)
+    if getattr(error, "option_name", None) == "--import":
+        return "--import stands before the command, as in `mmaccel --import FILE list`."
     if hasattr(error, "format_message"):
         # Wrong usage; the class is typer's own in some versions and click's in others.
         told = str(error.format_message())

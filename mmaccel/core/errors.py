@@ -14,14 +14,24 @@ class RecipeError(MmaccelError, ValueError):
     """A field of a recipe or of a policy is wrong, or two choices exclude each other."""
 
 
+OWN = "one of your own file is known by `mmaccel --import FILE`, from Python when it is imported"
+"""What is added where the name could be that of a policy outside the package."""
+
+
 class UnknownName(RecipeError):
     """A name that no registry holds; the message has the nearest one and the list.
 
     kinds  name -> its kind, where names of several kinds are known: the list is then of the nearest one's kind alone
+    own    whether a user's file may give the name
     """
 
     def __init__(
-        self, kind: str, name: str, known: Iterable[str], kinds: Mapping[str, str] | None = None
+        self,
+        kind: str,
+        name: str,
+        known: Iterable[str],
+        kinds: Mapping[str, str] | None = None,
+        own: bool = False,
     ) -> None:
         names = sorted(known)
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
@@ -33,7 +43,9 @@ class UnknownName(RecipeError):
             if near:
                 told = f"of kind {of} there are {', '.join(same)}; `mmaccel list` has the others."
         hint = f"did you mean {near[0]!r}? {told[0].upper()}{told[1:]}" if near else told
-        super().__init__(f"unknown {kind} {name!r}: {hint}")
+        super().__init__(
+            f"unknown {kind} {name!r}: {hint[:-1]}; {OWN}." if own else f"unknown {kind} {name!r}: {hint}"
+        )
 
 
 class ModelError(MmaccelError):

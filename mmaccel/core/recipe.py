@@ -166,7 +166,7 @@ def fields_of(source: str | Path) -> dict[str, Any]:
         for _, kind, _ in _SLOTS:
             if text in registry(kind):
                 return {kind: text}
-        raise UnknownName("recipe", text, names(), names())
+        raise UnknownName("recipe", text, names(), names(), own=True)
     try:
         fields = yaml.load(content, _Once)
     except yaml.YAMLError as error:

@@ -38,7 +38,7 @@ class Registry(Mapping[str, type]):
         try:
             return self._classes[name]
         except KeyError:
-            raise UnknownName(self.kind, name, self._classes) from None
+            raise UnknownName(self.kind, name, self._classes, own=self.kind != "model") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._classes))

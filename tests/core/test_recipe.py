@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import mmaccel
-from mmaccel.core.errors import RecipeError, UnknownName
+from mmaccel.core.errors import OWN, RecipeError, UnknownName
 from mmaccel.core.prune import Stage, TokenPruner
 from mmaccel.core.recipe import Recipe, fields_of, names, presets
 from mmaccel.core.registry import Registry, registry
@@ -176,7 +176,7 @@ def test_unknown_names_give_the_nearest_and_the_list() -> None:
         told, kinds = sentence(wrong), names()
         same = [name for name, kind in kinds.items() if kind == kinds[near]]
         want = f"did you mean {near!r}? Of kind {kinds[near]} there are {', '.join(sorted(same))}; "
-        want += "`mmaccel list` has the others."
+        want += f"`mmaccel list` has the others; {OWN}."
         assert told == f"unknown recipe {wrong!r}: {want}"
     assert "unknown sparse 'griddd': did you mean 'grid'?" in sentence(sparse="griddd")
     assert "unknown recipe field 'sprase': did you mean 'sparse'?" in sentence({"sprase": "dense"})
@@ -188,7 +188,7 @@ def test_unknown_names_give_the_nearest_and_the_list() -> None:
 def test_names_far_from_all_give_the_list_alone() -> None:
     told = sentence(sparse="zzzzzz")
     assert "did you mean" not in told and ": there are a_shape, " in told
-    assert sentence("zzzzzz") == "unknown recipe 'zzzzzz': `mmaccel list` has them all."
+    assert sentence("zzzzzz") == f"unknown recipe 'zzzzzz': `mmaccel list` has them all; {OWN}."
     assert len(sentence("zzzzzz.yaml")) < 120
 
 

@@ -1,0 +1,146 @@
+"""Policies of a user's own file, on the command line."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmaccel.cli.own import bring
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.registry import KINDS, registry
+
+Call = Callable[..., tuple[int, str, str]]
+
+MINE = '''
+"""A pattern, and a memory of streams."""
+from dataclasses import dataclass
+
+from mmaccel import register
+from mmaccel.policies.kv.recent import Recent
+from mmaccel.policies.sparse.a_shape import AShape
+
+
+@register("sparse", "mine")
+@dataclass(frozen=True, kw_only=True)
+class Mine(AShape):
+    """A sink, and a window of my own."""
+
+    window: int = 96
+
+
+@register("kv", "my_memory")
+@dataclass(frozen=True, kw_only=True)
+class MyMemory(Recent):
+    """The last two frames."""
+
+    local: int = 2
+'''
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is gone after it, and so is its module."""
+    for kind in KINDS:
+        monkeypatch.setattr(registry(kind), "_classes", dict(registry(kind)._classes))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("own_policies", None)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own_policies.py"
+    path.write_text(MINE, encoding="utf-8")
+    return path
+
+
+def test_list_and_describe_know_it(call: Call, own: Path) -> None:
+    status, out, err = call("--import", own, "list", "--json")
+    assert (status, err) == (0, "")
+    assert "mine" in json.loads(out)["sparse"] and "my_memory" in json.loads(out)["kv"]
+    status, out, _ = call("--import", own, "describe", "mine")
+    assert status == 0 and "a window of my own" in out and "window: int = 96" in out
+
+
+def test_ask_runs_it_by_name_and_by_file(call: Call, own: Path, clip: str, ov: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(yaml.safe_dump({"sparse": {"name": "mine", "sink": 32, "window": 64}, "dense_tail": 0}))
+    kept = []
+    for text in ("dense", "mine", recipe):
+        words = ("ask", clip, "hi", "--model", ov, "--recipe", text, "--max-new-tokens", 1, "--json")
+        status, out, err = call("--import", own, *words)
+        assert (status, err) == (0, "")
+        kept.append(json.loads(out)["kept"])
+    assert kept[0] == 1.0 > kept[1] > kept[2]
+
+
+def test_watch_and_eval_know_it(call: Call, own: Path, clip: str, ov: str) -> None:
+    words = ("--model", ov, "--frames", 8, "--samples", 1, "--recipe", "mine", "--json")
+    status, _, err = call("--import", own, "eval", "needle", *words)
+    assert status in (0, 1) and "error" not in err
+    words = (
+        clip,
+        "--model",
+        ov,
+        "--recipe",
+        "my_memory",
+        "--max-new-tokens",
+        1,
+        "--question",
+        "hi",
+        "--json",
+    )
+    status, out, err = call("--import", own, "watch", *words)
+    assert status == 0 and "hi" in out, err
+
+
+WRONG = {
+    "not there": ("", "there is no file 'none.py'; give an existing Python file"),
+    "no module": ("", "there is no module 'no_such.module'"),
+    "no Python": ("def f(:\n", "it fails in line 1 with SyntaxError"),
+    "an error": ("x = 1\n\ny = x / 0\n", "it fails in line 3 with ZeroDivisionError: division by zero; mend it."),
+    "its own import": ("import no_such_thing\n", "it fails in line 1 with ModuleNotFoundError"),
+    "an end": ("import sys\nsys.exit(3)\n", "it fails in line 2 with SystemExit: 3; mend it."),
+    "a taken name": (MINE.replace('"mine"', '"grid"'), "sparse 'grid' is registered already"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_one_sentence(
+    name: str, call: Call, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(own.parent)
+    text, words = WRONG[name]
+    own.write_text(text, encoding="utf-8")
+    given = {"not there": "none.py", "no module": "no_such.module"}.get(name, own.name)
+    status, out, err = call("--import", given, "list")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: --import") and words in err and err.count("\n") == 1, err
+
+
+def test_a_name_that_is_another_modules_is_refused(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text(MINE)
+    assert "another module is called 'json'" in call("--import", tmp_path / "json.py", "list")[2]
+
+
+def test_it_is_told_where_it_is_missed(call: Call, own: Path, clip: str, ov: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("sparse: {name: mine}\n")
+    watch = ("watch", clip, "--model", ov, "--recipe", "my_memory")
+    for words in (("describe", "mine"), ("ask", clip, "hi", "--recipe", "mine"), watch):
+        assert "`mmaccel --import FILE`" in call(*words)[2]
+    assert "`mmaccel --import FILE`" in call("ask", clip, "hi", "--model", ov, "--recipe", recipe)[2]
+    assert "before the command" in call("list", "--import", own)[2]
+
+
+def test_a_process_that_is_started_knows_it(own: Path) -> None:
+    """As those of `eval table --jobs` are: a recipe arrives there as a pickle."""
+    bring(str(own))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(Recipe.to_yaml, (Recipe.load("mine"),)) == Recipe.load("mine").to_yaml()

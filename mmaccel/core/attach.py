@@ -20,6 +20,7 @@ from mmaccel.core.compose import check_sequences
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import VIDEO, TokenLayout
+from mmaccel.core.prune import checked_stages
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Report
@@ -163,7 +164,9 @@ def fitted(recipe: Recipe, view: ModelView) -> Recipe:
             f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."
         )
     if recipe.prune is not None:
-        recipe.prune.stages(depth)
+        checked_stages(recipe.prune, depth)
+    if recipe.draft.pruner is not None:
+        checked_stages(recipe.draft.pruner, depth)
     recipe.draft.check(view)
     return recipe
 

@@ -17,7 +17,7 @@ from mmaccel.core.draft import Branches
 from mmaccel.core.kv import KVState, KVView, StreamState
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lower import attend_plan
-from mmaccel.core.plan import AttentionPlan, numbered
+from mmaccel.core.plan import AttentionPlan, check_sizes, numbered
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.core.windowed import window_plan
@@ -225,6 +225,8 @@ class Run:
 
     def _plan(self, layer: int, query: Tensor, key: Tensor) -> AttentionPlan | None:
         plan = self.road.recipe.sparse.at(layer).plan(query, key, self.queries, self.layout)
+        if plan is not None:
+            check_sizes(plan, self.road.recipe.sparse.name, query, key, whole=not self.layout.padded)
         if plan is None or all(begin == end for _, begin, end in self._tails):
             return plan
         heads = [begin for _, begin, _ in self._tails]

@@ -40,8 +40,8 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
         )
     if not (recipe.kv.exact and recipe.kv.sequences):
         raise RecipeError(
-            f"prune {prune.name!r} needs a memory that keeps what it is given, and kv {recipe.kv.name!r} does not; "
-            "set kv to 'full'."
+            f"prune {prune.name!r} needs a memory that keeps what it is given, whose class says exact = True and "
+            f"sequences = True, and kv {recipe.kv.name!r} is none; set kv to 'full'."
         )
     if prune.seat == "layer" and recipe.chunk is not None:
         raise RecipeError(

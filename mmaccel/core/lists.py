@@ -28,6 +28,11 @@ class BlockLists:
     kind: Tensor
 
     @property
+    def blocks(self) -> int:
+        """M, a number of the host."""
+        return self.offset.shape[-1] - 1
+
+    @property
     def count(self) -> Tensor:
         """[b, h, M]: how many blocks each list holds."""
         return self.offset[..., 1:] - self.offset[..., :-1]
@@ -88,6 +93,11 @@ class BlockRuns:
     index: Tensor | None
     kind: Tensor
     most: int
+
+    @property
+    def blocks(self) -> int:
+        """M, a number of the host."""
+        return self.row.shape[2]
 
     @property
     def count(self) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mmaccel.backends import ops
 from mmaccel.backends.ops import ABSENT, FULL, TEST, packed
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lists import BlockLists, BlockRuns
 
@@ -197,6 +198,50 @@ class AttentionPlan:
         )
         dense = self.dense.to(device) if self.dense is not None else None
         return replace(self, parts=parts, dense=dense)
+
+
+def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole: bool) -> None:
+    """Raise `RecipeError` for a plan that cannot be that of query [B, H, n, D] and key [B, G, N, D]; no device read.
+
+    who  the pattern; whole  no row is padding, so that each has to stand in a part
+    """
+    B, H, n, _ = query.shape
+    for field, size in (("batch", B), ("heads", H), ("n_query", n), ("n_key", key.shape[2])):
+        found = getattr(plan, field)
+        if found != size:
+            raise RecipeError(
+                f"sparse {who!r}: the plan's {field} is {found}, and the layer's is {size}; make it of its tensors."
+            )
+    served = [0] * H
+    for part in plan.parts:
+        heads = part.of(H)
+        h, rows = len(range(H)[heads]), part.q_row.shape[-1]
+        shapes = {"q_row": (part.q_row, rows, plan.block_q)}
+        for i, span in enumerate(part.spans):
+            keys = span.k_row.shape[-1]
+            shapes[f"k_row of span {i}"] = span.k_row, keys, plan.block_k
+            shapes[f"k_place of span {i}"] = span.k_place, keys, plan.block_k
+            shapes[f"q_place of span {i}"] = span.q_place, rows, plan.block_q
+        for field, (tensor, count, block) in shapes.items():
+            b, t, size = tensor.shape
+            if b not in (1, B) or t not in (1, h) or size != count or not size or size % block:
+                raise RecipeError(
+                    f"sparse {who!r}: {field} of a part is {[b, t, size]}; give [1 or {B}, 1 or {h}, {count}], the last in "
+                    f"whole blocks of {block} (`pad_rows`)."
+                )
+        for i, span in enumerate(part.spans):
+            if span.lists.blocks != rows // plan.block_q:
+                raise RecipeError(
+                    f"sparse {who!r}: the lists of span {i} are of {span.lists.blocks} blocks of queries, and its "
+                    f"part has {rows // plan.block_q}; list key blocks for each."
+                )
+        for head in range(H)[heads]:
+            served[head] += rows
+    for head, rows in enumerate(served):
+        if whole and rows < n and (plan.dense is None or head not in plan.dense.heads):
+            raise RecipeError(
+                f"sparse {who!r}: the plan's parts hold {rows} of {n} rows of head {head}; put each row in a part."
+            )
 
 
 def element_mask(part: Part, span: KeySpan, block_q: int, block_k: int) -> Tensor:

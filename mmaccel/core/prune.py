@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.placed import Placed
 
@@ -26,6 +26,15 @@ attention         [k, n, S]: the attention that the question's rows (`question`)
 vision_attention  [S]: the attention a video token receives within its frame in the vision tower; 0 elsewhere
 vision_key        [S, D]: its key there, a mean over heads; 0 elsewhere
 """
+
+
+class Signals(dict[str, Tensor]):
+    """The signals of one cut; one that was not declared is told in one sentence."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise RecipeError(
+            f"prune: keep reads {name!r}, which is not there; put it in needs, and its layers in the stage."
+        )
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,78 @@ class ScorePruner(TokenPruner):
         return staying(layout, at[best(self.score(signals, layout, at), count)])
 
 
+def checked_stages(pruner: TokenPruner, depth: int) -> tuple[Stage, ...]:
+    """The cuts of a model of `depth` layers; raises `RecipeError` for what `pruner` declares and no model can give."""
+    who, stages = f"prune {pruner.name!r}", tuple(pruner.stages(depth))
+    for name in pruner.needs:
+        if name not in SIGNALS:
+            raise UnknownName(f"signal in needs of {who}", str(name), SIGNALS)
+    if pruner.seat not in ("frames", "layer", "draft"):
+        raise RecipeError(f"{who}: seat is {pruner.seat!r}; give 'frames', 'layer' or 'draft'.")
+    layers = [stage.layer for stage in stages]
+    if not layers or layers != sorted(set(layers)) or (pruner.seat != "layer" and len(layers) > 1):
+        many = "one stage or more, by layer, ascending" if pruner.seat == "layer" else "one stage"
+        raise RecipeError(f"{who}: stages are at layers {layers}; give {many}.")
+    first, last = {"frames": (0, 0), "layer": (1, depth - 1), "draft": (0, depth)}[pruner.seat]
+    for stage in stages:
+        if not first <= stage.layer <= last:
+            raise RecipeError(f"{who}: a stage is at layer {stage.layer}; give {_layers(first, last)}.")
+        low = max(stage.layer - 1, 0) if pruner.seat == "layer" else 0
+        ahead = stage.layer if pruner.seat == "layer" else min(stage.layer, depth - 1)
+        for field, read, least, most in (
+            ("hidden", stage.hidden, 0, stage.layer),
+            ("attention", tuple(n for group in stage.attention for n in group), low, ahead),
+        ):
+            wrong = [n for n in read if not least <= n <= most]
+            if wrong:
+                raise RecipeError(
+                    f"{who}: the stage at layer {stage.layer} reads {field} of layer {wrong[0]}; "
+                    f"give {_layers(least, most)}."
+                )
+    given = {name: any(getattr(stage, name) for stage in stages) for name in ("hidden", "attention")}
+    for name, is_read in given.items():
+        if is_read and name not in pruner.needs:
+            raise RecipeError(f"{who}: a stage reads {name!r}; put it in needs too.")
+        if name in pruner.needs and not is_read:
+            raise RecipeError(f"{who}: needs has {name!r}; name the layers of it in a stage too.")
+    seen = sorted(pruner.needs - given.keys()) if pruner.seat != "frames" else []
+    if seen or (given["attention"] and pruner.seat == "frames"):
+        name = seen[0] if seen else "attention"
+        raise RecipeError(
+            f"{who}: needs has {name!r}, which seat {pruner.seat!r} is not given; choose another seat."
+        )
+    return stages
+
+
+def _layers(first: int, last: int) -> str:
+    return f"layer {first}" if first == last else f"layers from {first} to {last}"
+
+
+def checked_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -> Tensor:
+    """`columns` that `pruner` keeps of `layout`; raises `RecipeError` where it must not keep these. One device read."""
+    who = f"prune {pruner.name!r}: keep"
+    if columns.dtype != torch.long or columns.ndim != 1:
+        raise RecipeError(f"{who} gives {list(columns.shape)} {columns.dtype}; give columns [n], long.")
+    stays = torch.zeros(layout.length + 1, dtype=torch.bool, device=columns.device)
+    stays[columns.clamp(-1, layout.length)] = True
+    outside = (columns < 0) | (columns >= layout.length)
+    descends = columns[1:] <= columns[:-1]
+    lost = ~stays[:-1] & ~_may_go(layout).to(columns.device)
+    wrong = torch.stack([outside.any(), descends.any(), lost.any()]).tolist()
+    for fault, told in zip(
+        wrong,
+        (
+            f"gives a column that is not there; give columns below {layout.length}",
+            "gives columns that do not ascend; sort them, and give each once",
+            "drops columns that are no video's; keep every column but those of `candidates` (`staying` does)",
+        ),
+        strict=True,
+    ):
+        if fault:
+            raise RecipeError(f"{who} {told}.")
+    return columns
+
+
 def check_share(who: str, field: str, value: object, *, least: float = 0.0) -> None:
     """Raise `RecipeError` unless `value` is a share between `least` and 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 1:
@@ -149,7 +230,11 @@ def quota(share: float, count: int) -> int:
 
 def candidates(layout: TokenLayout) -> Tensor:
     """[m] the columns that may go: the tokens of video frames, of a layout of one sequence."""
-    return ((layout.modality[0] == VIDEO) & (layout.frame[0] >= 0) & layout.valid[0]).nonzero()[:, 0]
+    return _may_go(layout).nonzero()[:, 0]
+
+
+def _may_go(layout: TokenLayout) -> Tensor:
+    return (layout.modality[0] == VIDEO) & (layout.frame[0] >= 0) & layout.valid[0]
 
 
 def frames(layout: TokenLayout) -> list[Tensor]:

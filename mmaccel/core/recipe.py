@@ -17,7 +17,7 @@ from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.prune import TokenPruner
-from mmaccel.core.registry import policy, registry
+from mmaccel.core.registry import BASES, policy, registry
 from mmaccel.core.sparse import SparsePattern
 
 TABLE = ".json"
@@ -56,10 +56,10 @@ class Recipe:
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, kind, base in _SLOTS:
+        for name, base in BASES.items():
             value = getattr(self, name)
             if isinstance(value, str | Mapping):
-                value = policy(kind, value)
+                value = policy(name, value)
                 object.__setattr__(self, name, value)
             if value is None and name == "prune":
                 continue
@@ -118,14 +118,6 @@ class Recipe:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
 
-_SLOTS: tuple[tuple[str, str, type], ...] = (
-    ("sparse", "sparse", SparsePattern),
-    ("kv", "kv", KVPolicy),
-    ("draft", "draft", DraftStrategy),
-    ("prune", "prune", TokenPruner),
-)
-
-
 def presets() -> dict[str, str]:
     """The named presets shipped with the package: name -> the first comment line of its file."""
     found = {}
@@ -138,7 +130,7 @@ def presets() -> dict[str, str]:
 
 def names() -> dict[str, str]:
     """Every name `Recipe.load` knows: presets, and each policy alone; name -> where it comes from."""
-    found = {name: kind for _, kind, _ in _SLOTS for name in registry(kind)}
+    found = {name: kind for kind in BASES for name in registry(kind)}
     return {**found, **dict.fromkeys(presets(), "preset")}
 
 
@@ -163,7 +155,7 @@ def fields_of(source: str | Path) -> dict[str, Any]:
     elif text in presets():
         content = resources.files("mmaccel").joinpath("recipes", f"{text}.yaml").read_text()
     else:
-        for _, kind, _ in _SLOTS:
+        for kind in BASES:
             if text in registry(kind):
                 return {kind: text}
         raise UnknownName("recipe", text, names(), names(), own=True)
@@ -181,10 +173,10 @@ def fields_of(source: str | Path) -> dict[str, Any]:
         )
     if fields.get("draft") is False:
         fields["draft"] = "off"  # YAML reads a bare off as false
-    for slot, kind, _ in _SLOTS if folder is not None else ():
-        given = fields.get(slot)
+    for kind in BASES if folder is not None else ():
+        given = fields.get(kind)
         if isinstance(given, dict) and given.get("name") in registry(kind):
-            fields[slot] = registry(kind)[given["name"]].placed(given, folder)  # type: ignore[attr-defined]
+            fields[kind] = registry(kind)[given["name"]].placed(given, folder)  # type: ignore[attr-defined]
     return fields
 
 

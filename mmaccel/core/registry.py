@@ -16,7 +16,11 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import RecipeError, UnknownName
+from mmaccel.core.kv import KVPolicy
+from mmaccel.core.prune import TokenPruner
+from mmaccel.core.sparse import SparsePattern
 
 C = TypeVar("C", bound=type)
 
@@ -80,7 +84,14 @@ def _check_types(who: str, cls: type, given: Mapping[str, Any]) -> None:
             raise RecipeError(f"{who}: {field} is {value!r}; give {wanted}.")
 
 
-KINDS = ("sparse", "kv", "draft", "prune", "model")
+BASES: dict[str, type] = {
+    "sparse": SparsePattern,
+    "kv": KVPolicy,
+    "draft": DraftStrategy,
+    "prune": TokenPruner,
+}
+"""The kinds of policy, each a field of a recipe, and what those of a kind are."""
+KINDS = (*BASES, "model")
 _registries = {kind: Registry(kind) for kind in KINDS}
 
 
@@ -111,9 +122,20 @@ def policy(kind: str, value: Any, where: str = "") -> Any:
 
 
 def register(kind: str, name: str) -> Callable[[C], C]:
-    """Class decorator: put a class in the registry of `kind` and give it its public `name`."""
+    """Class decorator: put a class in the registry of `kind` and give it its public `name`.
+
+    Raises `RecipeError` for a policy that is none of its kind, or no frozen dataclass.
+    """
 
     def put(cls: C) -> C:
+        base = BASES.get(kind)
+        if base is not None and not issubclass(cls, base):
+            raise RecipeError(f"{kind} {name!r}: {cls.__name__} is no {base.__name__}; derive it from that.")
+        if base is not None and not getattr(vars(cls).get("__dataclass_params__"), "frozen", False):
+            raise RecipeError(
+                f"{kind} {name!r}: {cls.__name__} is no frozen dataclass; write @dataclass(frozen=True, kw_only=True) "
+                "below @register."
+            )
         registry(kind).add(name, cls)
         setattr(cls, "name", name)  # noqa: B010 - the attribute is declared by each base class
         return cls

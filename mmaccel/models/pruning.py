@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmaccel.core.attention import Run
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import Kept, Stage, candidates, question, thin
+from mmaccel.core.prune import Kept, Signals, Stage, candidates, checked_columns, question, thin
 from mmaccel.core.thinned import ThinnedState
 from mmaccel.models.signals import VisionProbe, peek
 
@@ -55,7 +55,11 @@ class Pruning:
         self.pruner, self.family, self.model = pruner, attachment.family, attachment.model
         self.stages = {stage.layer: stage for stage in pruner.stages(attachment.depth)}
         self.handles: list[Any] = []
-        self.vision = VisionProbe(self.model, self.family) if "vision_attention" in pruner.needs else None
+        self.vision = (
+            VisionProbe(self.model, self.family)
+            if pruner.needs & {"vision_attention", "vision_key"}
+            else None
+        )
         if pruner.seat == "layer":
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
             for index, layer in enumerate(self.family.layers(self.model)):
@@ -112,7 +116,7 @@ class Pruning:
             if embeds is None:
                 embeds = self.model.get_input_embeddings()(kwargs["input_ids"])  # type: ignore[operator]
             kwargs["input_ids"] = None
-            signals = {"hidden": embeds}
+            signals = Signals(hidden=embeds)
             if self.vision is not None:
                 signals.update(self.vision.take(run.layout))
             kept = self._cut(work, self.stages[0], signals, embeds[0])
@@ -170,7 +174,7 @@ class Pruning:
         groups = [
             torch.stack([work.attention[layer] for layer in group]).mean(0) for group in stage.attention
         ]
-        signals = {"attention": torch.stack(groups)} if groups else {}
+        signals = Signals(attention=torch.stack(groups)) if groups else Signals()
         if stage.hidden:
             signals["hidden"] = torch.stack([work.hidden[layer] for layer in stage.hidden])
         kept = self._cut(work, stage, signals, hidden[0])
@@ -209,6 +213,8 @@ class Pruning:
         """Ask the pruner, and write down what it keeps; None when that is everything, as it was."""
         layout = work.layout
         kept = self.pruner.cut(signals, layout, stage, work.total) if work.total else None
+        if kept is not None:
+            checked_columns(self.pruner, kept.columns, layout)
         part = work.state.part_of(stage.layer)
         if kept is None or (kept.columns.numel() == layout.length and kept.states is None):
             work.state.cut(part, None, layout)

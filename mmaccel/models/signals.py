@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import VIDEO, TokenLayout
-from mmaccel.core.prune import TokenPruner, candidates, question
+from mmaccel.core.prune import Signals, TokenPruner, candidates, checked_columns, question
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
@@ -172,14 +172,15 @@ class Listener:
         if self.told or any(count < whole for count in self.heard.values()):
             return
         self.told = True
-        signals = {}
+        signals = Signals()
         if self.hidden:
             found = (torch.cat(self.hidden[index]) for index in self.stage.hidden)
             signals["hidden"] = torch.stack([states.to(self.layout.device) for states in found])
         if self.waiting:
             signals["attention"] = self.attention
         self.hidden = {}
-        self.tell(self.pruner.keep(signals, self.layout, self.stage, self.total))
+        kept = self.pruner.keep(signals, self.layout, self.stage, self.total)
+        self.tell(checked_columns(self.pruner, kept, self.layout))
 
 
 class VisionProbe:

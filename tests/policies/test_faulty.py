@@ -1,0 +1,96 @@
+"""What is wrong with a policy of a user's own is told in one sentence, where it would run, and not by wrong numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.kv import KVPolicy
+from mmaccel.core.sparse import SparsePattern
+from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.policies.faulty import PRUNE, SPARSE, Half, Sound
+
+DEAR = ("two spans", "the future", "padding", "a low bound")
+"""Faults that only `check_policy` finds."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return BUILD["llava"](layers=4)
+
+
+def forward(model: Any, **recipe: Any) -> torch.Tensor:
+    with torch.no_grad(), mmaccel.accelerate(model, **recipe) as fast:
+        return fast(**prompt("llava", PROMPTS["long"])).logits
+
+
+def one_sentence(error: Exception) -> str:
+    told = str(error)
+    assert "\n" not in told and told.endswith((".", "?"))
+    return told
+
+
+@pytest.mark.parametrize("what", [name for name in SPARSE if name not in DEAR])
+def test_a_plan_of_other_sizes(model: Any, what: str) -> None:
+    pattern, words = SPARSE[what]
+    with pytest.raises(RecipeError) as caught:
+        forward(model, sparse=pattern(), dense_tail=0)
+    assert words in one_sentence(caught.value)
+
+
+def test_a_sound_pattern_and_pruner_run(model: Any) -> None:
+    plain = forward(model, sparse="dense")
+    torch.testing.assert_close(forward(model, sparse=Sound(), dense_tail=0), plain, atol=1e-5, rtol=0)
+    assert forward(model, prune=Half()).shape == plain.shape
+
+
+@pytest.mark.parametrize("what", PRUNE)
+def test_a_pruner(model: Any, what: str) -> None:
+    pruner, words = PRUNE[what]
+    with pytest.raises(RecipeError) as caught:
+        forward(model, prune=pruner())
+    assert words in one_sentence(caught.value)
+    assert mmaccel.attached(model) is None
+
+
+def plain_class() -> type:
+    class Plain(SparsePattern):
+        """No dataclass of its own."""
+
+    return Plain
+
+
+def of_another_kind() -> type:
+    @dataclass(frozen=True, kw_only=True)
+    class Memory(KVPolicy):
+        """No pattern."""
+
+    return Memory
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (
+            plain_class,
+            "Plain is no frozen dataclass; write @dataclass(frozen=True, kw_only=True) below @register.",
+        ),
+        (of_another_kind, "Memory is no SparsePattern; derive it from that."),
+        (lambda: type("Bare", (), {}), "Bare is no SparsePattern"),
+    ],
+)
+def test_a_class_that_cannot_be_registered(made: Any, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        mmaccel.register("sparse", "no_such_pattern")(made())
+    assert words in one_sentence(caught.value)
+    assert "no_such_pattern" not in mmaccel.list_policies("sparse")["sparse"]
+
+
+def test_the_variable_is_named() -> None:
+    with pytest.raises(RecipeError, match="exact = True"):
+        mmaccel.Recipe(prune="fastv", kv="window")  # type: ignore[arg-type]

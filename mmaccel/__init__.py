@@ -11,6 +11,7 @@ from importlib import import_module
 from types import ModuleType
 
 from mmaccel import models, policies
+from mmaccel.contract import check_policy
 from mmaccel.core.attach import Accelerated, accelerate, attached
 from mmaccel.core.errors import MmaccelError, MmaccelWarning
 from mmaccel.core.recipe import Recipe
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "attached",
+    "check_policy",
     "check_recipe",
     "list_models",
     "list_policies",

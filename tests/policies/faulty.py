@@ -101,7 +101,7 @@ SPARSE = {
     "two spans": (Twice, "twice"),
     "the future": (Ahead, "comes after"),
     "padding": (OfPadding, "padding"),
-    "a part of the tokens": (OtherSizes, "the plan's n_query is 64"),
+    "a part of the tokens": (OtherSizes, "is 64, and the layer's is"),
     "some rows": (FewRows, "the plan's parts hold 64 of"),
     "no whole blocks": (NoWholeBlocks, "in whole blocks of 64"),
     "a low bound": (LowBound, "bound is 1"),
@@ -132,7 +132,7 @@ class DropsText(Half):
 
     def keep(self, signals: Any, layout: TokenLayout, *rest: Any) -> Tensor:
         columns = super().keep(signals, layout, *rest)
-        return columns[columns != (layout.modality[0] == TEXT).nonzero()[0]]
+        return columns[~torch.isin(columns, (layout.modality[0] == TEXT).nonzero()[:1])]
 
 
 class Backwards(Half):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core.errors import RecipeError
+from mmaccel import check_policy
+from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.sparse import SparsePattern
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.faulty import PRUNE, SPARSE, Half, Sound
+from tests.policies.faulty_states import DRAFTS, MEMORIES
 
 DEAR = ("two spans", "the future", "padding", "a low bound")
 """Faults that only `check_policy` finds."""
@@ -94,3 +97,43 @@ def test_a_class_that_cannot_be_registered(made: Any, words: str) -> None:
 def test_the_variable_is_named() -> None:
     with pytest.raises(RecipeError, match="exact = True"):
         mmaccel.Recipe(prune="fastv", kv="window")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", SPARSE)
+def test_a_pattern_is_found_out(what: str) -> None:
+    pattern, words = SPARSE[what]
+    with pytest.raises(RecipeError) as caught:
+        check_policy(pattern())
+    assert words in one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("what", PRUNE)
+def test_a_pruner_is_found_out(what: str) -> None:
+    pruner, words = PRUNE[what]
+    with pytest.raises(RecipeError) as caught:
+        check_policy(pruner())
+    assert words in one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("what", MEMORIES)
+def test_a_memory_is_found_out(what: str) -> None:
+    policy, words = MEMORIES[what]
+    with pytest.raises(RecipeError) as caught:
+        check_policy(policy())
+    assert words in one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("what", DRAFTS)
+def test_a_draft_is_found_out(what: str) -> None:
+    strategy, words = DRAFTS[what]
+    with pytest.raises(RecipeError) as caught, warnings.catch_warnings():
+        warnings.simplefilter("ignore", MmaccelWarning)
+        check_policy(strategy())
+    assert words in one_sentence(caught.value)
+
+
+def test_nothing_else_is_a_policy() -> None:
+    for sound in (Sound(), Half()):
+        check_policy(sound)
+    with pytest.raises(RecipeError, match="give an instance"):
+        check_policy(Sound)

@@ -1,5 +1,6 @@
 """Memories: what a sequence or a stream keeps of its keys and values. One idea a file; a new one is an import line here."""
 
+from mmaccel.policies.kv._stream import StreamMemory, WindowedPolicy
 from mmaccel.policies.kv.full import Full
 from mmaccel.policies.kv.livevlm import LiveVLM
 from mmaccel.policies.kv.mosaic import Mosaic
@@ -10,4 +11,16 @@ from mmaccel.policies.kv.rekv import ReKV
 from mmaccel.policies.kv.streammem import StreamMem
 from mmaccel.policies.kv.window import Window
 
-__all__ = ["Full", "LiveVLM", "Mosaic", "NoCache", "Offload", "ReKV", "Recent", "StreamMem", "Window"]
+__all__ = [
+    "Full",
+    "LiveVLM",
+    "Mosaic",
+    "NoCache",
+    "Offload",
+    "ReKV",
+    "Recent",
+    "StreamMem",
+    "StreamMemory",
+    "Window",
+    "WindowedPolicy",
+]

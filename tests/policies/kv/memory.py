@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import replace
 
-from mmaccel.core.adapter import Geometry
+import torch
+
+from mmaccel.contract.kv import CPU, GEOMETRY, GROUPS, LAYERS, SIZE, written
 from mmaccel.core.kv import KVPolicy, KVState, KVView
 
-LAYERS, GROUPS, SIZE = 3, 2, 4
-GEOMETRY = Geometry(layers=LAYERS, heads=4, kv_heads=GROUPS, head_dim=SIZE, hidden=16, vocab=32)
-CPU = torch.device("cpu")
+__all__ = ["CPU", "GEOMETRY", "GROUPS", "LAYERS", "SIZE", "open_state", "read", "seen", "visible", "written"]
 
 
 def open_state(policy: KVPolicy, layers: int = LAYERS) -> KVState:
-    geometry = Geometry(layers=layers, heads=4, kv_heads=GROUPS, head_dim=SIZE, hidden=16, vocab=32)
-    return policy.open(geometry, None, CPU)
-
-
-def written(serials: list[list[int]], layer: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, G, n, D] whose numbers tell serial, layer, group and place in the head; values are negative."""
-    base = 1000.0 * torch.tensor(serials, dtype=torch.float64)[:, None, :, None] + 100 * layer
-    key = base + 10 * torch.arange(GROUPS)[None, :, None, None] + torch.arange(SIZE)
-    return key, -key - 0.5
+    return policy.open(replace(GEOMETRY, layers=layers), None, CPU)
 
 
 def read(view: KVView, layer: int) -> list[list[int]]:

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Geometry
+from mmaccel.contract.stream import GEOMETRY, GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, Wheel, draw
 from mmaccel.core.kv import KVView, Piece, Stream, StreamPolicy
 from mmaccel.core.places import Places
 from mmaccel.policies.kv._tokens import TokenMemory
 
-LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD = 2, 4, 2, 8, 6, 3
-GEOMETRY = Geometry(layers=LAYERS, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=32, vocab=9)
 CPU = torch.device("cpu")
-
-
-class Wheel:
-    """A model that only turns: pairs (i, i + D/2) by the position on the first axis, the last pair by the last axis."""
-
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        axes = positions if positions.ndim == 2 else positions[None].expand(3, -1)
-        speed = 10.0 ** -torch.arange(SIZE // 2, dtype=torch.float64)
-        angle = axes[0].double()[:, None] * speed
-        angle[:, -1] = axes[-1].double() * 0.3
-        both = torch.cat([angle, angle], -1)[None, None]
-        return both.cos().to(dtype), both.sin().to(dtype)
-
-    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
-        return x * angles[0] + half * angles[1]
-
-    def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        x.copy_(self.turn(x, angles))
 
 
 WHEEL = Wheel()
@@ -51,12 +29,6 @@ def places(axes: int = 1, limit: int = 10**6) -> Places:
     cell = torch.arange(TOKENS)
     unit = torch.stack([torch.full((TOKENS,), HEAD), HEAD + cell // 3, HEAD + cell % 3])
     return Places(torch.arange(HEAD).expand(3, -1), unit, lambda n: 2 * torch.arange(n), HEAD + 4, 2, limit)
-
-
-def draw(name: tuple[Any, ...], *shape: int) -> Tensor:
-    """Numbers that follow from a name."""
-    generator = torch.Generator().manual_seed(zlib.crc32(repr(name).encode()))
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
 def raw(layer: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 
@@ -59,18 +58,6 @@ def layouts(draw: st.DrawFn) -> TokenLayout:
         st.tuples(st.just("video"), st.lists(cell, min_size=1, max_size=7), st.integers(0, 1)),
     )
     return layout_of(draw(st.lists(piece, min_size=1, max_size=5)))
-
-
-def signals_for(layout: TokenLayout, stage, seed: int = 0, asked: int = 1) -> dict[str, Tensor]:
-    """Random signals of the shapes a stage declares; attention rows add up to one."""
-    g = torch.Generator().manual_seed(seed)
-    S = layout.length
-    return {
-        "hidden": torch.randn(max(len(stage.hidden), 1), S, 8, generator=g),
-        "attention": torch.rand(max(len(stage.attention), 1), asked, S, generator=g).softmax(-1),
-        "vision_attention": torch.rand(S, generator=g),
-        "vision_key": torch.randn(S, 5, generator=g),
-    }
 
 
 def videos(layout: TokenLayout) -> list[int]:

@@ -10,14 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmaccel import Recipe
+from mmaccel import Recipe, check_policy
+from mmaccel.contract.prompts import signals_for
+from mmaccel.contract.prune import DEPTH, check_cuts
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.prune import SIGNALS, TokenPruner, best, quota, spread, thin
+from mmaccel.core.prune import TokenPruner, best, checked_stages, quota, spread
 from mmaccel.core.recipe import policy
 from mmaccel.core.registry import registry
-from tests.policies.prune.layouts import asked, frames_of, layout_of, layouts, signals_for, videos
+from tests.policies.prune.layouts import frames_of, layout_of, layouts, videos
 
-DEPTH = 32
 NAMES = sorted(registry("prune"))
 EVERYTHING: dict[str, dict[str, Any]] = {
     "dycoke": {"drop": 0.0},
@@ -38,18 +39,8 @@ def build(name: str, **fields: Any) -> TokenPruner:
 @given(layout=layouts(), seed=st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
 def test_text_images_and_marks_stay(name: str, layout, seed: int) -> None:
-    pruner = build(name)
-    left, total = layout, len(videos(layout))
-    for stage in pruner.stages(DEPTH):
-        signals = signals_for(left, stage, seed, asked=len(asked(left)))
-        kept = pruner.cut(signals, left, stage, total)
-        columns = kept.columns
-        assert columns.dtype == torch.long and torch.equal(columns, pruner.keep(signals, left, stage, total))
-        assert columns.tolist() == sorted(set(columns.tolist()))
-        assert set(range(left.length)) - set(videos(left)) <= set(columns.tolist())
-        assert kept.states is None or kept.states.shape == (len(columns), 8)
-        left = thin(left, columns)
-        assert left.position[0].tolist() == list(range(left.length))
+    check_cuts(build(name), layout, seed)
+    check_policy(build(name), rounds=1, seed=seed)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,7 +50,7 @@ def test_everything_and_nothing(name: str, layout) -> None:
     for fields, want in ((EVERYTHING, layout.length), (NOTHING, layout.length - len(videos(layout)))):
         pruner = build(name, **fields.get(name, {"retention": 1.0 if fields is EVERYTHING else 0.0}))
         stage = pruner.stages(DEPTH)[-1]
-        signals = signals_for(layout, stage, asked=len(asked(layout)))
+        signals = signals_for(layout, stage)
         kept = pruner.cut(signals, layout, stage)
         if name == "dycoke" and fields is NOTHING:
             # The first of every four frames stays, and frames of unlike grids.
@@ -79,28 +70,16 @@ def test_counts_are_exact(name: str, retention: float, count: int) -> None:
     layout = layout_of([("text", 3), ("video", [(2, 5)] * 10, 1), ("text", 4)])
     pruner = build(name, retention=retention)
     (stage,) = pruner.stages(DEPTH)
-    kept = pruner.keep(signals_for(layout, stage, asked=4), layout, stage)
+    kept = pruner.keep(signals_for(layout, stage), layout, stage)
     assert len(kept) == count + 3 + 1 + 4
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_it_declares(name: str) -> None:
     pruner = build(name)
-    assert pruner.needs <= set(SIGNALS) and pruner.seat in ("frames", "layer", "draft")
-    assert pruner.lossy == (pruner.seat != "draft")
-    stages = pruner.stages(DEPTH)
-    assert [s.layer for s in stages] == sorted({s.layer for s in stages})
-    for stage in stages:
+    for stage in checked_stages(pruner, DEPTH):
         assert bool(stage.hidden) == ("hidden" in pruner.needs)
         assert bool(stage.attention) == ("attention" in pruner.needs)
-        read = [*stage.hidden, *(layer for group in stage.attention for layer in group)]
-        assert all(0 <= layer <= stage.layer for layer in read)
-        if pruner.seat == "layer":
-            assert all(layer >= stage.layer - 1 for group in stage.attention for layer in group)
-    if pruner.seat == "draft":
-        assert len(stages) == 1
-    if pruner.seat == "frames":
-        assert [s.layer for s in stages] == [0]
     told = Recipe.load({"prune": name}).to_dict()["prune"] if pruner.lossy else None
     if told is not None:
         assert policy("prune", told) == pruner

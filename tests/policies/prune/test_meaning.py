@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmaccel.contract.prompts import signals_for
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import Stage, thin
 from mmaccel.models.signals import _received
@@ -25,7 +26,7 @@ from mmaccel.policies.prune import (
     UVPrune,
     VisionZip,
 )
-from tests.policies.prune.layouts import LAYOUTS, asked, frames_of, layout_of, signals_for, top, videos, whole
+from tests.policies.prune.layouts import LAYOUTS, asked, frames_of, layout_of, top, videos, whole
 
 
 @pytest.fixture(params=LAYOUTS)

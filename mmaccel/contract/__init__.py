@@ -1,0 +1,41 @@
+"""What every policy promises, tried on small made-up prompts: for those who write one of their own, and for our tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmaccel.contract.draft import check_draft
+from mmaccel.contract.kv import check_memory
+from mmaccel.contract.prune import check_pruner
+from mmaccel.contract.sparse import check_pattern
+from mmaccel.core.draft import DraftStrategy
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.kv import KVPolicy
+from mmaccel.core.prune import TokenPruner
+from mmaccel.core.sparse import SparsePattern
+
+__all__ = ["check_policy"]
+
+
+def check_policy(policy: Any, *, rounds: int = 12, seed: int = 0) -> None:
+    """Try a policy (an instance) against its contract; raises `RecipeError` in one sentence for the first promise it breaks.
+
+    A pattern: sizes, lists, no pair of the future or of padding, none counted twice, its bound. A memory of sequences:
+    lengths, cuts, questions, beams; one of streams: passes, places of its own rows, that a question leaves no trace, going
+    back. A draft: that a toy target's text stays its own and nothing fails. A pruner: what it declares and keeps.
+
+    Prompts have 20 to 600 tokens: give fields small enough to leave something out of these. `rounds` prompts of `seed` are
+    tried. It says nothing of how good the policy is.
+    """
+    if isinstance(policy, SparsePattern):
+        check_pattern(policy, rounds, seed)
+    elif isinstance(policy, TokenPruner):
+        check_pruner(policy, rounds, seed)
+    elif isinstance(policy, KVPolicy):
+        check_memory(policy)
+    elif isinstance(policy, DraftStrategy):
+        check_draft(policy)
+    else:
+        raise RecipeError(
+            f"policy: {policy!r} is none; give an instance of a pattern, a memory, a draft or a pruner."
+        )

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from mmaccel import check_policy, list_policies
 from mmaccel.cli.own import bring
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import KINDS, registry
 
+ROOT = Path(__file__).parents[2]
 Call = Callable[..., tuple[int, str, str]]
 
 MINE = '''
@@ -58,6 +62,46 @@ def own(tmp_path: Path) -> Path:
     path = tmp_path / "own_policies.py"
     path.write_text(MINE, encoding="utf-8")
     return path
+
+
+EXAMPLES = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+SMALL: dict[str, dict[str, Any]] = {
+    "every_fourth": {"block": 16},
+    "every_tenth": {"window": 6, "local": 2, "step": 3},
+    "echo": {},
+    "longest": {"retention": 0.5},
+}
+
+
+@pytest.fixture
+def examples(own: Path) -> Path:
+    """The policies of CONTRIBUTING.md in one file."""
+    own.write_text("\n\n".join(EXAMPLES), encoding="utf-8")
+    return own
+
+
+def test_the_examples_keep_the_contract(examples: Path) -> None:
+    before = {kind: set(names) for kind, names in list_policies().items()}
+    bring(str(examples))
+    new = {name: kind for kind, names in list_policies().items() for name in set(names) - before[kind]}
+    assert new.keys() == SMALL.keys() and sorted(new.values()) == ["draft", "kv", "prune", "sparse"]
+    for name, kind in new.items():
+        check_policy(registry(kind).build(name, SMALL[name]))
+        check_policy(registry(kind).build(name))
+
+
+def test_the_examples_run_by_name(call: Call, examples: Path, clip: str, ov: str) -> None:
+    words = ("--model", ov, "--max-new-tokens", 6, "--json")
+    told = {}
+    for name in ("dense", "every_fourth", "echo", "longest"):
+        status, out, err = call("--import", examples, "ask", clip, "hi", "--recipe", name, *words)
+        assert (status, err) == (0, "")
+        told[name] = json.loads(out)
+    assert told["every_fourth"]["kept"] < 0.8 < told["dense"]["kept"] == 1.0
+    assert told["echo"]["answer"] == told["dense"]["answer"] and "warning" not in err
+    question = ("--recipe", "every_tenth", "--question", "hi")
+    status, out, err = call("--import", examples, "watch", clip, *question, *words)
+    assert status == 0 and "every_tenth" in out, err
 
 
 def test_list_and_describe_know_it(call: Call, own: Path) -> None:

@@ -79,7 +79,7 @@ def ask(
     """Ask a question about a video; the answer, and seconds, tokens a second, share kept, memory."""
     if not question.strip():
         raise VideoError("the question is empty; ask something.")
-    chosen = choices.recipes(recipe or ["dense" if draft is None else "sequential"], model, draft)
+    chosen = choices.recipes(recipe or ["dense" if draft is None else "sequential"], draft)
     if compare:
         dense = choices.recipe("dense")
         if chosen.get("dense", dense) != dense:

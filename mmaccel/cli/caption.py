@@ -49,7 +49,7 @@ def caption(
     from mmaccel.eval.answer import prompt
     from mmaccel.models.tiny import CAPTION_REQUEST
 
-    chosen = choices.recipe(recipe, model, draft)
+    chosen = choices.recipe(recipe, draft)
     if not chosen.draft.active:
         raise RecipeError(f"recipe {recipe!r} drafts nothing; name one that does, such as parallelvlm.")
     place, kind = choices.where(device), choices.dtype(dtype)

@@ -12,7 +12,6 @@ from mmaccel.core.errors import RecipeError, UnknownName, WorldError
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.recipe import TABLE, Recipe, fields_of, names
 from mmaccel.core.registry import registry
-from mmaccel.models import tiny
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,49 +19,41 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
-def recipe(text: str, model: str = "", draft: str | None = None) -> Recipe:
+def recipe(text: str, draft: str | None = None) -> Recipe:
     """The recipe of a name, a YAML file or a table of head patterns.
 
-    A draft strategy that wants a model and names none gets `draft`, or else the draft shipped beside a shipped `model`;
-    `draft` beside a recipe that drafts nothing turns sequential drafting on.
+    A draft strategy that takes a model gets `draft`, which beside a recipe that drafts nothing turns sequential drafting on.
     """
     fields = fields_of(text)
+    if draft is None:
+        return Recipe.load(fields)
     wanted = fields.get("draft")
     chosen: dict[str, Any] = dict(wanted) if isinstance(wanted, dict) else {"name": wanted or "off"}
     name = chosen.get("name")
-    if draft is not None and name == "off":
-        chosen = {"name": "sequential", "model": _folder(draft)}
+    if name == "off":
+        chosen = {"name": "sequential", "model": draft}
     elif isinstance(name, str) and name in registry("draft") and _takes_model(name):
-        if draft is not None:
-            chosen["model"] = _folder(draft)
-        elif chosen.get("model") is None:
-            if f"{model}-draft" not in tiny.NAMES:
-                raise RecipeError(f"recipe {text!r} names no draft model; give its folder with --draft.")
-            chosen["model"] = _folder(f"{model}-draft")
-        else:
-            chosen["model"] = _folder(str(chosen["model"]))
-    else:
-        return Recipe.load(fields)
+        chosen["model"] = draft
     return Recipe.load({**fields, "draft": chosen})
 
 
-def recipes(texts: Sequence[str], model: str, draft: str | None = None) -> dict[str, Recipe]:
+def recipes(texts: Sequence[str], draft: str | None = None) -> dict[str, Recipe]:
     """Recipes by the name they are shown under: the text given, or a file's name without its ending."""
     found: dict[str, Recipe] = {}
     for text in texts:
         name = Path(text).stem if text.endswith((".yaml", ".yml", TABLE)) else text
         if name in found:
             raise RecipeError(f"recipe {name!r} is given twice; give each once, or rename one of the files.")
-        found[name] = recipe(text, model, draft)
+        found[name] = recipe(text, draft)
     return found
 
 
-def memory(text: str, model: str) -> Recipe:
+def memory(text: str) -> Recipe:
     """The recipe of a stream, by the name of a memory or by a YAML file; raises `RecipeError` for what cannot hold one."""
     streams = [name for name, kv in registry("kv").items() if issubclass(kv, StreamPolicy)]
     if not text.endswith((".yaml", ".yml")) and text not in names():
         raise UnknownName("memory of streams", text, streams, own=True)
-    found = recipe(text, model)
+    found = recipe(text)
     stream_policy(found)
     return found
 
@@ -89,16 +80,6 @@ def kinds(text: str, known: Sequence[str]) -> tuple[str, ...]:
 
 def _takes_model(name: str) -> bool:
     return "model" in {f.name for f in dataclasses.fields(registry("draft")[name])}
-
-
-def _folder(name: str) -> str:
-    """The folder of a draft; the word for the one beside the target stays."""
-    from mmaccel.models.loading import known_model
-    from mmaccel.policies.draft._pair import BESIDE
-
-    if name == BESIDE:
-        return name
-    return str(tiny.path(name)) if name in tiny.NAMES else known_model(name)
 
 
 def processor(model: str) -> Any:

@@ -59,7 +59,7 @@ def needle(
     asked = asked or (known if kind == "all" else choices.kinds(kind, known))
     lengths = lengths_of(frames)
     check_segments(lengths, segments if documents else 1)
-    chosen = choices.recipe(recipe, model, draft)
+    chosen = choices.recipe(recipe, draft)
     place, kept_in = choices.where(device), choices.dtype(dtype)
     choices.check(chosen, model, place)
     processor = choices.processor(model)
@@ -139,7 +139,7 @@ def caption(
     from mmaccel.eval.cases import Film, checked_seed
 
     checked_seed(seed)
-    chosen = choices.recipe(recipe, model)
+    chosen = choices.recipe(recipe)
     place, kept_in = choices.where(device), choices.dtype(dtype)
     choices.check(chosen, model, place)
     processor = choices.processor(model)
@@ -205,7 +205,7 @@ def table(
     checked_seed(seed)
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise WorldError(f"--out: {output} is no place for a file; name a file in a folder that exists.")
-    chosen = choices.recipe(recipe, model)
+    chosen = choices.recipe(recipe)
     place, kept_in = choices.where(device), choices.dtype(dtype)
     choices.check(chosen, model, place)
     partner = draft or (f"{model}-draft" if f"{model}-draft" in tiny.NAMES else None)

@@ -250,7 +250,7 @@ def methods_of(
     more: dict[str, Any] = {"backend": select.choose(device)}
     if compress is not None:
         more["prune"] = RIVALS[compress].make(1.0)["prune"]
-    fixed = choices.recipes(recipes, model)
+    fixed = choices.recipes(recipes)
     level = level or list(fixed)[-1]
     if level not in fixed:
         raise UnknownName("recipe of --level", level, fixed)

@@ -83,7 +83,7 @@ def watch(
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
     if save is not None:
         writable(save)
-    chosen = choices.memory(recipe or RECIPE, model) if load is None else Recipe.load(recipe_of(load))
+    chosen = choices.memory(recipe or RECIPE) if load is None else Recipe.load(recipe_of(load))
     place, kept_in = choices.where(device), choices.dtype(dtype)
     clips: Iterator[Video] = iter(())
     if video is not None:

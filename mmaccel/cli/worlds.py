@@ -76,7 +76,7 @@ def demo(
 
     checked_seed(seed0)
     asked = choices.kinds(kinds, KINDS)
-    chosen = choices.recipes(["dense", *(recipe or ["a_shape-short", "grid"])], model)
+    chosen = choices.recipes(["dense", *(recipe or ["a_shape-short", "grid"])])
     place, kept_in = choices.where(device), choices.dtype(dtype)
     for one in chosen.values():
         choices.check(one, model, place)

@@ -36,7 +36,7 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no draft": (
         ("ask", "CLIP", "hi", "--model", "OV", "--recipe", "sequential"),
-        "give its folder with --draft.",
+        "give the draft model's folder (--draft on the command line).",
     ),
     "missing draft": (
         ("ask", "CLIP", "hi", "--model", "OV", "--draft", "nodraft"),

@@ -206,7 +206,10 @@ def test_names_far_from_all_give_the_list_alone() -> None:
         ({"sparse": {"window": 3}}, "sparse: a mapping needs the policy's name"),
         ({"sparse": {"name": "a_shape", "window": 0}}, "a_shape: window is 0"),
         ({"sparse": {"name": "a_shape", "block": 48}}, "a_shape: block is 48; give a power of two"),
-        ({"draft": "sequential"}, "sequential: model is None; give the draft model's folder"),
+        (
+            {"draft": {"name": "sequential", "model": None}},
+            "sequential: model is None; give the draft model's folder",
+        ),
     ],
     ids=str,
 )

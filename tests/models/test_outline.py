@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.errors import MmaccelError, ModelError
+from mmaccel.core.errors import DraftError, MmaccelError, ModelError
 from mmaccel.models import loading
 
 Folder = Callable[[str], Path]
@@ -45,6 +46,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "there is no folder ./nowhere",
     ),
     "a draft beside nothing": ({"draft": {"name": "tree", "model": "beside"}}, "there is no folder"),
+    "no draft, and none beside": (
+        {"draft": "sequential"},
+        "sequential: model is 'beside', as it is when none",
+    ),
     "a draft of another family": (
         {"draft": {"name": "sequential", "model": "OTHER"}},
         "the draft is a qwen2_5_vl and the target a llava_onevision",
@@ -108,3 +113,30 @@ def test_a_folder_that_is_no_model_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ModelError, match="model type 'bert' is not supported"):
         loading.outline(tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["sequential", "tree", "text_only", "parallel"])
+def test_a_draft_of_no_model_is_the_one_beside_the_target(
+    strategy: str, random_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By every road, from within the folder too; where there is none, `WRONG` has the sentence."""
+    target = tmp_path / "target"
+    shutil.copytree(random_folder("tiny-ov-draft"), target)
+    monkeypatch.chdir(target)
+    with pytest.raises(DraftError, match="target-draft; give the draft model's folder"):
+        loading.check_recipe(strategy, ".")
+    shutil.copytree(target, tmp_path / "target-draft")
+    for given in (strategy, {"draft": strategy}, {"draft": {"name": strategy}}):
+        assert mmaccel.Recipe.load(given) == mmaccel.Recipe.load(draft={"name": strategy, "model": "beside"})
+        loading.check_recipe(given, target)
+        loading.check_recipe(given, ".")
+    model = mmaccel.load_model(target)
+    with mmaccel.accelerate(
+        model, draft={"name": strategy, **({"process": False} if strategy == "parallel" else {})}
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
+def test_a_shipped_model_has_its_draft_beside_it(name: str) -> None:
+    loading.check_recipe("sequential", name)

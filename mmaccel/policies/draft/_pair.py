@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +28,17 @@ def folder_of(name: str, target: ModelView, model: str) -> str:
     """The draft's folder; raises `DraftError` where none stands beside the target's."""
     if model != BESIDE:
         return model
-    own = target.folder
-    beside = own.with_name(f"{own.name}-draft") if own is not None else None
+    # Whole: "." has no name.
+    own = os.path.abspath(target.folder) if target.folder is not None else None
+    beside = Path(f"{own}-draft") if own is not None else None
     if beside is None or not beside.is_dir():
         where = (
             f"there is no folder {beside}" if beside is not None else "the target was loaded from no folder"
         )
-        raise DraftError(f"{name}: model is 'beside' and {where}; give the draft model's folder.")
+        raise DraftError(
+            f"{name}: model is 'beside', as it is when none is given, and {where}; give the draft model's folder "
+            "(--draft on the command line)."
+        )
     return str(beside)
 
 
@@ -101,14 +106,15 @@ def draft_pruner(name: str, prune: Any) -> TokenPruner | None:
 class PeerStrategy(DraftStrategy):
     """The base of drafts by a model of the target's family, whose prompt a pruner may thin.
 
-    model  folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module; in a
-           YAML file a folder counts from the file's where it is there, or begins with a dot, and anything else is a name
+    model  folder, hub or shipped name of the draft model, or the loaded module; "beside" is the folder beside the target's
+           with its name and ``-draft``, the shipped draft of a shipped model; in a YAML file a folder counts from the file's
+           where it is there, or begins with a dot, and anything else is a name
     prune  a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
 
-    model: str | nn.Module | None = None
+    model: str | nn.Module = BESIDE
     prune: TokenPruner | None = None
 
     @classmethod
@@ -135,5 +141,4 @@ class PeerStrategy(DraftStrategy):
 
     def peer(self, target: ModelView) -> ModelView:
         """The draft model's view, in this process; raises `DraftError`."""
-        assert self.model is not None
         return open_peer(self.name, target, self.model)

@@ -337,7 +337,7 @@ def test_a_draft_that_cannot_gain_rests_and_says_so(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("choice", "word"),
     [
-        ({}, "model"),
+        ({"model": None}, "model"),
         ({"model": "x", "window": 0}, "window"),
         ({"model": "x", "most": 0}, "most"),
         ({"model": "x", "threads": 0}, "threads"),

@@ -36,11 +36,11 @@ BY_HEAD = "layer by layer: the same with --json > FILE, then mmaccel draw FILE -
 OPTIONS = (
     (r"; max_side= or size= sets another size", ""),
     (r", max_frames= or size=", " or max_frames="),
-    (r"\bfps and count exclude", "--fps and --frames exclude"),
-    (r"\bcount=(?=\w|-)", "--frames "),
+    (r"\bfps and frames exclude", "--fps and --frames exclude"),
+    (r"\bframes=(?=\w|-)", "--frames "),
     (r"\bfps=(?=\w|-)", "--fps "),
     (r"\bmax_frames=(?=\w|-)", "--max-frames "),
-    (r"\bcount=", "--frames"),
+    (r"\bframes=", "--frames"),
     (r"\bfps=", "--fps"),
     (r"\bmax_frames=", "--max-frames"),
 )
@@ -119,7 +119,7 @@ def watch(
         raise VideoError(
             "--frames says how many frames, --fps and --max-frames bound them; give one or the other."
         )
-    how: dict[str, Any] = {"count": frames}
+    how: dict[str, Any] = {"frames": frames}
     if frames is None:
         how["max_frames"] = max_frames if max_frames is not None else processor.video.max_frames or MAX_FRAMES
         how["fps"] = fps if fps is not None else processor.video.fps

@@ -33,7 +33,7 @@ def read(
     path: str | os.PathLike[str],
     *,
     fps: float | None = None,
-    count: int | None = None,
+    frames: int | None = None,
     start: float | None = None,
     stop: float | None = None,
     max_frames: int | None = None,
@@ -44,11 +44,11 @@ def read(
     options: dict[str, str] | None = None,
     timeout: float | None = None,
 ) -> Video:
-    """Read a video: `fps` frames a second, `count` evenly spaced frames, or, with neither, every frame.
+    """Read a video: `fps` frames a second, `frames` evenly spaced frames, or, with neither, every frame.
 
     - `fps`: at `start + k / fps` seconds, the frame whose presentation time lies nearest, so a variable frame
       rate is respected; a frame that stands for long is repeated.
-    - `count`: of the N frames, number `i * N // count`, as `transformers.video_utils.load_video` does.
+    - `frames`: of the N there are, number `i * N // frames`, as `transformers.video_utils.load_video` does.
     - `start`, `stop`: seconds from the start of the video, `stop` left out.
     - `max_frames`: at most so many: the rate is lowered, the span stays whole. Where the source does not tell
       its length and can be read but once, every second frame is let go whenever there are too many.
@@ -61,10 +61,10 @@ def read(
     Sparse frames of a local file are reached by seeking. Raises `VideoError` when nothing can be read; warns
     `VideoWarning` when some of the asked frames could not be, and says how many.
     """
-    _check(fps, count, start, stop, max_frames, size, max_side)
+    _check(fps, frames, start, stop, max_frames, size, max_side)
     with Source(path, options=options, timeout=timeout) as source:
         picture = Picture(size, max_side)
-        plan = _plan(source, fps, count, start or 0.0, stop, max_frames)
+        plan = _plan(source, fps, frames, start or 0.0, stop, max_frames)
         expected = min((n for n in (plan.total, plan.most) if n is not None), default=None)
         fitted = fit is not None and expected is not None and _fit(source, picture, expected, fit)
         _check_memory(source, picture, plan.total if plan.total is None else expected)
@@ -95,11 +95,11 @@ def read(
         times = [time for time, _ in kept]
         rate = (plan.rate or source.rate) / thinned.step or len(times) / max(end - times[0], 1e-9)
         whole = source.duration
-        frames = [frame for _, frame in kept]
+        drawings = [frame for _, frame in kept]
         kept.clear()
         drawn = None
         return Video(
-            frames=pile(frames),
+            frames=pile(drawings),
             times=torch.tensor(times, dtype=torch.float64),
             fps=float(rate),
             source_fps=source.rate,
@@ -174,14 +174,14 @@ def _by_number(
             raise VideoError(_nothing(source, start, stop))
     elif start > 0 or stop is not None:
         raise VideoError(
-            f"{source.name} does not tell the time of each frame, so count= cannot be combined with "
+            f"{source.name} does not tell the time of each frame, so frames= cannot be combined with "
             "start= or stop=: use fps=, or read the whole."
         )
     total = len(times) if times is not None else source.count
     if total == 0:
-        raise VideoError(f"{source.name} does not tell its number of frames: use fps= instead of count=.")
+        raise VideoError(f"{source.name} does not tell its number of frames: use fps= instead of frames=.")
     if count is not None and count > total:
-        raise VideoError(f"count={count} is more than the {total} frames of {source.name}: ask for fewer.")
+        raise VideoError(f"frames={count} is more than the {total} frames of {source.name}: ask for fewer.")
     keep = min(total if count is None else count, total if most is None else most)
     numbers, rate = uniform(total, keep), keep / total * source.rate
     if times is not None:
@@ -280,7 +280,7 @@ def _check_memory(source: Source, picture: Picture, total: int | None) -> None:
     if free is not None and need > free:
         raise VideoError(
             f"{total} frames of {width}x{height} from {source.name} need {need / 2**30:.1f} GiB and "
-            f"{free / 2**30:.1f} GiB are free: give fps=, count=, max_frames= or size=."
+            f"{free / 2**30:.1f} GiB are free: give fps=, frames=, max_frames= or size=."
         )
 
 
@@ -297,18 +297,18 @@ def free_memory() -> int | None:
 
 def _check(
     fps: float | None,
-    count: int | None,
+    frames: int | None,
     start: float | None,
     stop: float | None,
     max_frames: int | None,
     size: tuple[int, int] | None,
     max_side: int | None,
 ) -> None:
-    if fps is not None and count is not None:
-        raise VideoError("fps and count exclude each other: give one of them.")
+    if fps is not None and frames is not None:
+        raise VideoError("fps and frames exclude each other: give one of them.")
     if fps is not None and not (fps > 0 and math.isfinite(fps)):
         raise VideoError(f"fps={fps} must be a positive number of frames a second.")
-    for name, value in (("count", count), ("max_frames", max_frames), ("max_side", max_side)):
+    for name, value in (("frames", frames), ("max_frames", max_frames), ("max_side", max_side)):
         if value is not None and value < 1:
             raise VideoError(f"{name}={value} must be at least 1.")
     if start is not None and not (start >= 0 and math.isfinite(start)):

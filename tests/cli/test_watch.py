@@ -73,7 +73,7 @@ def test_a_long_film_is_shrunk_to_what_the_model_needs(
 )
 def test_errors_name_the_options_of_the_command(tmp_path: Path, how: dict[str, Any], sentence: str) -> None:
     # The name of the file holds the words that are looked for.
-    path = write_film(tmp_path / "count=fps=.mp4", 6)
+    path = write_film(tmp_path / "frames=fps=.mp4", 6)
     with pytest.raises(VideoError) as caught:
         look(path, **how)
     assert str(caught.value).replace(str(path), "PATH") == sentence

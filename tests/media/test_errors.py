@@ -115,7 +115,7 @@ def test_nobody_at_the_address() -> None:
     assert told == "FILE cannot be opened: connection refused."
 
 
-@pytest.mark.parametrize("how", [{}, {"fps": 5}, {"count": 2}, {"size": (28, 28)}])
+@pytest.mark.parametrize("how", [{}, {"fps": 5}, {"frames": 2}, {"size": (28, 28)}])
 def test_frames_of_one_pixel_are_read(film: Film, how: dict[str, Any]) -> None:
     path = film("dot.mkv", 4, height=1, width=1, codec="ffv1", pixels="bgr0")
     with warnings.catch_warnings():
@@ -136,7 +136,7 @@ def test_frames_of_8k_are_shrunk_and_told(film: Film) -> None:
         assert media.read(path, size=(84, 140)).frames.shape == (1, 3, 84, 140)
 
 
-@pytest.mark.parametrize("how", [{}, {"fps": 5}, {"count": 6}, {"max_frames": 6}])
+@pytest.mark.parametrize("how", [{}, {"fps": 5}, {"frames": 6}, {"max_frames": 6}])
 def test_a_truncated_file_gives_its_beginning_and_counts_the_rest(film: Film, how: dict[str, Any]) -> None:
     path = film(muxer={"movflags": "faststart"})
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -146,7 +146,7 @@ def test_a_truncated_file_gives_its_beginning_and_counts_the_rest(film: Film, ho
     told = str(caught[0].message).removesuffix("; it is damaged in 1 place.").rstrip(".")
     found = numbers(video.frames)
     assert 0 < len(video) < 60 and found[-1] < 45
-    if "count" in how or "max_frames" in how:
+    if "frames" in how or "max_frames" in how:
         counts = re.search(r"only (\d+) of its 60 frames are in the file, (\d+) are lost$", told)
         assert counts is not None and int(counts[1]) + int(counts[2]) == 60 and int(counts[1]) > found[-1]
     else:
@@ -177,7 +177,7 @@ def test_a_truncated_file_that_ends_after_the_span_asked_for(film: Film) -> None
         assert numbers(media.read(path, fps=5, stop=1.0).frames) == [0, 2, 4, 6, 8]
 
 
-@pytest.mark.parametrize("how", [{}, {"fps": 2}, {"count": 12}])
+@pytest.mark.parametrize("how", [{}, {"fps": 2}, {"frames": 12}])
 def test_damage_in_the_middle_leaves_the_rest(film: Film, how: dict[str, Any]) -> None:
     path = film(muxer={"movflags": "faststart"}, gop=6)
     data = bytearray(path.read_bytes())

@@ -56,7 +56,7 @@ def evenly(found: list[int], step: int, total: int) -> bool:
     [
         ({}, 1),
         ({"fps": 1}, 10),
-        ({"count": 4}, 15),
+        ({"frames": 4}, 15),
         ({"max_frames": 6}, 10),
         ({"fps": 5, "max_frames": 6}, 10),
     ],

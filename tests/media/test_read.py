@@ -62,7 +62,7 @@ def test_count_equals_the_stock_loader(film: Film) -> None:
     video_utils = pytest.importorskip("transformers.video_utils")
     path = film(frames=48)
     stock, metadata = video_utils.load_video(str(path), num_frames=8, backend="pyav")
-    video = media.read(path, count=8)
+    video = media.read(path, frames=8)
     assert torch.equal(video.frames.permute(0, 2, 3, 1), torch.from_numpy(stock))
     assert numbers(video.frames) == list(metadata.frames_indices)
     told = metadata.sampled_fps if hasattr(metadata, "sampled_fps") else 8 / 48 * 10
@@ -71,7 +71,7 @@ def test_count_equals_the_stock_loader(film: Film) -> None:
 
 def test_count_that_does_not_divide(film: Film) -> None:
     path = film(frames=47)
-    assert numbers(media.read(path, count=13).frames) == uniform(47, 13)
+    assert numbers(media.read(path, frames=13).frames) == uniform(47, 13)
 
 
 def test_max_frames_keeps_the_whole_span(film: Film) -> None:
@@ -87,12 +87,12 @@ def test_a_span(film: Film) -> None:
     path = film()
     assert numbers(media.read(path, start=2.0, stop=2.5).frames) == [20, 21, 22, 23, 24]
     assert numbers(media.read(path, start=2.0, stop=4.0, fps=1).frames) == [20, 30]
-    assert numbers(media.read(path, start=2.0, stop=4.0, count=4).frames) == [20, 25, 30, 35]
+    assert numbers(media.read(path, start=2.0, stop=4.0, frames=4).frames) == [20, 25, 30, 35]
     assert media.read(path, start=5.8).times.tolist() == pytest.approx([5.8, 5.9])
 
 
 @pytest.mark.parametrize("name", ["film.mp4", "film.mkv", "film.ts"])
-@pytest.mark.parametrize("how", [{"fps": 0.1}, {"count": 4}, {"fps": 1, "start": 30.0}])
+@pytest.mark.parametrize("how", [{"fps": 0.1}, {"frames": 4}, {"fps": 1, "start": 30.0}])
 def test_seeking_changes_nothing_but_the_work(
     film: Film, name: str, how: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +159,7 @@ def test_progress_counts_kept_frames(film: Film) -> None:
 def test_more_than_memory_is_refused_before_decoding(film: Film, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmaccel.media.reader.free_memory", lambda: 1_000_000)
     monkeypatch.setattr(Source, "frames", lambda *_: pytest.fail("frames were decoded"))
-    with pytest.raises(VideoError, match=r"60 frames of 128x64 .* need .* GiB .*: give fps=, count="):
+    with pytest.raises(VideoError, match=r"60 frames of 128x64 .* need .* GiB .*: give fps=, frames="):
         list(media.read(film()).frames)
 
 
@@ -195,10 +195,10 @@ def test_memory_follows_the_kept_frames_not_the_film(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"fps": 1, "count": 2}, "fps and count exclude each other: give one of them."),
+        ({"fps": 1, "frames": 2}, "fps and frames exclude each other: give one of them."),
         ({"fps": 0}, "fps=0 must be a positive number of frames a second."),
         ({"fps": float("inf")}, "fps=inf must be a positive number of frames a second."),
-        ({"count": 0}, "count=0 must be at least 1."),
+        ({"frames": 0}, "frames=0 must be at least 1."),
         ({"max_frames": -1}, "max_frames=-1 must be at least 1."),
         ({"start": -1.0}, "start=-1.0 must be 0 or more seconds."),
         ({"start": 2.0, "stop": 2.0}, "stop=2.0 must lie after start=2.0."),
@@ -213,9 +213,11 @@ def test_wrong_arguments_are_told_before_the_file_is_touched(wrong: dict[str, ob
 
 def test_asking_for_more_than_there_is(film: Film) -> None:
     path = film(frames=6)
-    with pytest.raises(VideoError, match=r"count=9 is more than the 6 frames of .*film.mp4: ask for fewer\."):
-        media.read(path, count=9)
-    for how in ({"fps": 1}, {"count": 1}, {}):
+    with pytest.raises(
+        VideoError, match=r"frames=9 is more than the 6 frames of .*film.mp4: ask for fewer\."
+    ):
+        media.read(path, frames=9)
+    for how in ({"fps": 1}, {"frames": 1}, {}):
         with pytest.raises(
             VideoError, match=r"of 0\.60 s has no frame from start=9\.0: choose a span inside"
         ):

@@ -127,7 +127,7 @@ def test_an_address(film: Film) -> None:
         try:
             parts = list(media.clips(url, fps=5, frames_per_clip=4, timeout=5.0))
             assert numbers(torch.cat([part.frames for part in parts])) == list(range(0, 20, 2))
-            assert numbers(media.read(url, count=4, timeout=5.0).frames) == [0, 5, 10, 15]
+            assert numbers(media.read(url, frames=4, timeout=5.0).frames) == [0, 5, 10, 15]
         finally:
             server.shutdown()
 

@@ -10,28 +10,44 @@ from torch import Tensor
 
 from mmaccel.core.errors import VideoError
 from mmaccel.media.reader import read
+from mmaccel.media.sampling import uniform
 from mmaccel.media.video import Video
 
 
 def as_frames(
-    video: Any, fps: float | None = None, max_frames: int | None = None
+    video: Any, fps: float | None = None, max_frames: int | None = None, frames: int | None = None
 ) -> tuple[Tensor, float | None]:
     """A path or URL (read at `fps`), a `Video`, an array or tensor `[T, 3, H, W]` or `[T, H, W, 3]`, or a
-    list of images.
+    list of images; all frames, or `frames` of them, evenly spaced.
 
     Returns the frames and their rate; the rate of an array is `fps`. Raises `VideoError` for anything else.
     """
     if isinstance(video, (str, os.PathLike)):
-        video = read(video, fps=fps, max_frames=max_frames)
+        seen = read(video, fps=fps, max_frames=max_frames, frames=frames)
+        return seen.frames, seen.fps
+    whole, rate = _given(video, fps)
+    if not whole.numel():
+        raise VideoError(f"a video of shape {tuple(whole.shape)} is empty; give at least one frame.")
+    if frames is None:
+        return whole, rate
+    if frames > len(whole):
+        raise VideoError(f"frames={frames} is more than the {len(whole)} frames of a video: ask for fewer.")
+    return whole[uniform(len(whole), frames)], rate and rate * frames / len(whole)
+
+
+def _given(video: Any, fps: float | None) -> tuple[Tensor, float | None]:
+    """What is in memory already, as frames and their rate."""
     if isinstance(video, Video):
         return video.frames, video.fps
-    if isinstance(video, (list, tuple)) and len(video) > 0:
-        frames = [_image(frame) for frame in video]
-        if len({frame.shape for frame in frames}) > 1:
+    if isinstance(video, (list, tuple)):
+        if not video:
+            raise VideoError("a video is an empty list; give at least one frame.")
+        images = [_image(frame) for frame in video]
+        if len({image.shape for image in images}) > 1:
             raise VideoError("the frames of a video must all be of one size.")
-        return _checked(torch.stack(frames), "video"), fps
+        return _checked(torch.stack(images), "video"), fps
     tensor = _tensor(video)
-    if tensor is None or tensor.ndim != 4 or len(tensor) == 0:
+    if tensor is None or tensor.ndim != 4:
         told = (
             f"an array of shape {tuple(tensor.shape)}" if tensor is not None else f"a {type(video).__name__}"
         )

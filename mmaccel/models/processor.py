@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import ModelError
 from mmaccel.media.intake import as_frames, as_image
+from mmaccel.models.conversation import bared, conversations, image_rows, is_path, video_list
 from mmaccel.models.processor_files import read_folder, write_folder
 from mmaccel.models.processor_styles import STYLES, check_type, cuts_of, extra_of
 
@@ -98,6 +99,7 @@ class Processor:
         fps: float | Sequence[float | None] | None = None,
         padding_side: str = "left",
         *,
+        frames: int | None = None,
         add_special_tokens: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -108,7 +110,8 @@ class Processor:
         list, or a list for each text (for LLaVA several images of one text are then not cut into tiles). A
         video is a path, a `media.Video`, frames `[T, 3, H, W]` or a list of images. `fps`, one number or one
         a video, is the rate to sample a path at, and the rate of bare frames. Without it a path gives the
-        rate and at most the frames that the folder's files name, else every frame.
+        rate and at most the frames that the folder's files name, else every frame. `frames` takes so many of
+        each video, evenly spaced.
 
         `input_ids` and `attention_mask` are `[B, S]`, padded on `padding_side`. Pixels are made on `device`
         in `dtype`, and all tensors lie there.
@@ -121,12 +124,12 @@ class Processor:
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         result: dict[str, Any] = {}
         counts: dict[int, list[int]] = {self.image_token_id: [], self.video_token_id: []}
-        if batch := [[as_image(image) for image in row] for row in _rows(images)]:
+        if batch := [[as_image(image) for image in row] for row in image_rows(images)]:
             made, counts[self.image_token_id] = self.style.images(self.image, self.extra, batch, where)
             result.update(made)
-        if flat := _flat(videos):
-            frames, rates = self._read(flat, fps)
-            made, counts[self.video_token_id] = self.style.videos(self.video, self.extra, frames, where)
+        if flat := video_list(videos):
+            shown, rates = self._read(flat, fps, frames)
+            made, counts[self.video_token_id] = self.style.videos(self.video, self.extra, shown, where)
             result.update(made)
             if self.style.seconds:
                 # Without a rate the stock processor takes 24 frames a second.
@@ -145,7 +148,7 @@ class Processor:
 
     def chat(
         self,
-        content: str | Sequence[Mapping[str, Any]],
+        content: str | Sequence[Any],
         images: Any = None,
         videos: Any = None,
         fps: float | Sequence[float | None] | None = None,
@@ -155,18 +158,20 @@ class Processor:
 
         `content` is a text, pieces in order (`{"type": "video", "video": ...}`, `{"type": "image", "image":
         ...}`, `{"type": "text", "text": ...}`) or messages (`{"role": ..., "content": pieces}`). `images`
-        and `videos` given beside it stand before it. `options` go to the call.
+        and `videos` given beside it stand before it. A list of texts, of pieces or of conversations is a batch,
+        one prompt each; `images` and `videos` are then lists with an entry for each: one, a list of them, or
+        None. `options` go to the call: `frames` takes as many frames of each video, which LLaVA-OneVision needs
+        of a batch.
         """
-        messages = _messages(content, [image for row in _rows(images) for image in row], _flat(videos))
-        shown: dict[str, list[Any]] = {"image": [], "video": []}
-        bare = [
-            {**message, "content": [_without(piece, shown) for piece in message["content"]]}
-            for message in messages
-        ]
-        text, special = self._written(bare)
-        options.setdefault("add_special_tokens", special)
-        nested = [shown["image"]] if shown["image"] else None
-        return self(text, images=nested, videos=shown["video"] or None, fps=fps, **options)
+        texts, rows, clips = [], [], []
+        for messages in conversations(content, images, videos):
+            bare, pictures, shown = bared(messages)
+            text, special = self._written(bare)
+            options.setdefault("add_special_tokens", special)
+            texts.append(text)
+            rows.append(pictures)
+            clips += shown
+        return self(texts, images=rows, videos=clips or None, fps=fps, **options)
 
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of one turn of the user through the chat template, each video and image still one placeholder.
@@ -209,7 +214,9 @@ class Processor:
             )
         return token, number
 
-    def _read(self, videos: list[Any], fps: Any) -> tuple[list[Tensor], list[float | None]]:
+    def _read(
+        self, videos: list[Any], fps: Any, frames: int | None
+    ) -> tuple[list[Tensor], list[float | None]]:
         rates = list(fps) if isinstance(fps, (list, tuple)) else [fps] * len(videos)
         if len(rates) != len(videos):
             raise ModelError(
@@ -220,13 +227,17 @@ class Processor:
                 raise ModelError(
                     f"fps: {rate!r}; give a positive number of frames a second, or leave it out."
                 )
+        if frames is not None and (not isinstance(frames, int) or frames < 1):
+            raise ModelError(
+                f"frames: {frames!r}; give the number of frames to take of each video, at least 1."
+            )
         pairs = []
         for video, rate in zip(videos, rates, strict=True):
-            if rate is None and _is_path(video):
+            if rate is None and frames is None and is_path(video):
                 pairs.append(as_frames(video, self.video.fps, self.video.max_frames))
             else:
-                pairs.append(as_frames(video, rate))
-        return [frames for frames, _ in pairs], [rate for _, rate in pairs]
+                pairs.append(as_frames(video, rate, frames=frames))
+        return [shown for shown, _ in pairs], [rate for _, rate in pairs]
 
     def _expand(self, texts: list[str], counts: dict[int, list[int]], special: bool) -> list[Tensor]:
         """Token ids of each text, each placeholder repeated as often as its visual has tokens.
@@ -281,73 +292,3 @@ class Processor:
                 ids == self.video_token_id
             ).long()
         return result
-
-
-def _rows(images: Any) -> list[list[Any]]:
-    """The images of each text; in a plain list every image stands for itself."""
-    if images is None:
-        return []
-    if not isinstance(images, (list, tuple)):
-        return [[images]]
-    nested = any(isinstance(row, (list, tuple)) for row in images)
-    return [list(row) for row in images if row] if nested else [[image] for image in images]
-
-
-def _flat(videos: Any) -> list[Any]:
-    """The videos in order. A list of images is one video; a list of videos may stand for each text."""
-    if videos is None:
-        return []
-    if not isinstance(videos, (list, tuple)) or (videos and all(map(_is_frame, videos))):
-        return [videos]
-    flat: list[Any] = []
-    for item in videos:
-        listed = isinstance(item, (list, tuple)) and not all(map(_is_frame, item))
-        flat.extend(item if listed else [item])
-    return flat
-
-
-def _is_frame(value: Any) -> bool:
-    return hasattr(value, "getbands") or getattr(value, "ndim", 0) == 3
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, (str, os.PathLike))
-
-
-def _messages(content: Any, images: list[Any], videos: list[Any]) -> list[dict[str, Any]]:
-    pieces = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-    if any(not isinstance(piece, Mapping) for piece in pieces):
-        raise ModelError(
-            "content: chat makes one prompt of a text, of pieces or of messages; for several, call the processor with "
-            "text=[...], one written prompt each, and videos=[...]."
-        )
-    ahead = [{"type": "image", "image": item} for item in images] + [
-        {"type": "video", "video": item} for item in videos
-    ]
-    if not pieces or "role" not in pieces[0]:
-        return [{"role": "user", "content": [*ahead, *pieces]}]
-    if ahead:
-        raise ModelError(
-            "images and videos of a conversation belong in its messages: give them as pieces there."
-        )
-    listed = []
-    for message in pieces:
-        inside = message["content"]
-        listed.append(
-            {**message, "content": [{"type": "text", "text": inside}] if isinstance(inside, str) else inside}
-        )
-    return listed
-
-
-def _without(piece: Mapping[str, Any], shown: dict[str, list[Any]]) -> dict[str, Any]:
-    """The piece as the template may see it; its image or video is put aside, in order."""
-    kind = piece.get("type")
-    if kind == "text":
-        return {"type": "text", "text": piece["text"]}
-    if kind not in shown:
-        raise ModelError(f"a piece of type {kind!r} is not known: use 'text', 'image' or 'video'.")
-    held = [piece[name] for name in (kind, "path", "url") if name in piece]
-    if not held:
-        raise ModelError(f"a piece of type {kind!r} holds no {kind}: give it under {kind!r}.")
-    shown[kind].append(held[0])
-    return {"type": kind}

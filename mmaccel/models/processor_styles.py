@@ -90,7 +90,10 @@ def _tile_images(pixels: Pixels, extra: Extra, batch: Batch, where: Where) -> Ma
 def _frame_videos(pixels: Pixels, extra: Extra, videos: list[Tensor], where: Where) -> Made:
     lengths = sorted({len(frames) for frames in videos})
     if len(lengths) > 1:
-        raise ModelError(f"videos of {lengths} frames make no batch: sample the same number from each.")
+        told = " and ".join(map(str, lengths))
+        raise ModelError(
+            f"videos of {told} frames make no batch on this model: give frames={lengths[0]}, so many of each."
+        )
     pooled = math.ceil(math.isqrt(_tokens_per_tile(extra)) / 2)
     made = [to_frames(frames, pixels, **where) for frames in videos]
     whole = made[0][None] if len(made) == 1 else torch.stack(made)

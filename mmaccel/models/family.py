@@ -19,6 +19,7 @@ from mmaccel.core.attach import Accelerated
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.core.registry import registry
 from mmaccel.models.pointwise import normed
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
@@ -49,10 +50,13 @@ class Grid:
 class Family(ModelAdapter):
     """A family whose modules are called as in Qwen2: ``model.model.language_model.layers[i].self_attn.q_proj``.
 
-    mrope: positions have three coordinates. mm_inputs: the keyword arguments that carry pixels and grids.
+    mrope: positions have three coordinates. facts: the inputs that its processor makes beside ids, mask and pixels. needed:
+    pixels, and the one of the facts that comes with them.
     """
 
     mrope: ClassVar[bool] = False
+    facts: ClassVar[frozenset[str]] = frozenset()
+    needed: ClassVar[Mapping[str, str]] = {}
 
     def pace(self, model: nn.Module) -> int:
         """Frames that the vision tower takes as one step of time."""
@@ -103,7 +107,24 @@ class Family(ModelAdapter):
             found += [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]  # type: ignore[list-item]
         return found
 
+    def _check_own(self, inputs: Mapping[str, Any]) -> None:
+        """Raise `ModelError` for inputs that another family's processor made."""
+        others = frozenset[str]().union(*(getattr(one, "facts", ()) for one in registry("model").values()))
+        odd = [
+            f"{name} is of another family"
+            for name in sorted(others - self.facts)
+            if inputs.get(name) is not None
+        ]
+        odd += [
+            f"{pixels} comes without {fact}"
+            for pixels, fact in self.needed.items()
+            if _given(inputs.get(pixels)) and inputs.get(fact) is None
+        ]
+        if odd:
+            raise ModelError(f"inputs: {odd[0]}; build them with the model's own processor.")
+
     def layout(self, model: nn.Module, inputs: Mapping[str, Any]) -> TokenLayout:
+        self._check_own(inputs)
         ids: Tensor = inputs["input_ids"]
         config: Any = model.config
         modality = torch.zeros_like(ids)

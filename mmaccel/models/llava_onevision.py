@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ class LlavaOnevision(Family):
     """``LlavaOnevisionForConditionalGeneration``. An image's base view is its frame; its finer tiles are marks."""
 
     model_types = ("llava_onevision",)
+    facts = frozenset({"image_sizes", "image_sizes_videos", "batch_num_images"})
+    needed: ClassVar[Mapping[str, str]] = {"pixel_values": "image_sizes"}
 
     def grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Grid], list[Grid]]:
         config: Any = model.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,11 @@ class Qwen25VL(Family):
 
     model_types = ("qwen2_5_vl",)
     mrope = True
+    facts = frozenset({"mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
+    needed: ClassVar[Mapping[str, str]] = {
+        "pixel_values": "image_grid_thw",
+        "pixel_values_videos": "video_grid_thw",
+    }
 
     def pace(self, model: nn.Module) -> int:
         return int(model.config.vision_config.temporal_patch_size)  # type: ignore[union-attr, arg-type]

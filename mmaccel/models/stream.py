@@ -147,7 +147,9 @@ class Seam(StreamSeam):
         return self._template()[0]
 
     def tail(self, question: str) -> Tail:
-        if not isinstance(question, str) or not question.strip():
+        if not isinstance(question, str):
+            raise ModelError(f"question: {question!r} is no text; ask in words.")
+        if not question.strip():
             raise ModelError("question: it is empty; ask something.")
         plain = self._template()[1]
         ids = self._chat(question)[1]

@@ -40,6 +40,8 @@ def write_mp4(
         raise WorldError(f"the folder {path.parent} does not exist; create it first.")
     if path.is_dir():
         raise WorldError(f"{path} is a folder; give the name of a file in it.")
+    if path.suffix.lower() != ".mp4":
+        raise WorldError(f"{path} is to be an mp4 file; give a name that ends in .mp4.")
 
     table = world.table()
     # Two processes may write the same file at once.

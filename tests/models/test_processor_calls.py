@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import mmaccel
 from mmaccel.core.errors import ModelError
 from mmaccel.models.processor import Processor
 
@@ -27,3 +28,21 @@ def test_an_empty_text(random_folder: Callable[[str], Path], texts: Any) -> None
     processor = Processor.from_pretrained(random_folder("tiny-qwen"))
     with pytest.raises(ModelError, match=r"text: number \d of \d is empty"):
         processor(texts)
+
+
+@pytest.mark.parametrize("own, other", [("tiny-ov-draft", "tiny-qwen"), ("tiny-qwen-draft", "tiny-ov")])
+def test_inputs_of_another_family(random_folder: Callable[[str], Path], own: str, other: str) -> None:
+    """Told by generate and by the call, whatever drafts; the family's own are served."""
+    model = mmaccel.load_model(random_folder(own), dtype=torch.float32)
+    frames = torch.zeros(4, 3, 56, 56, dtype=torch.uint8)
+    for given in ({"videos": frames}, {"images": frames[0]}):
+        wrong = mmaccel.load_processor(random_folder(other)).chat("What ?", **given)
+        right = mmaccel.load_processor(random_folder(own)).chat("What ?", **given)
+        for recipe in ("dense", "prompt_lookup"):
+            with mmaccel.accelerate(model, recipe):
+                for call in (model, model.generate):
+                    with pytest.raises(
+                        ModelError, match=r"inputs: \w+ (is of another family|comes without \w+); build"
+                    ):
+                        call(**wrong)
+                model.generate(**right, max_new_tokens=2)

@@ -180,6 +180,8 @@ def test_oldest_units_may_be_dropped() -> None:
         (lambda s: s.watch(film(2), times=[51.0, 50.0]), "they must rise"),
         (lambda s: s.watch(film(2), times=[1.0, 2.0]), r"later than 4\.5"),
         (lambda s: s.ask("  "), "question: it is empty"),
+        (lambda s: s.ask(5), "question: 5 is no text; ask in words"),
+        (lambda s: s.ask(None), "question: None is no text; ask in words"),
         (lambda s: s.ask(QUESTION, 0), "max_new_tokens: 0; give at least 1"),
         (lambda s: s.load("nowhere"), "nowhere is no saved session"),
     ],

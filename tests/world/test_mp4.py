@@ -90,6 +90,7 @@ def test_nothing_is_left_of_a_broken_run(world: World, tmp_path: Path) -> None:
         ({"height": 0}, "height and width of an mp4 must be even and positive, not 0x280."),
         ({"crf": 52}, "crf must lie between 0 and 51, not 52."),
         ({"path": "missing/world.mp4"}, "the folder {0}/missing does not exist; create it first."),
+        ({"path": "world.txt"}, "{0}/world.txt is to be an mp4 file; give a name that ends in .mp4."),
         ({"path": ""}, "{0} is a folder; give the name of a file in it."),
     ],
 )

@@ -99,7 +99,8 @@ def search(
             inputs, told = sample(loaded, processor, video or [], text or [], max_tokens, fps, progress)
             table = run(loaded, inputs, output, settings, sample=told, progress=steps(progress, "steps"))
     except KeyboardInterrupt:
-        kept = f"what was measured is kept in {parts}; the same command goes on from there"
+        whole = many(len(list(parts.glob("layer-*.json"))), "whole layer")
+        kept = f"the costs and {whole} are kept in {parts}; the same command goes on with the next layer, from its beginning"
         print(f"stopped: {kept if parts.is_dir() else 'nothing was measured yet'}.", file=sys.stderr)
         raise typer.Exit(130) from None
     facts = summary(table)

@@ -103,7 +103,10 @@ def test_a_stopped_search_says_what_is_kept(
         assert call(*words) == (130, "", "stopped: nothing was measured yet.\n")
     with monkeypatch.context() as broken:
         broken.setattr(run, "scored", stopped)
-        told = f"stopped: what was measured is kept in {out}.parts; the same command goes on from there.\n"
+        told = (
+            f"stopped: the costs and 1 whole layer are kept in {out}.parts; the same command goes on with the next "
+            "layer, from its beginning.\n"
+        )
         assert call(*words) == (130, "", told)
     assert call(*words)[0] == 0 and out.is_file() and not Path(f"{out}.parts").exists()
 

@@ -386,14 +386,14 @@ class HostStore:
         fits = self.spill == "drop_oldest" and self._allotment.size >= units * self.shape.layers
         oldest = self._table.oldest(keep) if fits else None
         if oldest is None:
-            raise self._full()
+            raise self._full(units)
         self.drop([oldest])
         gone.append(oldest)
         self._dropped += 1
 
-    def _full(self) -> StoreError:
-        held = self._table.held()
-        return StoreError(f"host store: full with {held} frames or units held: {self._slabs.why_full()}.")
+    def _full(self, units: int) -> StoreError:
+        why = self._slabs.why_full(units * self.shape.layers if self.spill == "drop_oldest" else None)
+        return StoreError(f"host store: full with {self._table.held()} frames or units held: {why}.")
 
 
 def _look(row: Tensor, units: Tensor, slot: Tensor) -> None:

@@ -146,12 +146,15 @@ class Slabs:
             empty()
         self._remove()
 
-    def why_full(self) -> str:
-        """What stands in the way of another slab, and the mend."""
-        mend = "spill to disk (spill='disk'), drop frames (spill='drop_oldest')"
+    def why_full(self, slots: int | None = None) -> str:
+        """What stands in the way of another slab, and the mend; `slots`: of a pass for which the oldest gave way already."""
+        mend, need = "spill to disk (spill='disk'), drop frames (spill='drop_oldest')", ""
+        if slots is not None:
+            need = f" and a pass needs at least {slots * self._shape.nbytes}"
+            mend = "watch fewer frames at a time, spill to disk (spill='disk')"
         if self._cap is not None and self.memory_bytes() + self._bytes > self._cap:
-            return f"its cap of {self._cap} bytes is reached; raise cap (a policy's host_bytes), {mend}"
-        return f"the host has {room.available()} bytes left; {mend}, or free memory"
+            return f"its cap of {self._cap} bytes is reached{need}; raise cap (a policy's host_bytes), {mend}"
+        return f"the host has {room.available()} bytes left{need}; {mend}, or free memory"
 
     def _room(self) -> bool:
         if self._cap is not None and self.memory_bytes() + self._bytes > self._cap:

@@ -319,7 +319,9 @@ def _cache(answer: Answer) -> str:
     kv = answer.report.kv
     if not kv.get("bytes"):
         return ""
-    return f"{size(int(kv['bytes']))}, {int(kv['held'])} of {many(int(kv['seen']), 'token')} held"
+    mean = ", the mean of the layers" if kv.get("held_mean", kv["held"]) < kv["held"] else ""
+    held = round(kv["held_mean"] if mean else kv["held"])
+    return f"{size(int(kv['bytes']))}, {held} of {many(int(kv['seen']), 'token')} held{mean}"
 
 
 def video_tokens(answer: Answer, whole: int) -> dict[str, int]:
@@ -379,6 +381,8 @@ def _figures(answer: Answer, tokens: int) -> dict[str, Any]:
     draft = {name: value for name, value in report.draft.items() if name != "sequences"}  # there is one
     drafted = draft.get("rounds") or draft.get("failed")
     told["draft"] = {**draft, "accepted_length": report.accepted_length()} if drafted else None
-    cache = {name: int(report.kv[name]) for name in ("bytes", "held", "seen") if name in report.kv}
+    cache = {
+        name: int(report.kv[name]) for name in ("bytes", "held", "held_mean", "seen") if name in report.kv
+    }
     by_head = {"patterns": report.patterns, "kept_by_head": report.kept_by_head}
     return {**told, **by_head, "cache": cache, "video_tokens": video_tokens(answer, tokens)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -35,8 +36,15 @@ def err() -> Console:
 
 
 def print_json(result: Mapping[str, Any]) -> None:
-    """One JSON object on standard output."""
-    sys.stdout.write(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    """One JSON object on standard output; the numbers of a list stand on one line."""
+    text = json.dumps(result, indent=2, allow_nan=False)
+    # No string holds a line break: JSON writes it as two characters.
+    text = re.sub(
+        r"\[\s*\n[-+.\deE,\s]+\]",
+        lambda found: f"[{', '.join(found[0][1:-1].replace(',', ' ').split())}]",
+        text,
+    )
+    sys.stdout.write(text + "\n")
 
 
 def quiet() -> None:

@@ -141,7 +141,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         cells = (
             row["memory"],
             "all" if row["budget"] is None else str(row["budget"]),
-            row["kind"],
+            "mean of kinds" if row["kind"] == "all" else row["kind"],
             str(row["questions"]),
             f"{row['accuracy']:.0%} ({row['low']:.0%}-{row['high']:.0%})",
             f"{row['recall']:.0%}",

@@ -77,7 +77,7 @@ class Report:
             ", ".join(
                 [
                     f"memory: peak {self.peak_bytes / 2**20:.0f} MiB",
-                    *(_figure(name, value) for name, value in self.kv.items()),
+                    *(_figure(name, value) for name, value in self.kv.items() if value),
                 ]
             ),
         ]
@@ -125,7 +125,7 @@ def _figure(name: str, value: float) -> str:
     """A counter of a memory with its unit, where its name has one; tokens are held and seen."""
     if "bytes" in name.split("_"):
         return f"{name} {value / 2**20:.2f} MiB"
-    unit = " tokens" if name in ("held", "seen") else " s" if name.endswith("_s") else ""
+    unit = " tokens" if name in ("held", "held_mean", "seen") else " s" if name.endswith("_s") else ""
     return f"{name} {value:g}{unit}"
 
 

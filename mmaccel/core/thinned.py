@@ -163,8 +163,10 @@ class ThinnedState(KVState):
         return sum(part.nbytes() for part in self._parts)
 
     def counters(self) -> dict[str, float]:
-        """Beside the usual ones: `video`, the video tokens of the prompt, and those left from each cut's layer on."""
+        """Beside the usual ones: `held_mean` over the layers (`held` is the most of one), `video`, the video tokens of the
+        prompt, and those left from each cut's layer on."""
         told = super().counters()
+        told["held_mean"] = sum(self._parts[part].held() for part in self._owner) / len(self._owner)
         told["video"] = float(self._video[0])
         cuts = [stage.layer for stage in self.pruner.stages(len(self._owner))]
         for layer, count in zip(cuts, self._video[1:], strict=False):

@@ -31,6 +31,8 @@ def test_ask_names_what_was_pruned(
         "ask", clip, "What colour was the star?", "--model", ov, "--recipe", recipe, "--max-new-tokens", 2
     )
     assert status == 0 and "1024 tokens" in out and told in " ".join(out.split())
+    mean = "held, the mean of the layers" in " ".join(out.replace("│", " ").split())
+    assert mean == ("layer 0" not in told), "after a cut before the first layer all hold as many"
 
 
 def test_ask_gives_programs_the_tokens_left(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
@@ -39,6 +41,8 @@ def test_ask_gives_programs_the_tokens_left(call: Call, clip: str, ov: str, tmp_
     arguments = ("ask", clip, "hi", "--model", ov, "--recipe", recipe, "--max-new-tokens", 2, "--json")
     told = json.loads(call(*arguments)[1])
     assert told["video_tokens"] == {"prompt": 1024, "from layer 1": 256} and told["cache"]["bytes"] > 0
+    layers = len(told["patterns"])
+    assert told["cache"]["held"] - told["cache"]["held_mean"] == 768 * (layers - 1) // layers
 
 
 @pytest.mark.parametrize("pruner", ["uv", "attention", "uniform", "random"])

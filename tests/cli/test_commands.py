@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mmaccel import media
+from mmaccel.cli.console import print_json
 from mmaccel.cli.worlds import DEMO_KINDS
 from mmaccel.core.recipe import Recipe
 from mmaccel.world import World
@@ -279,3 +280,18 @@ def test_version_and_help(call: Call) -> None:
     for bare in ((), ("eval",)):
         status, out, err = call(*bare)
         assert status == 0 and "Usage" in out and "error" not in err
+
+
+def test_numbers_of_a_list_stand_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {
+        "by_head": [[1, 0.25], [-1e-09]],
+        "said": ["[\n1\n]", 2],
+        "none": [],
+        "some": [None, 1],
+        "in": [{"x": [3, 4]}],
+    }
+    print_json(told)
+    out = capsys.readouterr().out
+    assert json.loads(out) == told
+    for line in ("    [1, 0.25],", "    [-1e-09]", '      "x": [3, 4]'):
+        assert line in out.splitlines()

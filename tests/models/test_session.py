@@ -101,6 +101,8 @@ def test_a_report_says_what_is_in_use_and_what_the_last_answer_took() -> None:
         assert f"first token after {answer.ttft_s:.3f} s" in text and "no pattern" in text
         size = told.kv["host_bytes"] / 2**20
         assert f"host_bytes {size:.2f} MiB" in text and f"held {told.kv['held']:g} tokens" in text
+        printed = [name for name in told.kv if f" {name} " in text]
+        assert printed == [name for name, value in told.kv.items() if value] and len(printed) < len(told.kv)
     assert session.report().new_tokens == told.new_tokens, "it can be read when the session is closed"
 
 

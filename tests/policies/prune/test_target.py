@@ -186,7 +186,7 @@ def test_before_the_language_model(family: str, model: Any, plain: Any, kind: st
 
     want = by_hand.run(plain, inputs, tokens[:-1], {0: cut}, compact=compact)
     torch.testing.assert_close(logits, want, atol=2e-5, rtol=0)
-    assert told["held"] == told["seen"] - told["video"] + told["video from layer 0"]
+    assert told["held"] == told["seen"] - told["video"] + told["video from layer 0"] == told["held_mean"]
     assert told["video from layer 0"] < told["video"]
 
 

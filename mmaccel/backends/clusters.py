@@ -112,6 +112,14 @@ def stand_ins(
     return found
 
 
+def stand_in_order(score: Tensor, picked: Tensor, size: Tensor) -> Tensor:
+    """[C] clusters in the order in which `stand_ins` has them. In plain PyTorch."""
+    # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
+    lowest = torch.finfo(torch.float32).min / 2
+    rank = score.clamp_min(lowest).masked_fill(picked, 1.5 * lowest).masked_fill(size == 0, -torch.inf)
+    return rank.sort(descending=True, stable=True).indices
+
+
 def preceding(score: Tensor, size: Tensor) -> Tensor:
     """[R, C] long: how many entries are in the clusters before each, by score [R, C] and size [R, C]. In plain PyTorch."""
     order = score.sort(dim=1, descending=True, stable=True).indices

@@ -17,9 +17,10 @@ HEADS = (
     "shown at",
     "layers that saw it",
     "layers that retrieved it",
-    "score by the layers: 0 their lowest, 1 their highest",
+    "part of what reached the answer",
 )
-"""Seen is retrieved, or in the local window, which is seen without being looked for."""
+"""Seen is retrieved, or in the local window, which is seen without being looked for. What reaches an answer is estimated by
+attention from layer to layer (`Evidence.score`); blank where the memory does not tell it."""
 
 
 def evidence_table(answer: Answer, moments: int) -> Table:
@@ -30,8 +31,8 @@ def evidence_table(answer: Answer, moments: int) -> Table:
     for head in HEADS:
         table.add_column(head, justify="left" if head == HEADS[0] else "right")
     for one in answer.top(moments):
-        shares = f"{one.share:.0%}", f"{one.recalled:.0%}"
-        table.add_row(_span(one.frames), f"{one.seconds:.0f} s", *shares, f"{one.score:.2f}")
+        shares = f"{one.share:.0%}", f"{one.recalled:.0%}", "" if one.score is None else f"{one.score:.1%}"
+        table.add_row(_span(one.frames), f"{one.seconds:.0f} s", *shares)
     return table
 
 
@@ -40,7 +41,7 @@ def below(answer: Answer, moments: int) -> list[str]:
     left = len(answer.evidence) - moments
     told = [] if answer.evidence else ["rests on no moment"]
     if left > 0:
-        told.append(f"and in some layers on {left} more")
+        told.append(f"and on {left} more")
     return [
         *told,
         f"first token {answer.ttft_s:.3f} s, then {number(answer.tokens_per_s, '.1f', ' tokens/s')}",

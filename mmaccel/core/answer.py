@@ -23,16 +23,18 @@ class Evidence:
 
     frames    first and last frame, numbered from the start of the stream
     seconds   when the first was shown
-    share     of the layers, how many looked at it: recalled it, or had it in their local window
+    share     of the layers, how many looked at it: recalled it, or had it in their local window; 0 where only what stands for
+              it, or for it and others, was looked at
     recalled  of the layers, how many recalled it
-    score     mean over the layers that scored it, from 0 (their lowest) to 1 (their highest)
+    score     of all that reached the answer's first token from units, the part that came from this one, 0 to 1, by attention
+              from layer to layer (rollout); None where the memory does not tell it
     """
 
     frames: tuple[int, int]
     seconds: float
     share: float
     recalled: float
-    score: float
+    score: float | None
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Answer:
     counters: dict[str, float] = field(default_factory=dict)
 
     def top(self, count: int = 8) -> list[Evidence]:
-        """The frames most layers recalled, best first."""
-        order = sorted(self.evidence, key=lambda one: (-one.recalled, -one.score, one.frames))
+        """The frames of which most reached the answer, best first; where that is not known those most layers recalled."""
+        order = sorted(self.evidence, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))
         return order[:count]
 
 

@@ -211,11 +211,11 @@ class Piece:
 @dataclass(frozen=True)
 class Seen:
     """How an answer rests on one unit: the share of layers that looked at it (retrieved or in the local window), the share
-    that retrieved it, and its mean score over the layers that scored it (0 the lowest, 1 the highest of its layer)."""
+    that retrieved it, and of all that reached the answer from units this one's part (`Evidence`); None: not known."""
 
     share: float
     retrieved: float
-    score: float
+    score: float | None
 
 
 @dataclass(frozen=True, eq=False)

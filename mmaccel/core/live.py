@@ -245,7 +245,7 @@ class Live:
             runs = [self.seam.features(torch.cat(list(frames)), film.size)[0] for _, frames in alike]
             times = [film.times[film.spans[number][0]] for number, _ in some]
             self._units(fresh, torch.cat(runs), times)
-        return fresh, lambda: {number: Seen(1.0, 1.0, 0.0) for number, _ in picked}
+        return fresh, lambda: {number: Seen(1.0, 1.0, None) for number, _ in picked}
 
     def _shown(self, evidence: Mapping[int, Seen]) -> tuple[Evidence, ...]:
         found = []

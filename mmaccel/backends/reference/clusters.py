@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends.clusters import Late, Lists, Own, lined_up, preceding
+from mmaccel.backends.clusters import Late, Lists, Own, lined_up, preceding, stand_in_order
 
 APART = 1e30
 """Above any score."""
@@ -69,10 +69,8 @@ def stand_ins(
     left: Tensor | None,
     tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    # Finite, so that clusters outside the first stage's choice still come before those that are no candidates.
-    lowest, count = torch.finfo(torch.float32).min / 2, out.shape[2]
-    rank = score.clamp_min(lowest).masked_fill(picked, 1.5 * lowest).masked_fill(size == 0, -torch.inf)
-    ids = rank.sort(descending=True, stable=True).indices[:count]
+    count = out.shape[2]
+    ids = stand_in_order(score, picked, size)[:count]
     for side, one in zip(out, rows, strict=True):
         side.copy_(one.index_select(0, ids).view(count, *side.shape[::2]).transpose(0, 1))
     added = torch.zeros(count, device=score.device)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from mmaccel.core.kv import Piece, Seen
+from mmaccel.core.kv import Piece, Seat, Seen
+from mmaccel.policies.kv._angles import Turner
 
-Look = tuple[Tensor, int, Tensor | None]
-"""What a layer looked at: the units [k] that it recalled, the first local one, and scores of all units before that."""
+Look = tuple[Tensor, int]
+"""What a layer looked at: the units [k] that it recalled, and the first local one."""
+
+OWN = 1 / 6
+"""What is left of a row by itself behind all layers (`Rows.reached`); measured, see docs/mosaic.md."""
+
+MOST = 1 << 24
+"""Attention weights in float32 that are there at a time."""
 
 
 def words_of(piece: Piece) -> tuple[int, int]:
@@ -21,26 +32,104 @@ def mean_query(query: Tensor, piece: Piece) -> Tensor:
     return query[0, :, begin:end].float().mean(1)
 
 
-def weigh(looks: dict[int, Look], count: int) -> dict[int, Seen]:
-    """Evidence from what each layer looked at: recalled units, the first local one, and scores of all before it."""
+def attention(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[n, N] float32, mean over heads: what each row of query [H, n, D], the last n of the columns of key [G, N, D], gets of
+    each column. Both turned; causal; `bias` [b] is added to the scores of the first columns. Some rows at a time."""
+    groups, count, size = key.shape
+    rows = query.shape[1]
+    grouped = query.reshape(groups, -1, rows, size)
+    step = max(1, MOST // (grouped.shape[1] * count))
+    line = torch.arange(count, device=key.device)
+    out = torch.zeros(rows, count, device=key.device)
+    for group in range(groups):
+        there = key[group].float().T * size**-0.5
+        for first in range(0, rows, step):
+            some = grouped[group, :, first : first + step].float() @ there
+            if bias is not None:
+                some[..., : len(bias)] += bias
+            end = torch.arange(first, first + some.shape[1], device=key.device) + count - rows
+            some.masked_fill_(line > end[:, None], -torch.inf)
+            out[first : first + step] += some.softmax(-1).mean(0)
+    return out / groups
+
+
+class _Row(NamedTuple):
+    query: Tensor
+    seat: Seat
+    turned: bool
+
+
+class Rows:
+    """The rows of a question from its first word on, as they looked at each layer; kept until it is over.
+
+    Nothing is computed before `reached` is asked for but one copy, for where queries lie others may come to lie.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, _Row] = {}
+        self._first = self._count = 0
+
+    def begin(self, piece: Piece) -> None:
+        """A question comes."""
+        self._rows, self._first, self._count = {}, words_of(piece)[0], piece.rows
+
+    def at(self, layer: int, query: Tensor, seat: Seat, turned: bool) -> None:
+        """Queries [1, H, n, D] of all its rows at a layer, and where they sit."""
+        self._rows[layer] = _Row(query, seat, turned)
+
+    def hold(self) -> None:
+        """The question is through all layers."""
+        if self._rows:
+            held = torch.stack([row.query[0, :, self._first :] for row in self._rows.values()])
+            self._rows = {
+                layer: row._replace(query=one)
+                for (layer, row), one in zip(self._rows.items(), held, strict=True)
+            }
+
+    def clear(self) -> None:
+        """The question is over."""
+        self._rows = {}
+
+    @torch.no_grad()
+    def reached(self, turner: Turner, head: int, units_of: Callable[[int, Tensor], Tensor]) -> Tensor | None:
+        """[U]: of all that reaches the last row, which says the first token, from units, the share of each; None: unknown.
+
+        Attention rollout (Abnar and Zuidema, 2020): behind each layer a row is made of what it was, what it gets of units, and
+        what it gets of rows before it as these were. Its own part is such that `OWN` of it is left behind all layers.
+        `units_of` (layer, shares [n, N]) gives [n, U], what units get of what columns behind the head get.
+        """
+        if not self._rows:
+            return None
+        own, made = OWN ** (1 / len(self._rows)), None
+        for layer, (query, seat, turned) in self._rows.items():
+            if not turned:
+                angles = seat.angles[0][:, :, self._first :], seat.angles[1][:, :, self._first :]
+                query = turner.turn(query[None], angles)[0]
+            got = attention(query, seat.key[0, :, : seat.column + self._count], seat.bias)
+            mine = got[:, seat.column + self._first :]
+            come = units_of(layer, got[:, head : seat.column])
+            made = own * made + (1 - own) * (come + mine @ made) if made is not None else (1 - own) * come
+        assert made is not None
+        return made[-1] / made[-1].sum().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, Seen]:
+    """Evidence from what each layer looked at, and what reached the answer [count].
+
+    Of units that no layer looked at themselves, those of which more than an even part came by what stands for them.
+    """
     layers = len(looks)
     recalled: dict[int, int] = {}
     local: dict[int, int] = {}
-    scores: dict[int, list[float]] = {}
-    for chosen, begin, scored in looks.values():
-        numbers = chosen.tolist()
-        for number in numbers:
+    for chosen, begin in looks.values():
+        for number in chosen.tolist():
             recalled[number] = recalled.get(number, 0) + 1
         for number in range(begin, count):
             local[number] = local.get(number, 0) + 1
-        if scored is not None and scored.numel():
-            low, high = scored.min(), scored.max()
-            level = ((scored - low) / (high - low).clamp(min=1e-12)).tolist()
-            for number in numbers:
-                scores.setdefault(number, []).append(level[number])
+    parts = None if reached is None else reached.tolist()
+    far = [number for number, part in enumerate(parts or ()) if part * count > 1]
     found = {}
-    for number in sorted({*recalled, *local}):
+    for number in sorted({*recalled, *local, *far}):
         told, near = recalled.get(number, 0), local.get(number, 0)
-        mean = scores.get(number, [])
-        found[number] = Seen((told + near) / layers, told / layers, sum(mean) / len(mean) if mean else 0.0)
+        found[number] = Seen((told + near) / layers, told / layers, None if parts is None else parts[number])
     return found

@@ -188,12 +188,11 @@ class StoredMemory(StreamMemory):
     def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
         self.index.forget(self.store.put(layer, range(first, first + count), key, value))
 
-    def _recall(self, layer: int, query: Tensor, end: int) -> tuple[Tensor, Tensor | None]:
-        scores = self.index.score(layer, query, end)
-        numbers = self.index.best(scores, self.budget)
+    def _recall(self, layer: int, query: Tensor, end: int) -> Tensor:
+        numbers = self.index.best(self.index.score(layer, query, end), self.budget)
         self._recalled += len(numbers)
         self._questions += layer == 0
-        return numbers, scores
+        return numbers
 
     def _bring(self, layer: int, numbers: Tensor, begin: int, out: Tensor) -> None:
         ring, first, count = self._rings[layer], self._first, self._count

@@ -12,48 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.kv import MARGIN, KVView, Piece, Seat, Seen, Stream, StreamPolicy, StreamState
+from mmaccel.core.errors import ModelError
+from mmaccel.core.kv import MARGIN, KVView, Piece, Seat, Seen, Stream, StreamState
 from mmaccel.core.room import with_room
 from mmaccel.policies.kv._angles import Turner
-from mmaccel.policies.kv._evidence import Look, mean_query, weigh
-from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, Spacious, moved, spacious
+from mmaccel.policies.kv._evidence import Look, Rows, mean_query, weigh
+from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, Spacious, WindowedPolicy, moved, spacious
 
 __all__ = ["Asked", "Pair", "Ring", "StreamMemory", "WindowedPolicy", "mean_query", "weigh"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WindowedPolicy(StreamPolicy):
-    """The fields of a memory with a local window; budgets are in frames.
-
-    window     frames, the current one included, that a query sees while the stream is encoded
-    local      of these, the last so many are seen by a question; the rest are recalled or not, like older ones
-    positions  where a question sees units: "compact", one after the other as if nothing lay between them, or
-               "original", at their true places, and compact from the moment when these pass what the model was made for
-    """
-
-    window: int = 76
-    local: int = 8
-    positions: Literal["compact", "original"] = "compact"
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise RecipeError(f"{self.name}: window is {self.window}; give at least 1 frame.")
-        if not 0 <= self.local <= self.window:
-            raise RecipeError(
-                f"{self.name}: local is {self.local}; give 0 to window, which is {self.window}."
-            )
-        if self.positions not in ("compact", "original"):
-            raise RecipeError(f"{self.name}: positions is {self.positions!r}; give 'compact' or 'original'.")
 
 
 class StreamMemory(StreamState):
@@ -92,6 +66,7 @@ class StreamMemory(StreamState):
         self._count, self._first, self._extra, self._pending = 0, 0, 0, 0
         self._base, self._headed = 0, False
         self._looks: dict[int, Look] = {}
+        self._rows = Rows()
 
     # What subclasses fill.
 
@@ -106,12 +81,12 @@ class StreamMemory(StreamState):
         queries [1, H, n, D]."""
         return []
 
-    def _recall(self, layer: int, query: Tensor, end: int) -> tuple[Tensor | None, Tensor | None]:
-        """Ascending numbers [k] on the device, below `end`, of the units to see; and scores [end] of all; None: of none.
+    def _recall(self, layer: int, query: Tensor, end: int) -> Tensor | None:
+        """Ascending numbers [k] on the device, below `end`, of the units to see; None: none.
 
         query [H, D]: the mean of the raw queries of the question's words.
         """
-        return None, None
+        return None
 
     def _bring(self, layer: int, numbers: Tensor, begin: int, out: Tensor) -> None:
         """Keys and values of units `numbers` [k], below `begin`, and of all from `begin` on, into `out` [2, G, n * P, D]."""
@@ -140,6 +115,7 @@ class StreamMemory(StreamState):
         if piece.kind == "question":
             self._looks = {}
             self._pending = piece.pending
+            self._rows.begin(piece)
 
     @torch.no_grad()
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -171,6 +147,8 @@ class StreamMemory(StreamState):
             self._asked = [None] * len(self._asked)
         else:
             self._extra += piece.rows
+            if piece.kind == "question":
+                self._rows.hold()
         self._new, self._fresh = [None] * len(self._new), [None] * len(self._fresh)
         self._piece = None
 
@@ -196,8 +174,12 @@ class StreamMemory(StreamState):
     @torch.no_grad()
     def seat(self, layer: int, query: Tensor) -> Seat | None:
         piece = self._piece
-        asking = piece is not None and piece.kind in ("question", "answer")
-        return self._seat(layer, query, piece) if piece is not None and asking else None
+        if piece is None or piece.kind not in ("question", "answer"):
+            return None
+        seat = self._seat(layer, query, piece)
+        if piece.kind == "question":
+            self._rows.at(layer, query, seat, turned=False)
+        return seat
 
     def _seat(self, layer: int, query: Tensor, piece: Piece) -> Seat:
         asked = self._asked[layer]
@@ -220,6 +202,8 @@ class StreamMemory(StreamState):
         self.turner.turn_(seat.key[:, :, own], seat.angles)
         query = query.contiguous()
         self.turner.turn_(query, seat.angles)
+        if piece.kind == "question":
+            self._rows.at(layer, query, seat, turned=True)
         return KVView(seat.key[:, :, : own.stop], seat.value[:, :, : own.stop], query=query, bias=seat.bias)
 
     def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
@@ -227,9 +211,9 @@ class StreamMemory(StreamState):
         begin, numbers = self._first, None
         if piece.kind == "question":
             begin = max(self._count - self.local, self._first)
-            numbers, scores = self._recall(layer, mean_query(query, piece), begin)
+            numbers = self._recall(layer, mean_query(query, piece), begin)
             told = torch.zeros(0, dtype=torch.long) if numbers is None else numbers
-            self._looks[layer] = told, begin, scores
+            self._looks[layer] = told, begin
         count = self._count - begin + (0 if numbers is None else len(numbers))
         room = count * self.stream.unit + piece.rows + piece.room
         asked, raw = self._space(layer, count * self.stream.unit, room)
@@ -327,6 +311,7 @@ class StreamMemory(StreamState):
         finally:
             self._piece, self._extra, self._pending = None, 0, 0
             self._asked = [None] * len(self._asked)
+            self._rows.clear()
             self._new, self._fresh = [None] * len(self._new), [None] * len(self._fresh)
 
     def checkpoint(self) -> Any:
@@ -344,7 +329,19 @@ class StreamMemory(StreamState):
         self.restore((0, 0, 0, False, empty, empty))
 
     def evidence(self) -> dict[int, Seen]:
-        return weigh(self._looks, self._count)
+        return weigh(self._looks, self._count, self._reached())
+
+    def _reached(self) -> Tensor | None:
+        """See `Rows.reached`."""
+        return self._rows.reached(self.turner, self.stream.head, self._units_of)
+
+    def _units_of(self, layer: int, shares: Tensor) -> Tensor:
+        """[n, U]: what units get of what columns between the head and the question get, [n, N]."""
+        recalled, begin = self._looks[layer]
+        local = torch.arange(begin, self._count, device=shares.device)
+        own = shares.view(len(shares), -1, self.stream.unit).sum(2)
+        out = shares.new_zeros(len(shares), self._count)
+        return out.index_add_(1, torch.cat([recalled.to(local), local]), own)
 
     def nbytes(self) -> int:
         tensors = [t for pair in (*self._heads, *self._rings) if pair is not None for t in pair]

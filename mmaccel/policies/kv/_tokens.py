@@ -21,6 +21,7 @@ from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import MARGIN, KVView, Piece, Seen, Stream, StreamPolicy
+from mmaccel.policies.kv._evidence import attention
 from mmaccel.policies.kv._stream import StreamMemory, mean_query, weigh
 from mmaccel.policies.kv._window import Asked, Pair, joined
 
@@ -84,7 +85,7 @@ class TokenMemory(StreamMemory):
         self.clip = clip
         self._model = model
         self._held: list[Held | None] = [None] * geometry.layers
-        self._seen: dict[int, tuple[Tensor, int, Tensor | None]] = {}
+        self._seen: dict[int, tuple[Tensor, int]] = {}
         self._pruned = 0.0
         # Subclasses take it when they are whole.
         self._blank: Any = None
@@ -92,9 +93,9 @@ class TokenMemory(StreamMemory):
     # What subclasses fill.
 
     @abstractmethod
-    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int, Tensor | None]:
-        """What a question sees of `held`: indices [k] ascending, or None for all; the first unit that it sees without having
-        searched for it; and scores [N] of all tokens, if any. query [H, D]: the mean of the question's raw queries."""
+    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int]:
+        """What a question sees of `held`: indices [k] ascending, or None for all; and the first unit that it sees without
+        having searched for it. query [H, D]: the mean of the question's raw queries."""
 
     # The way of a pass.
 
@@ -127,10 +128,10 @@ class TokenMemory(StreamMemory):
         part: Pair | None = None
         held, seen = self._held[layer], 0
         if held is not None:
-            index, begin, scores = None, self._count, None
+            index, begin = None, self._count
             if piece.kind == "question":
-                index, begin, scores = self._pick(layer, mean_query(query, piece), held)
-                self._seen[layer] = (held.column if index is None else held.column[index], begin, scores)
+                index, begin = self._pick(layer, mean_query(query, piece), held)
+                self._seen[layer] = (held.column if index is None else held.column[index], begin)
             cos, sin = self._angles(layer, held.column)
             seen = -(-held.column.shape[0] // self.stream.unit)
             if index is not None:
@@ -195,18 +196,15 @@ class TokenMemory(StreamMemory):
         self.restore(self._blank)
 
     def evidence(self) -> dict[int, Seen]:
-        P, looks = self.stream.unit, {}
-        for layer, (column, begin, scores) in self._seen.items():
-            numbers = torch.unique(column // P)
-            numbers = numbers[numbers < begin]
-            held = self._held[layer]
-            scored = None
-            if scores is not None and held is not None and begin and scores.numel():
-                unit = held.column // P
-                scored = torch.full((self._count,), float(scores.min()), device=scores.device)
-                scored = scored.scatter_reduce(0, unit, scores, "amax")[:begin]
-            looks[layer] = (numbers, begin, scored)
-        return weigh(looks, self._count)
+        looks = {}
+        for layer, (column, begin) in self._seen.items():
+            numbers = torch.unique(column // self.stream.unit)
+            looks[layer] = numbers[numbers < begin], begin
+        return weigh(looks, self._count, self._reached())
+
+    def _units_of(self, layer: int, shares: Tensor) -> Tensor:
+        column, _ = self._seen[layer]
+        return shares.new_zeros(len(shares), self._count).index_add_(1, column // self.stream.unit, shares)
 
     def nbytes(self) -> int:
         return super().nbytes() + sum(t.nbytes for one in self._held if one is not None for t in one)
@@ -270,15 +268,6 @@ class TokenMemory(StreamMemory):
 def attended(query: Tensor, key: Tensor) -> Tensor:
     """[N] float32: the share of attention that `key` [1, G, N, D] gets from `query` [1, H, n, D], the last n of its columns.
 
-    Both turned; causal, mean over rows and heads, one group of heads at a time.
+    Both turned; causal, mean over rows and heads.
     """
-    groups, count, size = key.shape[1:]
-    rows = query.shape[2]
-    grouped = query[0].reshape(groups, -1, rows, size)
-    late = torch.ones(rows, rows, dtype=torch.bool, device=key.device).triu(1)
-    out = torch.zeros(count, device=key.device)
-    for group in range(groups):
-        score = grouped[group].float() @ key[0, group].float().T * size**-0.5
-        score[..., count - rows :].masked_fill_(late, -torch.inf)
-        out += score.softmax(-1).mean((0, 1))
-    return out / groups
+    return attention(query[0], key[0]).mean(0)

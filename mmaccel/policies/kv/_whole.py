@@ -122,7 +122,7 @@ class WholeStream(StreamState):
 
     def evidence(self) -> dict[int, Seen]:
         """Every layer sees every unit."""
-        return {number: Seen(1.0, 0.0, 0.0) for number in range(self._count)}
+        return {number: Seen(1.0, 0.0, None) for number in range(self._count)}
 
     def counters(self) -> dict[str, float]:
         return {**super().counters(), "units": float(self._count), "resident": float(self._count)}

@@ -6,12 +6,13 @@ Letters: G key/value heads, D head size, P tokens a unit. Keys are raw (before r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.kv import MARGIN
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.kv import MARGIN, StreamPolicy
 from mmaccel.core.places import Places
 
 Pair = tuple[Tensor, Tensor]
@@ -20,6 +21,31 @@ Pair = tuple[Tensor, Tensor]
 
 MOST = 1 << 16
 """Units between two bases at most, where their places pass no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedPolicy(StreamPolicy):
+    """The fields of a memory with a local window; budgets are in frames.
+
+    window     frames, the current one included, that a query sees while the stream is encoded
+    local      of these, the last so many are seen by a question; the rest are recalled or not, like older ones
+    positions  where a question sees units: "compact", one after the other as if nothing lay between them, or
+               "original", at their true places, and compact from the moment when these pass what the model was made for
+    """
+
+    window: int = 76
+    local: int = 8
+    positions: Literal["compact", "original"] = "compact"
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise RecipeError(f"{self.name}: window is {self.window}; give at least 1 frame.")
+        if not 0 <= self.local <= self.window:
+            raise RecipeError(
+                f"{self.name}: local is {self.local}; give 0 to window, which is {self.window}."
+            )
+        if self.positions not in ("compact", "original"):
+            raise RecipeError(f"{self.name}: positions is {self.positions!r}; give 'compact' or 'original'.")
 
 
 class Bases:

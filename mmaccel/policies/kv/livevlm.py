@@ -115,7 +115,7 @@ class LiveMemory(TokenMemory):
         ends = (piece.first + piece.count) % self.clip == 0
         return ends and tokens - self.recent * self.stream.unit > self.budget
 
-    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int, Tensor | None]:
+    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int]:
         size = self.policy.page
         begin = max(self._count - self.recent, 0)
         old = max(held.column.shape[0] - self.recent * self.stream.unit, 0)
@@ -128,15 +128,12 @@ class LiveMemory(TokenMemory):
         chosen = min(pages, most)
         self._pages += chosen
         self._questions += layer == 0
-        loose = held.column.shape[0] - pages * size
-        least = score.min() if pages else score.new_zeros(())
-        tokens = torch.cat([score.repeat_interleave(size), least.expand(loose)])
         if pages <= most:
-            return None, begin, tokens
+            return None, begin
         best = torch.sort(score, descending=True, stable=True).indices[:most].sort().values
         found = (best[:, None] * size + torch.arange(size, device=best.device)).flatten()
         rest = torch.arange(pages * size, held.column.shape[0], device=best.device)
-        return torch.cat([found, rest]), begin, tokens
+        return torch.cat([found, rest]), begin
 
     def leave(self) -> None:
         super().leave()

@@ -137,8 +137,8 @@ class ProxyMemory(TokenMemory):
         units = torch.arange(self._count - count, self._count, device=held.column.device)
         return Held(sides[0], sides[1], units * P + P // 2)
 
-    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int, Tensor | None]:
-        return None, self._count, None
+    def _pick(self, layer: int, query: Tensor, held: Held) -> tuple[Tensor | None, int]:
+        return None, self._count
 
     def checkpoint(self) -> Any:
         return super().checkpoint(), self._chosen, self._whole, self._merged, self._left

@@ -211,7 +211,7 @@ def picks(state: TokenMemory) -> list:
     found = []
     for layer, held in enumerate(state._held):
         query = words(layer, 5, 7)[0][0, :, 1:4].float().mean(1)
-        index, _, _ = state._pick(layer, query, held)  # type: ignore[arg-type]
+        index, _ = state._pick(layer, query, held)  # type: ignore[arg-type]
         found.append((held, index))
     return found
 

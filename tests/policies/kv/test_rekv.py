@@ -79,7 +79,6 @@ def test_a_planted_frame_is_recalled() -> None:
         state._recall = planted
         seen = {one.frames[0]: one for one in session.ask(QUESTION, 1).evidence}
         assert set(queries) == {0, 1} and seen[3].recalled >= 0.5 and seen[4].recalled >= 0.5
-        assert max(seen[3].score, seen[4].score) >= 0.5
 
 
 def test_faithful_copies_and_coalesced_ones_bring_the_same() -> None:

@@ -339,6 +339,16 @@ class Index:
             found.scores, found.picked, size, rows, self.time[layer], out, head, left, tokens
         )
 
+    def stood_for(self, layer: int, found: Found, shares: Tensor) -> Tensor:
+        """[n, end]: what entries get of the `shares` [n, k] of what `rest` made: in a cluster all the same."""
+        there, (rows, few) = self._now, shares.shape
+        size = there.lists.size[layer]
+        ids = clusters.stand_in_order(found.scores, found.picked, size)[:few]
+        # Two more places: of entries that are no cluster's.
+        out = shares.new_zeros(rows, len(size) + 2)
+        out[:, ids] = shares / size[ids].clamp_min(1)
+        return out[:, there.lists.owner[layer, : there.end]]
+
     def guess(self, layer: int, entries: Tensor, budget: int) -> Tensor:
         """[n] what the clusters of `layer` that hold `entries` contain, largest overlap first, up to `budget`; -1: none."""
         there = self._now

@@ -262,26 +262,23 @@ class MosaicMemory(StreamMemory):
 
     def evidence(self) -> dict[int, Seen]:
         looks: dict[int, Look] = {}
-        begin = max(self._count - self.local, self._first)
+        begin = self._end.begin
         if self._found:
-            entries, scores = (
-                torch.stack([getattr(one, name) for one in self._found.values()]).cpu()
-                for name in ("entries", "scores")
-            )
-            for layer, chosen, scored in zip(self._found, entries, scores, strict=True):
-                numbers = torch.unique_consecutive(chosen // self.parts)
-                looks[layer] = numbers, begin, self._unit_scores(layer, scored.float(), begin)
-        return weigh(looks, self._count)
+            entries = torch.stack([one.entries for one in self._found.values()]).cpu()
+            for layer, chosen in zip(self._found, entries, strict=True):
+                looks[layer] = torch.unique_consecutive(chosen // self.parts), begin
+        return weigh(looks, self._count, self._reached())
 
-    def _unit_scores(self, layer: int, scores: Tensor, end: int) -> Tensor:
-        """[end]: the best score of a unit's entries, that of their clusters; the lowest where the search did not look."""
-        if self.tree.started:
-            scores = scores[self.tree.semantic.owner[layer, : end * self.parts]]
-        else:
-            scores = scores[: end * self.parts]
-        known = scores.isfinite()
-        scores = torch.where(known, scores, scores[known].min() if bool(known.any()) else 0.0)
-        return scores.view(-1, self.parts).amax(1)
+    def _units_of(self, layer: int, shares: Tensor) -> Tensor:
+        found, begin = self._found[layer], self._end.begin * self.parts
+        late = torch.arange(begin, self._count * self.parts, device=shares.device)
+        entries, p = torch.cat([found.entries, late]), self.stream.unit // self.parts
+        few = shares.shape[1] - len(entries) * p
+        own = shares[:, few:].view(len(shares), -1, p).sum(2)
+        out = shares.new_zeros(len(shares), self._count * self.parts).index_add_(1, entries, own)
+        if few:
+            out[:, :begin] += self.index.stood_for(layer, found, shares[:, :few])
+        return out.view(len(shares), -1, self.parts).sum(2)
 
     # The stream as a whole.
 

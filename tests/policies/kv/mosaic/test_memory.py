@@ -156,7 +156,8 @@ def test_evidence_names_what_was_retrieved() -> None:
     driven = watched(60)
     driven.ask(driven.scenes[10])
     seen = driven.evidence
-    assert all(0 <= one.score <= 1 and 0 < one.share <= 1 for one in seen.values())
+    assert all(0 < one.score <= 1 and 0 <= one.share <= 1 for one in seen.values())
+    assert 0.5 < sum(one.score for one in seen.values()) < 1 + 1e-6
     assert [seen[number].share for number in (58, 59)] == [1, 1] and seen[59].retrieved == 0
     retrieved = [number for number, one in seen.items() if one.retrieved == 1]
     right = sum(driven.scenes[number] == driven.scenes[10] for number in retrieved)

@@ -1,0 +1,52 @@
+"""What an answer rests on, against planted truth: the first moments told are those that the question is about."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmaccel.core.registry import policy
+from mmaccel.eval.footage import Footage, Viewing
+from mmaccel.policies.kv._evidence import attention
+from mmaccel.world import World
+from tests.models.streams import pair
+
+FIELDS = {
+    "mosaic": {"frames": 16, "window": 16},
+    "rekv": {"frames": 16, "window": 16},
+    "livevlm": {"frames": 16},
+}
+
+
+@pytest.mark.parametrize("memory", FIELDS)
+@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
+def test_the_first_moments_told_are_what_was_asked_about(name: str, memory: str) -> None:
+    """Of answers that are right, nine in ten name a true frame, or the one beside, among the first three: of 216 on four
+    worlds 213 did, and 3 in 10 of longer streams where what most layers retrieved came first."""
+    model, processor = pair(name)
+    named = []
+    for seed in (1, 3):
+        world = World.generate(seed, 128)
+        with Viewing(model, processor, policy("kv", {"name": memory, **FIELDS[memory]})) as session:
+            session.show(Footage(model, processor, world, 0.3), 1.0)
+            for question in world.questions(["needle", "combine", "scene"]):
+                answer = session.ask(question.text, 8)
+                if answer.text == question.answer:
+                    first = [one.frames[0] for one in answer.top(3)]
+                    named.append(any(abs(n - true) <= 1 for n in first for true in question.frames))
+    assert len(named) >= 6 and sum(named) >= 0.9 * len(named)
+
+
+def test_attention_is_that_of_each_row_to_the_columns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(4, 3, 8, generator=generator), torch.randn(2, 9, 8, generator=generator)
+    bias = torch.tensor([0.0, 1.0, -torch.inf])
+    expected = torch.zeros(3, 9)
+    for row in range(3):
+        for head in range(4):
+            score = key[head // 2, : 7 + row] @ query[head, row] * 8**-0.5
+            score[:3] += bias
+            expected[row, : 7 + row] += score.softmax(0) / 4
+    torch.testing.assert_close(attention(query, key, bias), expected)
+    monkeypatch.setattr("mmaccel.policies.kv._evidence.MOST", 20)
+    torch.testing.assert_close(attention(query, key, bias), expected)

@@ -26,11 +26,13 @@ HEADS = (
     "questions",
     "right\n(95% interval)",
     "evidence\nseen",
+    "evidence\nnamed",
     "seen\n(frames)",
     "frames off\nthe device",
     "first token",
 )
-"""Of the table; what is seen of the evidence is the recall of the rows."""
+"""Of the table. Evidence seen is the recall of the rows: the share of layers that looked at the true frames. Named is how
+often one of these is among the first moments that a right answer is said to rest on."""
 
 
 def stream(
@@ -145,6 +147,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             str(row["questions"]),
             f"{row['accuracy']:.0%} ({row['low']:.0%}-{row['high']:.0%})",
             f"{row['recall']:.0%}",
+            "" if row["named"] is None else f"{row['named']:.0%}",
             f"{row['seen']:.0f}",
             f"{row['off']:.0%}",
             f"{row['ttft_s']:.3f} s",

@@ -23,8 +23,8 @@ class Evidence:
 
     frames    first and last frame, numbered from the start of the stream
     seconds   when the first was shown
-    share     of the layers, how many looked at it: recalled it, or had it in their local window; 0 where only what stands for
-              it, or for it and others, was looked at
+    share     of the layers, how many looked at it: recalled it, or had it in their local window; 0 where all that they
+              looked at is what stands for it, or for it and others
     recalled  of the layers, how many recalled it
     score     of all that reached the answer's first token from units, the part that came from this one, 0 to 1, by attention
               from layer to layer (rollout); None where the memory does not tell it

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from mmaccel.core.answer import Answer
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.registry import policy, registry
@@ -27,6 +28,8 @@ from mmaccel.world.records import Question
 KINDS = ("needle", "scene", "order", "combine")
 NO_BUDGET = ("full", "offload")
 """Memories that see everything whatever the budget; they run once."""
+NAMED = 3
+"""Moments that are told of an answer, when it is counted whether they are the right ones."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Shot:
 
     recall  of the frames without which it cannot be answered, the share of layers that saw each, mean over the frames
     alone   of these frames, the share that at least half of the layers saw
+    named   whether one of these frames, or the one beside it, is among the first `NAMED` moments that the answer rests on
+            (`Answer.top`); None where the memory does not tell
     seen    frames that a layer saw, mean over the layers: local ones are on top of most budgets. A frame of which a memory
             of tokens keeps one counts whole
     off     of the stream's units, the share whose keys were not on the device before it was asked
@@ -63,6 +68,7 @@ class Shot:
     seen: float
     off: float
     ttft_s: float
+    named: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -215,7 +221,14 @@ def _shot(session: Viewing, entry: Entry, world: World, question: Question) -> S
         seen=sum(share.values()),
         off=1 - told.get("resident", units) / units if units else 0.0,
         ttft_s=answer.ttft_s,
+        named=_named(answer, question),
     )
+
+
+def _named(answer: Answer, question: Question) -> bool | None:
+    first = [one for one in answer.top(NAMED) if one.score is not None]
+    near = {frame + step for frame in question.frames for step in (-1, 0, 1)}
+    return any(near & set(range(one.frames[0], one.frames[1] + 1)) for one in first) if first else None
 
 
 def worlds_of(frames: int, count: int, seed: int) -> list[World]:

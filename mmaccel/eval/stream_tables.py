@@ -17,7 +17,8 @@ Ask = tuple[int, int, str]
 def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
     """Accuracy and recall of each memory, budget and kind, and over all kinds (``"all"``, each kind weighing the same).
 
-    `low` and `high` are the 95% interval of the accuracy (Wilson; for all kinds, normal).
+    `low` and `high` are the 95% interval of the accuracy (Wilson; for all kinds, normal). `named` is of right answers; None
+    where no memory tells it, or none is right.
     """
     groups: dict[tuple[str, int | None], dict[str, list[Shot]]] = defaultdict(lambda: defaultdict(list))
     for shot in found:
@@ -40,6 +41,7 @@ def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
                 "seen": sum(one.seen for one in some) / n,
                 "off": min(one.off for one in some),
                 "ttft_s": sorted(one.ttft_s for one in some)[n // 2],
+                "named": _mean([float(one.named) for one in some if one.right and one.named is not None]),
             }
             parts.append(row)
             told.append({**base, **row})
@@ -59,6 +61,7 @@ def rows(found: Sequence[Shot]) -> list[dict[str, Any]]:
                 "high": min(1.0, mean["accuracy"] + margin),
                 "off": min(row["off"] for row in parts),
                 "ttft_s": sum(row["ttft_s"] for row in parts) / len(parts),
+                "named": _mean([row["named"] for row in parts if row["named"] is not None]),
             }
         )
     return told
@@ -131,6 +134,10 @@ def watches(found: Sequence[Watch]) -> list[dict[str, Any]]:
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in rows[0]}
+
+
+def _mean(some: Sequence[float]) -> float | None:
+    return sum(some) / len(some) if some else None
 
 
 def _ask(shot: Shot) -> Ask:

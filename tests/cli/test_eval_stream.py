@@ -34,6 +34,7 @@ def test_the_command(call: Callable[..., tuple[int, str, str]], ov: str, tmp_pat
         "budget (frames)",
         "right (95% interval)",
         "evidence seen",
+        "evidence named",
         "seen (frames)",
         "frames off the device",
     ):

@@ -50,6 +50,12 @@ def test_rows_weigh_kinds_alike_and_bound_what_they_say() -> None:
     assert told["needle"]["accuracy"] == 0.75 and told["order"]["accuracy"] == 0.5
     assert told["all"]["accuracy"] == 0.625 and told["all"]["questions"] == 10
     assert told["needle"]["seen"] == told["all"]["seen"] == 8.0
+    assert told["needle"]["named"] is None and told["all"]["named"] is None, "it is not told"
+    some = [shot("a", n < 3, n, named=n != 1) for n in range(4)] + [shot("a", True, 9, kind="order")]
+    named = {row["kind"]: row["named"] for row in rows(some)}
+    assert named["needle"] == named["all"] == pytest.approx(2 / 3) and named["order"] is None, (
+        "of right answers"
+    )
     # Wilson's interval for 6 of 8, worked out by hand.
     assert told["needle"]["low"] == pytest.approx(0.4093, abs=1e-3)
     assert told["needle"]["high"] == pytest.approx(0.9285, abs=1e-3)

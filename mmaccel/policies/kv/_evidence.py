@@ -94,8 +94,8 @@ class Rows:
     def reached(self, turner: Turner, head: int, units_of: Callable[[int, Tensor], Tensor]) -> Tensor | None:
         """[U]: of all that reaches the last row, which says the first token, from units, the share of each; None: unknown.
 
-        Attention rollout (Abnar and Zuidema, 2020): behind each layer a row is made of what it was, what it gets of units, and
-        what it gets of rows before it as these were. Its own part is such that `OWN` of it is left behind all layers.
+        Attention rollout (Abnar and Zuidema, 2020): behind each layer a row is made of what it was, what it gets of units,
+        and what it gets of rows before it as these were. Its own part is such that `OWN` of it is left behind all layers.
         `units_of` (layer, shares [n, N]) gives [n, U], what units get of what columns behind the head get.
         """
         if not self._rows:

@@ -43,7 +43,7 @@ def below(answer: Answer, moments: int) -> list[str]:
     if left > 0:
         told.append(f"and on {left} more")
     if answer.evidence and all(one.score is None for one in answer.evidence):
-        told.append("this is what was seen; of what of it the answer is made this memory does not tell")
+        told.append("these were seen; which of them the answer rests on this memory does not tell")
     return [
         *told,
         f"first token {answer.ttft_s:.3f} s, then {number(answer.tokens_per_s, '.1f', ' tokens/s')}",

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from mmaccel.cli import watch as command
+from mmaccel.cli.evidence import below, evidence_table
+from mmaccel.core.answer import Answer, Evidence
 from mmaccel.core.errors import MmaccelError, VideoError
 from mmaccel.media import Video
 
@@ -99,6 +102,17 @@ def test_people_read_the_answer_and_what_it_rests_on(call: Call, clip: str, ov: 
         "watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--question", "how many ?", "--evidence", 3
     )  # fmt: skip
     assert status == 0 and out.count(" 100% ") == 3 and "and on 1 more" in out
+
+
+def test_what_a_memory_does_not_tell_is_left_blank() -> None:
+    evidence = tuple(Evidence((n, n), float(n), 1.0, 0.0, None) for n in range(4))
+    answer = Answer("red", (3,), 0.1, None, evidence)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(evidence_table(answer, 2))
+    rows = console.export_text().splitlines()[1:]
+    assert [row.split() for row in rows] == [["frame", str(n), str(n), "s", "100%", "0%"] for n in range(2)]
+    told = below(answer, 2)
+    assert told[0] == "and on 2 more" and "does not tell" in told[1]
 
 
 def test_questions_are_piped(call: Call, clip: str, ov: str, tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ def opened(name: str, kv: Any) -> mmaccel.VideoSession:
     return session
 
 
+def rests(answer: mmaccel.core.answer.Answer) -> dict[tuple[int, int], float | None]:
+    """What part of what reached an answer came from each moment that a layer looked at."""
+    return {one.frames: one.score for one in answer.evidence if one.share}
+
+
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 @pytest.mark.parametrize("kv", ["mosaic", "rekv", "full", "livevlm"])
@@ -56,6 +61,7 @@ def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pyte
         monkeypatch.setattr(layers, "DEVICES", ("cpu",))
         found, again = logits(session), session.ask(QUESTION, 6)
     assert (found - wanted).abs().max() <= 1e-4 and again.ids == said.ids
+    assert len(rests(said)) >= 4 and rests(said) == pytest.approx(rests(again), abs=1e-4)
     # A question, twice, and the words of an answer one by one.
     assert len(passes) >= 3 and max(passes) <= layers.WIDTHS[-1] and min(passes) == 1
 
@@ -87,13 +93,14 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(
                     "what was shown before the star and after it ?",
                     QUESTION,
                 ):
-                    said.append((logits(session, question), session.ask(question, 4).ids))
+                    said.append((logits(session, question), session.ask(question, 4)))
                     if question is not QUESTION:
                         # What follows lies elsewhere.
                         live.state._kept.clear()
     half = len(said) // 2
     for (plain, words), (replayed, again) in zip(said[:half], said[half:], strict=True):
-        assert (plain - replayed).abs().max() <= 1e-5 and words == again
+        assert (plain - replayed).abs().max() <= 1e-5 and words.ids == again.ids
+        assert rests(words) == pytest.approx(rests(again), abs=1e-5)
     assert Replayed.made >= 4
 
 

@@ -100,7 +100,8 @@ class Rows:
         """
         if not self._rows:
             return None
-        own, made = OWN ** (1 / len(self._rows)), None
+        own = OWN ** (1 / len(self._rows))
+        made: Tensor | None = None
         for layer, (query, seat, turned) in self._rows.items():
             if not turned:
                 angles = seat.angles[0][:, :, self._first :], seat.angles[1][:, :, self._first :]
@@ -108,7 +109,7 @@ class Rows:
             got = attention(query, seat.key[0, :, : seat.column + self._count], seat.bias)
             mine = got[:, seat.column + self._first :]
             come = units_of(layer, got[:, head : seat.column])
-            made = own * made + (1 - own) * (come + mine @ made) if made is not None else (1 - own) * come
+            made = (1 - own) * come if made is None else own * made + (1 - own) * (come + mine @ made)
         assert made is not None
         return made[-1] / made[-1].sum().clamp_min(torch.finfo(torch.float32).tiny)
 

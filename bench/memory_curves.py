@@ -92,14 +92,20 @@ def read(paths: Sequence[Path]) -> list[Panel]:
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
-    drawn = figure(5.0 * len(panels), 3.6)
+    """Two panels a row; a name has one colour in all, told once beside them."""
+    rows = -(-len(panels) // 2)
+    drawn = figure(5.0 * min(len(panels), 2) + 1.8, 3.4 * rows)
+    names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
+    told: dict[str, Any] = {}
     for number, panel in enumerate(panels):
-        axes = drawn.add_subplot(1, len(panels), number + 1)
+        axes = drawn.add_subplot(rows, min(len(panels), 2), number + 1)
         for name, points in panel.curves.items():
-            at = sorted(points)
-            (line,) = axes.plot(at, [points[one][0] for one in at], marker="o", markersize=3, label=name)
+            at, colour = sorted(points), f"C{names.index(name) % 10}"
+            (told[name],) = axes.plot(
+                at, [points[one][0] for one in at], marker="o", markersize=3, color=colour
+            )
             low, high = ([points[one][side] for one in at] for side in (1, 2))
-            axes.fill_between(at, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            axes.fill_between(at, low, high, color=colour, alpha=0.12, linewidth=0)
         for name, value in panel.lines.items():
             axes.axhline(value, color="grey", linestyle="--", linewidth=1)
             axes.annotate(name, (0.01, value), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
@@ -109,7 +115,7 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
         axes.minorticks_off()
         axes.set(title=panel.title, xlabel=panel.across, ylabel=panel.up)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+    drawn.legend(told.values(), told.keys(), loc="outside right upper", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     save(drawn, path)
 

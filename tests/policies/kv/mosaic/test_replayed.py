@@ -56,7 +56,13 @@ def test_a_replayed_question_sees_what_one_launched_by_one_sees(
             driven.told = torch.stack([driven.ask(kind) for kind in (step % 5, 4, step % 5)])  # type: ignore[attr-defined]
         # A replay has places for pseudo tokens that are not there, and hides them.
         torch.testing.assert_close(both[0].told, both[1].told, atol=1e-9, rtol=0)  # type: ignore[attr-defined]
-        assert both[0].evidence == both[1].evidence
+        plain, replayed = (driven.evidence for driven in both)
+        assert plain.keys() == replayed.keys()
+        for number, seen in plain.items():
+            # Shares are sums over more columns where some are hidden: in float32 they may round otherwise.
+            told = replayed[number]
+            assert (seen.share, seen.retrieved) == (told.share, told.retrieved)
+            assert seen.score == pytest.approx(told.score, rel=1e-5, abs=1e-7)
     # Captures have been given up when something was moved, and made anew; not at every question, of which there are 78.
     # There are three a layer. A stream of tiles grows twice as fast; and what grows with clusters and what grows with
     # entries is moved at moments of its own: 13 times in all, and 11 where passes retrieve nothing.

@@ -84,7 +84,8 @@ def _image(image: Any) -> Tensor:
     if tensor.shape[0] not in (1, 3, 4):
         raise VideoError(f"an image must have 1, 3 or 4 channels, not the shape {tuple(tensor.shape)}.")
     if tensor.shape[0] == 4:
-        whole = tensor.float() / 255
+        # Before it is laid on white, where next to nothing of what goes from 0 to 1 is seen.
+        whole = _checked(tensor, "image").float() / 255
         white = whole[:3] * whole[3:] + (1 - whole[3:])
         tensor = white.mul(255 if tensor.is_floating_point() else 255.999).to(tensor.dtype)
     return tensor.expand(3, -1, -1).contiguous()

@@ -271,6 +271,7 @@ def test_anyres_tokens_are_those_of_the_unpadded_features(height: int, width: in
         (lambda: as_frames(torch.rand(2, 3, 4, 4)), "video: floating-point pixels must go from 0 to 255"),
         (lambda: as_frames([torch.rand(3, 4, 4)] * 2), "video: .* multiply what goes from 0 to 1 by 255"),
         (lambda: as_image(torch.randn(3, 4, 4).clamp(-2, 2)), "image: floating-point pixels"),
+        (lambda: as_image(torch.rand(4, 4, 4)), "image: .* multiply what goes from 0 to 1 by 255"),
         (lambda: as_image(torch.full((3, 4, 4), torch.nan)), "they go from nan to nan"),
         (lambda: as_image(torch.zeros(2, 5, 5)), "must have 1, 3 or 4 channels"),
         (lambda: as_image("none.png"), "none.png cannot be read as an image: No such file"),

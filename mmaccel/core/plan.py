@@ -223,11 +223,17 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
             shapes[f"k_place of span {i}"] = span.k_place, keys, plan.block_k
             shapes[f"q_place of span {i}"] = span.q_place, rows, plan.block_q
         for field, (tensor, count, block) in shapes.items():
-            b, t, size = tensor.shape
-            if b not in (1, B) or t not in (1, h) or size != count or not size or size % block:
+            size = tensor.shape[-1]
+            whole_blocks = size == count and size > 0 and size % block == 0
+            if (
+                tensor.ndim != 3
+                or tensor.shape[0] not in (1, B)
+                or tensor.shape[1] not in (1, h)
+                or not whole_blocks
+            ):
                 raise RecipeError(
-                    f"sparse {who!r}: {field} of a part is {[b, t, size]}; give [1 or {B}, 1 or {h}, {count}], the last in "
-                    f"whole blocks of {block} (`pad_rows`)."
+                    f"sparse {who!r}: {field} of a part is {list(tensor.shape)}; give [1 or {B}, 1 or {h}, {count}], the "
+                    f"last in whole blocks of {block} (`pad_rows`)."
                 )
         for i, span in enumerate(part.spans):
             if span.lists.blocks != rows // plan.block_q:

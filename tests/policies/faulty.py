@@ -90,6 +90,16 @@ class NoWholeBlocks(Sound):
         return replace(plan, parts=(replace(part, q_row=part.q_row[..., :-1]),))
 
 
+class FlatRows(Sound):
+    """Rows of sequences, and of no heads."""
+
+    def plan(self, query: Tensor, *given: Any) -> Any:
+        plan = super().plan(query, *given)
+        assert plan is not None
+        (part,) = plan.parts
+        return replace(plan, parts=(replace(part, q_row=part.q_row[:, 0]),))
+
+
 class LowBound(Sound):
     """Lists more than it says."""
 
@@ -104,6 +114,7 @@ SPARSE = {
     "a part of the tokens": (OtherSizes, "is 64, and the layer's is"),
     "some rows": (FewRows, "the plan's parts hold 64 of"),
     "no whole blocks": (NoWholeBlocks, "in whole blocks of 64"),
+    "no heads": (FlatRows, "give [1 or "),
     "a low bound": (LowBound, "bound is 1"),
 }
 """What is wrong -> the pattern, and words of the sentence that tells it."""

@@ -109,7 +109,9 @@ class Family(ModelAdapter):
 
     def _check_own(self, inputs: Mapping[str, Any]) -> None:
         """Raise `ModelError` for inputs that another family's processor made."""
-        others = frozenset[str]().union(*(getattr(one, "facts", ()) for one in registry("model").values()))
+        # A family that names no facts of its own may have those of others.
+        known = registry("model").values() if self.facts else ()
+        others = frozenset[str]().union(*(getattr(one, "facts", ()) for one in known))
         odd = [
             f"{name} is of another family"
             for name in sorted(others - self.facts)

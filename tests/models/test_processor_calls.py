@@ -12,6 +12,8 @@ import torch
 import mmaccel
 from mmaccel.core.errors import ModelError
 from mmaccel.models.processor import Processor
+from mmaccel.models.qwen2_5_vl import Qwen25VL
+from tests.models.tiny_random import BUILD, prompt
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, float("nan"), "2"])
@@ -46,3 +48,11 @@ def test_inputs_of_another_family(random_folder: Callable[[str], Path], own: str
                     ):
                         call(**wrong)
                 model.generate(**right, max_new_tokens=2)
+
+
+def test_a_family_that_names_no_facts_has_none_of_others() -> None:
+    class Plain(Qwen25VL):
+        facts = frozenset()
+
+    inputs = prompt("qwen", [("text", 3), ("video", 12), ("text", 2)])
+    assert Plain().layout(BUILD["qwen"](), inputs).length == inputs["input_ids"].shape[1]

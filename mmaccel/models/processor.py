@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,7 @@ class Processor:
                 raise ModelError(
                     f"fps: {rate!r}; give a positive number of frames a second, or leave it out."
                 )
-        if frames is not None and (not isinstance(frames, int) or frames < 1):
+        if frames is not None and (not isinstance(frames, Integral) or int(frames) < 1):
             raise ModelError(
                 f"frames: {frames!r}; give the number of frames to take of each video, at least 1."
             )
@@ -236,7 +236,7 @@ class Processor:
             if rate is None and frames is None and is_path(video):
                 pairs.append(as_frames(video, self.video.fps, self.video.max_frames))
             else:
-                pairs.append(as_frames(video, rate, frames=frames))
+                pairs.append(as_frames(video, rate, frames=None if frames is None else int(frames)))
         return [shown for shown, _ in pairs], [rate for _, rate in pairs]
 
     def _expand(self, texts: list[str], counts: dict[int, list[int]], special: bool) -> list[Tensor]:

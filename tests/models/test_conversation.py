@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -89,6 +90,8 @@ def test_frames_are_taken_evenly_of_whatever_a_video_is(folder: Path, tmp_path: 
         found = processor.chat("What ?", videos=given, frames=4, fps=rate)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    found = processor.chat("What ?", videos=film, frames=np.int64(4))  # type: ignore[arg-type]
+    assert torch.equal(found["input_ids"], wanted["input_ids"])
     with pytest.raises(VideoError, match="frames=13 is more than the 12 frames of"):
         processor.chat("What ?", videos=str(path), frames=13)
     with pytest.raises(VideoError, match="frames=13 is more than the 12 frames of a video: ask for fewer"):

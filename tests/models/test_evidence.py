@@ -11,13 +11,14 @@ from mmaccel.core.registry import policy
 from mmaccel.eval.footage import Footage, Viewing
 from mmaccel.policies.kv._evidence import attention
 from mmaccel.world import World
-from tests.models.streams import pair
+from tests.models.streams import QUESTION, every_stream, film, open_session, pair
 
 FIELDS = {
     "mosaic": {"frames": 16, "window": 16},
     "rekv": {"frames": 16, "window": 16},
     "livevlm": {"frames": 16},
 }
+WHOLE = every_stream()
 
 
 @functools.cache
@@ -43,6 +44,15 @@ def test_the_first_moments_told_are_what_was_asked_about(name: str, memory: str)
                     first = [one.frames[0] for one in answer.top(3)]
                     named.append(any(abs(n - true) <= 1 for n in first for true in question.frames))
     assert len(named) >= 6 and sum(named) >= 0.9 * len(named)
+
+
+@pytest.mark.parametrize("kv", WHOLE)
+def test_before_the_first_unit_is_whole_there_is_nothing_to_tell(kv: str) -> None:
+    """The random Qwen takes two frames a unit."""
+    with open_session("random-qwen", WHOLE[kv]) as session:
+        session.watch(film(1), fps=1.0)
+        answer = session.ask(QUESTION, 2)
+    assert len(answer.ids) and answer.evidence == ()
 
 
 def test_attention_is_that_of_each_row_to_the_columns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,8 +203,12 @@ class TokenMemory(StreamMemory):
         return weigh(looks, self._count, self._reached())
 
     def _units_of(self, layer: int, shares: Tensor) -> Tensor:
+        out = shares.new_zeros(len(shares), self._count)
+        if layer not in self._seen:
+            # Of the first unit not all frames have come.
+            return out
         column, _ = self._seen[layer]
-        return shares.new_zeros(len(shares), self._count).index_add_(1, column // self.stream.unit, shares)
+        return out.index_add_(1, column // self.stream.unit, shares)
 
     def nbytes(self) -> int:
         return super().nbytes() + sum(t.nbytes for one in self._held if one is not None for t in one)

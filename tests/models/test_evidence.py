@@ -9,7 +9,7 @@ import torch
 
 from mmaccel.core.registry import policy
 from mmaccel.eval.footage import Footage, Viewing
-from mmaccel.policies.kv._evidence import attention
+from mmaccel.policies.kv._evidence import Rows, attention
 from mmaccel.world import World
 from tests.models.streams import QUESTION, every_stream, film, open_session, pair
 
@@ -53,6 +53,26 @@ def test_before_the_first_unit_is_whole_there_is_nothing_to_tell(kv: str) -> Non
         session.watch(film(1), fps=1.0)
         answer = session.ask(QUESTION, 2)
     assert len(answer.ids) and answer.evidence == ()
+
+
+def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before them may come all rows of a unit that is not complete, at each of many layers."""
+    held: list[int] = []
+    plain = Rows.hold
+
+    def noted(rows: Rows) -> None:
+        plain(rows)
+        held.extend(
+            row.query.untyped_storage().nbytes() // row.query[:, 0].nbytes for row in rows._rows.values()
+        )
+
+    monkeypatch.setattr(Rows, "hold", noted)
+    with open_session("random-qwen", WHOLE["rekv"]) as session:
+        session.watch(film(7), fps=1.0)
+        session.ask(QUESTION, 1)
+        tail = session._seam.tail(QUESTION)
+        assert session._live is not None and session._live.film.pending is not None
+    assert held == [len(tail.ids) - tail.words[0]] * 2
 
 
 def test_attention_is_that_of_each_row_to_the_columns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class _Row(NamedTuple):
 class Rows:
     """The rows of a question from its first word on, as they looked at each layer; kept until it is over.
 
-    Nothing is computed before `reached` is asked for but one copy, for where queries lie others may come to lie.
+    Nothing is computed before `reached` is asked for but copies, for where queries lie others may come to lie.
     """
 
     def __init__(self) -> None:
@@ -74,16 +74,20 @@ class Rows:
         self._rows, self._first, self._count = {}, words_of(piece)[0], piece.rows
 
     def at(self, layer: int, query: Tensor, seat: Seat, turned: bool) -> None:
-        """Queries [1, H, n, D] of all its rows at a layer, and where they sit."""
-        self._rows[layer] = _Row(query, seat, turned)
+        """Queries [1, H, n, D] of all its rows at a layer, and where they sit; not `turned` ones stay as they are until
+        `hold`."""
+        own = query[0, :, self._first :]
+        # The rows before may be many, those of a unit not yet complete: they would stay with it, layer by layer.
+        self._rows[layer] = _Row(own.clone() if turned else own, seat, turned)
 
     def hold(self) -> None:
         """The question is through all layers."""
-        if self._rows:
-            held = torch.stack([row.query[0, :, self._first :] for row in self._rows.values()])
-            self._rows = {
-                layer: row._replace(query=one)
-                for (layer, row), one in zip(self._rows.items(), held, strict=True)
+        raw = {layer: row for layer, row in self._rows.items() if not row.turned}
+        if raw:
+            # Of few rows, which a layer leaves where the next question's go: one launch for all.
+            held = torch.stack([row.query for row in raw.values()])
+            self._rows |= {
+                layer: row._replace(query=one) for (layer, row), one in zip(raw.items(), held, strict=True)
             }
 
     def clear(self) -> None:

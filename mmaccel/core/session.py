@@ -274,7 +274,8 @@ class VideoSession:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        with self._lock:
+        # What is made in inference mode cannot be written to outside of it, and a stream may outlive the mode.
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._closed:
                 raise ModelError("the session is closed; open a new one, or resume a saved one.")
             yield

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.media import Video
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
 
@@ -266,15 +266,26 @@ def test_frames_that_were_kept_are_not_made_small_by_a_later_clip() -> None:
     assert (found[0] - found[1]).abs().max() <= 1e-4
 
 
-def test_a_session_works_in_and_out_of_inference_mode() -> None:
-    with open_session("random-ov", TIGHT["rekv"]) as session:
+@pytest.mark.parametrize("kv", ["rekv", "mosaic", "livevlm"])
+def test_a_session_works_in_and_out_of_inference_mode(kv: str, tmp_path: Path) -> None:
+    with open_session("random-ov", TIGHT[kv]) as session:
         with torch.inference_mode():
-            session.watch(film(8), fps=FPS)
-        session.watch(film(8)[:3], fps=FPS)
+            session.watch(film(25)[:12], fps=FPS)
+            with pytest.raises(ModelError, match="times"):
+                session.watch(film(3), times=[100.0, 101.0])
+        session.watch(film(25)[12:18], fps=FPS)
         first = logits(session)
         with torch.inference_mode():
             assert torch.equal(logits(session), first)
+            session.save(tmp_path / "saved")
+            session.load(tmp_path / "saved")
         assert not first.requires_grad
+        session.watch(film(25)[18:], fps=FPS)
+        second = logits(session)
+    with open_session("random-ov", TIGHT[kv]) as session:
+        for part in (film(25)[:12], film(25)[12:18], film(25)[18:]):
+            session.watch(part, fps=FPS)
+        assert torch.equal(logits(session), second)
 
 
 def test_lists_of_images_are_frames() -> None:

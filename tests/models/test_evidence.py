@@ -10,6 +10,7 @@ import torch
 from mmaccel.core.registry import policy
 from mmaccel.eval.footage import Footage, Viewing
 from mmaccel.policies.kv._evidence import Rows, attention
+from mmaccel.policies.kv.mosaic.memory import MosaicMemory
 from mmaccel.world import World
 from tests.models.streams import QUESTION, every_stream, film, open_session, pair
 
@@ -73,6 +74,22 @@ def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.Monke
         tail = session._seam.tail(QUESTION)
         assert session._live is not None and session._live.film.pending is not None
     assert held == [len(tail.ids) - tail.words[0]] * 2
+
+
+def test_units_are_weighed_for_the_last_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row of a long question by every unit of a long stream is gigabytes."""
+    asked: list[int] = []
+    plain = MosaicMemory._units_of
+
+    def noted(memory: MosaicMemory, layer: int, shares: torch.Tensor) -> torch.Tensor:
+        asked.append(len(shares))
+        return plain(memory, layer, shares)
+
+    monkeypatch.setattr(MosaicMemory, "_units_of", noted)
+    with open_session("random-ov", WHOLE["mosaic"]) as session:
+        session.watch(film(9), fps=1.0)
+        session.ask(QUESTION, 1)
+    assert asked == [1, 1]
 
 
 def test_attention_is_that_of_each_row_to_the_columns_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

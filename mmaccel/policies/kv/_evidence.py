@@ -105,17 +105,22 @@ class Rows:
         if not self._rows:
             return None
         own = OWN ** (1 / len(self._rows))
-        made: Tensor | None = None
-        for layer, (query, seat, turned) in self._rows.items():
+        # From the last layer down, for the last row alone: every row of a long question has a part of every unit.
+        weight: Tensor | None = None
+        made: Tensor | float = 0.0
+        for layer, (query, seat, turned) in reversed(self._rows.items()):
             if not turned:
                 angles = seat.angles[0][:, :, self._first :], seat.angles[1][:, :, self._first :]
                 query = turner.turn(query[None], angles)[0]
             got = attention(query, seat.key[0, :, : seat.column + self._count], seat.bias)
-            mine = got[:, seat.column + self._first :]
-            come = units_of(layer, got[:, head : seat.column])
-            made = (1 - own) * come if made is None else own * made + (1 - own) * (come + mine @ made)
-        assert made is not None
-        return made[-1] / made[-1].sum().clamp_min(torch.finfo(torch.float32).tiny)
+            if weight is None:
+                weight = got.new_zeros(1, len(got))
+                weight[:, -1] = 1
+            come = weight @ got
+            made = made + (1 - own) * units_of(layer, come[:, head : seat.column])[0]
+            weight = own * weight + (1 - own) * come[:, seat.column + self._first :]
+        assert isinstance(made, Tensor)
+        return made / made.sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def weigh(looks: dict[int, Look], count: int, reached: Tensor | None) -> dict[int, Seen]:

@@ -140,6 +140,8 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(
 
 IMPORTED = """
 import signal, sys, time
+# Where the tests run in the background of a shell interrupts are ignored, and that is handed on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 class Slow:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:

@@ -13,7 +13,7 @@ PIECES = [("text", 6), ("video", 36), ("text", 9)]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", BUILD)
+@pytest.mark.parametrize("family", ["llava", pytest.param("qwen", marks=pytest.mark.slow)])
 def test_compiled_it_says_what_it_said(family: str) -> None:
     model, inputs = BUILD[family](), prompt(family, PIECES)
     recipe = Recipe.load(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,25 +100,11 @@ def test_the_variable_is_named() -> None:
         mmaccel.Recipe(prune="fastv", kv="window")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("what", SPARSE)
-def test_a_pattern_is_found_out(what: str) -> None:
-    pattern, words = SPARSE[what]
-    with pytest.raises(RecipeError) as caught:
-        check_policy(pattern())
-    assert words in one_sentence(caught.value)
-
-
-@pytest.mark.parametrize("what", PRUNE)
-def test_a_pruner_is_found_out(what: str) -> None:
-    pruner, words = PRUNE[what]
-    with pytest.raises(RecipeError) as caught:
-        check_policy(pruner())
-    assert words in one_sentence(caught.value)
-
-
-@pytest.mark.parametrize("what", MEMORIES)
-def test_a_memory_is_found_out(what: str) -> None:
-    policy, words = MEMORIES[what]
+@pytest.mark.parametrize(
+    ("faults", "what"), [(faults, what) for faults in (SPARSE, PRUNE, MEMORIES) for what in faults]
+)
+def test_a_fault_is_found_out(faults: dict[str, tuple[Callable[[], Any], str]], what: str) -> None:
+    policy, words = faults[what]
     with pytest.raises(RecipeError) as caught:
         check_policy(policy())
     assert words in one_sentence(caught.value)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.contract.stream import Wheel
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.kv import KVView, Piece, Stream
 from mmaccel.core.places import Places
@@ -33,32 +34,15 @@ SMALL: dict[str, Any] = dict(
 )
 
 
-class Wheel:
-    """A model that turns pairs (i, i + D/2), and whose layers' queries are all alike a fixed map of what enters them."""
-
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        axes = positions if positions.ndim == 2 else positions[None].expand(3, -1)
-        angle = axes[0].double()[:, None] * 10.0 ** -torch.arange(SIZE // 2, dtype=torch.float64)
-        angle[:, -1] = axes[-1].double() * 0.3
-        both = torch.cat([angle, angle], -1)[None, None]
-        return both.cos().to(dtype), both.sin().to(dtype)
-
-    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
-        return x * angles[0] + half * angles[1]
-
-    def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        x.copy_(self.turn(x, angles))
-
-    def norm(self, layer: int, hidden: Tensor) -> Tensor:
-        return hidden
+class Looking(Wheel):
+    """A model that turns, and whose layers' queries are all alike a fixed map of what enters them."""
 
     def query(self, layer: int, rows: Tensor) -> Tensor:
         turn = torch.eye(HIDDEN, HEADS * SIZE, dtype=rows.dtype) + 0.1 * layer
         return (rows @ turn).view(1, -1, HEADS, SIZE).transpose(1, 2)
 
 
-WHEEL = Wheel()
+WHEEL = Looking()
 
 
 def places(axes: int, limit: int) -> Places:

@@ -1,7 +1,7 @@
 """Decode steps, drafting and pruned drafts at published shapes, random weights, on CUDA devices.
 
     python bench/decode_gpu.py pipeline --out bench/results/pipeline_h200x2_202601.jsonl
-    python bench/decode_gpu.py pipeline --target llava-onevision-72b --draft llava-onevision-7b --spread 2 --out ...
+    python bench/decode_gpu.py pipeline --target llava-onevision-72b --draft llava-onevision-7b --device cuda:{0,1} --out ...
     python bench/decode_gpu.py steps prune flash prefill batch --target qwen2.5-vl-7b --out ...
     python bench/decode_gpu.py pipeline --device cpu --layers 1 --target qwen2.5-vl-3b --draft qwen2.5-vl-3b --shrink 64 ...
 
@@ -19,6 +19,9 @@ prune     a step after all columns and after a tenth of them, beside the ratio o
 flash     a step of the model by transformers' own code without and with a flash kernel, beside the captured one
 prefill   seconds to read a video and to say a token after it, at several lengths
 batch     several sequences in turns
+
+A target that fills one device and some of a second, the draft beside it there: --device cuda:0 cuda:0 cuda:0 cuda:1
+--draft-device cuda:1.
 
 A row of several draws has all their tokens over all their seconds, the standard error of that, and each draw's pace. One
 generation of 512 tokens at p = 0.81 keeps 0.81 +- 0.017 of them: three are too few.
@@ -262,14 +265,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", nargs="+", help="steps, or the beginnings of their names")
     parser.add_argument("--limit", type=float, default=520.0, help="seconds in all")
-    parser.add_argument("--device", default="cuda:0")
     parser.add_argument(
-        "--spread", type=int, default=1, help="devices that the target lies on; the draft is on the next one"
+        "--device",
+        nargs="+",
+        default=["cuda:0"],
+        dest="devices",
+        help="which the target lies on, in even shares; one named twice has two",
     )
+    parser.add_argument("--draft-device", help="default: the next one, if there is one")
     parser.add_argument("--layers", type=int, help="fewer layers: a smoke test")
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths: a smoke test")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
+    options.device = options.devices[0]
     bench = Bench(options)
     try:
         run_steps([limited(step) for part in options.parts for step in PARTS[part](bench)], options)

@@ -40,6 +40,12 @@ WIDTHS = (1, 2, 4, 8)
 """Rows of a target's steps that a measured window and the last tokens may come to, captured before anything is timed."""
 
 
+def following(devices: Sequence[str]) -> str:
+    """The device after all of `devices`; the first of them where there is none."""
+    kind, after = torch.device(devices[0]).type, 1 + max(torch.device(one).index or 0 for one in devices)
+    return f"cuda:{after}" if kind == "cuda" and after < torch.cuda.device_count() else devices[0]
+
+
 class InTurns(Drafter):
     """A draft in turns whose prompt is assumed."""
 
@@ -64,13 +70,9 @@ class Bench:
     """What steps share: models, the draft's process, and the figures that others are held against."""
 
     def __init__(self, given: argparse.Namespace) -> None:
-        self.given = given
+        self.given, self.devices = given, given.devices
         self.device = torch.device(given.device)
-        count = torch.cuda.device_count() if self.device.type == "cuda" else 1
-        first = self.device.index or 0
-        cuda = self.device.type == "cuda"
-        self.devices = [f"cuda:{first + n}" if cuda else given.device for n in range(given.spread)]
-        self.other = f"cuda:{first + given.spread}" if count > given.spread else given.device
+        self.other = given.draft_device or following(given.devices)
         self.columns = max(given.context // given.shrink, 64)
         self.pruned = self.columns // 10 + 2 * replayed.LATER
         self.tokens = max(given.tokens // given.shrink, 24)

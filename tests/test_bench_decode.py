@@ -325,6 +325,9 @@ def test_ratios_and_a_target_over_devices(tmp_path: Path) -> None:
     few = (
         "--device",
         "cpu",
+        "cpu",
+        "--draft-device",
+        "cpu",
         "--target",
         shape,
         "--draft",
@@ -344,8 +347,6 @@ def test_ratios_and_a_target_over_devices(tmp_path: Path) -> None:
         "--limit",
         "10000",
         "--layers",
-        "2",
-        "--spread",
         "2",
         "--out",
         str(out),

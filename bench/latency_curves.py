@@ -27,16 +27,16 @@ TENTH = 0.1
 
 
 def prefill(rows: Iterable[Row], shape: str) -> Points:
-    """(tokens of the prompt, seconds to read it), ascending."""
-    told = (row for row in rows if row.get("case") == "prefill" and row["shape"] == shape)
-    return sorted((row["prompt"], row["prefill_s"]) for row in told)
+    """(tokens of the prompt, seconds to read it), ascending; of rows of one length the last."""
+    told = (row for row in rows if row.get("case") == "prefill" and row.get("shape") == shape)
+    return sorted({row["prompt"]: row["prefill_s"] for row in told}.items())
 
 
 def steps(rows: Iterable[Row], shape: str, way: str = "captured_s") -> Points:
     """(columns before it, milliseconds of a step of one row), ascending; `way` "with_s": by transformers with a flash
-    kernel."""
+    kernel. Of rows of one length the last."""
     told = (row for row in rows if row.get("case") == "flash" and row["shape"] == shape and row["rows"] == 1)
-    return sorted((row["columns"], 1e3 * row[way]) for row in told)
+    return sorted({row["columns"]: 1e3 * row[way] for row in told}.items())
 
 
 def pruned(rows: Iterable[Row], target: str, draft: str) -> Points:
@@ -70,7 +70,7 @@ def draw(rows: Sequence[Row], target: str, draft: str, path: Path) -> None:
         )
     for axes, up in ((reading, "prefill, seconds"), (decoding, "decode step, milliseconds")):
         axes.set(xlabel="video tokens", ylabel=up)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.35 * axes.get_ylim()[1])  # room for the names
         axes.legend(fontsize=7)
     save(drawn, path)
 

@@ -24,6 +24,11 @@ WHOLE = ("tree", "way", "window", "first token", "tokens a second", "over alone"
 WAYS = {"parallel": "`parallel`", "sequential": "`sequential`, whole video", "specvlm": "SpecVLM"}
 PRUNED = WAYS | {"sequential": "`sequential`"}
 """Of a tenth of the video."""
+PAIRS = {
+    ("llava-onevision-72b", "llava-onevision-7b"): "7B before 72B",
+    ("llava-onevision-7b", "llava-onevision-0.5b"): "0.5B before 7B",
+}
+"""Of all others it is 7B before 32B."""
 THROUGH = ("end", "one device")
 """Cases of whole generations."""
 
@@ -58,7 +63,8 @@ def name(row: Row) -> str:
         )
     if row["case"] == "batch":
         return f"{row['sequences']} sequences"
-    return WAYS.get(row["case"], row["case"])
+    pair = PAIRS.get((row.get("target", ""), row.get("draft", "")))
+    return WAYS.get(row["case"], row["case"]) + (f", {pair}" if pair else "")
 
 
 def window(row: Row) -> str:

@@ -84,7 +84,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     if place.type == "cuda":
         card = torch.cuda.get_device_properties(place)
         found |= {"device": card.name, "device_bytes": card.total_memory, "cuda": torch.version.cuda}
-    for package in ("mmaccel", "torch", "transformers", "triton", "flash-attn"):
+    for package in ("mmaccel", "torch", "transformers", "triton", "flash-attn-4"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -32,6 +32,12 @@ def rows_of(shape: str, pace: float) -> list[dict[str, Any]]:
     return rows
 
 
+def test_a_length_that_was_timed_again_has_its_last_time(curves: Any) -> None:
+    twice = [*rows_of("big", 5.0), {"case": "prefill:8192", "failed": "OutOfMemoryError"}, *ROWS]
+    for part in (curves.prefill, curves.steps):
+        assert part(twice, "big") == part(ROWS, "big")
+
+
 RATIO = {"case": "ratios", "target": "big", "draft": "small", "columns": 25_088}
 ROWS = [
     {"environment": {}},

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from mmaccel.backends.gathering import grain_of
 
-PROGRAMS = 64
+PROGRAMS = 32
 """Programs of a launch. The wire is full with a few hundred kilobytes under way; more would take the device from the layer
-that computes while the next one's units arrive."""
+that computes while the next one's units arrive: see "Host memory and streams" in docs/speed.md."""
 
-WORDS = 2048
+WORDS = 4096
 """Words a program has under way at once."""
 
 WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}

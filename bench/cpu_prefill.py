@@ -52,7 +52,8 @@ def embedded(model: nn.Module, processor: Any, tokens: int, film: Film) -> dict[
 def prefill(model: nn.Module, inputs: dict[str, Any], recipe: Recipe | None) -> tuple[Callable[[], Any], Any]:
     """A call that runs the language model over the prompt's embeddings under `recipe`, and what tells of it after."""
     adapter = adapter_for(model)
-    embeds = adapter.embed(model, inputs)
+    with torch.no_grad():
+        embeds = adapter.embed(model, inputs)
     layout = adapter.layout(model, inputs)
     positions = adapter.positions(model, inputs)
     text = adapter.text(model)
@@ -80,7 +81,8 @@ def wilson(hits: int, asked: int) -> tuple[float, float]:
 
 
 def timings(name: str, options: argparse.Namespace, log: Log, film: Film) -> None:
-    model, processor = mmaccel.load_model(name), mmaccel.load_processor(name)
+    # In float32, as the command computes on a CPU.
+    model, processor = mmaccel.load_model(name, dtype=torch.float32), mmaccel.load_processor(name)
     inputs = embedded(model, processor, options.tokens, film)
     tokens = int(inputs["input_ids"].shape[1])
     runs, held = {}, {}
@@ -119,7 +121,7 @@ def questions(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def answers(name: str, options: argparse.Namespace, log: Log, film: Film) -> None:
-    model, processor = mmaccel.load_model(name), mmaccel.load_processor(name)
+    model, processor = mmaccel.load_model(name, dtype=torch.float32), mmaccel.load_processor(name)
     done = asked_before(log.path)
     dense = Recipe.load("dense")
     for case in questions(options):

@@ -2,13 +2,14 @@
 
 A *task* is one block of queries of one key/value head (with every query head of its group, where they share the order):
 its rows stacked, its listed key blocks of all spans gathered side by side. Tasks with lists of like length go through one
-batched matrix product; lists too long for the budget go in slices under a running softmax. Sums are kept in float32
-(float64 for float64 inputs).
+product; lists too long for the budget go in slices, which are joined by their log-sum-exps. What neighbouring tasks all
+list and see all of goes first, for all of them together; then what one by itself sees all of; then the rest, with a mask.
+Sums are kept in float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,15 @@ from mmaccel.backends.ops import FULL, TEST, placed, ragged
 BUDGET = 1 << 19
 """Most scores held at a time: small enough for a processor's cache to matter, large enough to hide Python."""
 
+TILE = 4
+"""Neighbouring tasks that share what they all list."""
+
+UNSEEN = -1e30
+"""What is added to the score of a pair that is not seen: beside a seen one its weight is zero."""
+
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 
 def usable(device: torch.device) -> str | None:
     """Why this backend cannot run on `device`; None when it can, which is always."""
@@ -26,23 +36,50 @@ def usable(device: torch.device) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Lists:
-    """The lists of all spans side by side; a task is ``(b * G + g) * M + m``.
+class _Layout:
+    """Where the rows of keys lie, and at what places these and the queries'.
 
-    begin, count [tasks, spans]; index counts blocks across spans, as `k_row` and `k_place` [B, G, N of all spans] do;
-    q_place [B, G, spans, P]; owner [blocks] span of each key block.
+    k_row, k_place [B * heads, blocks of all spans, block_k]; q_place [B * heads, spans, M, block_q]; lo, hi [spans].
     """
 
-    begin: Tensor
-    count: Tensor
-    index: Tensor
-    kind: Tensor
     k_row: Tensor
     k_place: Tensor
     q_place: Tensor
-    owner: Tensor
     lo: Tensor
     hi: Tensor
+
+    def seen(self, head: Tensor, m: Tensor, blocks: Tensor, span: Tensor, kind: Tensor) -> Tensor:
+        """[T, block_q or 1, E, block_k]: which pairs of query blocks m [T] and their entries [T, E] are; -1 is no block."""
+        h, m = head[:, None], m[:, None]
+        here = (self.k_row[h, blocks] >= 0) | (kind == FULL)[..., None]
+        seen = (here & (blocks >= 0)[..., None])[:, None]
+        tested = (kind == TEST)[:, None, :, None]
+        if not bool(tested.any()):
+            return seen
+        lo, hi = (bound[span][:, None, :, None] for bound in (self.lo, self.hi))
+        # By bounds of each query, not by the gap of each pair: a comparison moves less than a difference.
+        at, there = self.q_place[h, span, m].transpose(1, 2)[..., None], self.k_place[h, blocks][:, None]
+        inside = (there <= at - lo) & (there > at - hi)
+        return (inside | ~tested) & seen
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Entries of all tiles of `tile` tasks, one after another: their blocks, counted over the spans, spans and kinds."""
+
+    tile: int
+    offset: Tensor
+    block: Tensor
+    span: Tensor
+    kind: Tensor
+
+    def entries(self, tiles: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Block (-1 past the list), span and kind of the `count` entries from `first` on of tiles [T]; each [T, count]."""
+        entry = first + torch.arange(count, device=tiles.device)
+        where = self.offset[tiles][:, None] + entry
+        inside = where < self.offset[tiles + 1][:, None]
+        where = where.masked_fill(~inside, 0)
+        return self.block[where].masked_fill(~inside, -1), self.span[where], self.kind[where]
 
 
 def block_attend(
@@ -70,105 +107,166 @@ def block_attend(
     M = P // block_q
     high = torch.float64 if query.dtype == torch.float64 else torch.float32
     told = [ragged(*lists) for lists in zip(offset, index, kind, strict=True)]
-    offset, index, kind = ([one[i] for one in told] for i in range(3))
-    shared = all(t.shape[1] == 1 for t in (q_row, *k_row, *q_place, *k_place, *offset))
+    shared = all(t.shape[1] == 1 for t in (q_row, *k_row, *q_place, *k_place, *(one[0] for one in told)))
     heads = G if shared else H
     group = H // heads
-    lists = _side_by_side(k_row, q_place, k_place, lo, hi, offset, index, kind, B, heads, M, block_k)
+    layout = _laid_out(k_row, q_place, k_place, lo, hi, B, heads, M, block_k)
+    widths = [rows.shape[-1] // block_k for rows in k_row]
 
     q_row = q_row.expand(B, heads, P).long()
     first_row = torch.arange(B * H, device=query.device).view(B, heads, group, 1) * n_query
     address = first_row + q_row.clamp(min=0)[:, :, None]
     asked = query.reshape(B * H * n_query, D).index_select(0, address.reshape(-1))
-    asked = asked.view(B * heads, group, M, block_q, D).transpose(1, 2).reshape(-1, group * block_q, D)
+    asked = asked.view(B * heads, group, M, block_q, D).transpose(1, 2)
+    width, padded = group * block_q, -(-M // TILE) * TILE
+    asked = torch.nn.functional.pad(asked, (0, 0) * 3 + (0, padded - M))
 
-    keys, values = key.reshape(-1, D), value.reshape(B * G * n_key, value.shape[-1])
-    tasks = asked.shape[0]
-    width = group * block_q
+    # A key and its value lie together: one gather, of longer rows.
+    pairs = torch.cat([key, value], -1).reshape(B * G * n_key, -1)
+    tasks = B * heads * padded
     out = torch.zeros(tasks, width, value.shape[-1], dtype=high, device=query.device)
-    top = torch.full((tasks, width), -torch.inf, dtype=high, device=query.device)
-    total = torch.zeros(tasks, width, dtype=high, device=query.device)
-    lengths = lists.count.sum(1)
-    cap = max(1, BUDGET // (width * block_k))
-    for first, batch, span in _batches(lengths, cap):
-        entry = first + torch.arange(span, device=query.device)
-        blocks, flags, origin = _entries(lists, batch, entry, lengths)
-        b_h = batch // M
-        kv_head = b_h if shared else (b_h // heads) * G + b_h % heads // (H // G)
-        k_rows = lists.k_row.reshape(B * heads, -1, block_k)[b_h[:, None], blocks]
-        where = (kv_head[:, None, None] * n_key + k_rows.clamp(min=0)).reshape(-1)
-        k = keys.index_select(0, where).view(len(batch), span * block_k, D).to(high)
-        v = values.index_select(0, where).view(len(batch), span * block_k, -1).to(high)
-        scores = (asked[batch].to(high) * scale) @ k.transpose(1, 2)
-        _hide(scores, lists, batch, blocks, flags, origin, k_rows, M, block_q, group)
-        new = torch.maximum(top[batch], scores.amax(-1))
-        floor = new.masked_fill(new == -torch.inf, 0.0)
-        scores.sub_(floor[..., None]).exp_()
-        if first == 0:
-            total[batch] = scores.sum(-1)
-            out[batch] = scores @ v
-        else:
-            fade = (top[batch] - floor).exp_()
-            total[batch] = total[batch] * fade + scores.sum(-1)
-            out[batch] = torch.baddbmm(out[batch] * fade[..., None], scores, v)
-        top[batch] = new
+    lse = torch.full((tasks, width), -torch.inf, dtype=high, device=query.device)
+    for number, lists in enumerate(_in_turn(told, widths, B, heads, M, padded)):
+        high_rows = lists.tile * width
+        tiles, to, norms = (
+            asked.reshape(-1, high_rows, D),
+            out.view(-1, high_rows, out.shape[-1]),
+            lse.view(-1, high_rows),
+        )
+        for first, some, count in _batches(lists.offset.diff(), max(1, BUDGET // (high_rows * block_k))):
+            blocks, span, kinds = lists.entries(some, first, count)
+            b_h, m = some * lists.tile // padded, some * lists.tile % padded
+            kv_head = b_h if shared else (b_h // heads) * G + b_h % heads // (H // G)
+            k_rows = layout.k_row[b_h[:, None], blocks].clamp(min=0)
+            where = (kv_head[:, None, None] * n_key + k_rows).reshape(-1)
+            both = pairs.index_select(0, where).view(len(some), count * block_k, -1).to(high)
+            seen = None
+            if bool(((blocks < 0) | (kinds != FULL)).any()):
+                seen = layout.seen(b_h, m, blocks, span, kinds).flatten(2)
+            part, norm = _attended(tiles[some].to(high), both[..., :D], both[..., D:], seen, group, scale)
+            if not number and not first:
+                to[some], norms[some] = part, norm
+                continue
+            before = norms[some]
+            joint = torch.logaddexp(before, norm)
+            floor = joint.masked_fill(joint == -torch.inf, 0.0)
+            own, more = ((one - floor).exp_()[..., None] for one in (before, norm))
+            to[some] = to[some].mul_(own).add_(part.mul_(more))
+            norms[some] = joint
 
     present = (q_row >= 0)[:, :, None]
-    lse = (top + total.log()).view(B, heads, M, group, block_q).transpose(2, 3).reshape(B, heads, group, P)
+    lse = lse.view(B, heads, padded, group, block_q)[:, :, :M].transpose(2, 3).reshape(B, heads, group, P)
     lse = lse.masked_fill(~present, -torch.inf).reshape(B, H, P)
-    out.div_(total.clamp_(min=torch.finfo(high).tiny)[..., None])
-    out = out.view(B, heads, M, group, block_q, -1).transpose(2, 3).reshape(B, heads, group, P, -1)
+    out = (
+        out.view(B, heads, padded, group, block_q, -1)[:, :, :M]
+        .transpose(2, 3)
+        .reshape(B, heads, group, P, -1)
+    )
     out = out.masked_fill_(~present[..., None], 0.0).reshape(B, H, P, -1)
     return placed(
         out.to(query.dtype), lse, q_row[:, :, None].expand(B, heads, group, P).reshape(B, H, P), rows
     )
 
 
-def _side_by_side(
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, group: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Of queries [T, W, D], `group` heads of W / group rows, and keys and values [T, N, D]: attention, zero where nothing is
+    seen, and its log-sum-exp [T, W]. `seen` [T, W / group or 1, N]: which pairs are, of all heads alike; None: all."""
+    T, W, D = q.shape
+    q = q.view(T, group, W // group, D)
+    if q.device.type == "cpu" and v.shape[-1] == D:
+        # One pass over each tile of scores, which stay in the cache.
+        wide = [t[:, None].expand(T, group, *t.shape[1:]) for t in (k, v)]
+        mask = None if seen is None else torch.where(seen, 0.0, UNSEEN).to(q.dtype)[:, None]
+        out, lse = FLASH(q, *wide, 0.0, False, attn_mask=mask, scale=scale)
+        if seen is not None:
+            none = lse <= UNSEEN / 2
+            out, lse = out.masked_fill(none[..., None], 0.0), lse.masked_fill(none, -torch.inf)
+        return out.reshape(T, W, -1), lse.reshape(T, W)
+    scores = (q.reshape(T, W, D) * scale) @ k.transpose(1, 2)
+    if seen is not None:
+        scores.view(*q.shape[:3], -1).masked_fill_(~seen[:, None], -torch.inf)
+    top = scores.amax(-1)
+    scores.sub_(top.masked_fill(top == -torch.inf, 0.0)[..., None]).exp_()
+    total = scores.sum(-1)
+    out = (scores @ v).div_(total.clamp_min(torch.finfo(q.dtype).tiny)[..., None])
+    return out, top + total.log()
+
+
+def _laid_out(
     k_row: Sequence[Tensor],
     q_place: Sequence[Tensor],
     k_place: Sequence[Tensor],
     lo: Sequence[int],
     hi: Sequence[int],
-    offset: Sequence[Tensor],
-    index: Sequence[Tensor],
-    kind: Sequence[Tensor],
     B: int,
     heads: int,
     M: int,
     block_k: int,
-) -> _Lists:
+) -> _Layout:
     device = k_row[0].device
 
-    def wide(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [t.expand(B, heads, t.shape[-1]) for t in tensors]
+    def blocks(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([t.expand(B, heads, -1) for t in tensors], -1).reshape(B * heads, -1, block_k)
 
-    def tail(tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), -1)
-
-    begin, count, shifted, owner = [], [], [], []
-    entries = blocks = 0
-    for s, (o, i, rows) in enumerate(zip(offset, index, k_row, strict=True)):
-        o = o.expand(B, heads, M + 1)
-        begin.append((o[..., :-1] + entries).reshape(-1))
-        count.append((o[..., 1:] - o[..., :-1]).reshape(-1))
-        shifted.append(i.long() + blocks)
-        n = rows.shape[-1] // block_k
-        owner.append(torch.full((n,), s, device=device))
-        entries += i.shape[0]
-        blocks += n
-    return _Lists(
-        begin=torch.stack(begin, 1),
-        count=torch.stack(count, 1),
-        index=torch.cat(shifted),
-        kind=torch.cat([k.to(torch.int8) for k in kind]),
-        k_row=tail(wide(k_row)),
-        k_place=tail(wide(k_place)),
-        q_place=torch.stack(wide(q_place), 2),
-        owner=torch.cat(owner),
+    return _Layout(
+        k_row=blocks(k_row),
+        k_place=blocks(k_place),
+        q_place=torch.stack([t.expand(B, heads, -1) for t in q_place], 2).reshape(
+            B * heads, len(q_place), M, -1
+        ),
         lo=torch.tensor(list(lo), device=device),
         hi=torch.tensor(list(hi), device=device),
     )
+
+
+def _in_turn(
+    told: Sequence[tuple[Tensor, Tensor, Tensor]],
+    widths: Sequence[int],
+    B: int,
+    heads: int,
+    M: int,
+    padded: int,
+) -> Iterator[_Lists]:
+    """The entries that all tasks of a tile see all of, those that one sees all of, and the others; `told`: offsets [b, h,
+    M + 1], blocks and kinds of each span. A task is ``(b * heads + h) * padded + m``."""
+    begin, count, blocks, spans = [], [], [], []
+    before = shift = 0
+    for number, ((offset, index, _), width) in enumerate(zip(told, widths, strict=True)):
+        offset = offset.expand(B, heads, M + 1)
+        begin.append((offset[..., :-1] + before).reshape(-1))
+        count.append(offset.diff().reshape(-1))
+        blocks.append(index.long() + shift)
+        spans.append(torch.full_like(blocks[-1], number))
+        before, shift = before + len(index), shift + width
+    kinds = torch.cat([kind.to(torch.int8) for _, _, kind in told])
+    first, many = torch.stack(begin, 1).reshape(-1), torch.stack(count, 1).reshape(-1)
+    # Of each task those of the first span, then those of the next.
+    owner = torch.repeat_interleave(torch.arange(len(many), device=many.device), many)
+    where = first[owner] + torch.arange(len(owner), device=many.device) - (many.cumsum(0) - many)[owner]
+    task = owner // len(told)
+    task = task // M * padded + task % M
+    block, span, kind = torch.cat(blocks)[where], torch.cat(spans)[where], kinds[where]
+
+    def lists(at: Tensor, mine: Tensor, tile: int) -> _Lists:
+        each = torch.bincount(at, minlength=B * heads * padded // tile)
+        offset = torch.nn.functional.pad(each.cumsum(0), (1, 0))
+        return _Lists(tile, offset, block[mine], span[mine], kind[mine])
+
+    whole = (kind == FULL).nonzero()[:, 0]
+    # Sorted by tile and block: where a block begins, and TILE entries on, it is the same in all of them.
+    order = whole[(task[whole] // TILE * shift + block[whole]).sort(stable=True).indices]
+    name = task[order] // TILE * shift + block[order]
+    alike = name[TILE - 1 :] == name[: max(len(name) - TILE + 1, 0)]
+    common = order[: len(alike)][alike]
+    yield lists(task[common] // TILE, common, TILE)
+    joined = torch.zeros(len(task), dtype=torch.bool, device=task.device)
+    for n in range(TILE):
+        joined[order[n : len(alike) + n][alike]] = True
+    for mine in ((kind == FULL) & ~joined, kind != FULL):
+        some = mine.nonzero()[:, 0]
+        yield lists(task[some], some, 1)
 
 
 def _batches(lengths: Tensor, cap: int) -> list[tuple[int, Tensor, int]]:
@@ -187,46 +285,3 @@ def _batches(lengths: Tensor, cap: int) -> list[tuple[int, Tensor, int]]:
             batches.append((first, order[t:end], span))
             t = end
     return batches
-
-
-def _entries(lists: _Lists, batch: Tensor, entry: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Block number, kind (-1 past the list) and span of list entries `entry` [E] of tasks `batch` [T]; each [T, E]."""
-    ends = lists.count[batch].cumsum(1)
-    entry = entry.expand(len(batch), -1)
-    inside = entry < lengths[batch][:, None]
-    origin = (entry[..., None] >= ends[:, None, :-1]).sum(-1)
-    begin = lists.begin[batch] - (ends - lists.count[batch])
-    where = (begin.gather(1, origin) + entry).masked_fill_(~inside, 0)
-    return lists.index[where], lists.kind[where].masked_fill(~inside, -1), origin
-
-
-def _hide(
-    scores: Tensor,
-    lists: _Lists,
-    batch: Tensor,
-    blocks: Tensor,
-    flags: Tensor,
-    origin: Tensor,
-    k_rows: Tensor,
-    M: int,
-    block_q: int,
-    group: int,
-) -> None:
-    """Set to -inf, in place, the scores [T, group * block_q, E * block_k] of pairs that are not seen."""
-    T, E, block_k = k_rows.shape
-    hidden = (k_rows < 0) & (flags != FULL)[..., None] | (flags < 0)[..., None]
-    if bool(hidden.any()):
-        scores.masked_fill_(hidden.view(T, 1, E * block_k), -torch.inf)
-    t, e = (flags == TEST).nonzero(as_tuple=True)
-    if not len(t):
-        return
-    b_h, m = batch[t] // M, batch[t] % M
-    s = origin[t, e]
-    heads = lists.k_place.shape[0] * lists.k_place.shape[1]
-    k_place = lists.k_place.reshape(heads, -1, block_k)[b_h, blocks[t, e]]
-    q_place = lists.q_place.reshape(heads, lists.lo.shape[0], M, block_q)[b_h, s, m]
-    gap = q_place[:, :, None] - k_place[:, None, :]
-    seen = (gap >= lists.lo[s][:, None, None]) & (gap < lists.hi[s][:, None, None])
-    view = scores.view(T, group, block_q, E, block_k)
-    tested = view[t, :, :, e]
-    view[t, :, :, e] = tested.masked_fill_(~seen[:, None], -torch.inf)

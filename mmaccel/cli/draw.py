@@ -1,4 +1,4 @@
-"""`mmaccel draw`: a table as a map, real heads before and after a permutation, or the memory of a saved stream."""
+"""`mmaccel draw`: a table as a map, heads or a pattern before and after a permutation, or the memory of a saved stream."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mmaccel.cli.ask import Device, Dtype, Model
 from mmaccel.cli.console import bars, many, out, steps
 from mmaccel.cli.search import Fps, Most, Texts, Videos, check_videos, sample
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError
+from mmaccel.core.registry import registry
 
 HEADS = "heads"
 FORMATS = ("png", "svg", "pdf")
@@ -25,12 +26,13 @@ def draw(
     what: Annotated[
         str,
         typer.Argument(
-            help="A table that `mmaccel search` wrote, what `mmaccel ask --json` printed, the word: heads, or a session "
-            "that `mmaccel watch` saved."
+            help="A table that `mmaccel search` wrote, what `mmaccel ask --json` printed, the word: heads, the name of a "
+            "pattern, or a session that `mmaccel watch` saved."
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--out", help="The picture of a table; a folder for heads and sessions.")
+        Path,
+        typer.Option("--out", help="The picture of a table or pattern; a folder for heads and sessions."),
     ],
     model: Model = "tiny-ov",
     video: Videos = None,
@@ -54,13 +56,15 @@ def draw(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """The map of patterns by layer and head, of a table or a run, or, with the word heads, what heads of a model attend to.
+    """The map of patterns by layer and head, of a table or a run, or what heads of a model, or a pattern, attend to.
 
-    A head is drawn as it stands, and with rows and columns ordered by place in the frame and by modality. Of a saved session
-    that clusters: which cluster what it watched is in (timeline), and the frames that its questions retrieve (retrieved).
+    A head is drawn as it stands, and with rows and columns ordered by place in the frame and by modality; a pattern by the
+    pairs it computes on a small prompt, as the tokens stand and as its plan orders them. Of a saved session that clusters:
+    which cluster what it watched is in (timeline), and the frames that its questions retrieve (retrieved).
     """
     from mmaccel.figure import figure, save
     from mmaccel.search.picture import head_picture, table_map
+    from mmaccel.search.plan_picture import plan_picture
 
     if form not in FORMATS:
         raise UnknownName("format", form, FORMATS)
@@ -68,10 +72,11 @@ def draw(
         _session(Path(what), output, model, layer, question or [], truth, form, device, dtype)
         return
     if what != HEADS:
-        layers, title = _named(what)
+        pattern = not Path(what).exists() and what in registry("sparse")
+        layers, title = ([], "") if pattern else _named(what)
         if not output.parent.is_dir():
             raise RecipeError(f"--out: the folder {output.parent} does not exist; create it first.")
-        save(table_map(layers, title), output)
+        save(plan_picture(what) if pattern else table_map(layers, title), output)
         out().print(str(output), markup=False, highlight=False, soft_wrap=True)
         return
 

@@ -25,6 +25,10 @@ COLOURS = {
     "grid": "#3b7dd8",
     "a_shape": "#e0a030",
     "vertical_slash": "#4aa564",
+    "tri_shape": "#c8503c",
+    "sf_fixed": "#6a4fb8",
+    "sf_strided": "#3fb0b8",
+    "block_topk": "#7a5c3e",
     "dense": "#9a9a9a",
     "other": "#b05a9c",
 }

@@ -124,6 +124,12 @@ def test_draw_makes_a_map(table: Path, call: Call, tmp_path: Path, ending: str) 
         assert "<svg" in path.read_text()
 
 
+def test_draw_shows_what_a_pattern_computes(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "grid.svg"
+    status, out, err = call("draw", "grid", "--out", path)
+    assert (status, err) == (0, "") and str(path) in out and "in the order of the plan" in path.read_text()
+
+
 def test_draw_shows_heads(
     call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +200,7 @@ def test_a_picture_is_written_whole_and_where_it_is_said(
             "'seconds' or 'pairs'",
         ),
         (("draw", "none.json", "--out", "TMP/m.svg"), "table 'none.json' cannot be read"),
+        (("draw", "dense", "--out", "TMP/m.svg"), "name another pattern"),
         (("draw", "TABLE", "--out", "TMP/m.xyz"), "end the name in .svg, .png or .pdf."),
         (("draw", "TABLE", "--out", "TMP/no/m.svg"), "does not exist; create it first."),
         (

@@ -4,7 +4,9 @@ A head is planted by its scores alone: the last 64 queries are unit vectors and 
 every pair on a line has `ratio` times the weight of a pair of the background. Gaussian noise on every score, a sink and a
 neighbourhood lie over it. What `Grid(stride="free")` plans for those queries is then read back from the plan.
 
-    python bench/planted.py --draws 1000 --out bench/results/planted_cpu_202611.jsonl --picture docs/planted.svg
+    python bench/planted.py --draws 140 --out bench/results/planted_cpu_202611.jsonl
+    python bench/planted.py --ratios 4 --draws 1000 --seed 1000 --out bench/results/planted_cpu_202611.jsonl
+    python bench/planted.py --rows bench/results/planted_cpu_202611.jsonl --picture docs/planted.svg
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from timing import Log, read_rows
 
 from mmaccel.core.layout import TokenLayout
 from mmaccel.policies.sparse import Grid
@@ -229,20 +234,8 @@ def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def main() -> None:
-    from timing import Log
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--draws", type=int, default=1000, help="heads for each ratio, shared out over the kinds"
-    )
-    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines")
-    parser.add_argument("--picture", type=Path, help="SVG or PNG of the curve")
-    options = parser.parse_args()
+def tallied(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of every ratio, of each way to search and each kind of head, written as they come."""
     log, rows = Log(options.out), []
     for ratio in options.ratios:
         for searched in SEARCHED:
@@ -259,6 +252,25 @@ def main() -> None:
                 rows.append(row)
                 log.row(**row)
             print(f"ratio {ratio:g}, {searched}: {dict(total)}", flush=True)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--draws", type=int, default=1000, help="heads for each ratio, shared out over the kinds"
+    )
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="JSON lines; rows are added to them")
+    parser.add_argument("--rows", nargs="+", type=Path, help="draw nothing anew: show what these files hold")
+    parser.add_argument("--picture", type=Path, help="SVG or PNG of the curve")
+    options = parser.parse_args(argv)
+    if (options.out is None) == (options.rows is None):
+        parser.error("give --out to draw heads, or --rows to show what was drawn.")
+    rows = tallied(options) if options.out else [row for row in read_rows(options.rows) if "ratio" in row]
     if options.picture:
         draw_curve(rows, options.picture)
 

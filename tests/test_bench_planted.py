@@ -133,6 +133,18 @@ def test_several_processes_judge_what_is_missing(
     assert mean["case"] == "mean" and sorted(mean["heads"]) == ["columns", "local"]
 
 
+def test_heads_of_several_runs_make_one_curve(tmp_path: Path) -> None:
+    out, picture, planted = tmp_path / "rows.jsonl", tmp_path / "curve.svg", bench("planted")
+    for seed in ("0", "9"):
+        planted.main(["--ratios", "4", "--draws", "7", "--seed", seed, "--out", str(out)])
+    planted.main(["--rows", str(out), "--picture", str(picture)])
+    rows = [row for row in map(json.loads, out.read_text().splitlines()) if "ratio" in row]
+    assert "<svg" in picture.read_text() and len(rows) == 2 * 2 * len(planted.KINDS)
+    assert sum(row["exact"] + row["harmonic"] for row in rows) >= 27 and all(
+        row["draws"] == 1 for row in rows
+    )
+
+
 def test_each_choice_of_a_grid_is_judged(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     ablate = bench("ablate")

@@ -1,6 +1,10 @@
 """What MMInference leaves open, one by one: what each choice recalls of planted grid heads, and what it computes.
 
     python bench/ablate.py --tokens 16384 --draws 8 --out bench/results/ablate_cpu_202611.jsonl
+    python bench/ablate.py --tokens 6144 --frame 49 --gains 0.5 --draws 16 --out bench/results/ablate_cpu_202611.jsonl
+
+The second has lines so faint that an estimate may miss them, which those of the first never do. `recall_error` is the standard
+error of the mean over draws.
 
 Heads are those of `bench/recall.py` with lines of the frame's stride, two query heads to a key head, whose slashes have
 phases of their own. The stride is searched ("free") where its choice is the question. Chunks: the prompt in pieces, each
@@ -10,6 +14,7 @@ planned by its own last queries, against the whole.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -146,7 +151,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 found.setdefault(("pieces of the prompt", str(chunks)), []).append(row)
         for (question, name), each in found.items():
             mean = {k: sum(row[k] for row in each) / len(each) for k in each[0]}
-            log.row(case=question, choice=name, gain=gain, tokens=options.tokens, draws=len(each), **mean)
+            about = dict(case=question, choice=name, gain=gain, tokens=options.tokens, frame=options.frame)
+            if len(each) > 1:
+                mean["recall_error"] = statistics.stdev(row["recall"] for row in each) / len(each) ** 0.5
+            log.row(**about, draws=len(each), **mean)
             print(
                 f"{gain:4} {question:28} {name:10} " + " ".join(f"{k} {v:.4f}" for k, v in mean.items()),
                 flush=True,

@@ -3,7 +3,7 @@
     python bench/ablate.py --tokens 16384 --draws 8 --out bench/results/ablate_cpu_202611.jsonl
     python bench/ablate.py --tokens 6144 --frame 49 --gains 0.5 --draws 16 --out bench/results/ablate_cpu_202611.jsonl
 
-The second has lines so faint that an estimate may miss them, which those of the first never do. `recall_error` is the standard
+The second has lines so faint that an estimate may miss them; of the first it misses none. `recall_error` is the standard
 error of the mean over draws.
 
 Heads are those of `bench/recall.py` with lines of the frame's stride, two query heads to a key head, whose slashes have

@@ -62,3 +62,35 @@ def test_the_fastest_dense_kernel_counts_for_all_groups(monkeypatch: pytest.Monk
     ]
     found = seconds_of(rows)
     assert found == {"dense": {8: (8.0, 0.0)}, "FlashAttention-2": {8: (12.0, 0.0)}, "grid": {8: (1.0, 0.5)}}
+
+
+def test_the_share_of_attention_on_the_page_is_that_of_the_rows() -> None:
+    results, page = ROOT / "bench" / "results", (ROOT / "docs" / "mminference.md").read_text(encoding="utf-8")
+    layer: dict[tuple[int, str], float] = {}
+    for row in map(json.loads, (results / "sweep_h200_202611.jsonl").read_text().splitlines()):
+        if row.get("case") == "dense" and "median_s" in row:
+            scale = row["groups"] / row.get("groups_timed", row["groups"])
+            layer[row["tokens"], row["way"]] = 28 * scale * row["median_s"]
+    whole: dict[tuple[int, str], float] = {}
+    kernel = {"dense": "dense_cudnn", "dense_flash_2": "dense_flash", "auto": "dense_cudnn"}
+    tree = None
+    for row in map(json.loads, (results / "prefill_h200_202611.jsonl").read_text().splitlines()):
+        if "environment" in row:
+            tree = row["environment"].get("commit")
+        elif tree == "77aa10b-dirty" and row.get("way") in ("dense", "dense_flash_2"):
+            whole[row["tokens"], kernel[row["way"]]] = row["median_s"]
+        elif tree is None and str(row.get("case")).startswith("short"):
+            whole[row["tokens"], "dense_cudnn"] = row["against_s"]
+    lines = page.split("### The share of attention in prefill")[1].split("\n\n")[2].splitlines()[2:]
+    assert len(lines) == 5
+    for line in lines:
+        name, *told = (cell.strip() for cell in line.strip("|").split("|"))
+        tokens = int(name[:-1]) << {"k": 10, "M": 20}[name[-1]]
+        for way, cells in (("dense_cudnn", told[:3]), ("dense_flash", told[3:])):
+            if (tokens, way) not in whole:
+                assert cells == ["", "", ""]
+                continue
+            attention, prefill = layer[tokens, way], whole[tokens, way]
+            for cell, value in zip(cells[:2], (attention, prefill), strict=True):
+                assert float(cell.removesuffix(" s")) == float(f"{value:.3g}")
+            assert cells[2] == f"{attention / prefill:.0%}"

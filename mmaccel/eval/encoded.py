@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models.signals import VisionProbe
+from mmaccel.models.vision import by_parts
 
 GRID = "video_grid_thw"
 
@@ -40,6 +41,8 @@ class Encoded:
         """
         family: Any = adapter_for(model)
         multimodal = family.multimodal(model)
+        # Parts are cut within what is shared: a recipe laid outside finds a tower that sees some frames at a time.
+        undo = by_parts(family, model)
         encode = multimodal.get_video_features
         probe = VisionProbe(model, family)
         listened = probe.tower.attention
@@ -77,6 +80,7 @@ class Encoded:
             multimodal.__dict__.pop("get_video_features")
             if before is not None:
                 multimodal.__dict__["get_video_features"] = before
+            undo()
 
 
 def _features(out: Any, copies: int = 1) -> Any:

@@ -272,6 +272,26 @@ class Family(ModelAdapter):
         else:
             x.copy_(self.turn(x, angles))
 
+    def patches(self, model: nn.Module, pixels: Tensor) -> int:
+        """How many patches the vision tower makes of `pixels`, as the model's processor gives them."""
+        raise ModelError(f"{self.name}: this family does not say how many patches its vision tower sees.")
+
+    def encoded(
+        self,
+        model: nn.Module,
+        kind: int,
+        pixels: Tensor,
+        told: Mapping[str, Any],
+        most: int,
+        features: Callable[..., Any],
+    ) -> Any:
+        """The visual features of `pixels`, images (IMAGE) or videos (VIDEO), as the model's own method gives them.
+
+        features  the tower's of a part of the pixels, given as keywords what of `told` is another for that part. A part has
+                  at most `most` patches, unless what cannot be cut has more
+        """
+        raise ModelError(f"{self.name}: this family does not say how its visual inputs are cut.")
+
     def steps(self, model: nn.Module, inputs: Mapping[str, Any], units: int) -> Tensor:
         """[units] long: what the first rotary coordinate of each unit of the video of `inputs` is beyond that of unit 0,
         were it `units` units long."""

@@ -1,8 +1,9 @@
-"""The seam to transformers: our attention, and the three calls that are wrapped on the instance (our cache: cache.py).
+"""The seam to transformers: our attention, and the calls that are wrapped on the instance (our cache: cache.py).
 
 Nothing global is patched. One attention name is registered for the process; it serves only models whose text modules hold
 our copy of their config. What an attached model carries is: that copy, a forward pre-hook on the multimodal module, and
-instance wrappers of the text model's `forward` and of `generate`. `Attachment.remove` takes all of it away.
+instance wrappers of the text model's `forward`, of what encodes images and videos (vision.py), and of `generate`.
+`Attachment.remove` takes all of it away.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from mmaccel.models.gradients import OneWay
 from mmaccel.models.limit import limited, positions_of
 from mmaccel.models.pointwise import in_chunks, turning
 from mmaccel.models.pruning import Pruning
+from mmaccel.models.vision import by_parts
 
 ATTENTION = "mmaccel"
 
@@ -118,6 +120,8 @@ class Attachment:
         self.generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
         self.configs = self._give_config()
         self.hook = self.multimodal.register_forward_pre_hook(self._notice, with_kwargs=True)
+        # Inside a pruner that listens to the tower: it hears of all frames at once.
+        self.whole_tower = by_parts(family, model)
         self.pruning = Pruning(self) if owner.recipe.prune is not None else None
         self.in_one = in_chunks(family.pointwise(model))
         self.unturn = turning([layer.self_attn for layer in family.layers(model)])  # type: ignore[misc]
@@ -142,6 +146,7 @@ class Attachment:
         self.unturn()
         if self.pruning is not None:
             self.pruning.remove()
+        self.whole_tower()
         for module, config in self.configs:
             module.config = config
         for module, name in ((self.text, "forward"), (self.model, "generate")):

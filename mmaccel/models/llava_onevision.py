@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -56,6 +56,47 @@ class LlavaOnevision(Family):
         marks = mark.to(rows).expand(videos, 1, -1)
         return torch.cat([rows.view(videos, -1, rows.shape[1]), marks], 1).flatten(0, 1)
 
+    def patches(self, model: nn.Module, pixels: Tensor) -> int:
+        patch = int(model.config.vision_config.patch_size)  # type: ignore[union-attr, arg-type]
+        height, width = pixels.shape[-2:]
+        return math.prod(pixels.shape[:-3]) * (height // patch) * (width // patch)
+
+    def encoded(
+        self,
+        model: nn.Module,
+        kind: int,
+        pixels: Tensor,
+        told: Mapping[str, Any],
+        most: int,
+        features: Callable[..., Any],
+    ) -> Any:
+        if pixels.ndim != 5:  # all tiles of all images in a row: their own method knows whose each is
+            return features(pixels)
+        count, each = pixels.shape[:2]
+        frames = max(1, most // self.patches(model, pixels[0, :1]))
+        several, inside = max(1, frames // each), min(frames, each)
+        if kind == IMAGE:
+            return [
+                one
+                for part in _images(told, count, several)
+                for one in features(pixels[part.pop("at")], **part)
+            ]
+        side = model.config.vision_config.image_size // model.config.vision_config.patch_size  # type: ignore[union-attr, operator]
+        unit = math.ceil(side / 2) ** 2
+        whole: Tensor | None = None
+        for first in range(0, count, several):
+            for begin in range(0, each, inside):
+                part = pixels[first : first + several, begin : begin + inside]
+                found = features(part)
+                # Behind each part stands the mark of a video, in releases that put it there.
+                length = part.shape[1] * unit
+                if whole is None:
+                    whole = found.new_empty(count, each * unit + found.shape[1] - length, found.shape[2])
+                some = whole[first : first + several]
+                some[:, begin * unit : begin * unit + length] = found[:, :length]
+                some[:, each * unit :] = found[:, length:]
+        return whole
+
     def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
         names = {
             IMAGE: ("pixel_values", "image_sizes"),
@@ -67,3 +108,23 @@ class LlavaOnevision(Family):
             groups = inputs["batch_num_images"].tolist()
             found["batch_num_images"] = [int(n == 0) for group in groups for n in range(group)]
         return found
+
+
+def _images(told: Mapping[str, Any], count: int, most: int) -> Iterator[dict[str, Any]]:
+    """`count` images, in order, as parts of at most `most`: `at` where they stand, and what tells of these alone. An image
+    of a prompt with several comes without tiles, and not in a part with one that has some."""
+    numbers = told.get("batch_num_images")
+    tiled = [True] * count if numbers is None else [n == 1 for n in numbers.tolist() for _ in range(n)]
+    begin = 0
+    for kind, group in groupby(tiled):
+        stop = begin + len(list(group))
+        for first in range(begin, stop, most):
+            last = min(first + most, stop)
+            part: dict[str, Any] = {"at": slice(first, last), "image_sizes": told["image_sizes"][first:last]}
+            if numbers is not None:
+                # One number stands for all images of a prompt, and none of these is alone in its own.
+                part["batch_num_images"] = numbers.new_tensor(
+                    [1] * (last - first) if kind else [max(2, last - first)]
+                )
+            yield part
+        begin = stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Grid
+from mmaccel.models.vision import Rows
 
 
 @register("model", "qwen2_5_vl")
@@ -53,6 +54,31 @@ class Qwen25VL(Family):
         found = {grid: [1] * len(patches), pixels: patches, **{name: [1] * len(patches) for name in others}}
         return {name: sizes for name, sizes in found.items() if inputs.get(name) is not None}
 
+    def patches(self, model: nn.Module, pixels: Tensor) -> int:
+        return len(pixels)
+
+    def encoded(
+        self,
+        model: nn.Module,
+        kind: int,
+        pixels: Tensor,
+        told: Mapping[str, Any],
+        most: int,
+        features: Callable[..., Any],
+    ) -> Any:
+        name = "image_grid_thw" if kind == IMAGE else "video_grid_thw"
+        grids: list[list[int]] = told[name].tolist()
+        merged = int(model.config.vision_config.spatial_merge_size) ** 2  # type: ignore[union-attr, arg-type]
+        rows, begin = Rows(len(pixels) // merged), 0
+        for part in _parts(grids, most):
+            end = begin + sum(t * h * w for t, h, w in part)
+            found = features(pixels[begin:end], **{name: told[name].new_tensor(part)})
+            for one in found:
+                rows.add(one)
+            begin = end
+        assert rows.whole is not None
+        return rows.whole.split([t * h * w // merged for t, h, w in grids])
+
     def positions(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         ids: Tensor = inputs["input_ids"]
         images, videos = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
@@ -85,3 +111,19 @@ class Qwen25VL(Family):
         }
         time = self.positions(model, skinny)[0, 0]
         return time - time[0]
+
+
+def _parts(grids: list[list[int]], most: int) -> Iterator[list[list[int]]]:
+    """Grids (steps, rows, columns), in order, as parts of at most `most` patches; a video is cut between two steps."""
+    part: list[list[int]] = []
+    room = most
+    for steps, height, width in grids:
+        each = height * width
+        while steps:
+            if part and room < each:
+                yield part
+                part, room = [], most
+            some = min(steps, max(1, room // each))
+            part.append([some, height, width])
+            steps, room = steps - some, room - some * each
+    yield part

@@ -13,6 +13,7 @@ from mmaccel.core.adapter import Runner
 from mmaccel.core.attach import attached
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
+from mmaccel.models.vision import in_parts
 
 if TYPE_CHECKING:
     from mmaccel.core.draft import Branches
@@ -61,7 +62,8 @@ class HFRunner(Runner):
         if keep is not None:
             return self._prefill_kept(inputs, positions, keep.to(positions.device), compact)
         inputs.update(past_key_values=self.cache, position_ids=positions, use_cache=True, logits_to_keep=1)
-        out = self.model(**inputs)
+        with in_parts(self.family, self.model):
+            out = self.model(**inputs)
         # As `generate` does, go on from the last column: after a long video that is not the largest position.
         self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - inputs["input_ids"].shape[1]
         return out.logits[:, -1]  # type: ignore[no-any-return]
@@ -74,7 +76,8 @@ class HFRunner(Runner):
             )
         for name in ("past_key_values", "use_cache", "logits_to_keep", "position_ids"):
             inputs.pop(name, None)
-        embeds = self.family.embed(self.model, inputs)[:, keep]
+        with in_parts(self.family, self.model):
+            embeds = self.family.embed(self.model, inputs)[:, keep]
         count = keep.numel()
         if compact:
             positions = torch.arange(count, device=keep.device).expand(*positions.shape[:-1], count)

@@ -1,0 +1,230 @@
+"""The vision tower of an accelerated model sees some patches at a time, and finds what it finds of all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmaccel
+from mmaccel.core.recipe import Recipe
+from mmaccel.eval.encoded import Encoded
+from mmaccel.models import vision
+from mmaccel.models.runner import HFRunner
+from tests.models.tiny_random import BUILD, IMG, PROMPTS, VE, VID, VS, batch, prompt
+
+KEPT = ("get_image_features", "get_video_features")
+
+
+@contextmanager
+def calls(model: Any) -> Iterator[list[int]]:
+    """Patches of each call of the tower."""
+    tower = getattr(model.model, "visual", None) or model.model.vision_tower
+    seen: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        x = args[0] if args else kwargs["pixel_values"]
+        seen.append(len(x) if x.ndim == 2 else len(x) * 16)
+
+    handle = tower.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def mixed_qwen() -> dict[str, Tensor]:
+    """Two videos and two images, all of other sizes; frames of several windows and of one."""
+    generator = torch.Generator().manual_seed(5)
+    grids = {"video": [[7, 4, 6], [3, 10, 8]], "image": [[1, 12, 6], [1, 4, 4]]}
+    token = {"video": VID, "image": IMG}
+    ids = [5, 6]
+    for kind, at in (("video", 0), ("image", 0), ("video", 1), ("image", 1)):
+        t, h, w = grids[kind][at]
+        ids += [VS, *[token[kind]] * (t * h * w // 4), VE, 9]
+    kinds = [2 if i == VID else 1 if i == IMG else 0 for i in ids]
+
+    def pixels(kind: str) -> Tensor:
+        count = sum(t * h * w for t, h, w in grids[kind])
+        return torch.randn(count, 3 * 2 * 14 * 14, generator=generator)
+
+    return {
+        "input_ids": torch.tensor([ids]),
+        "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
+        "mm_token_type_ids": torch.tensor([kinds], dtype=torch.int),
+        "pixel_values_videos": pixels("video"),
+        "video_grid_thw": torch.tensor(grids["video"]),
+        "pixel_values": pixels("image"),
+        "image_grid_thw": torch.tensor(grids["image"]),
+    }
+
+
+def pictures() -> dict[str, Tensor]:
+    """LLaVA-OneVision: a prompt with one tiled picture, one with three that are not, and one with one."""
+    one = prompt("llava", [("text", 3), ("image",), ("text", 2)], seed=1)
+    ids, pixels, sizes = one["input_ids"][0].tolist(), one["pixel_values"], one["image_sizes"]
+    more = [4, *[IMG] * 17, 5, *[IMG] * 17, 6, *[IMG] * 17]
+    rows = [ids, more + [7] * (len(ids) - len(more)), ids]
+    return {
+        "input_ids": torch.tensor(rows),
+        "attention_mask": torch.ones(3, len(ids), dtype=torch.long),
+        "pixel_values": torch.cat([pixels, pixels.flip(1), pixels * 2, pixels - 1, pixels / 2]),
+        "image_sizes": sizes.repeat(5, 1),
+        "batch_num_images": torch.tensor([1, 3, 1]),
+    }
+
+
+def cases() -> dict[str, tuple[str, dict[str, Tensor]]]:
+    found = {
+        f"{family}, {kind}": (family, prompt(family, PROMPTS[kind]))
+        for family in BUILD
+        for kind in ("video", "two videos", "interleaved", "long")
+    }
+    for family in BUILD:
+        rows = [prompt(family, [("text", 2 + n), ("video", 6), ("text", 4)], seed=n) for n in range(3)]
+        found[f"{family}, batch"] = family, batch(family, rows)
+    return {**found, "qwen, sizes": ("qwen", mixed_qwen()), "llava, pictures": ("llava", pictures())}
+
+
+CASES = cases()
+
+
+@pytest.mark.parametrize("most", [1, 40, 100, 300])
+@pytest.mark.parametrize("name", list(CASES))
+def test_calls_are_bounded_and_features_the_same(
+    name: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, inputs = CASES[name]
+    model = BUILD[family]()
+    with torch.no_grad(), calls(model) as seen:
+        want = model(**inputs).logits
+        whole = sum(seen)
+        features = [entry.clone() for entry in _features(model, inputs)]
+        del seen[:]
+        monkeypatch.setattr(vision, "PATCHES", most)
+        with mmaccel.accelerate(model) as fast:
+            got = fast(**inputs).logits
+            assert sum(seen) == whole
+            # A step of time, or an image with its tiles, is not cut.
+            least = 80 if name == "qwen, sizes" else 48 if "llava" in name else 24
+            assert max(seen) <= max(most, least) and (len(seen) > 2 or most > whole // 3)
+            for one, other in zip(_features(model, inputs), features, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def _features(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
+    found: list[Tensor] = []
+    grids = {n: inputs[n] for n in ("image_grid_thw", "image_sizes", "batch_num_images") if n in inputs}
+    if "pixel_values" in inputs:
+        found += model.get_image_features(inputs["pixel_values"], **grids).pooler_output
+    if "pixel_values_videos" in inputs:
+        told = [inputs["video_grid_thw"]] if "video_grid_thw" in inputs else []
+        found += list(model.get_video_features(inputs["pixel_values_videos"], *told).pooler_output)
+    return found
+
+
+@pytest.mark.parametrize("family", list(BUILD))
+def test_in_bfloat16_parts_are_as_near_to_float32_as_one_call(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = prompt(family, PROMPTS["long"])
+    exact = BUILD[family]()
+    low = BUILD[family]().bfloat16()
+    with torch.no_grad():
+        want = torch.stack(_features(exact, inputs))
+        told = {n: x.bfloat16() if x.is_floating_point() else x for n, x in inputs.items()}
+        one = (torch.stack(_features(low, told)) - want).norm()
+        monkeypatch.setattr(vision, "PATCHES", 70)
+        with mmaccel.accelerate(low):
+            parts = (torch.stack(_features(low, told)) - want).norm()
+    assert 0 < parts <= 1.02 * one
+
+
+@pytest.mark.parametrize("family", list(BUILD))
+def test_no_trace_and_one_call_where_it_is_asked_for(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = BUILD[family](), prompt(family, PROMPTS["long"])
+    monkeypatch.setattr(vision, "PATCHES", 64)
+    grid = {n: inputs[n] for n in ("video_grid_thw",) if n in inputs}
+    pixels = inputs["pixel_values_videos"]
+    with mmaccel.accelerate(model), calls(model) as seen:
+        assert set(KEPT) <= set(model.model.__dict__)
+        with torch.no_grad():
+            states = model.get_video_features(pixels, **grid, output_hidden_states=True)
+            assert states.hidden_states is not None and len(seen) == 1
+            assert isinstance(model.model.get_video_features(pixels, **grid, return_dict=False), tuple)
+            assert len(seen) == 2
+        # Gradients reach the tower as they did.
+        out = model.get_video_features(pixels, **grid).pooler_output
+        torch.cat(list(out)).sum().backward()
+        assert len(seen) == 3 and all(p.grad is None for p in model.model.language_model.parameters())
+        model.requires_grad_(False)
+        cut = model.get_video_features(pixels, **grid)
+        assert len(seen) > 6 and cut.get("last_hidden_state") is None
+    assert not set(KEPT) & set(model.model.__dict__)
+
+
+@pytest.mark.parametrize("family", list(BUILD))
+def test_what_listens_to_the_tower_hears_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = BUILD[family](), prompt(family, PROMPTS["long"])
+    told = []
+    for most in (1 << 12, 70):
+        monkeypatch.setattr(vision, "PATCHES", most)
+        with mmaccel.accelerate(model, prune={"name": "visionzip", "retention": 0.4}) as fast:
+            out = fast.generate(
+                **inputs, max_new_tokens=3, do_sample=False, output_scores=True, return_dict_in_generate=True
+            )
+            told.append((fast.last_state.kept[0].clone(), torch.stack(out.scores)))
+    assert 0 < told[0][0].numel() < inputs["input_ids"].shape[1]
+    assert torch.equal(told[0][0], told[1][0])
+    torch.testing.assert_close(told[0][1], told[1][1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", list(BUILD))
+def test_a_draft_s_prompt_is_seen_in_parts_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = BUILD[family](), prompt(family, PROMPTS["long"])
+    fam = mmaccel.core.attach.adapter_for(model)
+    length = inputs["input_ids"].shape[1]
+    for keep in (None, torch.arange(0, length, 2)):
+        monkeypatch.setattr(vision, "PATCHES", 1 << 12)
+        want = HFRunner.open(model, fam, None).prefill(inputs, keep=keep)
+        monkeypatch.setattr(vision, "PATCHES", 64)
+        with calls(model) as seen:
+            got = HFRunner.open(model, fam, None).prefill(inputs, keep=keep)
+        assert max(seen) <= 64 and len(seen) >= 10
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert not set(KEPT) & set(model.model.__dict__)
+
+
+@pytest.mark.parametrize("family", list(BUILD))
+def test_what_recipes_share_is_encoded_once_in_parts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = BUILD[family](), prompt(family, PROMPTS["long"])
+    monkeypatch.setattr(vision, "PATCHES", 64)
+    encoded = Encoded()
+    with torch.no_grad(), calls(model) as seen:
+        for recipe in (Recipe(), Recipe.load("a_shape-short"), Recipe.load({"prune": "visionzip"})):
+            with encoded.shared(model, recipe), mmaccel.accelerate(model, recipe) as fast:
+                fast(**inputs)
+    assert max(seen) <= 64 and sum(seen) == {"qwen": 40 * 24, "llava": 40 * 16}[family]
+    assert not set(KEPT) & set(model.model.__dict__)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_it_says_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = BUILD["llava"](), prompt("llava", PROMPTS["long"])
+    monkeypatch.setattr(vision, "PATCHES", 160)
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad(), mmaccel.accelerate(model, Recipe()), calls(model) as seen:
+            plain = model(**inputs).logits
+            compiled = torch.compile(model, backend="eager")
+            for _ in range(2):
+                assert torch.equal(compiled(**inputs).logits, plain)
+            assert len(seen) == 12 and max(seen) == 160
+    finally:
+        torch._dynamo.reset()

@@ -6,15 +6,18 @@
 
 Steps, most telling first: `layer:*` are the cases of `bench/attend.py`; `model:*` the language model of a published 7B
 shape (random weights) from embeddings, sparse and dense, with the peak of memory; `short:*` what "auto" makes of prompts
-of 4k to 16k tokens, in turns with dense. A step whose row is in the file already is not run again, and none is begun that
-would not end within `--limit` seconds by its own estimate: run the same command again for the rest. Dense attention that
-would take too long is timed on some layers, or on the heads of one group, and scaled; its row says so (`layers_timed`,
-`groups_timed`). `--shrink` divides all lengths: a smoke test.
+of 4k to 16k tokens, in turns with dense; `vision:*` that shape's vision tower alone, all its layers, on the frames of so
+many tokens, some patches at a time as in an accelerated model (`--patches`, else its default), and at 128k also in one
+call, with the peak of memory and what was held before. A step whose row is in the file already is not run again, and none
+is begun that would not end within `--limit` seconds by its own estimate: run the same command again for the rest. Dense
+attention that would take too long is timed on some layers, or on the heads of one group, and scaled; its row says so
+(`layers_timed`, `groups_timed`). `--shrink` divides all lengths: a smoke test.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +26,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -35,7 +38,7 @@ import mmaccel
 from mmaccel.backends import dense, flash
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
-from mmaccel.models import shapes
+from mmaccel.models import shapes, vision
 
 SHAPE = "qwen2.5-vl-7b"
 LAYERS = {"model:128k": 28, "model:512k": 2, "model:1m": 1}
@@ -246,6 +249,57 @@ def short_step(name: str, tokens: int, seconds: float) -> Step:
     return Step(name, seconds, run)
 
 
+def vision_step(name: str, tokens: int, seconds: float) -> Step:
+    def run(options: argparse.Namespace, log: Log) -> None:
+        small = options.shrink > 1
+        model = (
+            mmaccel.load_model("tiny-qwen") if small else shapes.build(SHAPE, layers=1, device=options.device)
+        )
+        tower = model.config.vision_config
+        side = math.isqrt(FRAME) * tower.spatial_merge_size
+        count = max(2, tokens // options.shrink // FRAME)
+        first = next(model.parameters())
+        values = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+        pixels = torch.empty(count * side**2, values, dtype=first.dtype, device=first.device)
+        pixels.normal_(generator=torch.Generator(first.device).manual_seed(0))
+        for way in ("parts", "whole") if tokens == 1 << 17 else ("parts",):
+            most = options.patches or vision.PATCHES
+            with (
+                patch.object(vision, "PATCHES", len(pixels) if way == "whole" else most),
+                mmaccel.accelerate(model, "dense"),
+            ):
+                row = timed_tower(model, pixels, side)
+            told = dict(case=name, way=way, tokens=count * FRAME, patches=len(pixels), model=SHAPE)
+            log.row(**told, layers=tower.depth, most=None if way == "whole" else most, **row)
+            peak = row["peak_bytes"]
+            held = (
+                "" if peak is None else f", {(peak - row['held_bytes']) / 2**30:.2f} GB more held at the peak"
+            )
+            print(f"{name:24} {count * FRAME} tokens, {row['median_s']:8.2f} s {way}{held}", flush=True)
+
+    return Step(name, seconds, run)
+
+
+@torch.no_grad()
+def timed_tower(model: Any, pixels: Tensor, side: int) -> dict[str, Any]:
+    """Seconds and peak of memory of the tower on frames of `side` x `side` patches, after a run on a sixteenth of them."""
+
+    def run(count: int) -> Callable[[], Any]:
+        grid = torch.tensor([[count, side, side]], device=pixels.device)
+        return lambda: model.model.get_video_features(pixels[: count * side**2], grid)
+
+    count, device = len(pixels) // side**2, pixels.device
+    before = seconds(run(max(1, count // 16)), device)
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device) if cuda else None
+    taken = seconds(run(count), device)
+    peak = torch.cuda.max_memory_allocated(device) if cuda else None
+    return {"median_s": taken, "repeats": 1, "before_s": before, "held_bytes": held, "peak_bytes": peak}
+
+
 def steps() -> list[Step]:
     seconds = {"grid": 40.0}
     first = [layer_step(f"layer:{name}", case, seconds.get(name, 15.0)) for name, case in CASES.items()]
@@ -255,7 +309,12 @@ def steps() -> list[Step]:
         model_step("model:512k", 1 << 19, 80.0),
     ]
     short = [short_step(f"short:{n}k", n << 10, 25.0) for n in (4, 8, 16)]
-    return [*first, *models, *short]
+    tower = [
+        vision_step("vision:128k", 1 << 17, 40.0),
+        vision_step("vision:512k", 1 << 19, 60.0),
+        vision_step("vision:1m", 1 << 20, 110.0),
+    ]
+    return [*first, *models, *short, *tower]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -274,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths: a smoke test")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--patches", type=int, help="patches of a call of the vision tower")
     parser.add_argument("--no-dense", action="store_true")
     parser.add_argument("--dense-all", type=int, default=1 << 18)
     # What the cases of `bench/attend.py` ask for beside these.

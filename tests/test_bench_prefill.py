@@ -54,6 +54,21 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     assert [row["done"] for row in again if "done" in row][2:] == ["layer:a_shape_128"]
 
 
+def test_the_tower_alone_is_timed(tmp_path: Path) -> None:
+    rows = run(tmp_path / "rows.jsonl", "vision:")
+    assert [row for row in rows if "failed" in row] == []
+    assert [row["done"] for row in rows if "done" in row] == ["vision:128k", "vision:512k", "vision:1m"]
+    ways = [(row["case"], row["way"], row["most"], row["patches"]) for row in rows if "way" in row]
+    # Frames of 196 tokens, of four patches each: two of them at least, and a chunk has at most 4 096.
+    assert ways == [
+        ("vision:128k", "parts", 4096, 2 * 784),
+        ("vision:128k", "whole", None, 2 * 784),
+        ("vision:512k", "parts", 4096, 2 * 784),
+        ("vision:1m", "parts", 4096, 2 * 784),
+    ]
+    assert all(row["median_s"] > 0 for row in rows if "way" in row)
+
+
 def test_every_way_of_dense_attention_can_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that by flash-attn 4, which no CPU has: what is changed is taken back."""
     monkeypatch.syspath_prepend(ROOT / "bench")

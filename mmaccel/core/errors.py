@@ -18,6 +18,13 @@ OWN = "one of your own file is known by `mmaccel --import FILE`, from Python whe
 """What is added where the name could be that of a policy outside the package."""
 
 
+MEANT = {
+    "no_boundary": "is what a search calls a pattern by itself, without a boundary; give that pattern, such as 'grid', "
+    "'a_shape' or 'vertical_slash'"
+}
+"""Words that are no policy's name and mean one elsewhere, and what to give in their place."""
+
+
 class UnknownName(RecipeError):
     """A name that no registry holds; the message has the nearest one and the list.
 
@@ -33,6 +40,9 @@ class UnknownName(RecipeError):
         kinds: Mapping[str, str] | None = None,
         own: bool = False,
     ) -> None:
+        if name in MEANT and kind in ("sparse", "recipe"):
+            super().__init__(f"{kind} {name!r} {MEANT[name]}.")
+            return
         names = sorted(known)
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
         told = f"there are {', '.join(names) or 'none'}."

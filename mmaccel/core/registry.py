@@ -71,17 +71,21 @@ class Registry(Mapping[str, type]):
             raise RecipeError(f"{self.kind} {name!r}: {error}.") from error
 
 
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+
+
 def _check_types(who: str, cls: type, given: Mapping[str, Any]) -> None:
     """Numbers, strings and truth values where the fields say so; richer fields check themselves."""
     hints = typing.get_type_hints(cls)
     for field, value in given.items():
         kinds = typing.get_args(hints[field]) or (hints[field],)
-        if not all(kind in (int, float, bool, str, type(None)) for kind in kinds):
+        if not all(kind in _WORDS for kind in kinds):
             continue
         fits = type(value) in kinds or (type(value) is int and float in kinds)
         if not fits:
-            wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise RecipeError(f"{who}: {field} is {value!r}; give {wanted}.")
+            wanted = " or ".join(_WORDS[kind] for kind in kinds)
+            text = "the text " if isinstance(value, str) else ""
+            raise RecipeError(f"{who}: {field} is {text}{value!r}; give {wanted}.")
 
 
 BASES: dict[str, type] = {

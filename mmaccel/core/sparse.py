@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
@@ -16,6 +16,12 @@ from mmaccel.core.plan import AttentionPlan
 if TYPE_CHECKING:
     from mmaccel.core.adapter import ModelView
     from mmaccel.core.mix import HeadRun
+
+BLOCK = 256
+"""The largest block: kernels hold a block's places at once."""
+
+MOST = 2**31 - 1
+"""The largest number of a field: kernels count places in 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +49,12 @@ class SparsePattern(Placed, ABC):
             cls.plan_of = SparsePattern.plan_of  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
-        if self.block < 16 or self.block & (self.block - 1):
-            raise RecipeError(f"{self.name}: block is {self.block}; give a power of two, at least 16.")
+        if not 16 <= self.block <= BLOCK or self.block & (self.block - 1):
+            raise RecipeError(f"{self.name}: block is {self.block}; give a power of two from 16 to {BLOCK}.")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, int) and value > MOST:
+                raise RecipeError(f"{self.name}: {each.name} is {value}; give at most {MOST}.")
 
     @abstractmethod
     def plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,12 +13,14 @@ import yaml
 
 import mmaccel
 from mmaccel.core.errors import OWN, RecipeError, UnknownName
+from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prune import Stage, TokenPruner
 from mmaccel.core.recipe import Recipe, fields_of, names, presets
 from mmaccel.core.registry import Registry, registry
-from mmaccel.core.sparse import SparsePattern
+from mmaccel.core.sparse import BLOCK, MOST, SparsePattern
 from mmaccel.policies.kv import Window
 from mmaccel.policies.sparse import AShape
+from mmaccel.policies.sparse.grid import MOST_STRIDE
 
 
 def test_the_default_is_the_plain_model() -> None:
@@ -207,6 +209,21 @@ def test_names_far_from_all_give_the_list_alone() -> None:
         ({"sparse": {"name": "a_shape", "window": 0}}, "a_shape: window is 0"),
         ({"sparse": {"name": "a_shape", "block": 48}}, "a_shape: block is 48; give a power of two"),
         (
+            {"sparse": {"name": "grid", "block": 1 << 20}},
+            "grid: block is 1048576; give a power of two from 16 to 256",
+        ),
+        ({"sparse": {"name": "a_shape", "window": 10**20}}, f"window is {10**20}; give at most {2**31 - 1}"),
+        ({"sparse": {"name": "grid", "max_stride": 1 << 17}}, "max_stride is 131072; give at most 65536"),
+        (
+            {"sparse": {"name": "a_shape", "window": float("inf")}},
+            "sparse 'a_shape': window is inf; give a whole number",
+        ),
+        ({"sparse": {"name": "grid", "slash": 1}}, "sparse 'grid': slash is 1; give true or false"),
+        (
+            {"sparse": {"name": "block_topk", "top": "all"}},
+            "top is the text 'all'; give a whole number or null",
+        ),
+        (
             {"draft": {"name": "sequential", "model": None}},
             "sequential: model is None; give the draft model's folder",
         ),
@@ -215,6 +232,65 @@ def test_names_far_from_all_give_the_list_alone() -> None:
 )
 def test_a_wrong_value_is_told_in_one_sentence(choices: dict[str, object], words: str) -> None:
     assert words in sentence(**choices)
+
+
+def test_numbers_as_yaml_reads_them(tmp_path: Path) -> None:
+    """Its numbers have a sign in the exponent: one without is a text."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text("sparse: {name: a_shape, window: 1.0e400}")
+    assert sentence(file) == "sparse 'a_shape': window is the text '1.0e400'; give a whole number."
+    file.write_text("sparse: {name: a_shape, window: 1.0e+400}")
+    assert sentence(file) == "sparse 'a_shape': window is inf; give a whole number."
+
+
+def largest() -> list[tuple[str, str, int]]:
+    """The numbers of every pattern that no other field bounds, each at its largest."""
+    found = []
+    for name, cls in registry("sparse").items():
+        hints = get_type_hints(cls)
+        for each in dataclasses.fields(cls):
+            kinds = get_args(hints[each.name]) or (hints[each.name],)
+            bounded = each.name == "min_stride" or (name, each.name) == ("block_topk", "stride")
+            if int in kinds and not bounded:
+                most = {"block": BLOCK}.get(each.name, MOST)
+                found.append(
+                    (name, each.name, MOST_STRIDE if (name, each.name) == ("grid", "max_stride") else most)
+                )
+    return found
+
+
+@pytest.mark.parametrize(("pattern", "field", "most"), largest())
+def test_the_largest_numbers_work(pattern: str, field: str, most: int) -> None:
+    """What a recipe takes, its plan takes."""
+    modality = torch.cat([torch.zeros(1, 40), torch.full((1, 160), VIDEO), torch.zeros(1, 56)], 1).long()
+    frame = torch.where(modality == VIDEO, (torch.arange(256) - 40) // 16, -1)
+    layout = TokenLayout.build(modality, frame=frame)
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, heads, 256, 16, generator=generator) for heads in (4, 2))
+    fields: dict[str, Any] = {"name": pattern, field: most}
+    if pattern == "per_head":
+        fields["table"] = {0: {0: {"name": "grid"}}}
+    plan = Recipe.load(sparse=fields).sparse.plan(query, key, layout, layout)
+    assert plan is None if pattern == "dense" else plan is not None and bool(plan.to_mask().any())
+    with pytest.raises(RecipeError, match=field):
+        Recipe.load(sparse={**fields, field: 2 * most})
+
+
+def test_a_word_of_searches_is_told_for_what_it_means(tmp_path: Path) -> None:
+    """`mmaccel search` has four kinds of boundary, of which one is none."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text("sparse: no_boundary")
+    wanted = (
+        "'no_boundary' is what a search calls a pattern by itself, without a boundary; give that pattern, such as "
+        "'grid', 'a_shape' or 'vertical_slash'."
+    )
+    assert sentence("no_boundary") == f"recipe {wanted}"
+    for within in (
+        file,
+        {"sparse": "no_boundary"},
+        {"sparse": {"name": "boundary_2d", "default": "no_boundary"}},
+    ):
+        assert sentence(within) == f"sparse {wanted}"
 
 
 def test_impossible_pairs_are_told_in_one_sentence() -> None:

@@ -27,6 +27,10 @@ Phase = Literal["keys", "queries"]
 Estimate = Literal["head", "group"]
 
 
+MOST_STRIDE = 1 << 16
+"""The largest stride: every phase of each that is tried has a score of its own."""
+
+
 @register("sparse", "grid")
 @dataclass(frozen=True, kw_only=True)
 class Grid(IntraPattern):
@@ -81,6 +85,8 @@ class Grid(IntraPattern):
             raise RecipeError(
                 f"grid: min_stride {self.min_stride} and max_stride {self.max_stride} are no range from 2 upwards."
             )
+        if self.max_stride > MOST_STRIDE:
+            raise RecipeError(f"grid: max_stride is {self.max_stride}; give at most {MOST_STRIDE}.")
         if not (self.horizontal or self.vertical or self.slash):
             raise RecipeError("grid: horizontal, vertical and slash are all off; turn one on.")
         if self.last_q < 1:

@@ -92,6 +92,7 @@ class PerHead(SparsePattern):
         return {}
 
     def _patterns(self, table: Mapping[Any, Any]) -> dict[int, dict[int, SparsePattern]]:
+        file = self.table if isinstance(self.table, str) else None
         built: dict[int, dict[int, SparsePattern]] = {}
         for layer, heads in table.items():
             if not isinstance(heads, Mapping):
@@ -99,7 +100,7 @@ class PerHead(SparsePattern):
                     f"per_head: table[{layer!r}] is {heads!r}; give a mapping from head numbers to patterns."
                 )
             built[_number("layer", layer)] = {
-                _number("head", head): self._pattern(f"table[{layer}][{head}]", value)
+                _number("head", head): self._pattern(_place(file, layer, head), value)
                 for head, value in heads.items()
             }
         return built
@@ -109,7 +110,12 @@ class PerHead(SparsePattern):
             value = {"block": self.block, **value}
         elif isinstance(value, str):
             value = {"block": self.block, "name": value}
-        pattern = policy("sparse", value, f"per_head: {where}")
+        try:
+            pattern = policy("sparse", value, f"per_head: {where}")
+        except RecipeError as error:
+            if str(error).startswith(self.name):
+                raise
+            raise RecipeError(f"per_head: {where}: {error}") from error
         if not isinstance(pattern, SparsePattern) or isinstance(pattern, PerHead):
             raise RecipeError(f"per_head: {where} is {value!r}; give one pattern, by name or as a mapping.")
         if pattern.block != self.block:
@@ -164,6 +170,10 @@ class PerHead(SparsePattern):
 
     def per_head(self, heads: int) -> tuple[str, ...]:
         return self.at(0).per_head(heads)
+
+
+def _place(file: str | None, layer: Any, head: Any) -> str:
+    return f"table[{layer}][{head}]" if file is None else f"table {file!r}, layer {layer}, head {head}"
 
 
 def _number(what: str, value: Any) -> int:

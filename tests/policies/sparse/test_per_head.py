@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.errors import RecipeError, UnknownName
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import AttentionPlan, Part
 from mmaccel.core.recipe import Recipe
@@ -189,8 +189,8 @@ def test_wrong_choices_are_told(fields: dict[str, Any], told: str) -> None:
 
 
 def test_nearest_names_are_told() -> None:
-    with pytest.raises(UnknownName, match="did you mean 'grid'"):
-        PerHead(table={0: {0: "gird"}})
+    with pytest.raises(RecipeError, match=r"table\[0\]\[3\]: unknown sparse 'gird': did you mean 'grid'"):
+        PerHead(table={0: {3: "gird"}})
 
 
 @pytest.mark.parametrize(
@@ -211,6 +211,26 @@ def test_a_file_that_is_no_table_is_told(tmp_path: Path, text: str, told: str) -
     path.write_text(text)
     with pytest.raises(RecipeError, match=told):
         PerHead(table=str(path))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ({"name": "zzz"}, "unknown sparse 'zzz': there are"),
+        ({"name": "a_shape", "windw": 3}, "unknown field of sparse 'a_shape' 'windw'"),
+        ({"name": "a_shape", "window": 0}, "a_shape: window is 0"),
+    ],
+)
+def test_a_wrong_pattern_in_a_file_is_told_with_its_place(
+    tmp_path: Path, pattern: dict[str, Any], told: str
+) -> None:
+    path = tmp_path / "heads {1}.json"
+    layers = [[{"pattern": {"name": "grid"}}] * 2, [{"pattern": {"name": "grid"}}, {"pattern": pattern}]]
+    held = {"kind": "mmaccel heads", "schema": 1, "model": {}, "block": 64, "layers": layers}
+    path.write_text(json.dumps(held))
+    with pytest.raises(RecipeError) as caught:
+        PerHead(table=str(path))
+    assert str(caught.value).startswith(f"per_head: table {str(path)!r}, layer 1, head 1: {told}")
 
 
 def test_layers_and_heads_beyond_the_model_are_told() -> None:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from happened import log_happened, noise
 from scenes import QUESTION, SHAPE, Scenes
 from timing import Log
 from watching import HELD, Sizes, wait
@@ -27,13 +28,6 @@ import mmaccel
 
 WIRE = ("copies_in", "bytes_in", "seconds_in", "gathers")
 FETCH = ("needed", "covered", "missing", "guessed", "in_time", "slack_s", "waited_s", "waited_missing_s")
-MUST = ("recalled", "host_bytes_in")
-MUST_MOSAIC = ("deferred", "singletons", "splits")
-"""What must have happened in a stream in any memory on the host, and under mosaic; after many questions, which make owed
-splits, `deferred_splits` too."""
-OFF = 0.9
-"""Of a stream's units, at least so many are not on the device."""
-
 BUDGETS = (16, 32, 64, 128)
 LENGTHS = (225, 450, 900, 1800, 3600)
 WHOLE = (32, 64, 128, 256, 512, 1024)
@@ -100,23 +94,6 @@ def asked(
     return found
 
 
-def happened(session: mmaccel.VideoSession, name: str, many: bool) -> dict[str, float]:
-    """What shows that a stream was worth measuring, after `many` questions or few; raises `RuntimeError` for what did not
-    happen."""
-    told = session.counters()
-    told["splits"] = sum(told.get(one, 0.0) for one in ("eager_splits", "deferred_splits", "visual_splits"))
-    must = [*MUST, *(MUST_MOSAIC if name == "mosaic" else ())]
-    if many and name == "mosaic":
-        must.append("deferred_splits")
-    missing = [one for one in must if not told[one]]
-    off = 1 - told["resident"] / told["units"]
-    if off < OFF:
-        missing.append(f"{OFF:.0%} of the stream off the device, but {off:.1%}")
-    if missing:
-        raise RuntimeError(f"{name}, a stream that shows too little: no {', no '.join(missing)}")
-    return {one: told[one] for one in must} | {"off": off}
-
-
 def grown(session: mmaccel.VideoSession, scenes: Scenes, sizes: Sizes, until: int) -> None:
     """A session's planted stream up to frame number `until`."""
     if session.frames:
@@ -163,6 +140,8 @@ def budgets_step(options: argparse.Namespace, log: Log) -> None:
             )
             log.row(case="budgets", way=way, budget=frames, frames=sizes.frames, **row)
             print(f"{frames:4} frames, {way:22} p50 {row['p50_s'] * 1e3:7.1f} ms", flush=True)
+    for name in ("rekv", "mosaic"):
+        log_happened(log, f"budgets, {name}", HELD.session(sizes, name)[0], name, many=True)
 
 
 def lengths_step(options: argparse.Namespace, log: Log) -> None:
@@ -185,14 +164,7 @@ def lengths_step(options: argparse.Namespace, log: Log) -> None:
                         f"{row['seconds_in'] * 1e3:6.1f}",
                         flush=True,
                     )
-            log.row(case="happened", way=f"lengths, {name}", **happened(session, name, many=True))
-
-
-def noise(sizes: Sizes, count: int) -> torch.Tensor:
-    """[count, 3, S, S] uint8 frames with nothing in them."""
-    draw = torch.Generator(sizes.device).manual_seed(0)
-    shape = (count, 3, sizes.side, sizes.side)
-    return torch.randint(256, shape, generator=draw, device=sizes.device, dtype=torch.uint8)
+            log_happened(log, f"lengths, {name}", session, name, many=True)
 
 
 def first_tokens(session: mmaccel.VideoSession, count: int) -> list[float]:
@@ -213,12 +185,14 @@ def rivals_step(options: argparse.Namespace, log: Log) -> None:
     sizes = Sizes(options)
     model, processor = HELD.model(sizes)
     seen = max(16, SEEN // options.shrink)
-    part = noise(sizes, min(seen, 64))
+    part = noise(sizes.side, min(seen, 64), sizes.device)
     for name in RIVALS:
         with mmaccel.VideoSession(model, processor, None, kv=fields_of(name, sizes, seen)) as session:
             while session.frames < seen:
                 session.watch(part[: seen - session.frames], fps=0.5)
             row = spread(first_tokens(session, max(3, sizes.questions // 4)))
+            if name == "offload":
+                log_happened(log, f"rivals, {name}", session, name)
             held = session.counters().get("bytes", 0.0)
             log.row(case="rivals", way=name, frames=seen, budget=sizes.budget, bytes=held, model=SHAPE, **row)
             print(f"{name:10} p50 {row['p50_s'] * 1e3:8.1f} ms, holds {held / 2**30:.2f} GiB", flush=True)
@@ -234,7 +208,7 @@ def whole_step(options: argparse.Namespace, log: Log) -> None:
         kv = {"name": "no_cache", "frames": frames, "kept": 2 * frames}
         row: dict[str, Any] = {"case": "whole", "way": "no memory", "frames": frames, "model": SHAPE}
         with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
-            session.watch(noise(sizes, frames), fps=0.5)
+            session.watch(noise(sizes.side, frames, sizes.device), fps=0.5)
             if cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

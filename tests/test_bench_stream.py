@@ -32,6 +32,11 @@ def run(out: Path, *only: str, shrink: int = 10) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+def shown(rows: list[dict[str, Any]]) -> set[str]:
+    """What streams were seen to be worth measuring."""
+    return {row["way"] for row in rows if row.get("case") == "happened" and row["off"] >= 0.9}
+
+
 def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     rows = run(out, "question")
@@ -54,6 +59,8 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
     assert all(row["off"] >= 0.9 for row in happened.values()) and len(happened) == 2
     again = run(out, "question", "encode")
     assert [row["done"] for row in again if "done" in row] == ["question", "encode"]
+    encoded = {row["way"] for row in again if row.get("case") == "encode"}
+    assert {f"encode, {way}" for way in encoded} == shown(again) - shown(rows) and len(encoded) == 8
 
 
 def test_steps_that_vary_what_is_asked_of(tmp_path: Path) -> None:
@@ -80,6 +87,9 @@ def test_steps_that_vary_what_is_asked_of(tmp_path: Path) -> None:
     assert [row["frames"] for row in by["whole"]] == sorted(row["frames"] for row in by["whole"])
     assert by["whole"][-1]["p50_s"] > by["whole"][0]["p50_s"]
     assert {row["way"] for row in by["memory"]} == {"rekv", "mosaic", "full"}
+    held = {f"{step}, {name}" for step in ("budgets", "lengths", "memory") for name in ("rekv", "mosaic")}
+    split = {f"splits, {row['way']}" for row in by["splits"]}
+    assert shown(rows) == held | split | {"rivals, offload"} and len(split) == 4
 
 
 def test_a_day_beside_what_is_predicted(tmp_path: Path) -> None:
@@ -91,19 +101,22 @@ def test_a_day_beside_what_is_predicted(tmp_path: Path) -> None:
     frames = [row["host_predicted"] / (row["frames"] - 2) for row in hours]
     assert frames == [frames[0]] * len(hours), "a window of 2 frames is on the device, all others on the host"
     assert all(row["host_bytes"] >= row["host_predicted"] > 0 for row in hours)
+    assert all(row["memory_bytes"] > row["index_bytes"] > 0 for row in hours) and shown(rows) == {
+        "day, mosaic"
+    }
 
 
 def test_a_stream_that_shows_too_little_is_no_measurement() -> None:
     sys.path.insert(0, str(ROOT / "bench"))
-    asking = importlib.import_module("asking")
+    happened = importlib.import_module("happened")
     with open_session("random-ov", every_stream(frames=6, window=8)["mosaic"]) as session:
         session.watch(film(25), fps=FPS)
         session.ask(QUESTION, 1)
         with pytest.raises(RuntimeError, match=r"no 90% of the stream off the device, but 68\.0%"):
-            asking.happened(session, "mosaic", many=False)
+            happened.happened(session, "mosaic", many=False)
     with open_session("random-ov", {"name": "rekv", "window": 2, "frames": 2, "local": 1}) as session:
         session.watch(film(25), fps=FPS)
         with pytest.raises(RuntimeError, match="no recalled"):
-            asking.happened(session, "rekv", many=False)
+            happened.happened(session, "rekv", many=False)
         session.ask(QUESTION, 1)
-        assert asking.happened(session, "rekv", many=False)["off"] == 0.92
+        assert happened.happened(session, "rekv", many=False)["off"] == 0.92

@@ -5,19 +5,22 @@
 
 Panels, of what the files hold: accuracy by retrieved frames and by length of the stream (the paper's Figures 10, 12; rows of
 `bench/memories.py`, a panel a file, with 95% intervals); time to the first token by retrieved frames and by length, device
-memory by length, the plain model's beside (Figures 10, 11, 12, Table I; rows of `bench/stream.py`). Needs matplotlib.
+memory by length, the plain model's beside (Figures 10, 11, 12, Table I; rows of `bench/stream.py`). Of a case that was
+measured again the last row counts; dashed lines, of memories whose time depends on neither, name the tree they are of. Needs
+matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from timing import read_rows
 
 from mmaccel.core.errors import MmaccelError
 from mmaccel.figure import figure, save
@@ -67,13 +70,14 @@ def latency(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
         ("budgets", "budget", "frames retrieved"),
         ("lengths", "frames", "frames watched"),
     ):
-        panel = Panel("to the first token", across, "ms")
+        panel, rivals = Panel("to the first token", across, "ms"), dict[str, tuple[str, float]]()
         for row in rows:
             if row.get("case") == case:
                 p50, p95 = row["p50_s"] * 1e3, row["p95_s"] * 1e3
                 panel.curves[row["way"]][row[key]] = p50, p50, p95
             if row.get("case") == "rivals" and case == "budgets" and row["way"] in ("livevlm", "streammem"):
-                panel.lines[row["way"]] = row["p50_s"] * 1e3
+                rivals[row["way"]] = f"{row['way']}, {row['tree']}", row["p50_s"] * 1e3
+        panel.lines |= dict(rivals.values())
         found.append(panel)
     memory = Panel("device memory, peak", "frames watched", "GiB")
     for row in rows:
@@ -86,7 +90,10 @@ def latency(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
 def read(paths: Sequence[Path]) -> list[Panel]:
     panels = []
     for path in paths:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows, tree = list[dict[str, Any]](), ""
+        for row in read_rows([path]):
+            tree = row.get("environment", {}).get("commit", tree)
+            rows.append({**row, "tree": tree})
         panels += accuracy(rows, path.stem) + latency(rows)
     return panels
 

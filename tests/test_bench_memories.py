@@ -90,15 +90,20 @@ def test_curves_are_drawn_of_rows(main: Callable[..., None], tmp_path: Path) -> 
     ]  # fmt: skip
     rows += [{**mean, "length": "all", "memory": "full", "budget": None, "accuracy": 0.9}]
     times = {"way": "mosaic", "p50_s": 0.05, "p95_s": 0.08, "budget": 64}
-    rows += [{**times, "case": "lengths", "frames": frames} for frames in (100, 200)]
+    # The second time is the one that counts, and whose tree is named.
+    for tree, late in (("aaa", 0.01), ("bbb", 0.05)):
+        rows += [{"environment": {"commit": tree}}]
+        rows += [{**times, "case": "lengths", "frames": frames, "p50_s": late} for frames in (100, 200)]
+        rows += [{**times, "case": "budgets", "p50_s": late}, {**times, "case": "rivals", "way": "livevlm"}]
     rows += [{"case": "memory", "way": "rekv", "frames": 1024, "peak_bytes": 2 << 30}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     panels = curves.read([tmp_path / "rows.jsonl"])
     values = [
         {at: point[0] for at, point in panel.curves[next(iter(panel.curves))].items()} for panel in panels
     ]
-    assert values == [{32: 50, 64: 60}, {500: 20, 1000: 40}, {100: 50, 200: 50}, {1024: 2}]
-    assert panels[0].lines == {"full": 90} and panels[2].curves["mosaic"][100] == (50, 50, 80)
+    assert values == [{32: 50, 64: 60}, {500: 20, 1000: 40}, {64: 50}, {100: 50, 200: 50}, {1024: 2}]
+    assert panels[0].lines == {"full": 90} and panels[2].lines == {"livevlm, bbb": 50}
+    assert panels[3].curves["mosaic"][100] == (50, 50, 80)
     curves.main(["--rows", str(tmp_path / "rows.jsonl"), "--picture", str(tmp_path / "a.svg")])
     assert (tmp_path / "a.svg").stat().st_size > 10_000
     (tmp_path / "none.jsonl").write_text("{}\n")

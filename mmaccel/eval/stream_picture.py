@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,8 @@ LANES = 40
 
 @dataclass(frozen=True)
 class Truth:
-    """What is known of a stream, in seconds: scenes (begin, end, name), and the moments that each question rests on."""
+    """What is known of a stream, in seconds: scenes (begin, end, name), and the moments that each question rests on, by its
+    `words`."""
 
     scenes: tuple[tuple[float, float, str], ...] = ()
     questions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -31,8 +33,17 @@ class Truth:
         """From a world's own truth (`World.truth`)."""
         fps = told["fps"]
         scenes = tuple((one["start"] / fps, one["stop"] / fps, one["scene"]) for one in told["scenes"])
-        asked = {one["text"]: tuple(n / fps for n in one["frames"]) for one in told["questions"]}
+        asked = {words(one["text"]): tuple(n / fps for n in one["frames"]) for one in told["questions"]}
         return cls(scenes, asked)
+
+    def moments(self, question: str) -> tuple[float, ...]:
+        """What a question rests on, however it is capitalised and punctuated; nothing for one that is not known."""
+        return self.questions.get(words(question), ())
+
+
+def words(text: str) -> str:
+    """The words of a text, in small letters."""
+    return " ".join(re.findall(r"\w+", text.lower()))
 
 
 def runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
@@ -88,7 +99,7 @@ def retrieved(
     drawn = figure(9.0, 0.7 + 0.9 * len(answers))
     plots = drawn.subplots(len(answers), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (question, said, evidence) in zip(plots, answers, strict=True):
-        for moment in () if truth is None else truth.questions.get(question, ()):
+        for moment in () if truth is None else truth.moments(question):
             axes.axvline(moment, color="C3", linewidth=0.8)
         axes.vlines([one.seconds for one in evidence], 0, [one.share for one in evidence], linewidth=0.8)
         axes.set_ylim(0, 1.05)

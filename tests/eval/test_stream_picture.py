@@ -38,7 +38,9 @@ def test_what_a_question_rests_on_is_marked() -> None:
     (question, *_) = world.questions(["order"])
     evidence = [Evidence((n, n), float(n), 0.5, 4, 0.3) for n in (3, 9)]
     told = Truth.of(world.truth())
-    assert told.questions[question.text] == tuple(float(n) for n in question.frames)
-    drawn = retrieved([(question.text, "star", evidence), ("what else ?", "no", evidence)], 60.0, told)
+    assert told.moments(question.text) == tuple(float(n) for n in question.frames)
+    asked = question.text.capitalize().replace(" ?", "?").replace(" ,", ",")
+    assert asked != question.text and told.moments("what else ?") == ()
+    drawn = retrieved([(asked, "star", evidence), ("what else ?", "no", evidence)], 60.0, told)
     assert [len(axes.lines) for axes in drawn.axes] == [2, 0]
     assert [len(axes.collections[0].get_segments()) for axes in drawn.axes] == [2, 2]

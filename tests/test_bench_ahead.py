@@ -13,7 +13,7 @@ import pytest
 def test_a_stream_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent.parent / "bench"), *sys.path])
     out = tmp_path / "rows.jsonl"
-    few = "--models tiny-qwen --budgets 8 --frames 48 --seeds 3".split()
+    few = ["--models", "tiny-qwen", "--budgets", "8", "--frames", "48", "--seeds", "3"]
     monkeypatch.setattr(sys, "argv", ["bench/ahead.py", "--out", str(out), *few])
     importlib.import_module("ahead").main()
     environment, row = (json.loads(line) for line in out.read_text().splitlines())

@@ -42,7 +42,9 @@ class Answer:
     """What was said of a stream, and what it took.
 
     `ttft_s` seconds from the question to its first token on the host; `tokens_per_s` of the tokens after it, or None when
-    there was none; `evidence` in order of time; `counters` those of the memory and of the draft.
+    there was none; `evidence` in order of time; `counters` those of the memory and of the draft. The memory's are of the
+    session up to this answer, watching and earlier questions too: what one question copied (`host_copies_in`,
+    `host_bytes_in`) is its counters less `VideoSession.counters()` before it was asked.
     """
 
     text: str

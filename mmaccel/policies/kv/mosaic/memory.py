@@ -116,7 +116,7 @@ class MosaicMemory(StreamMemory):
         assert piece.look is not None
         pairs = [pair for pair in self._new if pair is not None]
         self.writer.arrived(piece.look, pairs, self.recalling.retrieved())
-        # The host clusters what came before while the device still computes this pass.
+        # Until passes retrieve, the host clusters what came before while the device still computes this one.
         self._digest(keep=1)
 
     def _digest(self, keep: int = 0) -> None:
@@ -156,6 +156,10 @@ class MosaicMemory(StreamMemory):
             self.chooser.begin(self._end, self.budget, self.policy)
             self.chooser.asked(end - begin)
         elif piece.kind == "units":
+            if self.recalling.budget and self._first:
+                # A pass retrieves from the clusters of all that came before, wherever calls of `watch` and questions lie.
+                # The host makes them while the device runs the vision tower for this pass, which was begun already.
+                self._digest()
             self.recalling.begin(self._first)
         super().enter(piece)
 

@@ -16,7 +16,7 @@ from mmaccel.policies.kv.mosaic.standing import ranks
 
 class Recalling:
     """Letters as in `MosaicMemory`. Each layer of a pass retrieves `budget` entries that have left the window, by the mean
-    query of the pass, from the clusters as they were when the pass began.
+    query of the pass, from the clusters of all that came before the pass.
 
     Nothing is read back: what was retrieved goes to the host with the pass's own keys, and makes the splits that it owes
     when these are clustered. So these follow from the passes of the stream alone (a call of `watch` ends with a pass),

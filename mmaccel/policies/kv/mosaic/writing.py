@@ -14,7 +14,7 @@ from mmaccel.policies.kv.store.wire import in_units
 
 
 class Writer:
-    """What comes is clustered one pass later, so that the host need not wait for the device."""
+    """What comes waits to be clustered until it is asked for, so that the host need not wait for the device."""
 
     def __init__(self, store: HostStore, tree: Hierarchy) -> None:
         self._store, self._tree = store, tree

@@ -37,8 +37,11 @@ class VideoSession:
     recipe     a name, a mapping, a YAML path or a `Recipe`, whose kv is a memory of streams; sparse stays "dense"
 
     Questions leave the stream as it was, whatever becomes of them. A `watch` takes in all that it is given or, when it
-    fails or is interrupted, nothing. Sessions on one model do not see each other and may be used from several threads:
-    passes take turns. Raises `RecipeError` or `ModelError` in one sentence.
+    fails or is interrupted, nothing. What it pushed out of a full host memory with spill "drop_oldest" is lost all the
+    same: under a cap the new has no place but that of the oldest. That is never more than the same `watch` would have
+    forgotten had it ended there, and `counters` has it as "host_dropped"; calls of fewer frames put less at stake.
+    Sessions on one model do not see each other and may be used from several threads: passes take turns. Raises
+    `RecipeError` or `ModelError` in one sentence.
     """
 
     def __init__(
@@ -75,7 +78,8 @@ class VideoSession:
         times  seconds of each frame, ascending; else the video's own, moved to follow what was watched before, or one every
                ``1 / fps``. `fps` is also the rate at which a path is read (0.5). The rate of the first clip is the one
                the model's positions are made for.
-        `progress(done, total)` counts frames; `total` is None for a path. All is taken in or, after an error, nothing.
+        `progress(done, total)` counts frames; `total` is None for a path. All is taken in or, after an error, nothing; of
+        spill "drop_oldest" see the class.
         Endless sources are given clip by clip: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
         """
         if fps is not None and not 0 < fps < math.inf:
@@ -112,10 +116,13 @@ class VideoSession:
             raise ModelError("watch: the clip has no frames; give at least one.")
         if clip.frames.dtype != torch.uint8:
             raise ModelError(f"watch: frames are {clip.frames.dtype}; give uint8, 0 to 255.")
-        own = clip.times if given is None else given[done : done + count]
+        # Too many are told of before anything is taken in, where the end is known.
+        own = clip.times if given is None else given[done : done + count if clip.part else None]
         if own is not None and len(own) != count:
-            told = "of the video" if given is None else "given"
-            raise ModelError(f"times: there are too few {told} for its frames; give one for each frame.")
+            told = "of the video " if given is None else ""
+            raise ModelError(
+                f"times: there are {len(own)} {told}for {count} frames; give one for each frame."
+            )
         live = self._live
         last = live.film.times[-1] if live is not None and live.film.times else None
         shown = moments(last, own, count, clip.fps, given is not None)

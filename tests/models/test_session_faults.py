@@ -160,6 +160,55 @@ def test_oldest_units_may_be_dropped() -> None:
         assert answer.evidence and min(one.frames[0] for one in answer.evidence) > 0
 
 
+def held(session: mmaccel.VideoSession) -> list[list[int]]:
+    """Of each layer the units on the host."""
+    store = session._live.state.store  # type: ignore[union-attr]
+    return [store.units(layer) for layer in range(store.shape.layers)]
+
+
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+def test_a_broken_watch_forgets_nothing_while_there_is_room(kv: str) -> None:
+    def stop(done: int, total: int | None) -> None:
+        raise KeyboardInterrupt
+
+    fields = {**TIGHT[kv], "host_bytes": 40 * 2 * 2 * 16 * 64 * 4 * 2, "spill": "drop_oldest"}
+    with begun(fields, 20) as session:
+        before = held(session)
+        with unharmed(session, KeyboardInterrupt):
+            session.watch(film(25), fps=FPS, progress=stop)
+        assert [units[: len(old)] for units, old in zip(held(session), before, strict=True)] == before
+    with begun(fields, 20) as session:
+        with unharmed(session, ModelError, "times: there are 101 for 100 frames"):
+            session.watch(film(25).repeat(4, 1, 1, 1), times=[50.0 + i for i in range(101)])
+        assert session.counters()["host_dropped"] == 0
+
+
+@pytest.mark.parametrize("kv", ["rekv", "mosaic"])
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_a_broken_watch_forgets_no_more_than_a_whole_one_up_to_there(kv: str, passes: int) -> None:
+    """Under a cap the new has no place but that of the oldest, and what was overwritten cannot come back."""
+    count = 16 * passes
+
+    def stop(done: int, total: int | None) -> None:
+        if done >= count:
+            raise KeyboardInterrupt
+
+    fields = {**TIGHT[kv], "host_bytes": 40 * 2 * 2 * 16 * 64 * 4 * 2, "spill": "drop_oldest"}
+    more = film(25).repeat(4, 1, 1, 1)
+    with begun(fields, 25) as session, begun(fields, 25) as twin:
+        first = session._live.state._first  # type: ignore[union-attr]
+        with pytest.raises(KeyboardInterrupt):
+            session.watch(more, fps=FPS, progress=stop)
+        twin.watch(more[:count], fps=FPS)
+        assert held(session) == [[unit for unit in units if unit < first] for units in held(twin)]
+        assert len(session) == 25 and session.counters()["host_dropped"] == twin.counters()["host_dropped"]
+        there = {*held(session)[0], *range(first, 25)}
+        seen = session.ask(QUESTION, 2).evidence
+        assert seen and all(one.frames[0] in there for one in seen)
+        session.watch(more, fps=FPS)
+        assert len(session) == 125 and session.ask(QUESTION, 2).evidence
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [

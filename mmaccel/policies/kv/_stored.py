@@ -29,7 +29,8 @@ class StoredPolicy(WindowedPolicy):
     frames      recalled at a question, by each layer for itself; the local frames come on top
     similarity  of a unit's mean key to the question's mean query: "dot" or "cosine"
     host_bytes  host memory at most; None: as much as the host can spare
-    spill       what happens when it is used up: "refuse", "disk", or "drop_oldest"
+    spill       what happens when it is used up: "refuse", "disk", or "drop_oldest", which forgets the oldest frames for
+                good as new ones come, also where the `watch` that brings these fails later
     folder      where files go with spill "disk", in a YAML file counted from its folder; None: a temporary folder
     """
 

@@ -133,8 +133,10 @@ class Index:
         level, means = self._tree.semantic, self._tree.summaries.means
         layer, cluster = level.changed()
         if layer.numel():
+            # What was taken back may lie beyond all that is in use.
+            room = max(level.used, int(cluster.max()) + 1)
             for name in ("key", "value", "pseudo", "time"):
-                setattr(self, name, grown(getattr(self, name), 1, level.used, share=SPARE))
+                setattr(self, name, grown(getattr(self, name), 1, room, share=SPARE))
             members = level.contents(layer, cluster)
             self._present.changed(layer, cluster, members, self.absent)
             self._own(layer, cluster, members)
@@ -174,7 +176,7 @@ class Index:
         _, cluster = level.changed()
         if not cluster.numel():
             return
-        self.visual_key = grown(self.visual_key, 1, level.used, share=SPARE)
+        self.visual_key = grown(self.visual_key, 1, max(level.used, int(cluster.max()) + 1), share=SPARE)
         units = level.contents(torch.zeros_like(cluster), cluster)
         entries = units[:, :, None] * parts + torch.arange(parts)
         entries = entries.masked_fill(units[:, :, None] < 0, -1).flatten(1)

@@ -234,17 +234,19 @@ def test_a_medoid_is_one_of_its_cluster_s_entries() -> None:
         assert float(near[members == entry]) >= float(near.max()) - 1e-6
 
 
+@pytest.mark.parametrize("count", [1, 99])
 @pytest.mark.parametrize("reps", ["mean", "medoid"])
-def test_a_cluster_that_is_taken_back_is_found_no_more(reps: str) -> None:
-    """Nothing else has changed: of all that the index is told, nothing has entries."""
+def test_a_cluster_that_is_taken_back_is_found_no_more(reps: str, count: int) -> None:
+    """Nothing else has changed: of all that the index is told, nothing has entries, and it may have room for less."""
     tree = tree_of()
     feed(tree, plant(runs(60)), 8)
     index = Index(tree, WIDTH, torch.float32, torch.device("cpu"), reps, False)  # type: ignore[arg-type]
     index.refresh()
     mark, zero = tree.checkpoint(), torch.zeros(1, dtype=torch.long)
-    new = tree.open(zero, 0)
-    tree.semantic.dirty[zero, new] = True
+    for _ in range(count):
+        new = tree.open(zero, 0)
+        tree.semantic.dirty[zero, new] = True
     tree.restore(mark)
     index.refresh()
-    assert not bool(index.search(0, query(0), 9, 60).picked[new])
+    assert not bool(index.search(0, query(0), 9, 60).picked[new:].any())
     assert len(index.search(0, query(0), 9, 60).entries) == 9

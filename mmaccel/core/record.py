@@ -1,15 +1,18 @@
 """A session on disk: a folder of `session.json`, `film.safetensors` and the memory's own files under ``memory/``.
 
 `session.json` says the version, what model and memory it is of, and the size and the checksum of each file, which are
-checked before anything is read; a store of units checks its own pieces while it reads them. A folder appears whole or not
-at all: it is written beside its place and moved there.
+checked before anything is read, as its own checksum is; a store of units checks its own pieces while it reads them. A
+folder appears whole or not at all: it is written beside its place and moved there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import shutil
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,10 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.live import Film, Live
 from mmaccel.core.recipe import Recipe
 
-FORMAT, VERSION = "mmaccel session", 2
+FORMAT, VERSION = "mmaccel session", 3
+UNSEALED = 2
+"""The version that had no checksum over its facts; it is read too."""
+CHECKSUM = "checksum"
 FACTS, FILM, MEMORY = "session.json", "film.safetensors", "memory"
 STORE = "store"
 """Folders of a memory that check themselves."""
@@ -59,7 +65,8 @@ def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
         saving.write_tensors(part / FILM, _tensors(live.film))
         names = [p.relative_to(part) for p in sorted(part.rglob("*")) if p.is_file()]
         files = {str(name): _print_of(part, name) for name in names}
-        saving.write_json(part / FACTS, {**_facts(seam, recipe), **_sizes(live.film), "files": files})
+        facts = {**_facts(seam, recipe), **_sizes(live.film), "files": files}
+        saving.write_json(part / FACTS, sealed(facts))
         if place.exists():
             place.rename(old)
         part.rename(place)
@@ -94,11 +101,24 @@ def _read(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} is no saved session: it has no {FACTS}; give the folder that save wrote.")
     kinds = {"format": str, "version": int, "recipe": dict, "files": dict, "model": str, "dtype": str}
     told = saving.read_json(folder / FACTS, kinds)
-    if told["format"] != FORMAT or told["version"] != VERSION:
+    if told["format"] != FORMAT or told["version"] not in (UNSEALED, VERSION):
         raise ModelError(
             f"{folder} is {told['format']!r} of version {told['version']}; this mmaccel reads version {VERSION}."
         )
+    if told["version"] != UNSEALED or CHECKSUM in told:
+        if CHECKSUM not in told:
+            raise ModelError(f"{folder}: {FACTS} has no {CHECKSUM}; the session is damaged, save it anew.")
+        if told != sealed(told):
+            raise ModelError(
+                f"{folder}: {FACTS} is not what was written; the session is damaged, save it anew."
+            )
     return told
+
+
+def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON-ready facts with the CRC-32 over all of them."""
+    bare = {name: value for name, value in facts.items() if name != CHECKSUM}
+    return {**bare, CHECKSUM: zlib.crc32(json.dumps(bare, sort_keys=True).encode())}
 
 
 def check(folder: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
@@ -116,15 +136,14 @@ def check(folder: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
         raise ModelError(
             f"{folder} was saved with kv {told['recipe'].get('kv')}; open the session with the same kv and fields."
         )
+    there = {str(p.relative_to(folder)) for p in (folder / MEMORY).rglob("*") if p.is_file()}
+    if not {FILM, *there} <= set(told["files"]):
+        raise ModelError(f"{folder}: files in {FACTS} is damaged; save the session anew.")
     for name, known in told["files"].items():
         _check_file(folder, name, known)
-    kinds = {"size": list, "unit": int, "frames": int, "units": int, "marks": int, "pending": int}
-    told = saving.read_json(folder / FACTS, kinds)
-    raw = told.get("raw")
-    if not _is_size(told["size"]) or not (raw is None or _is_size(raw)):
-        raise ModelError(f"{folder}: size or raw in {FACTS} is damaged; save the session anew.")
-    if not isinstance(told.get("fps"), float | None):
-        raise ModelError(f"{folder}: fps in {FACTS} is damaged; save the session anew.")
+    for name, fits in SIZES.items():
+        if name not in told or not fits(told[name]):
+            raise ModelError(f"{folder}: {name} in {FACTS} is damaged; save the session anew.")
     hidden = seam.view.geometry.hidden
     marks = saving.read_tensors(folder / FILM, {"marks": ((told["marks"], hidden), seam.dtype)}, seam.device)[
         "marks"
@@ -173,7 +192,7 @@ def load(facts: Facts, live: Live) -> None:
     film.spans = [(a, b) for a, b in found["spans"].tolist()]
     film.times = found["times"].tolist()
     film.pending = found.get("pending")
-    film.raw = None if told.get("raw") is None else (told["raw"][0], told["raw"][1])
+    film.raw = None if told["raw"] is None else (told["raw"][0], told["raw"][1])
     state.load(facts.folder / MEMORY)
     if state.units() != told["units"]:
         raise ModelError(
@@ -184,6 +203,27 @@ def load(facts: Facts, live: Live) -> None:
 def _is_size(told: Any) -> bool:
     """Whether it is a height and a width in pixels."""
     return isinstance(told, list) and len(told) == 2 and all(type(n) is int and n > 0 for n in told)
+
+
+def _is_rate(told: Any) -> bool:
+    return isinstance(told, float) and 0 < told < math.inf
+
+
+def _counts(least: int) -> Callable[[Any], bool]:
+    return lambda told: type(told) is int and told >= least
+
+
+SIZES: dict[str, Callable[[Any], bool]] = {
+    "size": _is_size,
+    "raw": lambda told: told is None or _is_size(told),
+    "fps": lambda told: told is None or _is_rate(told),
+    "unit": _counts(1),
+    "frames": _counts(1),
+    "units": _counts(0),
+    "marks": _counts(0),
+    "pending": _counts(0),
+}
+"""What is told of a film, and what it must be."""
 
 
 def _facts(seam: StreamSeam, recipe: Recipe) -> dict[str, Any]:

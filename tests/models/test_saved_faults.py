@@ -54,16 +54,72 @@ def test_damaged_sessions_are_refused(tmp_path: Path, kv: str) -> None:
                 assert torch.equal(logits(session), before), f"{file} {damage}"
 
 
+WRONG: list[dict[str, Any]] = [
+    {"raw": 7}, {"raw": [42]}, {"raw": ...}, {"size": ["a", 70]}, {"size": [42, -1]}, {"pending": None}, {"pending": -1},
+    {"fps": "2"}, {"fps": ...}, {"fps": True}, {"fps": 0.0}, {"fps": -1.0}, {"frames": -1}, {"frames": 9}, {"units": -1},
+    {"marks": -1}, {"unit": 0}, {"files": {}}, {"files": {"film.safetensors": [1, 1]}}, {"files": ...},
+]  # fmt: skip
+"""Each fact as it cannot be; ...: it is missing."""
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_facts_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """Also where their checksum is right, and in a file of the version that had none."""
+    path = saved(tmp_path / "whole") / "session.json"
+    facts = {**json.loads(path.read_text()), **wrong}
+    facts = {name: value for name, value in facts.items() if value is not ...}
+    older = {name: value for name, value in facts.items() if name != "checksum"} | {"version": 2}
+    with begun() as session, unharmed(session, ModelError, "damaged|of another stream"):
+        path.write_text(json.dumps(facts))
+        with pytest.raises(ModelError, match="damaged"):
+            session.load(tmp_path / "whole")
+        path.write_text(json.dumps(record.sealed(facts)))
+        with pytest.raises(ModelError, match=r"damaged|of another stream"):
+            session.load(tmp_path / "whole")
+        path.write_text(json.dumps(older))
+        session.load(tmp_path / "whole")
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [{"raw": 7}, {"raw": [42]}, {"size": ["a", 70]}, {"size": [42, -1]}, {"pending": None}, {"fps": "2"}],
+    [{"fps": 7.0}, {"size": [50, 50]}, {"raw": [50, 50]}, {"raw": None}, {"unit": 5}, {"checksum": 0}],
     ids=str,
 )
-def test_facts_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    facts = saved(tmp_path / "whole") / "session.json"
-    facts.write_text(json.dumps({**json.loads(facts.read_text()), **wrong}))
-    with begun() as session, unharmed(session, ModelError, "damaged"):
+def test_facts_that_are_not_what_was_written_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = saved(tmp_path / "whole") / "session.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
+    with begun() as session, unharmed(session, ModelError, "not what was written"):
         session.load(tmp_path / "whole")
+
+
+def test_no_bit_of_the_facts_goes_unseen(tmp_path: Path) -> None:
+    path = saved(tmp_path / "whole", "recent") / "session.json"
+    data, seen = path.read_bytes(), 0
+    for place in range(len(data)):
+        for bit in (1 << place % 8, 32):
+            path.write_bytes(data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :])
+            try:
+                record.recipe_of(tmp_path / "whole")
+            except ModelError as error:
+                assert str(error).endswith(".") and "\n" not in str(error)
+                seen += 1
+            else:
+                assert json.loads(path.read_bytes()) == json.loads(data), "white space"
+    assert seen > len(data)
+
+
+def test_a_session_of_the_version_without_a_checksum_is_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "whole") / "session.json"
+    facts = json.loads(path.read_text())
+    del facts["checksum"]
+    with begun() as session, begun(frames=3) as other:
+        with unharmed(session, ModelError, "checksum"):
+            path.write_text(json.dumps(facts))
+            session.load(tmp_path / "whole")
+        path.write_text(json.dumps({**facts, "version": 2}))
+        other.load(tmp_path / "whole")
+        with begun() as twin:
+            assert torch.equal(logits(other), logits(twin))
 
 
 def test_sessions_of_other_models_and_memories_are_refused(tmp_path: Path) -> None:
@@ -89,7 +145,7 @@ def test_sessions_of_other_models_and_memories_are_refused(tmp_path: Path) -> No
     (whole / "session.json").write_text(json.dumps({**facts, "version": 99}))
     with begun() as session, unharmed(session, ModelError, "version 99"):
         session.load(whole)
-    (whole / "session.json").write_text(json.dumps({**facts, "dtype": "bfloat16"}))
+    (whole / "session.json").write_text(json.dumps(record.sealed({**facts, "dtype": "bfloat16"})))
     with begun() as session, unharmed(session, ModelError, "in bfloat16"):
         session.load(whole)
 

@@ -45,6 +45,7 @@ def print_json(result: Mapping[str, Any]) -> None:
         text,
     )
     sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def quiet() -> None:

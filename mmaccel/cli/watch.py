@@ -17,9 +17,9 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, counter, err, many, out, print_json
+from mmaccel.cli.console import bars, counter, err, many, out, print_json, sentence
 from mmaccel.cli.evidence import as_object, below, evidence_table
-from mmaccel.core.errors import MmaccelError, ModelError, RecipeError, VideoError
+from mmaccel.core.errors import ModelError, RecipeError, VideoError
 
 if TYPE_CHECKING:
     from mmaccel.core.session import VideoSession
@@ -105,7 +105,8 @@ def watch(
         session.load(load)
     typed = Typed(terminal)
     told: list[dict[str, Any]] = []
-    stopped = False
+    left = list(asked)
+    stopped, kept, failed = False, False, list[Exception]()
 
     def answer(text: str, at: float | None = None) -> None:
         told.append(_ask(session, text, at, max_new_tokens, evidence, as_json))
@@ -130,30 +131,29 @@ def watch(
                         seen(len(session), None)
                         for at, text in due:
                             if at is not None and begin is not None and at < begin:
-                                remark(
-                                    text, f"is for {at:g} s, before the saved session's end at {begin:g} s"
-                                )
+                                asked_there(text, f"{at:g} s, before the saved session's end at {begin:g} s")
                             answer(text, at)
+                            left.remove((at, text))
                     for text in typed.so_far():
                         answer(text)
             for at, text in asked:
                 if at is not None and at > session.seconds + 1 / fps:
-                    remark(text, f"is for {at:g} s, past the last frame at {session.seconds:g} s")
+                    asked_there(text, f"{at:g} s, past the last frame at {session.seconds:g} s")
                 answer(text, at)
-            asked.clear()
+                left.remove((at, text))
             for text in typed.rest():
                 answer(text)
         except KeyboardInterrupt:
             stopped = True
-        except MmaccelError:
-            # A camera that falls silent, or a memory that is full, after hours of watching.
-            if save is not None and len(session):
-                session.save(save)
-                kept = f"saved {many(len(session), 'frame')} to {save}"
-                err().print(kept, markup=False, highlight=False, soft_wrap=True)
-            raise
+        except Exception as error:
+            failed.append(known(error))
         if save is not None and len(session):
-            session.save(save)
+            # Also when a camera fell silent, or a memory is full, after hours of watching.
+            try:
+                session.save(save)
+                kept = True
+            except Exception as error:
+                failed.append(known(error))
         facts: dict[str, Any] = {
             "video": video,
             "model": model,
@@ -162,17 +162,39 @@ def watch(
             "seconds": session.seconds,
             "began": begin,
             "counters": session.counters(),
-            "saved": None if save is None else str(save),
-            "complete": not stopped,
+            "saved": str(save) if kept else None,
+            "complete": not stopped and not failed,
+            "error": " ".join(str(sentence(error)) for error in failed) or None,
+            "unanswered": [{"question": text, "at": at} for at, text in left],
         }
+    frames = many(facts["frames"], "frame")
     if as_json:
         print_json({**facts, "answers": told})
     else:
-        end = "stopped after" if stopped else "watched"
-        closing = f"{end} {many(facts['frames'], 'frame')}, {facts['seconds']:.0f} s"
-        err().print(closing + (f"; saved to {save}" if save is not None else ""), highlight=False)
+        if left:
+            remark(
+                "not answered: "
+                + ", ".join(f"{text!r}" + ("" if at is None else f" (for {at:g} s)") for at, text in left)
+            )
+        if not failed:
+            end = "stopped after" if stopped else "watched"
+            closing = f"{end} {frames}, {facts['seconds']:.0f} s"
+            err().print(closing + (f"; saved to {save}" if kept else ""), highlight=False)
+    if failed:
+        if kept:
+            remark(f"saved {frames} to {save}")
+        for another in failed[1:]:
+            remark(f"error: {sentence(another)}")
+        raise failed[0]
     if stopped:
         raise typer.Exit(130)
+
+
+def known(error: Exception) -> Exception:
+    """An error that is told in a sentence, after all that there is to show; another is raised."""
+    if sentence(error) is None:
+        raise error
+    return error
 
 
 def rated(clips: Iterator[Video], video: str, fps: float, *, guess: bool, quiet: bool) -> Iterator[Video]:
@@ -260,9 +282,13 @@ def piped(given: Sequence[str]) -> list[Asked]:
     return found
 
 
-def remark(text: str, why: str) -> None:
+def asked_there(text: str, when: str) -> None:
     """Say that a question is not asked at its time."""
-    told = f"{text!r} {why}; it is asked there."
+    remark(f"{text!r} is for {when}; it is asked there.")
+
+
+def remark(told: str) -> None:
+    """A line on standard error, as it is."""
     err().print(told, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from mmaccel.cli import watch as command
 from mmaccel.cli.evidence import below, evidence_table
 from mmaccel.core.answer import Answer, Evidence
-from mmaccel.core.errors import MmaccelError, VideoError
+from mmaccel.core.errors import MmaccelError, ModelError, VideoError
 from mmaccel.media import Video
 
 Call = Callable[..., tuple[int, str, str]]
@@ -269,6 +269,56 @@ def test_a_stop_keeps_what_was_seen(
     else:
         assert err == f"saved 8 frames to {tmp_path / 's'}\nerror: it is silent.\n"
     assert json.loads((tmp_path / "s" / "session.json").read_text())["frames"] == 8
+
+
+CAP = "kv: {name: rekv, window: 16, frames: 8, host_bytes: 1000000}\n"
+"""Room for 40 of the 64 frames, beside the window."""
+
+
+@pytest.mark.parametrize("stop", ["the cap is reached", "it is stopped", "what is saved has no room"])
+def test_answers_given_are_not_lost_when_it_ends_early(
+    call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str
+) -> None:
+    from mmaccel.core.session import VideoSession
+
+    asked = ("how many ?@8", "what colour was the star ?@60", "what was first ?")
+    (tmp_path / "cap.yaml").write_text(CAP if "cap" in stop else "kv: rekv\n")
+    if "saved" in stop:
+        asked = asked[:1]
+
+        def full(*_: object) -> None:
+            raise ModelError("no room.")
+
+        monkeypatch.setattr(VideoSession, "save", full)
+    elif "stopped" in stop:
+        take = VideoSession.watch
+
+        def stopped(self: VideoSession, video: Video) -> int:
+            if len(self) > 30:
+                raise KeyboardInterrupt
+            return take(self, video)
+
+        monkeypatch.setattr(VideoSession, "watch", stopped)
+    base = (
+        "watch", clip, "--model", ov, "--recipe", tmp_path / "cap.yaml", "--fps", 1, "--clip", 8, "--max-new-tokens", 2,
+        "--save", tmp_path / "s", *(part for text in asked for part in ("--question", text)),
+    )  # fmt: skip
+    status, out, err = call(*base, "--json")
+    told = json.loads(out)
+    assert told["complete"] is False and [one["question"] for one in told["answers"]] == ["how many ?"]
+    left = [("what colour was the star ?", 60.0), ("what was first ?", None)] if len(asked) > 1 else []
+    assert [(one["question"], one["at"]) for one in told["unanswered"]] == left
+    if "stopped" in stop:
+        assert (status, err, told["error"]) == (130, "", None)
+    else:
+        assert status == 2 and err.endswith(f"error: {told['error']}\n")
+        assert ("reached" if "cap" in stop else "no room.") in told["error"]
+    there = tmp_path / "s" if "saved" not in stop else None
+    assert told["saved"] == (None if there is None else str(there)) and told["frames"] > 8
+    status, out, err = call(*base)
+    assert status == (130 if "stopped" in stop else 2) and "how many ?" in out
+    named = "not answered: 'what colour was the star ?' (for 60 s), 'what was first ?'\n"
+    assert (named in err) == bool(left)
 
 
 def test_what_is_typed_and_is_no_text_ends_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:

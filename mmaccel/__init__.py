@@ -10,7 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-from mmaccel import models, policies
+# The first comes first: it listens while the others are imported.
+from mmaccel import _stop, models, policies
 from mmaccel.contract import check_policy
 from mmaccel.core.attach import Accelerated, accelerate, attached
 from mmaccel.core.errors import MmaccelError, MmaccelWarning
@@ -64,3 +65,6 @@ def __getattr__(name: str) -> ModuleType:
     if name in _ROOMS:
         return import_module(f"mmaccel.{name}")
     raise AttributeError(f"module 'mmaccel' has no attribute {name!r}")
+
+
+_stop.over()

@@ -1,5 +1,5 @@
 """``python -m mmaccel`` is the command line."""
 
-from mmaccel.cli import main
+from mmaccel_command import main
 
 main()

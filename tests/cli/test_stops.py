@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -159,6 +160,25 @@ def test_a_stop_while_the_command_is_imported_is_told(module: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", IMPORTED.format(module=module)],
         cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        assert command.stdout is not None and command.stdout.readline() == "importing\n"
+        command.send_signal(signal.SIGINT)
+        assert command.communicate(timeout=30) == ("", "stopped.\n")
+    assert command.returncode == 130
+
+
+@pytest.mark.parametrize("module", ["mmaccel.models", "torch", "mmaccel.cli", "typer"])
+def test_a_stop_while_the_package_is_imported_as_a_command_is_told(module: str, tmp_path: Path) -> None:
+    """``python -m mmaccel`` imports the package before any of its commands."""
+    slow = IMPORTED.format(module=module).partition("sys.argv")[0]
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-m", "mmaccel", "list"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -52,13 +52,15 @@ def by_parts(family: Family, model: nn.Module) -> Callable[[], None]:
     does so already is left as it is."""
     multimodal = family.multimodal(model)
     undone: dict[str, Any] = {}
+    # Here, not where it is written: what compiles is imported by that, when a model is there.
+    joined = torch.compiler.disable(_joined, recursive=False)
     for kind, name in METHODS.items():
         encode = getattr(multimodal, name)
         if getattr(encode, "by_parts", False):
             continue
         undone[name] = multimodal.__dict__.get(name)
         ours = functools.wraps(encode)(
-            functools.partial(_encode, family, model, kind, encode, _names(encode))
+            functools.partial(_encode, family, model, kind, encode, _names(encode), joined)
         )
         ours.by_parts = True  # type: ignore[attr-defined]
         multimodal.__dict__[name] = ours
@@ -82,6 +84,7 @@ def _encode(
     kind: int,
     encode: Callable[..., Any],
     names: list[str],
+    joined: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -91,7 +94,7 @@ def _encode(
         return encode(*args, **kwargs)
     if torch.is_grad_enabled() and any(p.requires_grad for p in _outside(family, model)):
         return encode(*args, **kwargs)
-    return _joined(family, model, kind, encode, names[0], told)
+    return joined(family, model, kind, encode, names[0], told)
 
 
 def _asks_for_one(told: Mapping[str, Any]) -> bool:
@@ -108,7 +111,6 @@ def _outside(family: Family, model: nn.Module) -> Iterator[nn.Parameter]:
             yield from child.parameters()
 
 
-@functools.partial(torch.compiler.disable, recursive=False)
 def _joined(
     family: Family,
     model: nn.Module,

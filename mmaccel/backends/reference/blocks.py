@@ -156,13 +156,13 @@ def block_attend(
 
     present = (q_row >= 0)[:, :, None]
     lse = lse.view(B, heads, padded, group, block_q)[:, :, :M].transpose(2, 3).reshape(B, heads, group, P)
-    lse = lse.masked_fill(~present, -torch.inf).reshape(B, H, P)
+    lse = lse.masked_fill(~present, -torch.inf).reshape(B, H, P).contiguous()
     out = (
         out.view(B, heads, padded, group, block_q, -1)[:, :, :M]
         .transpose(2, 3)
         .reshape(B, heads, group, P, -1)
     )
-    out = out.masked_fill_(~present[..., None], 0.0).reshape(B, H, P, -1)
+    out = out.masked_fill_(~present[..., None], 0.0).reshape(B, H, P, -1).contiguous()
     return placed(
         out.to(query.dtype), lse, q_row[:, :, None].expand(B, heads, group, P).reshape(B, H, P), rows
     )

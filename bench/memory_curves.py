@@ -1,6 +1,6 @@
 """Curves of memories of streams from rows that are there: accuracy, time to the first token and memory.
 
-    python bench/memory_curves.py --rows bench/results/memories_tiny-ov_202611.jsonl bench/results/memories_tiny-qwen_202611.jsonl --picture docs/memories.svg
+    python bench/memory_curves.py --rows bench/results/memories_tiny-{ov,qwen}_202611.jsonl --picture docs/memories.svg
     python bench/memory_curves.py --rows bench/results/stream_h200_202611.jsonl --picture docs/stream.svg
 
 Panels, of what the files hold: accuracy by retrieved frames and by length of the stream (the paper's Figures 10, 12; rows of

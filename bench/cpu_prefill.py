@@ -182,6 +182,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--frames", type=int, default=140)
     options = parser.parse_args(argv)
+    if options.repeats < 2:
+        parser.error(f"--repeats {options.repeats}: a spread needs 2 or more.")
     log = Log(options.out)
     with Film() as film:
         for name in options.models:

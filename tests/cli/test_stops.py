@@ -155,11 +155,12 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["mmaccel", "torch", "mmaccel.cli", "typer"])
-def test_a_stop_while_the_command_is_imported_is_told(module: str) -> None:
+def stopped_while_importing(words: list[str], environment: dict[str, str]) -> None:
+    """Python with `words`, interrupted when it says that it imports, tells it in one line and ends with 130."""
     with subprocess.Popen(
-        [sys.executable, "-c", IMPORTED.format(module=module)],
+        [sys.executable, *words],
         cwd=Path(__file__).parents[2],
+        env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -168,6 +169,11 @@ def test_a_stop_while_the_command_is_imported_is_told(module: str) -> None:
         command.send_signal(signal.SIGINT)
         assert command.communicate(timeout=30) == ("", "stopped.\n")
     assert command.returncode == 130
+
+
+@pytest.mark.parametrize("module", ["mmaccel", "torch", "mmaccel.cli", "typer"])
+def test_a_stop_while_the_command_is_imported_is_told(module: str) -> None:
+    stopped_while_importing(["-c", IMPORTED.format(module=module)], {})
 
 
 @pytest.mark.parametrize("module", ["mmaccel.models", "torch", "mmaccel.cli", "typer"])
@@ -176,17 +182,8 @@ def test_a_stop_while_the_package_is_imported_as_a_command_is_told(module: str, 
     slow = IMPORTED.format(module=module).partition("sys.argv")[0]
     (tmp_path / "sitecustomize.py").write_text(slow)
     root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-m", "mmaccel", "list"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as command:
-        assert command.stdout is not None and command.stdout.readline() == "importing\n"
-        command.send_signal(signal.SIGINT)
-        assert command.communicate(timeout=30) == ("", "stopped.\n")
-    assert command.returncode == 130
+    paths = os.pathsep.join([str(tmp_path), str(root)])
+    stopped_while_importing(["-m", "mmaccel", "list"], {"PYTHONPATH": paths})
 
 
 @pytest.mark.parametrize("place", ["typer.main.get_command", "mmaccel.cli.arguments.TyperGroup.make_context"])

@@ -32,13 +32,16 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
 
+_TURNED = True
+"""Whether queries and keys are turned, and written to the cache, by the product that makes them."""
+
 
 class Step(nn.Module):
     """Layers of a Qwen2-like family over new rows, as one function of tensors of fixed shapes, on one device.
 
     layers   the decoder layers that this device computes; a model on one device has all of them in one step
     buffers  keys and values [B, G, capacity, D] of each layer, which the step writes to
-    angles   cosines and sines [B, capacity, D] of each place of the text
+    angles   cosines and sines [2, B, capacity, D] of each place of the text
     words    the embedding; None: what comes in are hidden states
     ends     the last norm and the head; None: what goes out are hidden states
 
@@ -50,13 +53,13 @@ class Step(nn.Module):
         layers: Sequence[Any],
         scale: float,
         buffers: Sequence[tuple[Tensor, Tensor]],
-        angles: tuple[Tensor, Tensor],
+        angles: Tensor,
         words: Any = None,
         ends: tuple[Any, Any] | None = None,
     ) -> None:
         super().__init__()
         self.scale = scale
-        self.cos, self.sin = angles
+        self.angles = angles
         self.buffers_of = list(buffers)
         # Held in a tuple: these are the model's own modules, not parts of this one.
         self.parts: tuple[Any, ...] = (words, list(layers), ends)
@@ -68,13 +71,21 @@ class Step(nn.Module):
         """
         words, layers, ends = self.parts
         B, n = columns.shape
-        x = given if words is None else words(given).flatten(0, 1)
-        for layer, (key, value) in zip(layers, self.buffers_of, strict=True):
-            rows = layers_of.entering(layer, x)
-            query = ops.turn_rows(rows.view(B, n, -1), self.cos, self.sin, places, columns, key, value)
+        x: Tensor | layers_of.Weighed = given if words is None else words(given).flatten(0, 1)
+        if _TURNED:
+            turn = self.angles.take_along_dim(places[None, ..., None], 2)
+        norms = [layer.input_layernorm for layer in layers[1:]] + [ends and ends[0]]
+        for layer, norm, (key, value) in zip(layers, norms, self.buffers_of, strict=True):
+            if _TURNED:
+                query = layers_of.entering_turned(layer, x, turn, columns, key, value)
+            else:
+                rows = layers_of.entering(layer, x).view(B, n, -1)
+                query = ops.turn_rows(rows, self.angles[0], self.angles[1], places, columns, key, value)
             out = ops.decode_attend(query, key, value, columns, self.scale, sees)
-            x = layers_of.leaving(layer, x, out.transpose(1, 2).reshape(B * n, -1))
-        return x if ends is None else layers_of.project(x, [ends[1]], ends[0]).view(B, n, -1)
+            x = layers_of.leaving(layer, x, out.transpose(1, 2).reshape(B * n, -1), norm)
+        if ends is None:
+            return layers_of.bare(x)
+        return layers_of.project(x, [ends[1]], ends[0]).view(B, n, -1)
 
 
 class Memory(Protocol):
@@ -226,7 +237,7 @@ class StaticRunner(HFRunner):
         # Text after the prompt stands at the same place on every axis.
         places = torch.arange(like.shape[2], device=home) + self.delta
         axes = places.expand(3, -1) if family.mrope else places
-        angles = [angle[0].contiguous() for angle in family.angles(model, axes, like.dtype)]
+        angles = torch.stack([angle[0] for angle in family.angles(model, axes, like.dtype)])
         scale = family.geometry(model).head_dim ** -0.5
         laid_out = spread.runs([key.device for key, _ in buffers], home)
         layers: list[Any] = list(family.layers(model))
@@ -235,7 +246,7 @@ class StaticRunner(HFRunner):
                 [layers[number] for number in numbers],
                 scale,
                 [buffers[number] for number in numbers],
-                (angles[0].to(device), angles[1].to(device)),
+                angles.to(device),
                 words if place == 0 else None,
                 (family.text(model).norm, head) if place == len(laid_out) - 1 else None,
             )
@@ -282,7 +293,7 @@ class _Graph:
     """
 
     def __init__(self, step: Step, width: int, tree: bool, pool: Any) -> None:
-        device = step.cos.device
+        device = step.angles.device
         self.step, self.width, self.tree, self.pool = step, width, tree, pool
         self.given: Tensor | None = None
         self.start = torch.zeros(1, 1, dtype=torch.long, device=device)

@@ -7,7 +7,7 @@ the time. Weights are the model's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,18 @@ DEVICES = ("cuda",)
 
 WIDTHS = (1, 2, 4, *range(8, 65, 8))
 """Numbers of rows that are computed so, filled up to the next of these: more is work for the modules."""
+
+
+_FOLDED = True
+"""Whether the norm between two products is folded into these."""
+
+
+class Weighed(NamedTuple):
+    """Rows [R, E] that a product left, and what the norm after them needs of it; see `ops.pass_rows`."""
+
+    rows: Tensor
+    gained: Tensor
+    squares: Tensor
 
 
 class FewRows:
@@ -117,8 +129,8 @@ def between(layers: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
     """From what entered a layer and its attention to what leaves it, and `entering` of the layer after it, if any."""
 
     def step(x: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
-        x = leaving(layers[0], x, attended)
-        return x, *(entering(one, x) for one in layers[1:])
+        left = leaving(layers[0], x, attended, *(one.input_layernorm for one in layers[1:]))
+        return bare(left), *(entering(one, left) for one in layers[1:])
 
     return step
 
@@ -139,32 +151,61 @@ def seated(
     return step
 
 
-def entering(layer: Any, x: Tensor) -> Tensor:
+def entering(layer: Any, x: Tensor | Weighed) -> Tensor:
     """[R, (H + 2 G) * D]: queries, keys and values before rotation, side by side, of rows x [R, E] that enter a layer."""
     own = layer.self_attn
     return project(x, [own.q_proj, own.k_proj, own.v_proj], layer.input_layernorm)
 
 
-def leaving(layer: Any, x: Tensor, attended: Tensor) -> Tensor:
-    """[R, E]: what leaves a layer that rows x [R, E] entered, by their attention [R, H * D]."""
+def entering_turned(
+    layer: Any, x: Tensor | Weighed, turn: Tensor, columns: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """[B, H, n, D]: the queries of rows x [B * n, E] that enter a layer; keys and values go to the cache. See
+    `ops.enter_rows`."""
+    own, norm = layer.self_attn, layer.input_layernorm
+    weight, bias = _weights([own.q_proj, own.k_proj, own.v_proj])
+    gain, squares = (None, x.squares) if isinstance(x, Weighed) else (norm.weight, None)
+    rows = x.gained if isinstance(x, Weighed) else x
+    given = rows, weight, bias, gain, squares, norm.variance_epsilon, turn, columns, key, value
+    return ops.enter_rows(*given)  # type: ignore[no-any-return]
+
+
+def leaving(layer: Any, x: Tensor | Weighed, attended: Tensor, norm: Any = None) -> Tensor | Weighed:
+    """[R, E]: what leaves a layer that rows x [R, E] entered, by their attention [R, H * D]; `norm`: the one after it."""
     mlp = layer.mlp
-    x = project(attended, [layer.self_attn.o_proj], residual=x)
+    x = passing(attended, layer.self_attn.o_proj, bare(x), layer.post_attention_layernorm)
     wide = project(x, [mlp.gate_proj, mlp.up_proj], layer.post_attention_layernorm, gated=True)
-    return project(wide, [mlp.down_proj], residual=x)
+    return passing(wide, mlp.down_proj, bare(x), norm)
+
+
+def bare(x: Tensor | Weighed) -> Tensor:
+    """The rows alone."""
+    return x.rows if isinstance(x, Weighed) else x
 
 
 def project(
-    x: Tensor,
-    linear: Sequence[nn.Linear],
-    norm: Any = None,
-    residual: Tensor | None = None,
-    gated: bool = False,
+    x: Tensor | Weighed, linear: Sequence[nn.Linear], norm: Any = None, gated: bool = False
 ) -> Tensor:
-    """See `ops.project_rows`."""
-    weight = [one.weight for one in linear]
-    bias = [one.bias for one in linear if one.bias is not None]
-    gain, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-    return ops.project_rows(x, weight, bias, gain, eps, residual, gated)  # type: ignore[no-any-return]
+    """See `ops.project_rows`; `norm` is that before it."""
+    weight, bias = _weights(linear)
+    eps = 0.0 if norm is None else norm.variance_epsilon
+    if isinstance(x, Weighed):
+        return ops.project_rows(x.gained, weight, bias, None, eps, None, gated, x.squares)  # type: ignore[no-any-return]
+    gain = None if norm is None else norm.weight
+    return ops.project_rows(x, weight, bias, gain, eps, None, gated)  # type: ignore[no-any-return]
+
+
+def passing(x: Tensor, linear: nn.Linear, residual: Tensor, norm: Any) -> Tensor | Weighed:
+    """`residual` and rows x through `linear`; ready for `norm`, if one follows."""
+    weight, bias = _weights([linear])
+    # In float16 the rows times the gain, not normed yet, might be too large.
+    if norm is None or not _FOLDED or x.dtype == torch.float16:
+        return ops.project_rows(x, weight, bias, None, 0.0, residual)  # type: ignore[no-any-return]
+    return Weighed(*ops.pass_rows(x, *weight, bias, residual, norm.weight))
+
+
+def _weights(linear: Sequence[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:
+    return [one.weight for one in linear], [one.bias for one in linear if one.bias is not None]
 
 
 def known(layers: Iterable[Any], activation: str) -> bool:

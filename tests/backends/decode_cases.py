@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import WINDOW
 from mmaccel.backends.reference import decode as plain
-from mmaccel.backends.triton import decode, rows
+from mmaccel.backends.triton import decode, enter, rows
 
 from .oracle import budget
 from .triton_cases import DEVICE, DTYPES
@@ -130,6 +130,96 @@ def test_project(kind: str, count: int, dtype: torch.dtype) -> None:
     order = K**0.5 * torch.finfo(torch.float32).eps / 2 * float(sizes.max())
     assert out.shape == exact.shape and out.dtype == dtype
     assert float((out.double() - exact).abs().max()) <= 2 * off + order
+
+
+def closer(got: Tensor, said: Tensor, exact: Tensor, sizes: float, K: int) -> None:
+    """`got` is off `exact` no more than twice what `said` is, and the roundings that `test_project` allows."""
+    dtype = got.dtype
+    off = float((said.double() - exact).abs().max()) + float(exact.abs().max()) * torch.finfo(dtype).eps / 2
+    order = K**0.5 * torch.finfo(torch.float32).eps / 2 * sizes
+    assert got.shape == exact.shape
+    assert float((got.double() - exact).abs().max()) <= 2 * off + order
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("count", "wide"), [(1, 96), (3, 90), (17, 96), (64, 2100)])
+@pytest.mark.parametrize("kind", ["three with a bias", "gated"])
+def test_a_norm_between_two_products(kind: str, count: int, wide: int, dtype: torch.dtype) -> None:
+    """What one product leaves and the next takes up is the norm between them: of widths that fill no block, of more parts
+    than are held at once."""
+    K, eps = 48, 1e-5
+    x, residual = drawn(count, K, dtype=dtype), drawn(count, wide, dtype=dtype, seed=1)
+    weight, gain = drawn(wide, K, dtype=dtype, seed=2) / 7, drawn(wide, dtype=dtype, seed=3)
+    out, gained, squares = rows.pass_rows(x, weight, [], residual, gain, block_k=16)
+    assert torch.equal(out, rows.project_rows(x, [weight], residual=residual, block_k=16))
+    assert torch.equal(gained, (out.float() * gain.float()).to(dtype))
+    torch.testing.assert_close(squares.sum(-1), out.float().pow(2).sum(-1))
+    widths = (40, 8, 24) if "bias" in kind else (40, 40)
+    then = [drawn(w, wide, dtype=dtype, seed=i) / 10 for i, w in enumerate(widths)]
+    bias = [drawn(w, dtype=dtype, seed=i + 9) for i, w in enumerate(widths)] if "bias" in kind else []
+    got = rows.project_rows(gained, then, bias, None, eps, None, kind == "gated", squares, block_k=64)
+    said = plain.project_rows(out, then, bias, gain, eps, None, kind == "gated")
+    told = plain.project_rows(gained, then, bias, None, eps, None, kind == "gated", squares)
+    double = out.double()
+    entered = double * (double.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * gain.double()
+    exact, sizes = (
+        plain.project_rows(
+            turn(entered), [turn(w.double()) for w in then], [turn(b.double()) for b in bias],
+            None, 0.0, None, kind == "gated",
+        )
+        for turn in (torch.positive, torch.abs)
+    )  # fmt: skip
+    for one in (got, told):
+        closer(one, said, exact, float(sizes.max()), wide)
+
+
+def entered(
+    dtype: torch.dtype, B: int, n: int, size: int, biased: bool
+) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor, list[Tensor]]:
+    """Weights and biases of 4 heads in 2 groups, [2, B, n, D] angles, columns, and the cache of one layer of several."""
+    weight = [drawn(h * size, 48, dtype=dtype, seed=i) / 7 for i, h in enumerate((4, 2, 2))]
+    bias = [drawn(h * size, dtype=dtype, seed=i + 5) for i, h in enumerate((4, 2, 2))] if biased else []
+    turn = drawn(2, B, n, size, dtype=dtype, seed=3)
+    columns = torch.arange(n, device=DEVICE) + torch.tensor([[3], [9]], device=DEVICE)[:B]
+    cache = [drawn(B, 2, 2, 30, size, dtype=dtype, seed=i) for i in (3, 4)]
+    return weight, bias, turn, columns, cache
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("B", "n", "biased"), [(1, 1, True), (2, 3, True), (2, 9, False)])
+@pytest.mark.parametrize("size", [64, 72])
+def test_enter(size: int, B: int, n: int, biased: bool, dtype: torch.dtype) -> None:
+    """A product that turns and writes what it makes, to the bit: the product, and what turns it after."""
+    weight, bias, turn, columns, whole = entered(dtype, B, n, size, biased)
+    x, gain = drawn(B * n, 48, dtype=dtype), drawn(48, dtype=dtype, seed=8)
+    mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
+    got = enter.enter_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *mine, block_k=16)
+    made = rows.project_rows(x, weight, bias, gain, 1e-5, block_k=16).view(B, n, -1)
+    line = torch.arange(n, device=DEVICE).expand(B, n)
+    want = rows.turn_rows(made, turn[0], turn[1], line, columns, *theirs)
+    close = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(got, want, **close)
+    assert got.stride() == want.stride()
+    for one, other, before in zip(mine, theirs, whole, strict=True):
+        torch.testing.assert_close(one, other, **close)
+        assert int((one != before[:, :, 1]).any(-1).sum()) == B * 2 * n
+    assert torch.equal(mine[1], theirs[1])
+
+
+@pytest.mark.parametrize("parts", [1, 5, 700])
+def test_enter_after_a_product(parts: int) -> None:
+    """Rows that are ready for their norm, and normed ones."""
+    weight, bias, turn, columns, whole = entered(torch.float32, 2, 3, 64, True)
+    x, gain = drawn(6, 48), drawn(48, seed=8)
+    share = drawn(6, parts, seed=9).softmax(-1)
+    squares = x.pow(2).sum(-1, keepdim=True) * share
+    mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
+    got = enter.enter_rows(x * gain, weight, bias, None, squares, 1e-5, turn, columns, *mine)
+    want = plain.enter_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *theirs)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(mine, theirs)
+    told = plain.enter_rows(x * gain, weight, bias, None, squares, 1e-5, turn, columns, *theirs)
+    torch.testing.assert_close(told, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

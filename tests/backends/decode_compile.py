@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from mmaccel.backends.triton import decode, rows
+from mmaccel.backends.triton import decode, enter, rows
 
 from .triton_compile import Compiled, Elsewhere, used
 
@@ -65,6 +65,34 @@ def projected(count: int, kind: str, **choices: Any) -> Any:
     return kernel.found[0]
 
 
+def passed(count: int, kind: str) -> Any:
+    """The same of what goes on to a norm, and of what comes to one."""
+    kernel = Compiled(rows.project_kernel)
+    E, wide = 3584, 18944
+    with mock.patch.object(rows, "project_kernel", kernel):
+        if kind == "up":
+            squares = blank(count, 224 if count <= rows.FEW else 112, dtype=torch.float32)
+            weight = [blank(wide, E)] * 2
+            rows.project_rows(blank(count, E), weight, (), None, 1e-6, None, True, squares)
+        else:
+            K = wide if kind == "down" else E
+            rows.pass_rows(blank(count, K), blank(E, K), [], blank(count, E), blank(E))
+    return kernel.found[0]
+
+
+def entered(count: int) -> Any:
+    """Queries, keys and values of a 7B model's layer, turned."""
+    kernel, E = Compiled(enter.enter_kernel), 3584
+    weight, cache = [blank(w, E) for w in (E, 512, 512)], blank(1, 4, 4096, 128)
+    squares = blank(count, 224 if count <= rows.FEW else 112, dtype=torch.float32)
+    with mock.patch.object(enter, "enter_kernel", kernel):
+        enter.enter_rows(
+            blank(count, E), weight, [blank(len(w)) for w in weight], None, squares, 1e-6,
+            blank(2, 1, count, 128), torch.zeros(1, count, dtype=torch.long), cache, cache,
+        )  # fmt: skip
+    return kernel.found[0]
+
+
 def turned() -> Any:
     kernel = Compiled(rows.turn_kernel)
     angles, cache = blank(1, 4096, 128), blank(1, 4, 4096, 128)
@@ -85,6 +113,12 @@ WAYS = {
         for kind in ("qkv", "o", "up", "down")
         for count in (1, 10, 64)
     },
+    **{
+        f"passed {kind} {count}": (lambda kind=kind, count=count: passed(count, kind))
+        for kind in ("up", "down")
+        for count in (1, 10, 64)
+    },
+    **{f"entered {count}": (lambda count=count: entered(count)) for count in (1, 10, 16, 64)},
     "turn": turned,
 }
 

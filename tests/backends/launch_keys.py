@@ -237,6 +237,11 @@ def decoded(tokens: int) -> None:
         at = torch.full((1, width), tokens)
         x = torch.zeros(width, HIDDEN, dtype=torch.bfloat16)
         ops.project_rows(x, [torch.zeros(64, HIDDEN, dtype=torch.bfloat16)], [])
+        square = torch.zeros(HIDDEN, HIDDEN, dtype=torch.bfloat16)
+        _, gained, squares = ops.pass_rows(x, square, [], x, square[0])
+        three = [square.new_zeros(heads * SIZE, HIDDEN) for heads in (HEADS, GROUPS, GROUPS)]
+        turn = square.new_zeros(2, 1, width, SIZE)
+        ops.enter_rows(gained, three, [], None, squares, 1e-6, turn, at, cache, cache)
         told = torch.zeros(1, width, (HEADS + 2 * GROUPS) * SIZE, dtype=torch.bfloat16)
         query = ops.turn_rows(told, angles, angles, at, at, cache, cache)
         ops.decode_attend(query, cache, cache, at, 0.1, None)

@@ -48,14 +48,43 @@ def project_rows(
     eps: float = 0.0,
     residual: Tensor | None = None,
     gated: bool = False,
+    squares: Tensor | None = None,
 ) -> Tensor:
     """Norm, products, gate and residual, one after the other, each in the type of `x`."""
+    if squares is not None:
+        x = (x * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)).to(x.dtype)
     if gain is not None:
         wide = x.float()
         x = gain * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
     parts = [functional.linear(x, w, bias[i] if bias else None) for i, w in enumerate(weight)]
     out = functional.silu(parts[0]) * parts[1] if gated else torch.cat(parts, -1)
     return out if residual is None else residual + out
+
+
+def pass_rows(
+    x: Tensor, weight: Tensor, bias: Sequence[Tensor], residual: Tensor, gain: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A product, the sum, and what a norm of it needs."""
+    out = project_rows(x, [weight], bias, residual=residual)
+    return out, out * gain, out.float().pow(2).sum(-1, keepdim=True)
+
+
+def enter_rows(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    gain: Tensor | None,
+    squares: Tensor | None,
+    eps: float,
+    turn: Tensor,
+    columns: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """Three products, one after the other, then the rotation."""
+    rows = project_rows(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
+    places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
+    return turn_rows(rows, turn[0], turn[1], places, columns, key, value)
 
 
 def turn_rows(

@@ -24,6 +24,9 @@ from mmaccel.backends.triton.homes import lines
 MOST = 64
 """Rows beyond which a product is no longer a matter of reading weights."""
 
+HELD = 2048
+"""Parts of sums of squares that a program holds while it makes a product."""
+
 FEW = 16
 """Rows up to which small tiles of weights are read fastest; of more rows each tile is to serve more outputs."""
 
@@ -41,26 +44,16 @@ def norm_kernel(x, gain, out, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
     tl.store(out + line + k, row.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def project_kernel(
+@triton.jit
+def sums_of(
     x,
-    weight_0,
-    weight_1,
-    weight_2,
-    bias_0,
-    bias_1,
-    bias_2,
-    residual,
-    out,
-    rows,
+    weight,
+    other_weight,
+    line,
+    r,
+    mine,
     K: tl.constexpr,
-    WIDTH_0: tl.constexpr,
-    WIDTH_1: tl.constexpr,
-    WIDTH_2: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BIAS: tl.constexpr,
     GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -68,32 +61,9 @@ def project_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.project_rows`.
-
-    EVEN: blocks divide the weights, so that nothing of these is masked.
-    """
-    block = tl.program_id(0)
-    weight, bias, begin, width = weight_0, bias_0, 0, WIDTH_0
-    if WIDTH_1 and not GATED:
-        blocks = (WIDTH_0 + BLOCK_O - 1) // BLOCK_O
-        if block >= blocks:
-            weight, bias, begin, width, block = weight_1, bias_1, WIDTH_0, WIDTH_1, block - blocks
-            blocks = (WIDTH_1 + BLOCK_O - 1) // BLOCK_O
-            if WIDTH_2:  # noqa: SIM102 - what is constant leaves no trace
-                if block >= blocks:
-                    weight, bias, begin, width = weight_2, bias_2, WIDTH_0 + WIDTH_1, WIDTH_2
-                    block -= blocks
-    o = block * BLOCK_O + tl.arange(0, BLOCK_O)
-    r, k = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
-    there, mine = o < width, r < rows
-    line = (o if EVEN else tl.where(there, o, 0)).to(tl.int64) * K
-    place = r[None, :] * WIDTH + begin + o[:, None]
-    mask = mine[None, :] & there[:, None]
-    # What the end needs is on its way meanwhile.
-    if BIAS:
-        offset = tl.load(bias + o, mask=there, other=0.0)
-    if RESIDUAL:
-        before = tl.load(residual + place, mask=mask, other=0.0)
+    """[BLOCK_O, BLOCK_R] twice: the products of rows `r` with the lines of one weight that begin at `line`; GATED: and with
+    those of the other. What is loaded before this is on its way meanwhile."""
+    k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
     up = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -106,18 +76,115 @@ def project_kernel(
         row = tl.trans(tl.load(x + r[:, None] * K + (start + k)[None, :], mask=known, other=0.0))
         acc = tl.dot(some, row, acc, input_precision=PRECISION)
         if GATED:
-            other = tl.load(weight_1 + at, mask=held, other=none)
+            other = tl.load(other_weight + at, mask=held, other=none)
             up = tl.dot(other, row, up, input_precision=PRECISION)
+    return acc, up
+
+
+@triton.jit
+def squares_of(squares, r, mine, begin, PARTS: tl.constexpr, CHUNK: tl.constexpr):
+    """[BLOCK_R, CHUNK]: the parts from `begin` on of the sums of squares of rows `r`."""
+    part = begin + tl.arange(0, CHUNK)
+    there = mine[:, None] & (part < PARTS)[None, :]
+    return tl.load(squares + r[:, None] * PARTS + part[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def over_mean(first, squares, r, mine, eps, K: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr):
+    """[BLOCK_R]: one over the root mean square of rows `r`, of whose parts the `first` are there."""
+    total = tl.sum(first, 1)
+    for begin in tl.range(CHUNK, PARTS, CHUNK):
+        total += tl.sum(squares_of(squares, r, mine, begin, PARTS, CHUNK), 1)
+    return tl.rsqrt(total / K + eps)
+
+
+@triton.jit(do_not_specialize=["rows", "eps"])
+def project_kernel(
+    x,
+    weight_0,
+    weight_1,
+    weight_2,
+    bias_0,
+    bias_1,
+    bias_2,
+    residual,
+    squares,
+    gain,
+    out,
+    gained,
+    squares_out,
+    rows,
+    eps,
+    K: tl.constexpr,
+    WIDTH_0: tl.constexpr,
+    WIDTH_1: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.project_rows`.
+
+    EVEN: blocks divide the weights, so that nothing of these is masked. PARTS: of how many the sums of squares of `x` are
+    made, 0 where it is not to be normed. AHEAD: what the norm after this needs is written, too; see `ops.pass_rows`.
+    """
+    block = tl.program_id(0)
+    weight, bias, begin, width = weight_0, bias_0, 0, WIDTH_0
+    if WIDTH_1 and not GATED:
+        blocks = (WIDTH_0 + BLOCK_O - 1) // BLOCK_O
+        if block >= blocks:
+            weight, bias, begin, width, block = weight_1, bias_1, WIDTH_0, WIDTH_1, block - blocks
+            blocks = (WIDTH_1 + BLOCK_O - 1) // BLOCK_O
+            if WIDTH_2:  # noqa: SIM102 - what is constant leaves no trace
+                if block >= blocks:
+                    weight, bias, begin, width = weight_2, bias_2, WIDTH_0 + WIDTH_1, WIDTH_2
+                    block -= blocks
+    o, r = block * BLOCK_O + tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_R)
+    there, mine = o < width, r < rows
+    line = (o if EVEN else tl.where(there, o, 0)).to(tl.int64) * K
+    place = r[None, :] * WIDTH + begin + o[:, None]
+    mask = mine[None, :] & there[:, None]
+    # What the end needs is on its way meanwhile.
+    if BIAS:
+        offset = tl.load(bias + o, mask=there, other=0.0)
+    if RESIDUAL:
+        before = tl.load(residual + place, mask=mask, other=0.0)
+    if AHEAD:
+        factor = tl.load(gain + o, mask=there, other=0.0)
+    if PARTS:
+        first = squares_of(squares, r, mine, 0, PARTS, CHUNK)
+    acc, up = sums_of(
+        x, weight, weight_1, line, r, mine, K, GATED, EVEN, BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES
+    )
+    if PARTS:
+        shrink = over_mean(first, squares, r, mine, eps, K, PARTS, CHUNK)[None, :]
+        acc, up = acc * shrink, up * shrink
     if BIAS:
         acc += offset.to(tl.float32)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     if RESIDUAL:
         acc += before.to(tl.float32)
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
+    answer = acc.to(out.dtype.element_ty)
+    tl.store(out + place, answer, mask=mask)
+    if AHEAD:
+        wide = answer.to(tl.float32)
+        tl.store(gained + place, (wide * factor.to(tl.float32)[:, None]).to(out.dtype.element_ty), mask=mask)
+        sums = tl.sum(tl.where(there[:, None], wide * wide, 0.0), 0)
+        tl.store(squares_out + r * tl.num_programs(0) + block, sums, mask=mine)
 
 
-def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     rows, K = x.shape
     out = torch.empty_like(x)
     norm_kernel[(rows,)](
@@ -132,6 +199,19 @@ def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return out
 
 
+def blocks_of(rows: int, K: int, block_o: int | None, block_k: int | None) -> tuple[int, int, int]:
+    """Outputs, inputs at a time and rows of a program."""
+    few = rows <= FEW
+    block_k = block_k or min(256 if few else 128, max(triton.next_power_of_2(K), 16))
+    return block_o or (16 if few else 32), block_k, max(triton.next_power_of_2(rows), 8)
+
+
+def parts_of(squares: Tensor | None, block_r: int) -> tuple[int, int]:
+    """PARTS, and CHUNK of them at a time: the first are held while a product is made."""
+    parts = 0 if squares is None else squares.shape[1]
+    return parts, min(triton.next_power_of_2(max(parts, 1)), max(HELD // block_r, 1))
+
+
 def project_rows(
     x: Tensor,
     weight: Sequence[Tensor],
@@ -140,13 +220,36 @@ def project_rows(
     eps: float = 0.0,
     residual: Tensor | None = None,
     gated: bool = False,
-    *,
+    squares: Tensor | None = None,
+    **choices: int,
+) -> Tensor:
+    """See `mmaccel.backends.ops.project_rows`; a program makes `block_o` outputs, `block_k` inputs at a time."""
+    return _project(x, weight, bias, gain, eps, residual, gated, squares, None, **choices)[0]
+
+
+def pass_rows(
+    x: Tensor, weight: Tensor, bias: Sequence[Tensor], residual: Tensor, gain: Tensor, **choices: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `mmaccel.backends.ops.pass_rows`, and for choices `project_rows`."""
+    return _project(x, [weight], bias, None, 0.0, residual, False, None, gain, **choices)
+
+
+def _project(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    gain: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    gated: bool,
+    squares: Tensor | None,
+    ahead: Tensor | None,
     block_o: int | None = None,
     block_k: int | None = None,
     warps: int = 2,
     stages: int = 4,
-) -> Tensor:
-    """See `mmaccel.backends.ops.project_rows`; a program makes `block_o` outputs, `block_k` inputs at a time."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The product; and, where `ahead` is the gain of a norm after it, what that needs."""
     rows, K = x.shape
     widths = [w.shape[0] for w in weight]
     width = widths[0] if gated else sum(widths)
@@ -154,16 +257,21 @@ def project_rows(
     # The kernel knows rows that follow each other alone; a model's weights are such, and nothing is copied.
     x, *weight = (t.contiguous() for t in (x, *weight))
     bias = [t.contiguous() for t in bias]
-    gain, residual = (None if t is None else t.contiguous() for t in (gain, residual))
+    gain, residual, squares, ahead = (
+        None if t is None else t.contiguous() for t in (gain, residual, squares, ahead)
+    )
     missing = [x] * (3 - len(weight))
-    few = rows <= FEW
-    block_o = block_o or (16 if few else 32)
-    block_k = block_k or min(256 if few else 128, max(triton.next_power_of_2(K), 16))
+    block_o, block_k, block_r = blocks_of(rows, K, block_o, block_k)
+    parts, chunk = parts_of(squares, block_r)
     grid = triton.cdiv(widths[0], block_o) if gated else sum(triton.cdiv(w, block_o) for w in widths)
     even = K % block_k == 0 and all(w % block_o == 0 for w in widths)
+    gained, sums = out, out
+    if ahead is not None:
+        gained = torch.empty_like(out)
+        sums = torch.empty(rows, grid, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         if gain is not None:
-            x = _normed(x, gain, eps)
+            x = normed(x, gain, eps)
         project_kernel[(grid,)](
             x,
             *weight,
@@ -171,8 +279,13 @@ def project_rows(
             *(bias or weight),
             *missing,
             x if residual is None else residual,
+            x if squares is None else squares,
+            x if ahead is None else ahead,
             out,
+            gained,
+            sums,
             rows,
+            eps,
             K=K,
             WIDTH_0=widths[0],
             WIDTH_1=widths[1] if len(weight) > 1 else 0,
@@ -181,15 +294,18 @@ def project_rows(
             BIAS=bool(bias),
             GATED=gated,
             RESIDUAL=residual is not None,
+            AHEAD=ahead is not None,
+            PARTS=parts,
+            CHUNK=chunk,
             EVEN=even,
             BLOCK_O=block_o,
             BLOCK_K=block_k,
-            BLOCK_R=max(triton.next_power_of_2(rows), 8),
+            BLOCK_R=block_r,
             PRECISION="ieee",
             STAGES=stages,
             num_warps=warps,
         )
-    return out
+    return out, gained, sums
 
 
 @triton.jit(do_not_specialize=["n", "count"])

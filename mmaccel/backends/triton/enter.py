@@ -1,0 +1,174 @@
+"""What enters a layer's attention in one kernel (`ops.enter_rows`): queries, keys and values are turned and written to
+where they go by the program that made them.
+
+A program makes the two halves of a head's numbers that are turned with each other, so that it needs no other. By itself
+the turning is a kernel of some 10 KB, which takes as long as 10 MB of weights.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmaccel.backends.triton.homes import lines
+from mmaccel.backends.triton.rows import blocks_of, normed, over_mean, parts_of, squares_of, sums_of
+
+
+@triton.jit(do_not_specialize=["rows", "n", "eps"])
+def enter_kernel(
+    x,
+    weight_q,
+    weight_k,
+    weight_v,
+    bias_q,
+    bias_k,
+    bias_v,
+    squares,
+    turn,
+    columns,
+    query,
+    key,
+    value,
+    rows,
+    n,
+    eps,
+    key_b,
+    key_g,
+    key_s,
+    value_b,
+    value_g,
+    value_s,
+    K: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """BLOCK_O outputs of one head, half of them in its first half and half in its second, where what they are turned with
+    stands; see `ops.enter_rows`."""
+    HALF: tl.constexpr = D // 2
+    PAIRS: tl.constexpr = BLOCK_O // 2
+    BLOCKS: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
+    head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    weight, bias, number = weight_q, bias_q, head
+    if head >= HEADS + GROUPS:
+        weight, bias, number = weight_v, bias_v, head - HEADS - GROUPS
+    elif head >= HEADS:
+        weight, bias, number = weight_k, bias_k, head - HEADS
+    j, r = tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_R)
+    pair = block * PAIRS + j % PAIRS
+    there, mine = pair < HALF, r < rows
+    o = number * D + tl.where(there, pair, 0) + j // PAIRS * HALF
+    # What the end needs is on its way meanwhile.
+    if BIAS:
+        offset = tl.load(bias + o)
+    if PARTS:
+        first = squares_of(squares, r, mine, 0, PARTS, CHUNK)
+    d = block * PAIRS + tl.arange(0, PAIRS)
+    inside = mine[None, :] & (d < HALF)[:, None]
+    turns = inside & (head < HEADS + GROUPS)
+    angle = turn + r[None, :] * D + d[:, None]
+    cos_1, cos_2 = tl.load(angle, mask=turns, other=1.0), tl.load(angle + HALF, mask=turns, other=1.0)
+    angle += rows * D
+    sin_1, sin_2 = tl.load(angle, mask=turns, other=0.0), tl.load(angle + HALF, mask=turns, other=0.0)
+    column = tl.load(columns + r, mask=mine, other=0)
+    line = o.to(tl.int64) * K
+    acc, _ = sums_of(
+        x, weight, weight, line, r, mine, K, False, EVEN, BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES
+    )
+    if PARTS:
+        acc *= over_mean(first, squares, r, mine, eps, K, PARTS, CHUNK)[None, :]
+    if BIAS:
+        acc += offset.to(tl.float32)[:, None]
+    # As if the product had been written before it is turned.
+    kind = query.dtype.element_ty
+    halves = tl.permute(tl.reshape(acc, [2, PAIRS, BLOCK_R]), [1, 2, 0])
+    one, two = tl.split(halves.to(kind).to(tl.float32))
+    turned_1 = one * cos_1.to(tl.float32) - two * sin_1.to(tl.float32)
+    turned_2 = two * cos_2.to(tl.float32) + one * sin_2.to(tl.float32)
+    b, some = (r // n).to(tl.int64), r * (HEADS * D)
+    to = query + (some + head * D)[None, :] + d[:, None]
+    if head >= HEADS + GROUPS:
+        to = value + (b * value_b + number * value_g + column * value_s)[None, :] + d[:, None]
+    elif head >= HEADS:
+        to = key + (b * key_b + number * key_g + column * key_s)[None, :] + d[:, None]
+    tl.store(to, turned_1.to(kind), mask=inside)
+    tl.store(to + HALF, turned_2.to(kind), mask=inside)
+
+
+def enter_rows(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    gain: Tensor | None,
+    squares: Tensor | None,
+    eps: float,
+    turn: Tensor,
+    columns: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    block_o: int | None = None,
+    block_k: int | None = None,
+    warps: int = 2,
+    stages: int = 4,
+) -> Tensor:
+    """See `mmaccel.backends.ops.enter_rows`."""
+    rows, K = x.shape
+    B, n = columns.shape
+    G, D = key.shape[1], key.shape[-1]
+    heads = weight[0].shape[0] // D
+    query = torch.empty(B, n, heads, D, dtype=x.dtype, device=x.device)
+    x, turn, columns, *weight = (t.contiguous() for t in (x, turn, columns, *weight))
+    bias = [t.contiguous() for t in bias]
+    gain, squares = (None if t is None else t.contiguous() for t in (gain, squares))
+    block_o, block_k, block_r = blocks_of(rows, K, block_o, block_k)
+    parts, chunk = parts_of(squares, block_r)
+    with torch.cuda.device_of(x):
+        if gain is not None:
+            x = normed(x, gain, eps)
+        enter_kernel[((heads + 2 * G) * triton.cdiv(D, block_o),)](
+            x,
+            *weight,
+            *(bias or weight),
+            x if squares is None else squares,
+            turn,
+            columns,
+            query,
+            key,
+            value,
+            rows,
+            n,
+            eps,
+            *lines(key),
+            *lines(value),
+            K=K,
+            HEADS=heads,
+            GROUPS=G,
+            D=D,
+            BIAS=bool(bias),
+            PARTS=parts,
+            CHUNK=chunk,
+            EVEN=K % block_k == 0,
+            BLOCK_O=block_o,
+            BLOCK_K=block_k,
+            BLOCK_R=block_r,
+            PRECISION="ieee",
+            STAGES=stages,
+            num_warps=warps,
+        )
+    return query.transpose(1, 2)

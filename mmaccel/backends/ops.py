@@ -60,14 +60,6 @@ PROJECT_ROWS = (
     "(Tensor x, Tensor[] weight, Tensor[] bias, Tensor? gain=None, float eps=0., Tensor? residual=None, "
     "bool gated=False, Tensor? squares=None) -> Tensor"
 )
-PASS_ROWS = (
-    "(Tensor x, Tensor weight, Tensor[] bias, Tensor residual, Tensor gain) -> "
-    "(Tensor out, Tensor gained, Tensor squares)"
-)
-ENTER_ROWS = (
-    "(Tensor x, Tensor[] weight, Tensor[] bias, Tensor? gain, Tensor? squares, float eps, Tensor turn, Tensor columns, "
-    "Tensor(a!) key, Tensor(b!) value) -> Tensor"
-)
 TURN_ROWS = (
     "(Tensor rows, Tensor cos, Tensor sin, Tensor places, Tensor columns, Tensor(a!) key, Tensor(b!) value) -> "
     "Tensor"
@@ -246,7 +238,7 @@ def _decode_attend(query: Tensor, *rest: Any) -> Tensor:
     return plain(query, *rest)
 
 
-def _reads_weights(x: Tensor) -> bool:
+def reads_weights(x: Tensor) -> bool:
     """Whether the products of rows `x` [R, K] are a matter of reading weights, and there are kernels for these."""
     from mmaccel.backends import triton
 
@@ -258,31 +250,11 @@ def _reads_weights(x: Tensor) -> bool:
 
 
 def _project_rows(x: Tensor, *rest: Any) -> Tensor:
-    if _reads_weights(x):
+    if reads_weights(x):
         from mmaccel.backends.triton.rows import project_rows as launch
 
         return launch(x, *rest)
     from mmaccel.backends.reference.decode import project_rows as plain
-
-    return plain(x, *rest)
-
-
-def _pass_rows(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if _reads_weights(x):
-        from mmaccel.backends.triton.rows import pass_rows as launch
-
-        return launch(x, *rest)
-    from mmaccel.backends.reference.decode import pass_rows as plain
-
-    return plain(x, *rest)
-
-
-def _enter_rows(x: Tensor, *rest: Any) -> Tensor:
-    if _reads_weights(x):
-        from mmaccel.backends.triton.enter import enter_rows as launch
-
-        return launch(x, *rest)
-    from mmaccel.backends.reference.decode import enter_rows as plain
 
     return plain(x, *rest)
 
@@ -342,24 +314,7 @@ project_rows = torch.library.custom_op(
 x [R, K]; weight: one to three of [O, K], their outputs one after another; bias: none, or [O] for each. With `gain` [K] the
 rows are normed first (RMS, `eps`). `gated`: of two weights, silu of the first's outputs times the second's. `residual`
 [R, O'] is added. Gives [R, O'] in the type of `x`; bfloat16 rows round after the norm and at the end. With `squares` [R, P]
-`x` and these are what `pass_rows` gave, and the outputs are those of the rows normed by `eps`.
-"""
-
-pass_rows = torch.library.custom_op("mmaccel::pass_rows", _pass_rows, mutates_args=(), schema=PASS_ROWS)
-"""Rows [R, K] through a weight [E, K] and past it, and what the norm after them needs, so that it is no kernel of its own.
-
-bias: none, or one of [E]; residual [R, E]; gain [E]: that of the norm. Gives out [R, E], the sum; gained [R, E], out times
-gain, in the type of `x`; and squares [R, P] in float32, whose sum over P is that of out squared: what is linear in the
-normed rows is the same of `gained`, over the root of mean and eps.
-"""
-
-enter_rows = torch.library.custom_op(
-    "mmaccel::enter_rows", _enter_rows, mutates_args=("key", "value"), schema=ENTER_ROWS
-)
-"""`project_rows` of the weights of queries, keys and values, then `turn_rows`; gives queries [B, H, n, D].
-
-x [B * n, K], weight [H * D, K] and two of [G * D, K]; bias: none, or one for each. `gain` and `squares` are those of
-`project_rows`, one of them or none. turn [2, B, n, D]: cosines and sines of each row. columns, key, value as there.
+`x` and these are what `fused.pass_rows` gave, and the outputs are those of the rows normed by `eps`.
 """
 
 turn_rows = torch.library.custom_op(
@@ -392,34 +347,6 @@ def _project_rows_shape(
 ) -> Tensor:
     width = weight[0].shape[0] if gated else sum(w.shape[0] for w in weight)
     return x.new_empty(x.shape[0], width)
-
-
-@pass_rows.register_fake
-def _pass_rows_shape(
-    x: Tensor, weight: Tensor, bias: Sequence[Tensor], residual: Tensor, gain: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    # How many parts the squares have is the kernel's own affair.
-    parts = torch.library.get_ctx().new_dynamic_size()
-    squares = x.new_empty(x.shape[0], parts, dtype=torch.float32)
-    return x.new_empty(residual.shape), x.new_empty(residual.shape), squares
-
-
-@enter_rows.register_fake
-def _enter_rows_shape(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    bias: Sequence[Tensor],
-    gain: Tensor | None,
-    squares: Tensor | None,
-    eps: float,
-    turn: Tensor,
-    columns: Tensor,
-    key: Tensor,
-    value: Tensor,
-) -> Tensor:
-    B, n = columns.shape
-    D = key.shape[-1]
-    return x.new_empty(B, n, weight[0].shape[0] // D, D).transpose(1, 2)
 
 
 @turn_rows.register_fake

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends import ops
+from mmaccel.backends import fused, ops
 from mmaccel.core.attach import attached
 from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
@@ -60,6 +60,7 @@ class Step(nn.Module):
         super().__init__()
         self.scale = scale
         self.angles = angles
+        self.counts = torch.zeros(fused.PHASES, dtype=torch.int32, device=angles.device)
         self.buffers_of = list(buffers)
         # Held in a tuple: these are the model's own modules, not parts of this one.
         self.parts: tuple[Any, ...] = (words, list(layers), ends)
@@ -72,17 +73,24 @@ class Step(nn.Module):
         words, layers, ends = self.parts
         B, n = columns.shape
         x: Tensor | layers_of.Weighed = given if words is None else words(given).flatten(0, 1)
-        if _TURNED:
-            turn = self.angles.take_along_dim(places[None, ..., None], 2)
+        turn = self.angles.take_along_dim(places[None, ..., None], 2)
         norms = [layer.input_layernorm for layer in layers[1:]] + [ends and ends[0]]
-        for layer, norm, (key, value) in zip(layers, norms, self.buffers_of, strict=True):
-            if _TURNED:
+        query = None
+        for i, (layer, norm, (key, value)) in enumerate(zip(layers, norms, self.buffers_of, strict=True)):
+            if query is None and _TURNED:
                 query = layers_of.entering_turned(layer, x, turn, columns, key, value)
-            else:
+            elif query is None:
                 rows = layers_of.entering(layer, x).view(B, n, -1)
                 query = ops.turn_rows(rows, self.angles[0], self.angles[1], places, columns, key, value)
             out = ops.decode_attend(query, key, value, columns, self.scale, sees)
-            x = layers_of.leaving(layer, x, out.transpose(1, 2).reshape(B * n, -1), norm)
+            attended, query = out.transpose(1, 2).reshape(B * n, -1), None
+            if not layers_of.chains(layer, attended, norm):
+                x = layers_of.leaving(layer, x, attended, norm)
+            else:
+                after = (
+                    (layers[i + 1], turn, columns, *self.buffers_of[i + 1]) if i + 1 < len(layers) else None
+                )
+                x, query = layers_of.through(layer, x, attended, norm, self.counts, after)
         if ends is None:
             return layers_of.bare(x)
         return layers_of.project(x, [ends[1]], ends[0]).view(B, n, -1)

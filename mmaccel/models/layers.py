@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from mmaccel.backends import ops
+from mmaccel.backends import fused, ops
 from mmaccel.core.attention import StreamRun
 from mmaccel.core.kv import Seat
 from mmaccel.core.replay import Replays
@@ -38,8 +38,12 @@ _FOLDED = True
 """Whether the norm between two products is folded into these."""
 
 
+_CHAINED = False
+"""Whether what lies between two layers' attention is one launch."""
+
+
 class Weighed(NamedTuple):
-    """Rows [R, E] that a product left, and what the norm after them needs of it; see `ops.pass_rows`."""
+    """Rows [R, E] that a product left, and what the norm after them needs of it; see `fused.pass_rows`."""
 
     rows: Tensor
     gained: Tensor
@@ -161,13 +165,13 @@ def entering_turned(
     layer: Any, x: Tensor | Weighed, turn: Tensor, columns: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """[B, H, n, D]: the queries of rows x [B * n, E] that enter a layer; keys and values go to the cache. See
-    `ops.enter_rows`."""
+    `fused.enter_rows`."""
     own, norm = layer.self_attn, layer.input_layernorm
     weight, bias = _weights([own.q_proj, own.k_proj, own.v_proj])
     gain, squares = (None, x.squares) if isinstance(x, Weighed) else (norm.weight, None)
     rows = x.gained if isinstance(x, Weighed) else x
     given = rows, weight, bias, gain, squares, norm.variance_epsilon, turn, columns, key, value
-    return ops.enter_rows(*given)  # type: ignore[no-any-return]
+    return fused.enter_rows(*given)  # type: ignore[no-any-return]
 
 
 def leaving(layer: Any, x: Tensor | Weighed, attended: Tensor, norm: Any = None) -> Tensor | Weighed:
@@ -176,6 +180,34 @@ def leaving(layer: Any, x: Tensor | Weighed, attended: Tensor, norm: Any = None)
     x = passing(attended, layer.self_attn.o_proj, bare(x), layer.post_attention_layernorm)
     wide = project(x, [mlp.gate_proj, mlp.up_proj], layer.post_attention_layernorm, gated=True)
     return passing(wide, mlp.down_proj, bare(x), norm)
+
+
+def chains(layer: Any, x: Tensor, norm: Any) -> bool:
+    """Whether `through` serves rows of the type of `x` that leave `layer` for `norm`."""
+    own, mlp = layer.self_attn, layer.mlp
+    without = all(one.bias is None for one in (own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    return _CHAINED and norm is not None and x.dtype != torch.float16 and without
+
+
+def through(
+    layer: Any,
+    x: Tensor | Weighed,
+    attended: Tensor,
+    norm: Any,
+    counts: Tensor,
+    after: tuple[Any, Tensor, Tensor, Tensor, Tensor] | None,
+) -> tuple[Weighed, Tensor | None]:
+    """`leaving`, and `entering_turned` of what is `after` it: a layer, and what that is given. See `fused.chain_rows`."""
+    own, mlp, mid = layer.self_attn, layer.mlp, layer.post_attention_layernorm
+    weight = [one.weight for one in (own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    norms = mid.weight, mid.variance_epsilon, norm.weight, norm.variance_epsilon
+    given = attended, bare(x), weight, *norms, counts
+    if after is None:
+        return Weighed(*fused.chain_rows(*given, [], [], None, None, None, None)[:3]), None
+    next_own = after[0].self_attn
+    entered = _weights([next_own.q_proj, next_own.k_proj, next_own.v_proj])
+    *left, query = fused.chain_rows(*given, *entered, *after[1:])
+    return Weighed(*left), query
 
 
 def bare(x: Tensor | Weighed) -> Tensor:
@@ -201,7 +233,7 @@ def passing(x: Tensor, linear: nn.Linear, residual: Tensor, norm: Any) -> Tensor
     # In float16 the rows times the gain, not normed yet, might be too large.
     if norm is None or not _FOLDED or x.dtype == torch.float16:
         return ops.project_rows(x, weight, bias, None, 0.0, residual)  # type: ignore[no-any-return]
-    return Weighed(*ops.pass_rows(x, *weight, bias, residual, norm.weight))
+    return Weighed(*fused.pass_rows(x, *weight, bias, residual, norm.weight))
 
 
 def _weights(linear: Sequence[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:

@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from mmaccel.backends import ops, pointwise
+from mmaccel.backends import fused, ops, pointwise
 from mmaccel.backends import triton as backend
 from mmaccel.backends.reference import classes as plain_classes
 from mmaccel.backends.reference import index as plain_index
@@ -238,10 +238,21 @@ def decoded(tokens: int) -> None:
         x = torch.zeros(width, HIDDEN, dtype=torch.bfloat16)
         ops.project_rows(x, [torch.zeros(64, HIDDEN, dtype=torch.bfloat16)], [])
         square = torch.zeros(HIDDEN, HIDDEN, dtype=torch.bfloat16)
-        _, gained, squares = ops.pass_rows(x, square, [], x, square[0])
+        _, gained, squares = fused.pass_rows(x, square, [], x, square[0])
         three = [square.new_zeros(heads * SIZE, HIDDEN) for heads in (HEADS, GROUPS, GROUPS)]
         turn = square.new_zeros(2, 1, width, SIZE)
-        ops.enter_rows(gained, three, [], None, squares, 1e-6, turn, at, cache, cache)
+        fused.enter_rows(gained, three, [], None, squares, 1e-6, turn, at, cache, cache)
+        told = (
+            x,
+            x,
+            [square] * 4,
+            square[0],
+            1e-6,
+            square[0],
+            1e-6,
+            torch.zeros(fused.PHASES, dtype=torch.int32),
+        )
+        fused.chain_rows(*told, three, [], turn, at, cache, cache)
         told = torch.zeros(1, width, (HEADS + 2 * GROUPS) * SIZE, dtype=torch.bfloat16)
         query = ops.turn_rows(told, angles, angles, at, at, cache, cache)
         ops.decode_attend(query, cache, cache, at, 0.1, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmaccel.backends import ops
+from mmaccel.backends import fused, ops
 
 from .test_triton import run
 
@@ -28,11 +28,16 @@ def test_the_operators_keep_their_contract() -> None:
     torch.library.opcheck(ops.project_rows, (x, weight, [], gain, 1e-6, None, True))
     torch.library.opcheck(ops.project_rows, (x, weight, list(torch.randn(2, 12))))
     check = torch.library.opcheck
-    check(ops.pass_rows, (x, torch.randn(12, 16), [torch.randn(12)], torch.randn(5, 12), torch.randn(12)))
+    check(fused.pass_rows, (x, torch.randn(12, 16), [torch.randn(12)], torch.randn(5, 12), torch.randn(12)))
     check(ops.project_rows, (x, weight, [], None, 1e-6, None, True, torch.rand(5, 3)))
     turn, three = torch.randn(2, 2, 3, 8), [torch.randn(8 * h, 16) for h in (4, 2, 2)]
     entered = (torch.randn(6, 16), three, [], gain, None, 1e-6, turn, columns, key.clone(), value.clone())
-    check(ops.enter_rows, entered)
+    check(fused.enter_rows, entered)
+    counts, rows = torch.zeros(fused.PHASES, dtype=torch.int32), torch.randn(6, 16)
+    products = [torch.randn(16, 16), torch.randn(24, 16), torch.randn(24, 16), torch.randn(16, 24)]
+    given = (rows, rows, products, gain, 1e-6, gain, 1e-6, counts)
+    check(fused.chain_rows, (*given, [], [], None, None, None, None))
+    check(fused.chain_rows, (*given, three, [], turn, columns, key.clone(), value.clone()))
     angles = torch.randn(2, 20, 8)
     new = torch.randn(2, 3, 8 * 8)
     torch.library.opcheck(ops.turn_rows, (new, angles, angles, columns - 2, columns, key, value.clone()))
@@ -67,7 +72,7 @@ def test_compiles_for_devices_that_are_not_here() -> None:
     multiprocessor, and nothing spills."""
     pytest.importorskip("triton")
     lines = run("tests.backends.decode_compile", "90", TRITON_INTERPRET="0").splitlines()
-    assert len(lines) == 28
+    assert len(lines) == 33
     for line in lines:
         name, shared, products, copies, spilled, *_ = line.split(",")
         assert int(spilled) == 0, line

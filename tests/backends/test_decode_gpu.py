@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mmaccel.backends import ops
+from mmaccel.backends.triton import chain, enter, rows
 
 from .decode_cases import *  # noqa: F403 - every case runs here as well
 from .decode_cases import check, drawn
@@ -35,3 +36,36 @@ def test_one_graph_serves_all_lengths() -> None:
         columns.copy_(torch.tensor([[last - 1, last]]))
         graph.replay()
         assert torch.equal(out, ops.decode_attend(query, key, value, columns, 0.1))
+
+
+@pytest.mark.parametrize("n", [1, 5, 40])
+def test_a_captured_chain_gives_the_same_bits_every_time(n: int) -> None:
+    """The shape of a 7B model, replayed with other rows: no program goes on before what it reads is written."""
+    E, wide = 3584, 18944
+    widths = ((E, E), (wide, E), (wide, E), (E, wide), (E, E), (512, E), (512, E))
+    *weight, q, k, v = (drawn(*w, dtype=torch.bfloat16, seed=i) / 50 for i, w in enumerate(widths))
+    gain, after = drawn(2, E, dtype=torch.bfloat16, seed=10)
+    turn, columns = (
+        drawn(2, 1, n, 128, dtype=torch.bfloat16, seed=11),
+        torch.arange(n, device="cuda")[None] + 7,
+    )
+    mine, theirs = (
+        list(torch.zeros(2, 1, 4, 64, 128, dtype=torch.bfloat16, device="cuda")) for _ in range(2)
+    )
+    attended, x = drawn(2, n, E, dtype=torch.bfloat16, seed=12)
+    counts = torch.zeros(4, dtype=torch.int32, device="cuda")
+    given = (attended, x, weight, gain, 1e-6, after, 1e-5, counts, [q, k, v], [], turn, columns, *mine)
+    chain.chain_rows(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain.chain_rows(*given)
+    for seed in range(50):
+        attended.copy_(drawn(n, E, dtype=torch.bfloat16, seed=seed))
+        graph.replay()
+        mid, mid_gained, parts = rows.pass_rows(attended, weight[0], [], x, gain)
+        gated = rows.project_rows(mid_gained, weight[1:3], [], None, 1e-6, None, True, parts)
+        left = rows.pass_rows(gated, weight[3], [], mid, after)
+        want = *left, enter.enter_rows(left[1], [q, k, v], [], None, left[2], 1e-5, turn, columns, *theirs)
+        for one, other in zip((*got, *mine), (*want, *theirs), strict=True):
+            assert torch.equal(one, other)
+        assert not counts.any()

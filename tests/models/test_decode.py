@@ -64,6 +64,26 @@ def test_steps_are_the_model_s_own(family, kind, monkeypatch):
     assert seen[5:] == [(1, 1)]
 
 
+@pytest.mark.parametrize("ways", ["", "_FOLDED", "_TURNED", "_FOLDED _TURNED"])
+@torch.no_grad()
+def test_whatever_is_one_kernel_a_step_is_the_model_s_own(family, ways, monkeypatch):
+    """With gains that are not one."""
+    name, _ = family
+    model = BUILD[name](layers=3)
+    for key, one in model.named_parameters():
+        if "norm" in key:
+            one.uniform_(0.5, 1.5)
+    plain, static = adapter_for(model).runner(model), runner(model, rows=(4,))
+    both = [one.prefill(prompt(name, PROMPTS["interleaved"])) for one in (plain, static)]
+    for place, way in ((layers, "_FOLDED"), (decode, "_TURNED"), (layers, "_CHAINED")):
+        monkeypatch.setattr(place, way, way in ways)
+    both += [one.step(torch.tensor([[9, 3, 4]])) for one in (plain, static)]
+    monkeypatch.setattr(layers, "_CHAINED", True)
+    both += [one.step(torch.tensor([[5]])) for one in (plain, static)]
+    for one, other in zip(both[::2], both[1::2], strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
 @pytest.mark.parametrize("kept", [None, torch.arange(3, 20)], ids=["whole", "kept"])
 @pytest.mark.parametrize("open_runner", [lambda m: adapter_for(m).runner(m), runner], ids=["model", "static"])
 def test_a_runner_keeps_no_graph(family, open_runner, kept):

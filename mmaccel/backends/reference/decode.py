@@ -87,6 +87,32 @@ def enter_rows(
     return turn_rows(rows, turn[0], turn[1], places, columns, key, value)
 
 
+def chain_rows(
+    attended: Tensor,
+    x: Tensor,
+    weight: Sequence[Tensor],
+    gain: Tensor,
+    eps: float,
+    gain_next: Tensor,
+    eps_next: float,
+    counts: Tensor,
+    entered: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    turn: Tensor | None,
+    columns: Tensor | None,
+    key: Tensor | None,
+    value: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One after the other; nothing is counted."""
+    rows, gained, squares = pass_rows(attended, weight[0], [], x, gain)
+    wide = project_rows(gained, weight[1:3], eps=eps, gated=True, squares=squares)
+    out, gained, squares = pass_rows(wide, weight[3], [], rows, gain_next)
+    query = x.new_empty(0)
+    if turn is not None and columns is not None and key is not None and value is not None:
+        query = enter_rows(gained, entered, bias, None, squares, eps_next, turn, columns, key, value)
+    return out, gained, squares, query
+
+
 def turn_rows(
     rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:

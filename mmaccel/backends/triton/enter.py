@@ -1,4 +1,4 @@
-"""What enters a layer's attention in one kernel (`ops.enter_rows`): queries, keys and values are turned and written to
+"""What enters a layer's attention in one kernel (`fused.enter_rows`): queries, keys and values are turned and written to
 where they go by the program that made them.
 
 A program makes the two halves of a head's numbers that are turned with each other, so that it needs no other. By itself
@@ -51,6 +51,7 @@ def enter_kernel(
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
+    FIRST: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -59,11 +60,12 @@ def enter_kernel(
     STAGES: tl.constexpr,
 ):
     """BLOCK_O outputs of one head, half of them in its first half and half in its second, where what they are turned with
-    stands; see `ops.enter_rows`."""
+    stands; see `fused.enter_rows`. FIRST: the program that makes the first outputs."""
     HALF: tl.constexpr = D // 2
     PAIRS: tl.constexpr = BLOCK_O // 2
     BLOCKS: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
-    head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    block = tl.program_id(0) - FIRST
+    head, block = block // BLOCKS, block % BLOCKS
     weight, bias, number = weight_q, bias_q, head
     if head >= HEADS + GROUPS:
         weight, bias, number = weight_v, bias_v, head - HEADS - GROUPS
@@ -127,7 +129,7 @@ def enter_rows(
     warps: int = 2,
     stages: int = 4,
 ) -> Tensor:
-    """See `mmaccel.backends.ops.enter_rows`."""
+    """See `mmaccel.backends.fused.enter_rows`."""
     rows, K = x.shape
     B, n = columns.shape
     G, D = key.shape[1], key.shape[-1]
@@ -163,6 +165,7 @@ def enter_rows(
             BIAS=bool(bias),
             PARTS=parts,
             CHUNK=chunk,
+            FIRST=0,
             EVEN=K % block_k == 0,
             BLOCK_O=block_o,
             BLOCK_K=block_k,

@@ -1,0 +1,270 @@
+"""What lies between two layers' attention as one launch (`fused.chain_rows`): four products, each beginning while the one
+before it ends.
+
+Programs are dealt to the products in order, and one of a later product waits until all of the product before have said
+that they are done. It waits for programs of smaller numbers alone, which a device starts first, so some program can always
+go on, whatever else is at work. Meanwhile its first weights are fetched to the cache of the device.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mmaccel.backends.fused import PHASES
+from mmaccel.backends.triton.enter import enter_kernel
+from mmaccel.backends.triton.homes import lines
+from mmaccel.backends.triton.rows import blocks_of, parts_of, project_kernel
+
+FETCHED = 2048
+"""Bytes of each line of weights that are fetched by a program that waits."""
+
+SECTOR = 64
+"""Elements of 2 bytes in a line of the device's cache."""
+
+
+@triton.jit
+def _fetch(weight, o, K: tl.constexpr, AHEAD: tl.constexpr, SECTOR: tl.constexpr):
+    """Ask for the first AHEAD elements of lines `o`."""
+    at = weight + o.to(tl.int64)[:, None] * K + (tl.arange(0, AHEAD // SECTOR) * SECTOR)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, False, 1
+    )
+
+
+@triton.jit
+def _wait(count, all_of):
+    """Until `all_of` programs have counted themselves."""
+    while tl.atomic_add(count, 0, sem="acquire") < all_of:
+        pass
+
+
+@triton.jit
+def _done(count):
+    """Count this program, all of which has been written; gives how many were counted before."""
+    tl.debug_barrier()
+    return tl.atomic_add(count, 1, sem="acq_rel")
+
+
+@triton.jit(do_not_specialize=["rows", "n", "eps_mid", "eps_next"])
+def chain_kernel(
+    attended,
+    x,
+    weight_o,
+    gain_mid,
+    weight_gate,
+    weight_up,
+    weight_down,
+    gain_next,
+    weight_q,
+    weight_k,
+    weight_v,
+    bias_q,
+    bias_k,
+    bias_v,
+    turn,
+    columns,
+    mid,
+    mid_gained,
+    mid_squares,
+    wide,
+    out,
+    gained,
+    squares,
+    query,
+    key,
+    value,
+    counts,
+    rows,
+    n,
+    eps_mid,
+    eps_next,
+    key_b,
+    key_g,
+    key_s,
+    value_b,
+    value_g,
+    value_s,
+    E: tl.constexpr,
+    INNER: tl.constexpr,
+    WIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    D: tl.constexpr,
+    BIAS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LINES: tl.constexpr,
+    GATES: tl.constexpr,
+    ENTERS: tl.constexpr,
+    EVEN_INNER: tl.constexpr,
+    EVEN_E: tl.constexpr,
+    EVEN_WIDE: tl.constexpr,
+    EVEN_GATE: tl.constexpr,
+    FETCHED: tl.constexpr,
+    SECTOR: tl.constexpr,
+    PHASES: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """LINES programs make the output of attention, GATES what is gated, LINES what leaves the layer, ENTERS (0: there is no
+    layer after it) what enters the next. Nothing of an EVEN product's weights is masked."""
+    block, o = tl.program_id(0), tl.arange(0, BLOCK_O)
+    if block < LINES:
+        project_kernel(
+            attended, weight_o, weight_o, weight_o, x, x, x, x, x, gain_mid, mid, mid_gained, mid_squares,
+            rows, 0.0, INNER, E, 0, 0, E, False, False, True, True, 0, 1, 0, LINES, EVEN_INNER,
+            BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES,
+        )  # fmt: skip
+        _done(counts)
+    elif block < LINES + GATES:
+        if FETCHED:
+            own = tl.minimum((block - LINES) * BLOCK_O + o, WIDE - 1)
+            _fetch(weight_gate, own, E, FETCHED, SECTOR)
+            _fetch(weight_up, own, E, FETCHED, SECTOR)
+        _wait(counts, LINES)
+        project_kernel(
+            mid_gained, weight_gate, weight_up, weight_up, x, x, x, x, mid_squares, x, wide, wide, wide,
+            rows, eps_mid, E, WIDE, WIDE, 0, WIDE, False, True, False, False, LINES, CHUNK, LINES, GATES, EVEN_GATE,
+            BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES,
+        )  # fmt: skip
+        _done(counts + 1)
+    elif block < 2 * LINES + GATES:
+        if FETCHED:
+            own = tl.minimum((block - LINES - GATES) * BLOCK_O + o, E - 1)
+            _fetch(weight_down, own, WIDE, FETCHED, SECTOR)
+        _wait(counts + 1, GATES)
+        project_kernel(
+            wide, weight_down, weight_down, weight_down, x, x, x, mid, x, gain_next, out, gained, squares,
+            rows, 0.0, WIDE, E, 0, 0, E, False, False, True, True, 0, 1, LINES + GATES, LINES, EVEN_WIDE,
+            BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES,
+        )  # fmt: skip
+        before = _done(counts + 2)
+        if ENTERS == 0:  # noqa: SIM102 - what is constant leaves no trace
+            # Nobody waits any more: the next launch counts from nothing.
+            if before == LINES - 1:
+                tl.store(counts + tl.arange(0, PHASES), tl.zeros([PHASES], tl.int32))
+    if ENTERS:  # noqa: SIM102 - what is constant leaves no trace
+        if block >= 2 * LINES + GATES:
+            _wait(counts + 2, LINES)
+            enter_kernel(
+                gained, weight_q, weight_k, weight_v, bias_q, bias_k, bias_v, squares, turn, columns, query, key, value,
+                rows, n, eps_next, key_b, key_g, key_s, value_b, value_g, value_s,
+                E, HEADS, GROUPS, D, BIAS, LINES, CHUNK, 2 * LINES + GATES, EVEN_E,
+                BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES,
+            )  # fmt: skip
+            if _done(counts + 3) == ENTERS - 1:
+                tl.store(counts + tl.arange(0, PHASES), tl.zeros([PHASES], tl.int32))
+
+
+def chain_rows(
+    attended: Tensor,
+    x: Tensor,
+    weight: Sequence[Tensor],
+    gain: Tensor,
+    eps: float,
+    gain_next: Tensor,
+    eps_next: float,
+    counts: Tensor,
+    entered: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    turn: Tensor | None,
+    columns: Tensor | None,
+    key: Tensor | None,
+    value: Tensor | None,
+    *,
+    block_o: int | None = None,
+    block_k: int | None = None,
+    warps: int = 2,
+    stages: int = 4,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `mmaccel.backends.fused.chain_rows`."""
+    attended, x, gain, gain_next, *weight = (t.contiguous() for t in (attended, x, gain, gain_next, *weight))
+    rows, inner = attended.shape
+    E, wide_of = x.shape[1], weight[1].shape[0]
+    block_o, block_k, block_r = blocks_of(rows, min(inner, E, wide_of), block_o, block_k)
+    count = triton.cdiv(E, block_o)
+    gates = triton.cdiv(wide_of, block_o)
+    mid, mid_gained, out, gained = x.new_empty(4, rows, E).unbind()
+    mid_squares, squares = x.new_empty(2, rows, count, dtype=torch.float32).unbind()
+    wide = x.new_empty(rows, wide_of)
+    enters, heads, G, D, n, query, strides = 0, 0, 0, 2, 1, x.new_empty(0), (0,) * 6
+    if key is not None:
+        B, n = columns.shape
+        G, D = key.shape[1], key.shape[-1]
+        heads = entered[0].shape[0] // D
+        query = torch.empty(B, n, heads, D, dtype=x.dtype, device=x.device)
+        enters = (heads + 2 * G) * triton.cdiv(D, block_o)
+        turn, columns, *entered = (t.contiguous() for t in (turn, columns, *entered))
+        bias = [t.contiguous() for t in bias]
+        strides = (*lines(key), *lines(value))
+    with torch.cuda.device_of(x):
+        chain_kernel[(2 * count + gates + enters,)](
+            attended,
+            x,
+            weight[0],
+            gain,
+            *weight[1:],
+            gain_next,
+            *(entered if enters else [x] * 3),
+            *(bias or [x] * 3),
+            turn if enters else x,
+            columns if enters else counts,
+            mid,
+            mid_gained,
+            mid_squares,
+            wide,
+            out,
+            gained,
+            squares,
+            query,
+            key if enters else x,
+            value if enters else x,
+            counts,
+            rows,
+            n,
+            eps,
+            eps_next,
+            *strides,
+            E=E,
+            INNER=inner,
+            WIDE=wide_of,
+            HEADS=heads,
+            GROUPS=G,
+            D=D,
+            BIAS=bool(bias),
+            CHUNK=parts_of(squares, block_r)[1],
+            LINES=count,
+            GATES=gates,
+            ENTERS=enters,
+            EVEN_INNER=inner % block_k == 0 and E % block_o == 0,
+            EVEN_E=E % block_k == 0,
+            EVEN_WIDE=wide_of % block_k == 0 and E % block_o == 0,
+            EVEN_GATE=E % block_k == 0 and wide_of % block_o == 0,
+            FETCHED=_fetched(x, min(E, wide_of)),
+            SECTOR=SECTOR,
+            PHASES=PHASES,
+            BLOCK_O=block_o,
+            BLOCK_K=block_k,
+            BLOCK_R=block_r,
+            PRECISION="ieee",
+            STAGES=stages,
+            num_warps=warps,
+        )
+    return out, gained, squares, query.transpose(1, 2) if enters else query
+
+
+def _fetched(x: Tensor, K: int) -> int:
+    """Elements of a line that are fetched: none by the interpreter, by a device of another make, or of a short line."""
+    if triton.knobs.runtime.interpret or torch.version.hip is not None:
+        return 0
+    ahead = FETCHED // x.element_size()
+    return ahead if ahead <= K else 0

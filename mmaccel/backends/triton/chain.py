@@ -25,8 +25,8 @@ from mmaccel.backends.triton.rows import blocks_of, parts_of, project_kernel
 FETCHED = 2048
 """Bytes of each line of weights that are fetched by a program that waits."""
 
-SECTOR = 64
-"""Elements of 2 bytes in a line of the device's cache."""
+SECTOR = 32
+"""Bytes that the device's cache is sure to fetch at a time."""
 
 
 @triton.jit
@@ -154,6 +154,14 @@ def chain_kernel(
                 tl.store(counts + tl.arange(0, PHASES), tl.zeros([PHASES], tl.int32))
     if ENTERS:  # noqa: SIM102 - what is constant leaves no trace
         if block >= 2 * LINES + GATES:
+            if FETCHED:
+                # Those of some program of this product: which one is all the same.
+                at, weight = (block - 2 * LINES - GATES) * BLOCK_O, weight_q
+                if at >= (HEADS + GROUPS) * D:
+                    weight, at = weight_v, at - (HEADS + GROUPS) * D
+                elif at >= HEADS * D:
+                    weight, at = weight_k, at - HEADS * D
+                _fetch(weight, at + o, E, FETCHED, SECTOR)
             _wait(counts + 2, LINES)
             enter_kernel(
                 gained, weight_q, weight_k, weight_v, bias_q, bias_k, bias_v, squares, turn, columns, query, key, value,
@@ -196,7 +204,7 @@ def chain_rows(
     mid, mid_gained, out, gained = x.new_empty(4, rows, E).unbind()
     mid_squares, squares = x.new_empty(2, rows, count, dtype=torch.float32).unbind()
     wide = x.new_empty(rows, wide_of)
-    enters, heads, G, D, n, query, strides = 0, 0, 0, 2, 1, x.new_empty(0), (0,) * 6
+    enters, heads, G, D, n, query, strides = 0, 0, 0, block_o, 1, x.new_empty(0), (0,) * 6
     if key is not None:
         B, n = columns.shape
         G, D = key.shape[1], key.shape[-1]
@@ -249,8 +257,8 @@ def chain_rows(
             EVEN_E=E % block_k == 0,
             EVEN_WIDE=wide_of % block_k == 0 and E % block_o == 0,
             EVEN_GATE=E % block_k == 0 and wide_of % block_o == 0,
-            FETCHED=_fetched(x, min(E, wide_of)),
-            SECTOR=SECTOR,
+            FETCHED=0 if D % block_o else _fetched(x, min(E, wide_of)),
+            SECTOR=SECTOR // x.element_size(),
             PHASES=PHASES,
             BLOCK_O=block_o,
             BLOCK_K=block_k,

@@ -35,6 +35,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 _TURNED = True
 """Whether queries and keys are turned, and written to the cache, by the product that makes them."""
 
+_MERGED = True
+"""Whether pieces of attention are merged by the launch that what follows is made by."""
+
 
 class Step(nn.Module):
     """Layers of a Qwen2-like family over new rows, as one function of tensors of fixed shapes, on one device.
@@ -82,15 +85,17 @@ class Step(nn.Module):
             elif query is None:
                 rows = layers_of.entering(layer, x).view(B, n, -1)
                 query = ops.turn_rows(rows, self.angles[0], self.angles[1], places, columns, key, value)
-            out = ops.decode_attend(query, key, value, columns, self.scale, sees)
-            attended, query = out.transpose(1, 2).reshape(B * n, -1), None
-            if not layers_of.chains(layer, attended, norm):
-                x = layers_of.leaving(layer, x, attended, norm)
+            run = query, key, value, columns, self.scale, sees
+            chained, lse = layers_of.chains(layer, query, norm), None
+            if chained and _MERGED:
+                attended, lse = fused.decode_pieces(*run)
             else:
-                after = (
-                    (layers[i + 1], turn, columns, *self.buffers_of[i + 1]) if i + 1 < len(layers) else None
-                )
-                x, query = layers_of.through(layer, x, attended, norm, self.counts, after)
+                attended = ops.decode_attend(*run).transpose(1, 2).reshape(B * n, -1)
+            if chained:
+                after = (layers[i + 1], turn, *self.buffers_of[i + 1]) if i + 1 < len(layers) else None
+                x, query = layers_of.through(layer, x, attended, norm, self.counts, columns, lse, after)
+            else:
+                x, query = layers_of.leaving(layer, x, attended, norm), None
         if ends is None:
             return layers_of.bare(x)
         return layers_of.project(x, [ends[1]], ends[0]).view(B, n, -1)

@@ -195,18 +195,22 @@ def through(
     attended: Tensor,
     norm: Any,
     counts: Tensor,
-    after: tuple[Any, Tensor, Tensor, Tensor, Tensor] | None,
+    columns: Tensor,
+    lse: Tensor | None,
+    after: tuple[Any, Tensor, Tensor, Tensor] | None,
 ) -> tuple[Weighed, Tensor | None]:
-    """`leaving`, and `entering_turned` of what is `after` it: a layer, and what that is given. See `fused.chain_rows`."""
+    """`leaving`, and `entering_turned` of what is `after` it: a layer, the angles, its keys and values. See
+    `fused.chain_rows`."""
     own, mlp, mid = layer.self_attn, layer.mlp, layer.post_attention_layernorm
     weight = [one.weight for one in (own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     norms = mid.weight, mid.variance_epsilon, norm.weight, norm.variance_epsilon
     given = attended, bare(x), weight, *norms, counts
     if after is None:
-        return Weighed(*fused.chain_rows(*given, [], [], None, None, None, None)[:3]), None
-    next_own = after[0].self_attn
+        return Weighed(*fused.chain_rows(*given, [], [], None, columns, None, None, lse)[:3]), None
+    one, turn, key, value = after
+    next_own = one.self_attn
     entered = _weights([next_own.q_proj, next_own.k_proj, next_own.v_proj])
-    *left, query = fused.chain_rows(*given, *entered, *after[1:])
+    *left, query = fused.chain_rows(*given, *entered, turn, columns, key, value, lse)
     return Weighed(*left), query
 
 

@@ -93,16 +93,19 @@ def entered(count: int) -> Any:
     return kernel.found[0]
 
 
-def chained(count: int, last: bool = False) -> Any:
+def chained(count: int, last: bool = False, pieces: bool = True) -> Any:
     """All products between two layers' attention."""
     kernel, E, wide = Compiled(chain.chain_kernel), 3584, 18944
     cache, next_weight = blank(1, 4, 4096, 128), [] if last else [blank(w, E) for w in (E, 512, 512)]
-    told = [None] * 4 if last else [blank(2, 1, count, 128), torch.zeros(1, count).long(), cache, cache]
+    columns = torch.zeros(1, count, dtype=torch.long)
+    told = [None, columns, None, None] if last else [blank(2, 1, count, 128), columns, cache, cache]
+    lse = blank(1, 28, count, 66, dtype=torch.float32) if pieces else None
+    first = blank(1, 28, count, 66, 128, dtype=torch.float32) if pieces else blank(count, E)
     with mock.patch.object(chain, "chain_kernel", kernel):
         chain.chain_rows(
-            blank(count, E), blank(count, E), [blank(E, E), blank(wide, E), blank(wide, E), blank(E, wide)],
+            first, blank(count, E), [blank(E, E), blank(wide, E), blank(wide, E), blank(E, wide)],
             blank(E), 1e-6, blank(E), 1e-6, torch.zeros(4, dtype=torch.int32), next_weight,
-            [blank(len(w)) for w in next_weight], *told,
+            [blank(len(w)) for w in next_weight], *told, lse,
         )  # fmt: skip
     return kernel.found[0]
 
@@ -135,6 +138,7 @@ WAYS = {
     **{f"entered {count}": (lambda count=count: entered(count)) for count in (1, 10, 16, 64)},
     **{f"chain {count}": (lambda count=count: chained(count)) for count in (1, 10, 16, 64)},
     "chain last": lambda: chained(1, last=True),
+    "chain merged": lambda: chained(1, pieces=False),
     "turn": turned,
 }
 

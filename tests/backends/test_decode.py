@@ -38,6 +38,10 @@ def test_the_operators_keep_their_contract() -> None:
     given = (rows, rows, products, gain, 1e-6, gain, 1e-6, counts)
     check(fused.chain_rows, (*given, [], [], None, None, None, None))
     check(fused.chain_rows, (*given, three, [], turn, columns, key.clone(), value.clone()))
+    check(fused.decode_pieces, (query, key, value, columns, 0.3))
+    part, lse = fused.decode_pieces(query, key, value, columns, 0.3)
+    given = (part, rows, [torch.randn(16, 32), *products[1:]], *given[3:])
+    check(fused.chain_rows, (*given, three, [], turn, columns, key.clone(), value.clone(), lse))
     angles = torch.randn(2, 20, 8)
     new = torch.randn(2, 3, 8 * 8)
     torch.library.opcheck(ops.turn_rows, (new, angles, angles, columns - 2, columns, key, value.clone()))
@@ -72,7 +76,7 @@ def test_compiles_for_devices_that_are_not_here() -> None:
     multiprocessor, and nothing spills."""
     pytest.importorskip("triton")
     lines = run("tests.backends.decode_compile", "90", TRITON_INTERPRET="0").splitlines()
-    assert len(lines) == 33
+    assert len(lines) == 34
     for line in lines:
         name, shared, products, copies, spilled, *_ = line.split(",")
         assert int(spilled) == 0, line

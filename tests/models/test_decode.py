@@ -79,7 +79,9 @@ def test_whatever_is_one_kernel_a_step_is_the_model_s_own(family, ways, monkeypa
         monkeypatch.setattr(place, way, way in ways)
     both += [one.step(torch.tensor([[9, 3, 4]])) for one in (plain, static)]
     monkeypatch.setattr(layers, "_CHAINED", True)
-    both += [one.step(torch.tensor([[5]])) for one in (plain, static)]
+    for token, merged in ((5, False), (7, True)):
+        monkeypatch.setattr(decode, "_MERGED", merged)
+        both += [one.step(torch.tensor([[token]])) for one in (plain, static)]
     for one, other in zip(both[::2], both[1::2], strict=True):
         assert torch.allclose(one, other, atol=1e-4)
 

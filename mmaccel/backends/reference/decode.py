@@ -40,6 +40,15 @@ def decode_attend(
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def decode_pieces(
+    query: Tensor, key: Tensor, value: Tensor, columns: Tensor, scale: float, sees: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One piece."""
+    part = decode_attend(query, key, value, columns, scale, sees)[:, :, :, None]
+    part = part.to(torch.promote_types(part.dtype, torch.float32))
+    return part, torch.zeros_like(part[..., 0])
+
+
 def project_rows(
     x: Tensor,
     weight: Sequence[Tensor],
@@ -102,8 +111,11 @@ def chain_rows(
     columns: Tensor | None,
     key: Tensor | None,
     value: Tensor | None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One after the other; nothing is counted."""
+    """One after the other; nothing is counted, and there is one piece."""
+    if lse is not None:
+        attended = attended[:, :, :, 0].transpose(1, 2).flatten(2).flatten(0, 1).to(x.dtype)
     rows, gained, squares = pass_rows(attended, weight[0], [], x, gain)
     wide = project_rows(gained, weight[1:3], eps=eps, gated=True, squares=squares)
     out, gained, squares = pass_rows(wide, weight[3], [], rows, gain_next)

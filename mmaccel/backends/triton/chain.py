@@ -1,5 +1,5 @@
-"""What lies between two layers' attention as one launch (`fused.chain_rows`): four products, each beginning while the one
-before it ends.
+"""What lies between two layers' attention as one launch (`fused.chain_rows`): four products, and the merge of attention's
+pieces before them, each beginning while the one before it ends.
 
 Programs are dealt to the products in order, and one of a later product waits until all of the product before have said
 that they are done. It waits for programs of smaller numbers alone, which a device starts first, so some program can always
@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.fused import PHASES
+from mmaccel.backends.triton.decode import LEAST, MERGED, merged, pieces_of, tile
 from mmaccel.backends.triton.enter import enter_kernel
 from mmaccel.backends.triton.homes import lines
 from mmaccel.backends.triton.rows import blocks_of, parts_of, project_kernel
@@ -54,6 +55,8 @@ def _done(count):
 
 @triton.jit(do_not_specialize=["rows", "n", "eps_mid", "eps_next"])
 def chain_kernel(
+    part,
+    lse,
     attended,
     x,
     weight_o,
@@ -99,6 +102,13 @@ def chain_kernel(
     D: tl.constexpr,
     BIAS: tl.constexpr,
     CHUNK: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LEAST: tl.constexpr,
+    MERGES: tl.constexpr,
     LINES: tl.constexpr,
     GATES: tl.constexpr,
     ENTERS: tl.constexpr,
@@ -115,36 +125,54 @@ def chain_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """LINES programs make the output of attention, GATES what is gated, LINES what leaves the layer, ENTERS (0: there is no
-    layer after it) what enters the next. Nothing of an EVEN product's weights is masked."""
+    """MERGES programs (0: that is done) merge attention's pieces, LINES make its output, GATES what is gated, LINES what
+    leaves the layer, ENTERS (0: no layer follows) what enters the next. Nothing of an EVEN product's weights is masked."""
+    OUTPUT: tl.constexpr = MERGES + LINES
+    GATED: tl.constexpr = OUTPUT + GATES
+    LEAVES: tl.constexpr = GATED + LINES
     block, o = tl.program_id(0), tl.arange(0, BLOCK_O)
-    if block < LINES:
+    if block < MERGES:
+        BLOCKS: tl.constexpr = (SIZE + BLOCK_D - 1) // BLOCK_D
+        head, d = block // BLOCKS, block % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
+        for r in range(rows):
+            _, _, used = pieces_of(columns, r // n, n, SPLITS, BLOCK_N, LEAST)
+            place = ((r // n * (INNER // SIZE) + head) * n + r % n).to(tl.int64) * SPLITS
+            answer = merged(part, lse, place, d, used, SIZE, SPLITS, BLOCK_S)
+            tl.store(
+                attended + r * INNER + head * SIZE + d, answer.to(attended.dtype.element_ty), mask=d < SIZE
+            )
+        _done(counts + 4)
+    elif block < OUTPUT:
+        if MERGES:
+            if FETCHED:
+                _fetch(weight_o, tl.minimum((block - MERGES) * BLOCK_O + o, E - 1), INNER, FETCHED, SECTOR)
+            _wait(counts + 4, MERGES)
         project_kernel(
             attended, weight_o, weight_o, weight_o, x, x, x, x, x, gain_mid, mid, mid_gained, mid_squares,
-            rows, 0.0, INNER, E, 0, 0, E, False, False, True, True, 0, 1, 0, LINES, EVEN_INNER,
+            rows, 0.0, INNER, E, 0, 0, E, False, False, True, True, 0, 1, MERGES, LINES, EVEN_INNER,
             BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES,
         )  # fmt: skip
         _done(counts)
-    elif block < LINES + GATES:
+    elif block < GATED:
         if FETCHED:
-            own = tl.minimum((block - LINES) * BLOCK_O + o, WIDE - 1)
+            own = tl.minimum((block - OUTPUT) * BLOCK_O + o, WIDE - 1)
             _fetch(weight_gate, own, E, FETCHED, SECTOR)
             _fetch(weight_up, own, E, FETCHED, SECTOR)
         _wait(counts, LINES)
         project_kernel(
             mid_gained, weight_gate, weight_up, weight_up, x, x, x, x, mid_squares, x, wide, wide, wide,
-            rows, eps_mid, E, WIDE, WIDE, 0, WIDE, False, True, False, False, LINES, CHUNK, LINES, GATES, EVEN_GATE,
+            rows, eps_mid, E, WIDE, WIDE, 0, WIDE, False, True, False, False, LINES, CHUNK, OUTPUT, GATES, EVEN_GATE,
             BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES,
         )  # fmt: skip
         _done(counts + 1)
-    elif block < 2 * LINES + GATES:
+    elif block < LEAVES:
         if FETCHED:
-            own = tl.minimum((block - LINES - GATES) * BLOCK_O + o, E - 1)
+            own = tl.minimum((block - GATED) * BLOCK_O + o, E - 1)
             _fetch(weight_down, own, WIDE, FETCHED, SECTOR)
         _wait(counts + 1, GATES)
         project_kernel(
             wide, weight_down, weight_down, weight_down, x, x, x, mid, x, gain_next, out, gained, squares,
-            rows, 0.0, WIDE, E, 0, 0, E, False, False, True, True, 0, 1, LINES + GATES, LINES, EVEN_WIDE,
+            rows, 0.0, WIDE, E, 0, 0, E, False, False, True, True, 0, 1, GATED, LINES, EVEN_WIDE,
             BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES,
         )  # fmt: skip
         before = _done(counts + 2)
@@ -153,10 +181,10 @@ def chain_kernel(
             if before == LINES - 1:
                 tl.store(counts + tl.arange(0, PHASES), tl.zeros([PHASES], tl.int32))
     if ENTERS:  # noqa: SIM102 - what is constant leaves no trace
-        if block >= 2 * LINES + GATES:
+        if block >= LEAVES:
             if FETCHED:
                 # Those of some program of this product: which one is all the same.
-                at, weight = (block - 2 * LINES - GATES) * BLOCK_O, weight_q
+                at, weight = (block - LEAVES) * BLOCK_O, weight_q
                 if at >= (HEADS + GROUPS) * D:
                     weight, at = weight_v, at - (HEADS + GROUPS) * D
                 elif at >= HEADS * D:
@@ -166,7 +194,7 @@ def chain_kernel(
             enter_kernel(
                 gained, weight_q, weight_k, weight_v, bias_q, bias_k, bias_v, squares, turn, columns, query, key, value,
                 rows, n, eps_next, key_b, key_g, key_s, value_b, value_g, value_s,
-                E, HEADS, GROUPS, D, BIAS, LINES, CHUNK, 2 * LINES + GATES, EVEN_E,
+                E, HEADS, GROUPS, D, BIAS, LINES, CHUNK, LEAVES, EVEN_E,
                 BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES,
             )  # fmt: skip
             if _done(counts + 3) == ENTERS - 1:
@@ -188,7 +216,9 @@ def chain_rows(
     columns: Tensor | None,
     key: Tensor | None,
     value: Tensor | None,
+    lse: Tensor | None = None,
     *,
+    block_n: int | None = None,
     block_o: int | None = None,
     block_k: int | None = None,
     warps: int = 2,
@@ -196,7 +226,11 @@ def chain_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `mmaccel.backends.fused.chain_rows`."""
     attended, x, gain, gain_next, *weight = (t.contiguous() for t in (attended, x, gain, gain_next, *weight))
-    rows, inner = attended.shape
+    rows, inner = len(x), weight[0].shape[1]
+    part, size, splits = attended, inner, 1
+    if lse is not None:
+        size, splits = part.shape[-1], lse.shape[-1]
+        attended = x.new_empty(rows, inner)
     E, wide_of = x.shape[1], weight[1].shape[0]
     block_o, block_k, block_r = blocks_of(rows, min(inner, E, wide_of), block_o, block_k)
     count = triton.cdiv(E, block_o)
@@ -205,17 +239,22 @@ def chain_rows(
     mid_squares, squares = x.new_empty(2, rows, count, dtype=torch.float32).unbind()
     wide = x.new_empty(rows, wide_of)
     enters, heads, G, D, n, query, strides = 0, 0, 0, block_o, 1, x.new_empty(0), (0,) * 6
+    merges = 0 if lse is None else inner // size * triton.cdiv(size, MERGED)
+    if columns is not None:
+        n, columns = columns.shape[1], columns.contiguous()
     if key is not None:
-        B, n = columns.shape
+        B = rows // n
         G, D = key.shape[1], key.shape[-1]
         heads = entered[0].shape[0] // D
         query = torch.empty(B, n, heads, D, dtype=x.dtype, device=x.device)
         enters = (heads + 2 * G) * triton.cdiv(D, block_o)
-        turn, columns, *entered = (t.contiguous() for t in (turn, columns, *entered))
+        turn, *entered = (t.contiguous() for t in (turn, *entered))
         bias = [t.contiguous() for t in bias]
         strides = (*lines(key), *lines(value))
     with torch.cuda.device_of(x):
-        chain_kernel[(2 * count + gates + enters,)](
+        chain_kernel[(merges + 2 * count + gates + enters,)](
+            part,
+            x if lse is None else lse,
             attended,
             x,
             weight[0],
@@ -225,7 +264,7 @@ def chain_rows(
             *(entered if enters else [x] * 3),
             *(bias or [x] * 3),
             turn if enters else x,
-            columns if enters else counts,
+            counts if columns is None else columns,
             mid,
             mid_gained,
             mid_squares,
@@ -250,6 +289,13 @@ def chain_rows(
             D=D,
             BIAS=bool(bias),
             CHUNK=parts_of(squares, block_r)[1],
+            SIZE=size,
+            SPLITS=splits,
+            BLOCK_S=triton.next_power_of_2(splits),
+            BLOCK_N=block_n or tile(x),
+            BLOCK_D=MERGED,
+            LEAST=LEAST,
+            MERGES=merges,
             LINES=count,
             GATES=gates,
             ENTERS=enters,

@@ -235,8 +235,8 @@ def chain_rows(
     block_o, block_k, block_r = blocks_of(rows, min(inner, E, wide_of), block_o, block_k)
     count = triton.cdiv(E, block_o)
     gates = triton.cdiv(wide_of, block_o)
-    mid, mid_gained, out, gained = x.new_empty(4, rows, E).unbind()
-    mid_squares, squares = x.new_empty(2, rows, count, dtype=torch.float32).unbind()
+    mid, mid_gained, out, gained = (torch.empty_like(x) for _ in range(4))
+    mid_squares, squares = (x.new_empty(rows, count, dtype=torch.float32) for _ in range(2))
     wide = x.new_empty(rows, wide_of)
     enters, heads, G, D, n, query, strides = 0, 0, 0, block_o, 1, x.new_empty(0), (0,) * 6
     merges = 0 if lse is None else inner // size * triton.cdiv(size, MERGED)

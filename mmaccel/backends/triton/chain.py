@@ -26,6 +26,9 @@ from mmaccel.backends.triton.rows import blocks_of, parts_of, project_kernel
 FETCHED = 2048
 """Bytes of each line of weights that are fetched by a program that waits."""
 
+LANES = 8
+"""Rows that are merged at a time, each by programs of its own."""
+
 SECTOR = 32
 """Bytes that the device's cache is sure to fetch at a time."""
 
@@ -109,6 +112,7 @@ def chain_kernel(
     BLOCK_D: tl.constexpr,
     LEAST: tl.constexpr,
     MERGES: tl.constexpr,
+    LANES: tl.constexpr,
     LINES: tl.constexpr,
     GATES: tl.constexpr,
     ENTERS: tl.constexpr,
@@ -133,8 +137,9 @@ def chain_kernel(
     block, o = tl.program_id(0), tl.arange(0, BLOCK_O)
     if block < MERGES:
         BLOCKS: tl.constexpr = (SIZE + BLOCK_D - 1) // BLOCK_D
-        head, d = block // BLOCKS, block % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
-        for r in range(rows):
+        piece = block // LANES
+        head, d = piece // BLOCKS, piece % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
+        for r in range(block % LANES, rows, LANES):
             _, _, used = pieces_of(columns, r // n, n, SPLITS, BLOCK_N, LEAST)
             place = ((r // n * (INNER // SIZE) + head) * n + r % n).to(tl.int64) * SPLITS
             answer = merged(part, lse, place, d, used, SIZE, SPLITS, BLOCK_S)
@@ -239,7 +244,8 @@ def chain_rows(
     mid_squares, squares = (x.new_empty(rows, count, dtype=torch.float32) for _ in range(2))
     wide = x.new_empty(rows, wide_of)
     enters, heads, G, D, n, query, strides = 0, 0, 0, block_o, 1, x.new_empty(0), (0,) * 6
-    merges = 0 if lse is None else inner // size * triton.cdiv(size, MERGED)
+    lanes = min(rows, LANES)
+    merges = 0 if lse is None else inner // size * triton.cdiv(size, MERGED) * lanes
     if columns is not None:
         n, columns = columns.shape[1], columns.contiguous()
     if key is not None:
@@ -296,6 +302,7 @@ def chain_rows(
             BLOCK_D=MERGED,
             LEAST=LEAST,
             MERGES=merges,
+            LANES=lanes,
             LINES=count,
             GATES=gates,
             ENTERS=enters,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends import fused, ops
+from mmaccel.backends import ops
 from mmaccel.core.attach import attached
 from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
-
-_TURNED = True
-"""Whether queries and keys are turned, and written to the cache, by the product that makes them."""
-
-_MERGED = True
-"""Whether pieces of attention are merged by the launch that what follows is made by."""
 
 
 class Step(nn.Module):
@@ -63,7 +57,6 @@ class Step(nn.Module):
         super().__init__()
         self.scale = scale
         self.angles = angles
-        self.counts = torch.zeros(fused.PHASES, dtype=torch.int32, device=angles.device)
         self.buffers_of = list(buffers)
         # Held in a tuple: these are the model's own modules, not parts of this one.
         self.parts: tuple[Any, ...] = (words, list(layers), ends)
@@ -77,25 +70,11 @@ class Step(nn.Module):
         B, n = columns.shape
         x: Tensor | layers_of.Weighed = given if words is None else words(given).flatten(0, 1)
         turn = self.angles.take_along_dim(places[None, ..., None], 2)
-        norms = [layer.input_layernorm for layer in layers[1:]] + [ends and ends[0]]
-        query = None
-        for i, (layer, norm, (key, value)) in enumerate(zip(layers, norms, self.buffers_of, strict=True)):
-            if query is None and _TURNED:
-                query = layers_of.entering_turned(layer, x, turn, columns, key, value)
-            elif query is None:
-                rows = layers_of.entering(layer, x).view(B, n, -1)
-                query = ops.turn_rows(rows, self.angles[0], self.angles[1], places, columns, key, value)
-            run = query, key, value, columns, self.scale, sees
-            chained, lse = layers_of.chains(layer, query, norm), None
-            if chained and _MERGED:
-                attended, lse = fused.decode_pieces(*run)
-            else:
-                attended = ops.decode_attend(*run).transpose(1, 2).reshape(B * n, -1)
-            if chained:
-                after = (layers[i + 1], turn, *self.buffers_of[i + 1]) if i + 1 < len(layers) else None
-                x, query = layers_of.through(layer, x, attended, norm, self.counts, columns, lse, after)
-            else:
-                x, query = layers_of.leaving(layer, x, attended, norm), None
+        for number, (layer, (key, value)) in enumerate(zip(layers, self.buffers_of, strict=True)):
+            query = layers_of.entering_turned(layer, x, turn, columns, key, value)
+            out = ops.decode_attend(query, key, value, columns, self.scale, sees)
+            follows = layers[number + 1].input_layernorm if number + 1 < len(layers) else ends and ends[0]
+            x = layers_of.leaving(layer, x, out.transpose(1, 2).reshape(B * n, -1), follows)
         if ends is None:
             return layers_of.bare(x)
         return layers_of.project(x, [ends[1]], ends[0]).view(B, n, -1)

@@ -34,14 +34,6 @@ WIDTHS = (1, 2, 4, *range(8, 65, 8))
 """Numbers of rows that are computed so, filled up to the next of these: more is work for the modules."""
 
 
-_FOLDED = True
-"""Whether the norm between two products is folded into these."""
-
-
-_CHAINED = False
-"""Whether what lies between two layers' attention is one launch."""
-
-
 class Weighed(NamedTuple):
     """Rows [R, E] that a product left, and what the norm after them needs of it; see `fused.pass_rows`."""
 
@@ -182,38 +174,6 @@ def leaving(layer: Any, x: Tensor | Weighed, attended: Tensor, norm: Any = None)
     return passing(wide, mlp.down_proj, bare(x), norm)
 
 
-def chains(layer: Any, x: Tensor, norm: Any) -> bool:
-    """Whether `through` serves rows of the type of `x` that leave `layer` for `norm`."""
-    own, mlp = layer.self_attn, layer.mlp
-    without = all(one.bias is None for one in (own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    return _CHAINED and norm is not None and x.dtype != torch.float16 and without
-
-
-def through(
-    layer: Any,
-    x: Tensor | Weighed,
-    attended: Tensor,
-    norm: Any,
-    counts: Tensor,
-    columns: Tensor,
-    lse: Tensor | None,
-    after: tuple[Any, Tensor, Tensor, Tensor] | None,
-) -> tuple[Weighed, Tensor | None]:
-    """`leaving`, and `entering_turned` of what is `after` it: a layer, the angles, its keys and values. See
-    `fused.chain_rows`."""
-    own, mlp, mid = layer.self_attn, layer.mlp, layer.post_attention_layernorm
-    weight = [one.weight for one in (own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-    norms = mid.weight, mid.variance_epsilon, norm.weight, norm.variance_epsilon
-    given = attended, bare(x), weight, *norms, counts
-    if after is None:
-        return Weighed(*fused.chain_rows(*given, [], [], None, columns, None, None, lse)[:3]), None
-    one, turn, key, value = after
-    next_own = one.self_attn
-    entered = _weights([next_own.q_proj, next_own.k_proj, next_own.v_proj])
-    *left, query = fused.chain_rows(*given, *entered, turn, columns, key, value, lse)
-    return Weighed(*left), query
-
-
 def bare(x: Tensor | Weighed) -> Tensor:
     """The rows alone."""
     return x.rows if isinstance(x, Weighed) else x
@@ -235,7 +195,7 @@ def passing(x: Tensor, linear: nn.Linear, residual: Tensor, norm: Any) -> Tensor
     """`residual` and rows x through `linear`; ready for `norm`, if one follows."""
     weight, bias = _weights([linear])
     # In float16 the rows times the gain, not normed yet, might be too large.
-    if norm is None or not _FOLDED or x.dtype == torch.float16:
+    if norm is None or x.dtype == torch.float16:
         return ops.project_rows(x, weight, bias, None, 0.0, residual)  # type: ignore[no-any-return]
     return Weighed(*fused.pass_rows(x, *weight, bias, residual, norm.weight))
 

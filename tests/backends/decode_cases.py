@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends import fused
 from mmaccel.backends.ops import WINDOW
 from mmaccel.backends.reference import decode as plain
-from mmaccel.backends.triton import chain, decode, enter, rows
+from mmaccel.backends.triton import decode, enter, rows
 
 from .oracle import budget
 from .triton_cases import DEVICE, DTYPES
@@ -221,47 +220,6 @@ def test_enter_after_a_product(parts: int) -> None:
     torch.testing.assert_close(mine, theirs)
     told = plain.enter_rows(x * gain, weight, bias, None, squares, 1e-5, turn, columns, *theirs)
     torch.testing.assert_close(told, want)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("B", "n", "E", "wide", "biased"), [(1, 1, 96, 160, True), (2, 9, 80, 72, False)])
-def test_a_chain(B: int, n: int, E: int, wide: int, biased: bool, dtype: torch.dtype) -> None:
-    """All between two layers' attention, to the bit: the products one after another. Twice, for it counts from nothing
-    again; then where no layer follows."""
-    R, inner, size, eps, pieces = B * n, 4 * 48, 32, (1e-6, 1e-5), {"splits": 3, "block_n": 16}
-    x, gain, after = drawn(R, E, dtype=dtype, seed=1), *drawn(2, E, dtype=dtype, seed=6)
-    widths = ((E, inner), (wide, E), (wide, E), (E, wide))
-    weight = [drawn(*w, dtype=dtype, seed=i + 2) / 7 for i, w in enumerate(widths)]
-    _, bias, turn, columns, _ = entered(dtype, B, n, size, biased)
-    three = [drawn(h * size, E, dtype=dtype, seed=i) / 7 for i, h in enumerate((4, 2, 2))]
-    query, keys = drawn(B, n, 4, 48, dtype=dtype).transpose(1, 2), drawn(2, B, 2, 64, 48, dtype=dtype, seed=9)
-    run = query, *keys, columns + 40, 0.2
-    attended = decode.decode_attend(*run, **pieces).transpose(1, 2).reshape(R, inner)
-    mid, mid_gained, parts = rows.pass_rows(attended, weight[0], [], x, gain, block_k=32)
-    gated = rows.project_rows(mid_gained, weight[1:3], [], None, eps[0], None, True, parts, block_k=32)
-    left = rows.pass_rows(gated, weight[3], [], mid, after, block_k=32)
-    given = (left[1], three, bias, None, left[2], eps[1], turn, columns + 40)
-    cache = list(x.new_zeros(6, B, 2, 64, size))
-    want = *left, enter.enter_rows(*given, *cache[:2], block_k=32)
-    counts = torch.zeros(fused.PHASES, dtype=torch.int32, device=DEVICE)
-    norms = weight, gain, eps[0], after, eps[1], counts
-    part, lse = decode.decode_pieces(*run, **pieces)
-    choices = {"block_k": 32, "block_n": 16}
-    for first, more in ((attended, None), (part, lse), (part, lse)):
-        known, entering = (first, x, *norms), (three, bias, turn, columns + 40)
-        got = chain.chain_rows(*known, *entering, *cache[2:4], more, **choices)
-        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
-        assert all(torch.equal(one, other) for one, other in zip(cache[:2], cache[2:4], strict=True))
-        assert got[3].stride() == want[3].stride() and not counts.any()
-        last = chain.chain_rows(*known, [], [], None, columns + 40, None, None, more, **choices)
-        assert all(torch.equal(one, other) for one, other in zip(last[:3], left, strict=True))
-        assert not counts.any()
-    said = plain.chain_rows(*plain.decode_pieces(*run)[:1], x, *norms, *entering, *cache[4:], lse)
-    close = {"rtol": 64 * torch.finfo(dtype).eps, "atol": 64 * torch.finfo(dtype).eps}
-    for one, other in zip(
-        (said[0], said[1], said[3], *cache[4:]), (got[0], got[1], got[3], *cache[2:4]), strict=True
-    ):
-        torch.testing.assert_close(one, other, **close)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from mmaccel.backends.triton import chain, decode, enter, rows
+from mmaccel.backends.triton import decode, enter, rows
 
 from .triton_compile import Compiled, Elsewhere, used
 
@@ -93,23 +93,6 @@ def entered(count: int) -> Any:
     return kernel.found[0]
 
 
-def chained(count: int, last: bool = False, pieces: bool = True) -> Any:
-    """All products between two layers' attention."""
-    kernel, E, wide = Compiled(chain.chain_kernel), 3584, 18944
-    cache, next_weight = blank(1, 4, 4096, 128), [] if last else [blank(w, E) for w in (E, 512, 512)]
-    columns = torch.zeros(1, count, dtype=torch.long)
-    told = [None, columns, None, None] if last else [blank(2, 1, count, 128), columns, cache, cache]
-    lse = blank(1, 28, count, 66, dtype=torch.float32) if pieces else None
-    first = blank(1, 28, count, 66, 128, dtype=torch.float32) if pieces else blank(count, E)
-    with mock.patch.object(chain, "chain_kernel", kernel):
-        chain.chain_rows(
-            first, blank(count, E), [blank(E, E), blank(wide, E), blank(wide, E), blank(E, wide)],
-            blank(E), 1e-6, blank(E), 1e-6, torch.zeros(4, dtype=torch.int32), next_weight,
-            [blank(len(w)) for w in next_weight], *told, lse,
-        )  # fmt: skip
-    return kernel.found[0]
-
-
 def turned() -> Any:
     kernel = Compiled(rows.turn_kernel)
     angles, cache = blank(1, 4096, 128), blank(1, 4, 4096, 128)
@@ -136,9 +119,6 @@ WAYS = {
         for count in (1, 10, 64)
     },
     **{f"entered {count}": (lambda count=count: entered(count)) for count in (1, 10, 16, 64)},
-    **{f"chain {count}": (lambda count=count: chained(count)) for count in (1, 10, 16, 64)},
-    "chain last": lambda: chained(1, last=True),
-    "chain merged": lambda: chained(1, pieces=False),
     "turn": turned,
 }
 

@@ -242,17 +242,6 @@ def decoded(tokens: int) -> None:
         three = [square.new_zeros(heads * SIZE, HIDDEN) for heads in (HEADS, GROUPS, GROUPS)]
         turn = square.new_zeros(2, 1, width, SIZE)
         fused.enter_rows(gained, three, [], None, squares, 1e-6, turn, at, cache, cache)
-        told = (
-            x,
-            x,
-            [square] * 4,
-            square[0],
-            1e-6,
-            square[0],
-            1e-6,
-            torch.zeros(fused.PHASES, dtype=torch.int32),
-        )
-        fused.chain_rows(*told, three, [], turn, at, cache, cache)
         told = torch.zeros(1, width, (HEADS + 2 * GROUPS) * SIZE, dtype=torch.bfloat16)
         query = ops.turn_rows(told, angles, angles, at, at, cache, cache)
         ops.decode_attend(query, cache, cache, at, 0.1, None)

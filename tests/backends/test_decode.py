@@ -33,15 +33,6 @@ def test_the_operators_keep_their_contract() -> None:
     turn, three = torch.randn(2, 2, 3, 8), [torch.randn(8 * h, 16) for h in (4, 2, 2)]
     entered = (torch.randn(6, 16), three, [], gain, None, 1e-6, turn, columns, key.clone(), value.clone())
     check(fused.enter_rows, entered)
-    counts, rows = torch.zeros(fused.PHASES, dtype=torch.int32), torch.randn(6, 16)
-    products = [torch.randn(16, 16), torch.randn(24, 16), torch.randn(24, 16), torch.randn(16, 24)]
-    given = (rows, rows, products, gain, 1e-6, gain, 1e-6, counts)
-    check(fused.chain_rows, (*given, [], [], None, None, None, None))
-    check(fused.chain_rows, (*given, three, [], turn, columns, key.clone(), value.clone()))
-    check(fused.decode_pieces, (query, key, value, columns, 0.3))
-    part, lse = fused.decode_pieces(query, key, value, columns, 0.3)
-    given = (part, rows, [torch.randn(16, 32), *products[1:]], *given[3:])
-    check(fused.chain_rows, (*given, three, [], turn, columns, key.clone(), value.clone(), lse))
     angles = torch.randn(2, 20, 8)
     new = torch.randn(2, 3, 8 * 8)
     torch.library.opcheck(ops.turn_rows, (new, angles, angles, columns - 2, columns, key, value.clone()))
@@ -76,7 +67,7 @@ def test_compiles_for_devices_that_are_not_here() -> None:
     multiprocessor, and nothing spills."""
     pytest.importorskip("triton")
     lines = run("tests.backends.decode_compile", "90", TRITON_INTERPRET="0").splitlines()
-    assert len(lines) == 34
+    assert len(lines) == 28
     for line in lines:
         name, shared, products, copies, spilled, *_ = line.split(",")
         assert int(spilled) == 0, line

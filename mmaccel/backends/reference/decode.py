@@ -40,15 +40,6 @@ def decode_attend(
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def decode_pieces(
-    query: Tensor, key: Tensor, value: Tensor, columns: Tensor, scale: float, sees: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """One piece."""
-    part = decode_attend(query, key, value, columns, scale, sees)[:, :, :, None]
-    part = part.to(torch.promote_types(part.dtype, torch.float32))
-    return part, torch.zeros_like(part[..., 0])
-
-
 def project_rows(
     x: Tensor,
     weight: Sequence[Tensor],
@@ -94,35 +85,6 @@ def enter_rows(
     rows = project_rows(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
     places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
     return turn_rows(rows, turn[0], turn[1], places, columns, key, value)
-
-
-def chain_rows(
-    attended: Tensor,
-    x: Tensor,
-    weight: Sequence[Tensor],
-    gain: Tensor,
-    eps: float,
-    gain_next: Tensor,
-    eps_next: float,
-    counts: Tensor,
-    entered: Sequence[Tensor],
-    bias: Sequence[Tensor],
-    turn: Tensor | None,
-    columns: Tensor | None,
-    key: Tensor | None,
-    value: Tensor | None,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One after the other; nothing is counted, and there is one piece."""
-    if lse is not None:
-        attended = attended[:, :, :, 0].transpose(1, 2).flatten(2).flatten(0, 1).to(x.dtype)
-    rows, gained, squares = pass_rows(attended, weight[0], [], x, gain)
-    wide = project_rows(gained, weight[1:3], eps=eps, gated=True, squares=squares)
-    out, gained, squares = pass_rows(wide, weight[3], [], rows, gain_next)
-    query = x.new_empty(0)
-    if turn is not None and columns is not None and key is not None and value is not None:
-        query = enter_rows(gained, entered, bias, None, squares, eps_next, turn, columns, key, value)
-    return out, gained, squares, query
 
 
 def turn_rows(

@@ -30,7 +30,7 @@ MERGED = 32
 
 
 @triton.jit
-def pieces_of(columns, b, n, SPLITS, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):
+def _pieces(columns, b, n, SPLITS, BLOCK_N: tl.constexpr, LEAST: tl.constexpr):
     """What sequence `b` holds: its columns, the tiles they fill, the pieces these are dealt to."""
     length = tl.load(columns + b * n + n - 1).to(tl.int32) + 1
     tiles = tl.cdiv(length, BLOCK_N)
@@ -80,7 +80,7 @@ def piece_kernel(
     """
     split = tl.program_id(0)
     g, b = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
-    length, tiles, used = pieces_of(columns, b, n, SPLITS, BLOCK_N, LEAST)
+    length, tiles, used = _pieces(columns, b, n, SPLITS, BLOCK_N, LEAST)
     if split >= used:
         return
     first, last = split * tiles // used, (split + 1) * tiles // used
@@ -140,19 +140,6 @@ def piece_kernel(
 
 
 @triton.jit
-def merged(part, lse, place, d, used, D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Elements `d` of a row of a head, whose partial answers begin at `place`: each of the `used` by its share."""
-    s = tl.arange(0, BLOCK_S)
-    inside = s < used
-    some = tl.load(
-        part + (place + s)[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
-    )
-    level = tl.load(lse + place + s, mask=inside, other=float("-inf"))
-    share = tl.exp2(level - tl.max(level, 0))
-    return tl.sum(share[:, None] * some, 0) / tl.sum(share, 0)
-
-
-@triton.jit
 def merge_kernel(
     part,
     lse,
@@ -170,13 +157,20 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """BLOCK_D elements of one row of one head."""
+    """BLOCK_D elements of one row of one head: its partial answers, each by its share of the sum."""
     row, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     i, d = row // BLOCKS, row % BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
-    _, _, used = pieces_of(columns, b, n, SPLITS, BLOCK_N, LEAST)
+    _, _, used = _pieces(columns, b, n, SPLITS, BLOCK_N, LEAST)
     place = ((b * HEADS + head) * n + i).to(tl.int64) * SPLITS
-    answer = merged(part, lse, place, d, used, D, SPLITS, BLOCK_S)
+    s = tl.arange(0, BLOCK_S)
+    inside = s < used
+    some = tl.load(
+        part + (place + s)[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0
+    )
+    level = tl.load(lse + place + s, mask=inside, other=float("-inf"))
+    share = tl.exp2(level - tl.max(level, 0))
+    answer = tl.sum(share[:, None] * some, 0) / tl.sum(share, 0)
     tl.store(
         out + b.to(tl.int64) * out_b + head * out_h + i * out_s + d,
         answer.to(out.dtype.element_ty),
@@ -189,47 +183,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tile(query: Tensor) -> int:
-    """Keys of a tile."""
-    return 64 if query.element_size() == 2 else 16
-
-
 def decode_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    columns: Tensor,
-    scale: float,
-    sees: Tensor | None = None,
-    bias: Tensor | None = None,
-    **choices: int,
-) -> Tensor:
-    """See `mmaccel.backends.ops.decode_attend`, and `decode_pieces` for choices."""
-    B, H, n, D = query.shape
-    part, lse = decode_pieces(query, key, value, columns, scale, sees, bias, **choices)
-    splits = lse.shape[-1]
-    out = torch.empty(B, n, H, D, dtype=query.dtype, device=query.device).transpose(1, 2)
-    with torch.cuda.device_of(query):
-        merge_kernel[(n * triton.cdiv(D, MERGED), H, B)](
-            part,
-            lse,
-            columns.contiguous(),
-            out,
-            n,
-            *out.stride()[:3],
-            HEADS=H,
-            D=D,
-            SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits),
-            BLOCK_N=choices.get("block_n") or tile(query),
-            BLOCK_D=MERGED,
-            LEAST=LEAST,
-            num_warps=4,
-        )
-    return out
-
-
-def decode_pieces(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -242,16 +196,17 @@ def decode_pieces(
     block_n: int | None = None,
     warps: int = 4,
     stages: int = 3,
-) -> tuple[Tensor, Tensor]:
-    """The partial answers of `piece_kernel`: at most `splits` a sequence and head, of tiles of `block_n` keys."""
+) -> Tensor:
+    """See `mmaccel.backends.ops.decode_attend`; at most `splits` pieces a sequence and head, of tiles of `block_n` keys."""
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
     block_m = min(max(triton.next_power_of_2(n * group), 16), 64)
     block_d = max(triton.next_power_of_2(D), 16)
     tiles = triton.cdiv(n * group, block_m)
-    block_n = block_n or tile(query)
+    block_n = block_n or (64 if query.element_size() == 2 else 16)
     splits = splits or max(1, RESIDENT * _multiprocessors(query.device) // (B * G * tiles))
+    out = torch.empty(B, n, H, D, dtype=query.dtype, device=query.device).transpose(1, 2)
     part = torch.empty(B, H, n, splits, D, dtype=torch.float32, device=query.device)
     lse = torch.empty(B, H, n, splits, dtype=torch.float32, device=query.device)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
@@ -287,4 +242,20 @@ def decode_pieces(
             STAGES=stages,
             num_warps=warps,
         )
-    return part, lse
+        merge_kernel[(n * triton.cdiv(D, MERGED), H, B)](
+            part,
+            lse,
+            columns,
+            out,
+            n,
+            *out.stride()[:3],
+            HEADS=H,
+            D=D,
+            SPLITS=splits,
+            BLOCK_S=triton.next_power_of_2(splits),
+            BLOCK_N=block_n,
+            BLOCK_D=MERGED,
+            LEAST=LEAST,
+            num_warps=4,
+        )
+    return out

@@ -51,7 +51,6 @@ def enter_kernel(
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
-    FIRST: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -60,11 +59,11 @@ def enter_kernel(
     STAGES: tl.constexpr,
 ):
     """BLOCK_O outputs of one head, half of them in its first half and half in its second, where what they are turned with
-    stands; see `fused.enter_rows`. FIRST: the program that makes the first outputs."""
+    stands; see `fused.enter_rows`."""
     HALF: tl.constexpr = D // 2
     PAIRS: tl.constexpr = BLOCK_O // 2
     BLOCKS: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
-    block = tl.program_id(0) - FIRST
+    block = tl.program_id(0)
     head, block = block // BLOCKS, block % BLOCKS
     weight, bias, number = weight_q, bias_q, head
     if head >= HEADS + GROUPS:
@@ -165,7 +164,6 @@ def enter_rows(
             BIAS=bool(bias),
             PARTS=parts,
             CHUNK=chunk,
-            FIRST=0,
             EVEN=K % block_k == 0,
             BLOCK_O=block_o,
             BLOCK_K=block_k,

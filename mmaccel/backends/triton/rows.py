@@ -3,9 +3,9 @@
 A product of a few rows takes as long as its weights take to read, so nothing else may take time: the gate and the residual
 after it are done by the same program, and so is what a norm after it needs; the first norm is a kernel of 2 us.
 
-On an H200 a step of a 7B model after 25 088 columns takes 4.32 ms so, 1.13 of what reading weights and cache takes at the
-rate of a copy; with larger tiles and the norm in every program it took 10.49 ms. Kernels that begin before the last one
-ends and fetch weights meanwhile: 5.78 ms; the same with cuBLAS for gate and up and nothing fetched: 4.63 ms.
+On an H200 a step of a 7B model after 25 088 columns takes 4.29 ms so, 1.20 of what reading weights and cache takes. What was
+tried beside is in docs/speed.md and slower: larger tiles, the norm in every program, cuBLAS, kernels that begin before the
+last one ends, one launch for all between two layers' attention.
 """
 
 # mypy: ignore-errors
@@ -126,7 +126,6 @@ def project_kernel(
     AHEAD: tl.constexpr,
     PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
-    FIRST: tl.constexpr,
     BLOCKS: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -139,9 +138,9 @@ def project_kernel(
 
     EVEN: blocks divide the weights, so that nothing of these is masked. PARTS: of how many the sums of squares of `x` are
     made, 0 where it is not to be normed. AHEAD: what the norm after this needs is written, too; see `fused.pass_rows`.
-    FIRST: the program that makes the first of BLOCKS blocks.
+    BLOCKS: how many programs there are.
     """
-    block = tl.program_id(0) - FIRST
+    block = tl.program_id(0)
     weight, bias, begin, width = weight_0, bias_0, 0, WIDTH_0
     if WIDTH_1 and not GATED:
         own = (WIDTH_0 + BLOCK_O - 1) // BLOCK_O
@@ -300,7 +299,6 @@ def _project(
             AHEAD=ahead is not None,
             PARTS=parts,
             CHUNK=chunk,
-            FIRST=0,
             BLOCKS=grid,
             EVEN=even,
             BLOCK_O=block_o,

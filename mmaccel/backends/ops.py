@@ -261,7 +261,7 @@ def _project_rows(x: Tensor, *rest: Any) -> Tensor:
 
 def _turn_rows(rows: Tensor, *rest: Any) -> Tensor:
     if _has_kernel(rows):
-        from mmaccel.backends.triton.rows import turn_rows as launch
+        from mmaccel.backends.triton.turn import turn_rows as launch
 
         return launch(rows, *rest)
     from mmaccel.backends.reference.decode import turn_rows as plain

@@ -9,6 +9,7 @@ from torch import Tensor
 from mmaccel.backends.ops import WINDOW
 from mmaccel.backends.reference import decode as plain
 from mmaccel.backends.triton import decode, enter, rows
+from mmaccel.backends.triton import turn as turning
 
 from .oracle import budget
 from .triton_cases import DEVICE, DTYPES
@@ -196,7 +197,7 @@ def test_enter(size: int, B: int, n: int, biased: bool, dtype: torch.dtype) -> N
     got = enter.enter_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *mine, block_k=16)
     made = rows.project_rows(x, weight, bias, gain, 1e-5, block_k=16).view(B, n, -1)
     line = torch.arange(n, device=DEVICE).expand(B, n)
-    want = rows.turn_rows(made, turn[0], turn[1], line, columns, *theirs)
+    want = turning.turn_rows(made, turn[0], turn[1], line, columns, *theirs)
     close = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps}
     torch.testing.assert_close(got, want, **close)
     assert got.stride() == want.stride()
@@ -233,7 +234,7 @@ def test_turn(size: int, dtype: torch.dtype) -> None:
     whole = [drawn(B, G, 2, capacity, size, dtype=dtype, seed=i) for i in (3, 4)]
     mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
     places = torch.tensor([[3, 4, 4], [0, 18, 19]], device=DEVICE)
-    got = rows.turn_rows(new, cos, sin, places, columns, *mine)
+    got = turning.turn_rows(new, cos, sin, places, columns, *mine)
     want = plain.turn_rows(new, cos, sin, places, columns, *theirs)
     close = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps}
     torch.testing.assert_close(got, want, **close)
@@ -253,7 +254,7 @@ def test_tensors_that_are_views() -> None:
     new, places = drawn(1, 2, 4 * 16), torch.tensor([[3, 4]], device=DEVICE)
     cos, sin = drawn(1, 16, 9).mT, drawn(1, 9, 32, seed=1)[..., ::2]
     mine, theirs = ([torch.zeros(1, 1, 9, 16, device=DEVICE) for _ in range(2)] for _ in range(2))
-    got = rows.turn_rows(new, cos, sin, places, places, *mine)
+    got = turning.turn_rows(new, cos, sin, places, places, *mine)
     torch.testing.assert_close(got, plain.turn_rows(new, cos, sin, places, places, *theirs))
     torch.testing.assert_close(mine, theirs)
 

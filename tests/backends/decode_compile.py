@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from mmaccel.backends.triton import decode, enter, rows
+from mmaccel.backends.triton import decode, enter, rows, turn
 
 from .triton_compile import Compiled, Elsewhere, used
 
@@ -94,11 +94,11 @@ def entered(count: int) -> Any:
 
 
 def turned() -> Any:
-    kernel = Compiled(rows.turn_kernel)
+    kernel = Compiled(turn.turn_kernel)
     angles, cache = blank(1, 4096, 128), blank(1, 4, 4096, 128)
-    with mock.patch.object(rows, "turn_kernel", kernel):
+    with mock.patch.object(turn, "turn_kernel", kernel):
         columns = torch.zeros(1, 2, dtype=torch.long)
-        rows.turn_rows(blank(1, 2, 36 * 128), angles, angles, columns, columns, cache, cache)
+        turn.turn_rows(blank(1, 2, 36 * 128), angles, angles, columns, columns, cache, cache)
     return kernel.found[0]
 
 

@@ -42,7 +42,7 @@ def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device with kernels, too: they would not compile, or round it to float32."""
     pytest.importorskip("triton")
     from mmaccel.backends import triton
-    from mmaccel.backends.triton import decode, rows
+    from mmaccel.backends.triton import decode, turn
 
     launched: list[torch.dtype] = []
 
@@ -52,7 +52,7 @@ def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(triton, "usable", lambda device: None)
     monkeypatch.setattr(decode, "decode_attend", launch)
-    monkeypatch.setattr(rows, "turn_rows", launch)
+    monkeypatch.setattr(turn, "turn_rows", launch)
     for dtype in (torch.float64, torch.float32):
         query, key, value = torch.randn(3, 1, 2, 4, 8, dtype=dtype)
         columns = torch.arange(4)[None]

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.triton.homes import lines
-from mmaccel.backends.triton.rows import blocks_of, normed, over_mean, parts_of, squares_of, sums_of
+from mmaccel.backends.triton.rows import normed, over_mean, parts_of, squares_of, sums_of, tile_of
 
 
 @triton.jit(do_not_specialize=["rows", "n", "eps"])
@@ -51,7 +51,6 @@ def enter_kernel(
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
-    EVEN: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -88,9 +87,7 @@ def enter_kernel(
     sin_1, sin_2 = tl.load(angle, mask=turns, other=0.0), tl.load(angle + HALF, mask=turns, other=0.0)
     column = tl.load(columns + r, mask=mine, other=0)
     line = o.to(tl.int64) * K
-    acc, _ = sums_of(
-        x, weight, weight, line, r, mine, K, False, EVEN, BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES
-    )
+    acc, _ = sums_of(x, weight, weight, line, r, mine, K, False, BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES)
     if PARTS:
         acc *= over_mean(first, squares, r, mine, eps, K, PARTS, CHUNK)[None, :]
     if BIAS:
@@ -125,8 +122,8 @@ def enter_rows(
     *,
     block_o: int | None = None,
     block_k: int | None = None,
-    warps: int = 2,
-    stages: int = 4,
+    warps: int | None = None,
+    stages: int | None = None,
 ) -> Tensor:
     """See `mmaccel.backends.fused.enter_rows`."""
     rows, K = x.shape
@@ -137,7 +134,8 @@ def enter_rows(
     x, turn, columns, *weight = (t.contiguous() for t in (x, turn, columns, *weight))
     bias = [t.contiguous() for t in bias]
     gain, squares = (None if t is None else t.contiguous() for t in (gain, squares))
-    block_o, block_k, block_r = blocks_of(rows, K, block_o, block_k)
+    given = {"block_o": block_o, "block_k": block_k, "warps": warps, "stages": stages}
+    block_o, block_k, block_r, warps, stages = tile_of(x, sum(map(len, weight)), 1, **given)
     parts, chunk = parts_of(squares, block_r)
     with torch.cuda.device_of(x):
         if gain is not None:
@@ -164,7 +162,6 @@ def enter_rows(
             BIAS=bool(bias),
             PARTS=parts,
             CHUNK=chunk,
-            EVEN=K % block_k == 0,
             BLOCK_O=block_o,
             BLOCK_K=block_k,
             BLOCK_R=block_r,

@@ -1,4 +1,4 @@
-"""Few rows through a model's layers in Triton (`ops.project_rows`, `ops.turn_rows`): weights are read once, and that is all.
+"""Few rows through a model's layers in Triton (`ops.project_rows`): weights are read once, and that is all.
 
 A product of a few rows takes as long as its weights take to read, so nothing else may take time: the gate and the residual
 after it are done by the same program, and so is what a norm after it needs; the first norm is a kernel of 2 us.
@@ -12,20 +12,23 @@ last one ends, one launch for all between two layers' attention.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.triton.homes import lines
-
 MOST = 64
 """Rows beyond which a product is no longer a matter of reading weights."""
 
 HELD = 2048
 """Parts of sums of squares that a program holds while it makes a product."""
+
+UNDER_WAY = ((512, 4), (512, 3), (256, 4))
+"""Inputs at a time and steps of a product under way, the most first."""
 
 FEW = 16
 """Rows up to which small tiles of weights are read fastest; of more rows each tile is to serve more outputs."""
@@ -54,7 +57,6 @@ def sums_of(
     mine,
     K: tl.constexpr,
     GATED: tl.constexpr,
-    EVEN: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -66,17 +68,24 @@ def sums_of(
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
     up = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    WHOLE: tl.constexpr = K // BLOCK_K * BLOCK_K
+    for start in tl.range(0, WHOLE, BLOCK_K, num_stages=STAGES):
         at = line[:, None] + (start + k)[None, :]
-        inside = start + k < K
-        held = None if EVEN else inside[None, :]
-        none = None if EVEN else 0.0
-        known = mine[:, None] if EVEN else mine[:, None] & inside[None, :]
-        some = tl.load(weight + at, mask=held, other=none)
-        row = tl.trans(tl.load(x + r[:, None] * K + (start + k)[None, :], mask=known, other=0.0))
+        some = tl.load(weight + at)
+        row = tl.trans(tl.load(x + r[:, None] * K + (start + k)[None, :], mask=mine[:, None], other=0.0))
         acc = tl.dot(some, row, acc, input_precision=PRECISION)
         if GATED:
-            other = tl.load(other_weight + at, mask=held, other=none)
+            other = tl.load(other_weight + at)
+            up = tl.dot(other, row, up, input_precision=PRECISION)
+    if WHOLE < K:
+        inside = (WHOLE + k < K)[None, :]
+        at = line[:, None] + (WHOLE + k)[None, :]
+        some = tl.load(weight + at, mask=inside, other=0.0)
+        last = x + r[:, None] * K + (WHOLE + k)[None, :]
+        row = tl.trans(tl.load(last, mask=mine[:, None] & inside, other=0.0))
+        acc = tl.dot(some, row, acc, input_precision=PRECISION)
+        if GATED:
+            other = tl.load(other_weight + at, mask=inside, other=0.0)
             up = tl.dot(other, row, up, input_precision=PRECISION)
     return acc, up
 
@@ -136,7 +145,7 @@ def project_kernel(
 ):
     """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.project_rows`.
 
-    EVEN: blocks divide the weights, so that nothing of these is masked. PARTS: of how many the sums of squares of `x` are
+    EVEN: blocks divide the outputs. PARTS: of how many the sums of squares of `x` are
     made, 0 where it is not to be normed. AHEAD: what the norm after this needs is written, too; see `fused.pass_rows`.
     BLOCKS: how many programs there are.
     """
@@ -166,7 +175,7 @@ def project_kernel(
     if PARTS:
         first = squares_of(squares, r, mine, 0, PARTS, CHUNK)
     acc, up = sums_of(
-        x, weight, weight_1, line, r, mine, K, GATED, EVEN, BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES
+        x, weight, weight_1, line, r, mine, K, GATED, BLOCK_O, BLOCK_K, BLOCK_R, PRECISION, STAGES
     )
     if PARTS:
         shrink = over_mean(first, squares, r, mine, eps, K, PARTS, CHUNK)[None, :]
@@ -201,11 +210,55 @@ def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return out
 
 
-def blocks_of(rows: int, K: int, block_o: int | None, block_k: int | None) -> tuple[int, int, int]:
-    """Outputs, inputs at a time and rows of a program."""
-    few = rows <= FEW
-    block_k = block_k or min(256 if few else 128, max(triton.next_power_of_2(K), 16))
-    return block_o or (16 if few else 32), block_k, max(triton.next_power_of_2(rows), 8)
+class Tile(NamedTuple):
+    """What a program makes at a time: outputs, inputs, rows; and how many steps of its loop are under way."""
+
+    outputs: int
+    inputs: int
+    rows: int
+    warps: int
+    stages: int
+
+
+def tile_of(
+    x: Tensor,
+    outputs: int,
+    weights: int,
+    *,
+    block_o: int | None,
+    block_k: int | None,
+    warps: int | None,
+    stages: int | None,
+) -> Tile:
+    """The tile for rows `x` [R, K] and so many `outputs`, each of one or, gated, two `weights`; what is given stays.
+
+    Memory is read at its rate if enough of it is asked for at a time, and all programs begin at once: as much is under way
+    as the memory of the multiprocessors has room for where each of them has all of its programs. Where these are too many
+    they come one after another, and little of each is.
+    """
+    R, K = x.shape
+    rows = max(triton.next_power_of_2(R), 8)
+    if R > FEW:
+        made = Tile(32, 128, rows, 2, 4)
+    else:
+        made = Tile(16, 256 // weights, rows, 1, 5 - weights)
+        count, room = _multiprocessors(x.device)
+        each = triton.cdiv(triton.cdiv(outputs, 16), count)
+        for inputs, steps in UNDER_WAY:
+            if each * steps * inputs * (16 * weights + rows) * x.element_size() <= room:
+                made = Tile(16, inputs, rows, 1, steps)
+                break
+    inputs = block_k or min(made.inputs, max(triton.next_power_of_2(K), 16))
+    return Tile(block_o or made.outputs, inputs, rows, warps or made.warps, stages or made.stages)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> tuple[int, int]:
+    """How many there are, and the bytes that programs share on one."""
+    if device.type != "cuda":
+        return 132, 227 << 10
+    told = torch.cuda.get_device_properties(device)
+    return told.multi_processor_count, told.shared_memory_per_multiprocessor
 
 
 def parts_of(squares: Tensor | None, block_r: int) -> tuple[int, int]:
@@ -248,8 +301,8 @@ def _project(
     ahead: Tensor | None,
     block_o: int | None = None,
     block_k: int | None = None,
-    warps: int = 2,
-    stages: int = 4,
+    warps: int | None = None,
+    stages: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The product; and, where `ahead` is the gain of a norm after it, what that needs."""
     rows, K = x.shape
@@ -263,10 +316,11 @@ def _project(
         None if t is None else t.contiguous() for t in (gain, residual, squares, ahead)
     )
     missing = [x] * (3 - len(weight))
-    block_o, block_k, block_r = blocks_of(rows, K, block_o, block_k)
+    given = {"block_o": block_o, "block_k": block_k, "warps": warps, "stages": stages}
+    block_o, block_k, block_r, warps, stages = tile_of(x, width, 1 + gated, **given)
     parts, chunk = parts_of(squares, block_r)
     grid = triton.cdiv(widths[0], block_o) if gated else sum(triton.cdiv(w, block_o) for w in widths)
-    even = K % block_k == 0 and all(w % block_o == 0 for w in widths)
+    even = all(w % block_o == 0 for w in widths)
     gained, sums = out, out
     if ahead is not None:
         gained = torch.empty_like(out)
@@ -309,82 +363,3 @@ def _project(
             num_warps=warps,
         )
     return out, gained, sums
-
-
-@triton.jit(do_not_specialize=["n", "count"])
-def turn_kernel(
-    rows,
-    cos,
-    sin,
-    places,
-    columns,
-    query,
-    key,
-    value,
-    n,
-    count,
-    key_b,
-    key_g,
-    key_s,
-    value_b,
-    value_g,
-    value_s,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One head of one new row: a query or a key is turned, and keys and values go to their column of the cache."""
-    head, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b = b.to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    wide = d < D
-    column = tl.load(columns + b * n + i)
-    source = rows + ((b * n + i) * (HEADS + 2 * GROUPS) + head) * D
-    x = tl.load(source + d, mask=wide, other=0.0)
-    if head < HEADS + GROUPS:
-        half = D // 2
-        other = tl.load(source + tl.where(d < half, d + half, d - half), mask=wide, other=0.0).to(tl.float32)
-        angle = (b * count + tl.load(places + b * n + i)) * D + d
-        turned = x.to(tl.float32) * tl.load(cos + angle, mask=wide, other=0.0).to(tl.float32)
-        turned += tl.where(d < half, -other, other) * tl.load(sin + angle, mask=wide, other=0.0).to(
-            tl.float32
-        )
-        x = turned.to(x.dtype)
-    if head < HEADS:
-        tl.store(query + ((b * n + i) * HEADS + head) * D + d, x, mask=wide)
-    elif head < HEADS + GROUPS:
-        tl.store(key + b * key_b + (head - HEADS) * key_g + column * key_s + d, x, mask=wide)
-    else:
-        tl.store(value + b * value_b + (head - HEADS - GROUPS) * value_g + column * value_s + d, x, mask=wide)
-
-
-def turn_rows(
-    rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, key: Tensor, value: Tensor
-) -> Tensor:
-    """See `mmaccel.backends.ops.turn_rows`."""
-    B, n, width = rows.shape
-    G, D = key.shape[1], key.shape[-1]
-    heads = width // D - 2 * G
-    query = torch.empty(B, n, heads, D, dtype=rows.dtype, device=rows.device)
-    with torch.cuda.device_of(rows):
-        turn_kernel[(heads + 2 * G, n, B)](
-            rows.contiguous(),
-            cos.contiguous(),
-            sin.contiguous(),
-            places.contiguous(),
-            columns.contiguous(),
-            query,
-            key,
-            value,
-            n,
-            cos.shape[1],
-            *lines(key),
-            *lines(value),
-            HEADS=heads,
-            GROUPS=G,
-            D=D,
-            BLOCK_D=triton.next_power_of_2(D),
-            num_warps=1,
-        )
-    return query.transpose(1, 2)

@@ -292,6 +292,10 @@ class Family(ModelAdapter):
         """
         raise ModelError(f"{self.name}: this family does not say how its visual inputs are cut.")
 
+    def windowed(self, model: nn.Module) -> nn.Module | None:
+        """The vision tower, where it attends within windows that it calls one by one."""
+        return None
+
     def steps(self, model: nn.Module, inputs: Mapping[str, Any], units: int) -> Tensor:
         """[units] long: what the first rotary coordinate of each unit of the video of `inputs` is beyond that of unit 0,
         were it `units` units long."""

@@ -32,6 +32,7 @@ from mmaccel.models.family import Family
 from mmaccel.models.layers import FewRows
 from mmaccel.models.limit import positions_of
 from mmaccel.models.pointwise import in_chunks, turning
+from mmaccel.models.windows import in_batches
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
@@ -110,7 +111,7 @@ class Seam(StreamSeam):
                 "set cap_pixels_per_frame to false in the processor's video settings."
             )
         units = frames.shape[0] // self.pace
-        with self._busy():
+        with self._busy(), in_batches(self.family, self.model):
             rows = self.family.frames(self.model, inputs)
         inside = units * unit
         return rows[:inside].view(units, unit, -1), rows[inside:]

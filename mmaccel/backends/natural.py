@@ -7,6 +7,7 @@ here is made out of it; of what others make there, `tell_together` takes their w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -24,6 +25,24 @@ how many rows these are."""
 
 _ranks: dict[tuple[torch.device, int], tuple[ref[UntypedStorage], int, int | None]] = {}
 """Device and address -> the memory in which numbers from 0 on lie there, as long as there is any, how many, `_writes`."""
+
+_places: dict[tuple[torch.device, int], tuple[ref[UntypedStorage], tuple[int, int], int, int | None]] = {}
+"""The same of places one after another: the first and how many they are, the elements, `_writes`."""
+
+_reach: dict[tuple[torch.device, int], tuple[ref[UntypedStorage], Band, torch.Size, int | None]] = {}
+"""The same of lists: the pairs for which they hold every block, their shape, `_writes`."""
+
+
+class Band(NamedTuple):
+    """Pairs of `rows` queries and `keys` keys, in their order: row i and key j where lo <= first + i - j < hi; in blocks
+    of so many of either."""
+
+    rows: int
+    keys: int
+    first: int
+    lo: int
+    hi: int
+    blocks: tuple[int, int]
 
 
 @torch.inference_mode(False)
@@ -76,6 +95,61 @@ def are_ranks(place: Tensor) -> bool:
     alike = all(size == 1 or not step for size, step in zip(place.shape[:-1], place.stride(), strict=False))
     dense = place.dtype == torch.int32 and place.stride(-1) == 1 and place.shape[-1] <= n
     return made is not None and made() is not None and _writes(place) == writes and alike and dense
+
+
+@torch.inference_mode(False)
+def places_from(first: int, batch: int, n: int, width: int, device: torch.device) -> Tensor:
+    """[batch, width] int32: the places first .. first + n - 1, and -1 past the last. Nobody writes to it."""
+    rank = torch.arange(width, dtype=torch.int32, device=device)
+    place = torch.where(rank < n, rank + first, -1).repeat(batch, 1)
+    if place.data_ptr():
+        name = place.device, place.data_ptr()
+        storage = ref(place.untyped_storage(), lambda _: _places.pop(name, None))
+        _places[name] = storage, (first, n), place.numel(), _writes(place)
+    return place
+
+
+def first_place(place: Tensor) -> tuple[int, int] | None:
+    """The first of the places `place` [b, width] or [b, 1, width], and how many follow each other from it on in each row;
+    None if that is not known."""
+    made, found, size, writes = _places.get((place.device, place.data_ptr()), (None, (0, 0), 0, None))
+    if made is None or made() is None or _writes(place) != writes or place.dtype != torch.int32:
+        return None
+    return found if place.numel() == size and place.is_contiguous() else None
+
+
+def band(
+    q_row: Tensor,
+    k_row: Tensor,
+    q_place: Tensor,
+    k_place: Tensor,
+    lo: int,
+    hi: int,
+    blocks: tuple[int, int],
+) -> Band | None:
+    """The pairs of a span (`ops.block_attend`) where its queries and keys are known to stand in their order, and its queries
+    to have places that follow each other."""
+    rows, keys, places = rows_in_order(q_row), rows_in_order(k_row), first_place(q_place)
+    if rows is None or keys is None or places is None or rows > places[1] or not are_ranks(k_place):
+        return None
+    return Band(rows, keys, places[0], lo, hi, blocks)
+
+
+def tell_reach(row: Tensor, pairs: Band | None) -> None:
+    """Say that lists `row` [b, h, M, 5] hold every block in which there are any of `pairs`, if these are known."""
+    if pairs is not None and row.data_ptr():
+        name = row.device, row.data_ptr()
+        storage = ref(row.untyped_storage(), lambda _: _reach.pop(name, None))
+        _reach[name] = storage, pairs, row.shape, _writes(row)
+
+
+def reaches(row: Tensor, pairs: Band) -> bool:
+    """Whether lists `row` are known to hold every block in which there are any of `pairs`."""
+    made, known, shape, writes = _reach.get((row.device, row.data_ptr()), (None, None, None, None))
+    if made is None or made() is None or known is None or _writes(row) != writes or row.shape != shape:
+        return False
+    fewer = pairs.rows <= known.rows and pairs.keys <= known.keys
+    return fewer and row.is_contiguous() and known[2:] == pairs[2:]
 
 
 def tell_together(rows: Sequence[Tensor], n: int) -> None:

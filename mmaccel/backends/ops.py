@@ -28,11 +28,14 @@ from mmaccel.backends.index import slash_runs_now as slash_runs_now
 from mmaccel.backends.index import stride_scores_now as stride_scores_now
 from mmaccel.backends.index import strongest_now as strongest_now
 from mmaccel.backends.index import turned_classes_now as turned_classes_now
+from mmaccel.backends.natural import band as band
 from mmaccel.backends.natural import counted as counted
 from mmaccel.backends.natural import first_of as first_of
 from mmaccel.backends.natural import first_rows as first_rows
+from mmaccel.backends.natural import places_from as places_from
 from mmaccel.backends.natural import ranks as ranks
 from mmaccel.backends.natural import rows_together as rows_together
+from mmaccel.backends.natural import tell_reach as tell_reach
 from mmaccel.backends.natural import tell_together as tell_together
 
 FULL, ABSENT, TEST = 0, 1, 2

@@ -283,6 +283,7 @@ def span_by_range(
     last, so that it also holds what lies between when places jump within a query block.
     """
     row, kind = ops.reach_now(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
+    ops.tell_reach(row, ops.band(q_row, k_row, q_place, k_place, lo, hi, (block_q, block_k)))
     return KeySpan(k_row, q_place, k_place, lo, hi, BlockRuns(row, None, kind, kind.shape[-1]))
 
 

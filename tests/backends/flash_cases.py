@@ -22,10 +22,12 @@ def written_out(
     by_key: bool,
     scale: float,
     pack: bool,
+    bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
     """As `mmaccel.backends.flash.attend.call`. A tile that is listed twice is a fault."""
     demand(query, key, value, tensors, tests)
-    mask = seen(query.shape[:3], key.shape[1], tensors, tiles, tests, by_key)
+    assert bounds is None or (by_key and not tests)
+    mask = seen(query.shape[:3], key.shape[1], tensors, tiles, tests, by_key, bounds)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out = masked(q.float(), k.float(), v.float(), mask, scale).to(query.dtype)
     return out.transpose(1, 2), log_sum_exp(q.float(), k.float(), mask, scale)
@@ -53,6 +55,7 @@ def seen(
     tiles: Tiles,
     tests: list[Tensor],
     by_key: bool,
+    bounds: tuple[int, ...] | None,
 ) -> Tensor:
     """[B, H, n, N] bool: the pairs that are computed, for `shape` (B, n, H)."""
     B, n, H = shape
@@ -66,6 +69,10 @@ def seen(
         if not by_key:
             mine &= (listed[0] <= k) & (k - listed[0] < listed[1])
         inside |= mine
+    q = torch.arange(n)[:, None]
+    for below, past, keys in zip(*[iter(bounds or ())] * 3, strict=True):
+        assert max(abs(below), abs(past), keys) <= 2**31 - 1 - n, "in 32 bits"
+        inside |= (k >= q + below) & (k < (q + past).clamp(max=keys))
     told = []
     for count, index in (tensors[:2], tensors[2:]):
         assert count.dtype == index.dtype == torch.int32

@@ -167,7 +167,18 @@ def test_keys_in_their_order_are_told_as_runs(
     by_key = isinstance(pattern, AShape)
     assert calls and {args[6] for args in calls} == {by_key}
     for args in calls if by_key else []:
+        assert args[1].data_ptr() == tensors[1].data_ptr() and not args[5]
+        assert len(args[9]) == 3 * len(plan.parts[0].spans)
+    calls.clear()
+    # Of a layout of its own it is not known that the queries are the last keys.
+    apart = replace(layout, position=layout.position.clone()).take(slice(start, None))
+    plan = replace(pattern, block=block).plan(*tensors[:2], apart, layout)
+    assert plan is not None
+    check(plan, tensors)
+    assert calls and {args[6] for args in calls} == {by_key}
+    for args in calls if by_key else []:
         assert args[1].data_ptr() == tensors[1].data_ptr() and len(args[5]) == len(plan.parts[0].spans)
+        assert args[9] is None
 
 
 @settings(max_examples=30)
@@ -214,6 +225,113 @@ def test_runs_of_keys(
         patch.setattr(limits, "are_ranks", lambda place: False)
         check(plan, tensors)
     assert [args[6] for args in told] == [True, False]
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**16),
+    blocks=st.sampled_from([(16, 16), (64, 64), (128, 32), (32, 256)]),
+    counts=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    first=st.integers(-150, 300),
+    cuts=st.lists(st.integers(-40, 330), min_size=2, max_size=5, unique=True),
+    batch=st.sampled_from([1, 2]),
+)
+def test_bands_of_keys(
+    seed: int,
+    blocks: tuple[int, int],
+    counts: tuple[int, int],
+    first: int,
+    cuts: list[int],
+    batch: int,
+) -> None:
+    """Queries whose places follow each other need no tensor, whatever the first: also before all keys, and past them. What
+    lists are not known to hold all of is told as runs, and what is listed is as ever what counts."""
+    rng = torch.Generator().manual_seed(seed)
+    (n, n_key), cpu = counts, torch.device("cpu")
+    room, width = n + -n % blocks[0], n_key + -n_key % blocks[1]
+    q_row = natural.counted(batch, n, room, cpu)[:, None]
+    q_place = natural.places_from(first, batch, n, room, cpu)[:, None]
+    keys, k_place = (
+        natural.counted(batch, n_key, width, cpu)[:, None],
+        natural.ranks(batch, width, cpu)[:, None],
+    )
+    spans, edges = [], sorted(cuts)
+    for i, (lo, hi) in enumerate(zip(edges, [*edges[1:-1], FAR], strict=False)):
+        some = int(torch.randint(1, n_key + 1, (), generator=rng)) if i else n_key
+        wide = some + -some % blocks[1]
+        mine = natural.first_of(keys, some, wide)
+        spans.append(span_by_range(q_row, mine, q_place, k_place[..., :wide], lo, hi, *blocks))
+    plan = AttentionPlan((Part(q_row, tuple(spans)),), *blocks, batch, 4, n, n_key)
+    tensors = tuple(
+        torch.randn(batch, h, m, 16, generator=rng).half() for h, m in ((4, n), (2, n_key), (2, n_key))
+    )
+    few = first_rows(q_row, max(n - 20, 1))
+    # Lists of the same span that begin a block late, where their kinds are not told.
+    row = spans[0].lists.row.clone()
+    row[..., 0] += row[..., 1].clamp(max=1)
+    row[..., 1:4] = (row[..., 1:4] - 1).clamp(min=0)
+    late = replace(spans[0], lists=replace(spans[0].lists, row=row))
+    told: list[tuple[Any, ...]] = []
+
+    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
+        told.append(args)
+        return written_out(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "call", kernel)
+        patch.setattr(attend, "SIZES", (16,))
+        check(plan, tensors)
+        check(replace(plan, parts=(Part(few, tuple(spans)),)), tensors)
+        check(replace(plan, parts=(Part(q_row, (late, *spans[1:])),)), tensors)
+    assert [args[9] is None for args in told] == [False, False, True]
+
+
+def test_places_that_follow_each_other_are_known() -> None:
+    cpu = torch.device("cpu")
+    place = natural.places_from(-2, 2, 5, 8, cpu)
+    assert place.tolist() == [[-2, -1, 0, 1, 2, -1, -1, -1]] * 2
+    assert natural.first_place(place) == natural.first_place(place[:, None]) == (-2, 5)
+    for other in (place[:, :5], place[:1], place[1:], place.clone(), place.T, place.view(torch.float32)):
+        assert natural.first_place(other) is None
+    known = len(natural._places)
+    view = place[:, None]
+    del place, other
+    assert natural.first_place(view) == (-2, 5)
+    view[0, 0, 1] = 7
+    assert natural.first_place(view) is None
+    del view
+    assert len(natural._places) == known - 1
+    assert natural.first_place(natural.places_from(0, 1, 3, 8, torch.device("meta"))) is None
+
+
+def test_what_lists_reach_is_known_of_what_they_were_made_for() -> None:
+    cpu = torch.device("cpu")
+    q_row, keys = (natural.counted(1, n, 64, cpu)[:, None] for n in (40, 60))
+    place, k_place = natural.places_from(20, 1, 40, 64, cpu)[:, None], natural.ranks(1, 64, cpu)[:, None]
+    of = q_row, keys, place, k_place
+    row = span_by_range(*of, 0, 9, 16, 16).lists.row
+    pairs = natural.band(*of, 0, 9, (16, 16))
+    assert pairs == natural.Band(40, 60, 20, 0, 9, (16, 16)) and natural.reaches(row, pairs)
+    assert natural.reaches(row, pairs._replace(rows=30, keys=50))
+    for other in (
+        dict(rows=41),
+        dict(keys=61),
+        dict(first=21),
+        dict(lo=-1),
+        dict(hi=10),
+        dict(blocks=(16, 32)),
+    ):
+        assert not natural.reaches(row, pairs._replace(**other))
+    assert not natural.reaches(row.clone(), pairs) and not natural.reaches(row[:, :, :2], pairs)
+    for i in range(4):
+        assert natural.band(*(t.clone() if i == j else t for j, t in enumerate(of)), 0, 9, (16, 16)) is None
+    more = natural.counted(1, 41, 64, cpu)[:, None]
+    assert natural.band(more, *of[1:], 0, 9, (16, 16)) is None
+    known = len(natural._reach)
+    row[..., 1] = 0
+    assert not natural.reaches(row, pairs)
+    del row
+    assert len(natural._reach) == known - 1
 
 
 def test_the_first_rows_of_an_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -> None:
@@ -312,11 +430,13 @@ def test_what_follows_from_a_plan_is_made_once(inference: bool, calls: list[tupl
     with torch.inference_mode(inference):
         tensors = tuple(t.half() for t in scene.tensors(torch.float32))
         layout = scene.layout()
+        # Of a layout of its own it is not known that the queries are the last keys: more is made.
+        queries = replace(layout, position=layout.position.clone())
         gc.collect()
         before = len(keep._kept)
         counts = []
         for _ in range(3):
-            plan = pattern.plan(*tensors[:2], layout, layout)
+            plan = pattern.plan(*tensors[:2], queries, layout)
             assert plan is not None
             with Ops() as ops:
                 attend_plan(plan, *tensors, 0.2, attend.block_attend)
@@ -327,9 +447,21 @@ def test_what_follows_from_a_plan_is_made_once(inference: bool, calls: list[tupl
             plan.parts[0].spans[0].q_place.sub_(1)
             attend_plan(plan, *tensors, 0.2, attend.block_attend)
             assert not torch.equal(calls[-1][5][0], calls[0][5][0])
-    del plan, layout
+    del plan, queries, layout
     gc.collect()
     assert len(keep._kept) <= before
+
+
+def test_places_that_were_written_to_are_told_as_runs(calls: list[tuple[Any, ...]]) -> None:
+    scene = Scene(SCENE.sequences[:1], 0, 4, 2, 16)
+    tensors, layout = tuple(t.half() for t in scene.tensors(torch.float32)), scene.layout()
+    plan = AShape(sink=9, window=40, block=64).plan(*tensors[:2], layout, layout)
+    assert plan is not None
+    check(plan, tensors)
+    assert calls[-1][9] is not None and not calls[-1][5]
+    plan.parts[0].spans[0].q_place.sub_(1)
+    attend_plan(plan, *tensors, 0.2, attend.block_attend)
+    assert calls[-1][9] is None and len(calls[-1][5]) == 2
 
 
 @pytest.mark.parametrize("name", list(PATTERNS))

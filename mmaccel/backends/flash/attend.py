@@ -23,6 +23,7 @@ from mmaccel.backends.flash.limits import (
     Lists,
     Span,
     Tiles,
+    key_bounds,
     key_runs,
     lengthened,
     place_runs,
@@ -101,8 +102,11 @@ def block_attend(
     by_key = all(span.there is not None for span in spans)
     made_of = (*k_row, *q_place, *k_place, *offset, *index, *kind)
     name = tuple(lo), tuple(hi), tuple(span.there for span in spans), own, block_q, block_k
-    runs = partial(key_runs if by_key else place_runs, spans, tiles, (block_q, block_k))
-    tests = kept(made_of, name, runs)
+    bounds = None if own is None else key_bounds(spans, q_row, (block_q, block_k))
+    tests = []
+    if bounds is None:
+        runs = partial(key_runs if by_key else place_runs, spans, tiles, (block_q, block_k))
+        tests = kept(made_of, name, runs)
     group, size = H // k.shape[2], (q.shape[1], k.shape[1])
     each = max(one.offset.shape[0] * one.heads for one in lists)
     small = each * size[0] * size[1] <= KEPT * tiles.queries * tiles.keys
@@ -115,7 +119,7 @@ def block_attend(
         mine = [over(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
         its = slice(heads.start // group, (heads.stop - 1) // group + 1)
         some = q[:, :, heads], k[:, :, its], v[:, :, its]
-        out, lse = call(*some, tensors, tiles, mine, by_key, scale, pack)
+        out, lse = call(*some, tensors, tiles, mine, by_key, scale, pack, bounds)
         outs.append(out)
         sums.append(lse)
     out, lse = side_by_side(outs, 2).transpose(1, 2), side_by_side(sums, 1)
@@ -228,21 +232,26 @@ def call(
     by_key: bool,
     scale: float,
     pack: bool,
+    bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]; `tests` are of `key_runs`,
-    or of `place_runs`."""
+    """out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]; `bounds` are of
+    `key_bounds`, and if there are none, `tests` of `key_runs` or of `place_runs`."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    from mmaccel.backends.flash.within import between, within
+    from mmaccel.backends.flash.within import banded, between, numbers, within
+
+    if bounds is not None:
+        test = dict(mask_mod=banded, aux_scalars=numbers(bounds))
+    else:
+        test = dict(mask_mod=between if by_key else within, aux_tensors=tests)
 
     found: Any = flash_attn_func(
         query,
         key,
         value,
         softmax_scale=scale,
-        mask_mod=between if by_key else within,
-        aux_tensors=tests,
+        **test,
         block_sparse_tensors=BlockSparseTensorsTorch(*tensors, block_size=(tiles.queries, tiles.keys)),
         pack_gqa=pack and tensors[0].shape[1] == 1,
         return_lse=True,

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends.natural import are_ranks, rows_in_order
+from mmaccel.backends.natural import are_ranks, band, reaches, rows_in_order
 
 TILE = 128
+
+MOST = 1 << 30
+"""Beyond any place of a query or key: what is compared is kept in 32 bits."""
 
 NEVER = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
 """A place that no query sees: of keys that are not there."""
@@ -90,6 +93,20 @@ def side_by_side(tensors: Sequence[Tensor], dim: int = -1) -> Tensor:
     shape = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
     shape[dim] = -1
     return torch.cat([t.expand(shape) for t in tensors], dim)
+
+
+def key_bounds(spans: Sequence[Span], q_row: Tensor, blocks: tuple[int, int]) -> tuple[int, ...] | None:
+    """What the mask `banded` takes of spans whose queries and keys stand in their order, three numbers for each: of query i
+    the first key that it sees is key i + the first, or 0, and the last is the one before key i + the second, or before the
+    third, which is how many there are. None where that is not known, or a list may lack a block that this reaches."""
+    found: list[int] = []
+    for span in spans:
+        pairs = band(q_row, span.k_row, span.q_place, span.k_place, span.lo, span.hi, blocks)
+        if pairs is None or not span.lists.plain or not reaches(span.lists.offset, pairs):
+            return None
+        ends = (max(-MOST, min(pairs.first + 1 - end, MOST)) for end in (span.hi, span.lo))
+        found += [*ends, pairs.keys]
+    return tuple(found)
 
 
 def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:

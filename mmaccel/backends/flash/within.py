@@ -12,6 +12,11 @@ import cutlass.cute as cute
 from flash_attn.cute import utils
 
 
+def numbers(bounds):
+    """`bounds` as parameters of a launch: none of them is compiled in."""
+    return tuple(cutlass.Int32(number) for number in bounds)
+
+
 @cute.jit
 def between(batch, head, row, column, seqlen_info, tensors):
     """Whether a span's run holds the key for the query: see `mmaccel.backends.flash.limits.key_runs`."""
@@ -19,6 +24,19 @@ def between(batch, head, row, column, seqlen_info, tensors):
     seen = cutlass.Boolean(False)
     for span in tensors:
         seen = seen | _holds(span[b, h, 0, q], span[b, h, 1, q], k)
+    return utils.scalar_to_ssa(seen, cutlass.Boolean)
+
+
+@cute.jit
+def banded(batch, head, row, column, seqlen_info, tensors, bounds):
+    """Whether a span's band holds the pair: see `mmaccel.backends.flash.limits.key_bounds`. Nothing is read."""
+    q, k = row[0], column[0]
+    seen = cutlass.Boolean(False)
+    for span in cutlass.range_constexpr(len(bounds) // 3):
+        below, past, keys = bounds[3 * span], bounds[3 * span + 1], bounds[3 * span + 2]
+        first = cutlass.max(q + below, 0)
+        length = cutlass.max(cutlass.min(q + past, keys) - first, 0)
+        seen = seen | _holds(first, length, k)
     return utils.scalar_to_ssa(seen, cutlass.Boolean)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.backends import ops
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.mix import HeadRun
 from mmaccel.core.plan import AttentionPlan, Part, span_by_range
@@ -141,7 +142,13 @@ class Orders:
         """[B, P]: the places of the queries of one modality among the keys of another; None stands for all of them."""
         name = _told_apart(self.q_layout, query), _told_apart(self.k_layout, key)
         if name not in self._at:
-            self._at[name] = at_or_before(self.keys(key), self.queries(query)[0])
+            keys, queries = self.keys(key), self.queries(query)[0]
+            if name == (None, None) and self.final:
+                n = self.q_layout.length
+                room = len(queries.row), n, len(queries), queries.row.device
+                self._at[name] = ops.places_from(self.k_layout.length - n, *room)
+            else:
+                self._at[name] = at_or_before(keys, queries)
         return self._at[name]
 
     def asking(self, query: int | None, key: int | None, count: int) -> Asking:

@@ -7,12 +7,14 @@ What is read of a query is read once for all keys of a tile; what is read of a k
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from flash_attn.cute import utils
 
 
-def numbers(bounds):
+def numbers(bounds: tuple[int, ...]) -> tuple[Any, ...]:
     """`bounds` as parameters of a launch: none of them is compiled in."""
     return tuple(cutlass.Int32(number) for number in bounds)
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import dense, flash, natural, ops, select
-from mmaccel.backends.flash import causal
+from mmaccel.backends.flash import attend, causal, limits
 from mmaccel.backends.flash.attend import block_attend
+from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.plan import AttentionPlan
 from mmaccel.policies.sparse import AShape
@@ -65,6 +66,36 @@ def test_keys_in_their_order(sink: int, block: int, start: int) -> None:
     assert plan is not None
     assert all(natural.are_ranks(span.k_place) for span in plan.parts[0].spans)
     check(plan, tensors, 128**-0.5, select.get("flash", "cuda"))
+
+
+@pytest.mark.parametrize("window", [1, 127, 129, 300])
+@pytest.mark.parametrize("sink", [0, 100, 128])
+@pytest.mark.parametrize(
+    ("batch", "start", "block"), [(1, 0, 64), (2, 267, 64), (2, 300, 128), (1, 599, 128)]
+)
+def test_last_queries_of_sequences_of_one_length(
+    batch: int, start: int, block: int, sink: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a query sees is computed from its number: chunks of queries, edges in tiles and at their edges."""
+    told: list[tuple[int, ...] | None] = []
+
+    def bounds(*args: Any) -> tuple[int, ...] | None:
+        told.append(limits.key_bounds(*args))
+        return told[-1]
+
+    monkeypatch.setattr(attend, "key_bounds", bounds)
+    rng = torch.Generator().manual_seed(sink + window)
+    shapes = ((4, 600 - start), (2, 600), (2, 600))
+    tensors = tuple(
+        torch.randn(batch, h, n, 128, generator=rng).to("cuda", torch.bfloat16) for h, n in shapes
+    )
+    layout = TokenLayout.text(batch, 600, "cuda")
+    pattern = AShape(sink=sink, window=window, block=block)
+    plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)
+    assert plan is not None
+    for pack in (False, True):
+        check(plan, tensors, 128**-0.5, partial(block_attend, pack=pack))
+    assert len(told) == 2 and None not in told
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from mmaccel.backends import cost, flash, natural, select
 from mmaccel.backends.flash import attend, limits
 from mmaccel.backends.flash import kept as keep
 from mmaccel.backends.natural import counted, first_rows, rows_in_order
+from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range
 from mmaccel.policies.sparse import AShape, BlockTopK, TriShape
@@ -284,6 +285,42 @@ def test_bands_of_keys(
         check(replace(plan, parts=(Part(few, tuple(spans)),)), tensors)
         check(replace(plan, parts=(Part(q_row, (late, *spans[1:])),)), tensors)
     assert [args[9] is None for args in told] == [False, False, True]
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**16),
+    block=st.sampled_from([16, 64, 128, 256]),
+    n=st.integers(1, 400),
+    start=st.one_of(st.sampled_from([0, 126, 127, 128, 254]), st.integers(0, 400)),
+    sink=st.sampled_from([100, 128, 200, 256, 384]),
+    window=st.one_of(st.sampled_from([128, 255, 256, 257, 384]), st.integers(1, 500)),
+)
+def test_first_keys_need_no_test(seed: int, block: int, n: int, start: int, sink: int, window: int) -> None:
+    """Whole tiles of them are FULL where the window leaves them, or none of theirs is seen but by it."""
+    n_key = start + n
+    rng = torch.Generator().manual_seed(seed)
+    tensors = tuple(
+        torch.randn(1, h, m, 16, generator=rng).half() for h, m in ((2, n), (1, n_key), (1, n_key))
+    )
+    layout = TokenLayout.text(1, n_key)
+    pattern = AShape(sink=sink, window=window, block=block)
+    plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)
+    assert plan is not None
+    told: list[tuple[Any, ...]] = []
+
+    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
+        told.append(args)
+        return written_out(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "call", kernel)
+        patch.setattr(attend, "SIZES", (16,))
+        check(plan, tensors)
+        patch.setattr(attend, "key_bounds", lambda *args: None)
+        check(plan, tensors)
+    alone = window >= 256 and min(sink, n_key) % 128 == 0
+    assert len(told[0][9]) == (3 if alone else 6) and told[1][9] is None
 
 
 def test_places_that_follow_each_other_are_known() -> None:

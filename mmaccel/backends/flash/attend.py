@@ -26,6 +26,7 @@ from mmaccel.backends.flash.limits import (
     key_bounds,
     key_runs,
     lengthened,
+    near_alone,
     place_runs,
     side_by_side,
 )
@@ -103,8 +104,10 @@ def block_attend(
     made_of = (*k_row, *q_place, *k_place, *offset, *index, *kind)
     name = tuple(lo), tuple(hi), tuple(span.there for span in spans), own, block_q, block_k
     bounds = None if own is None else key_bounds(spans, q_row, (block_q, block_k))
-    tests = []
-    if bounds is None:
+    tests, seen = [], None
+    if bounds is not None:
+        bounds, seen = near_alone(bounds, q.shape[1], tiles)
+    else:
         runs = partial(key_runs if by_key else place_runs, spans, tiles, (block_q, block_k))
         tests = kept(made_of, name, runs)
     group, size = H // k.shape[2], (q.shape[1], k.shape[1])
@@ -112,10 +115,9 @@ def block_attend(
     small = each * size[0] * size[1] <= KEPT * tiles.queries * tiles.keys
     outs, sums = [], []
     for heads in turns(lists, H, group):
-        tables = partial(
-            block_tensors, [one.of(heads) for one in lists], tiles, *size, together=own is not None
-        )
-        tensors = kept(made_of, (*name, *size, heads.start, heads.stop), tables) if small else tables()
+        some_lists = [one.of(heads) for one in lists]
+        tables = partial(block_tensors, some_lists, tiles, *size, together=own is not None, seen=seen)
+        tensors = kept(made_of, (*name, *size, seen, heads.start, heads.stop), tables) if small else tables()
         mine = [over(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
         its = slice(heads.start // group, (heads.stop - 1) // group + 1)
         some = q[:, :, heads], k[:, :, its], v[:, :, its]
@@ -197,10 +199,17 @@ def turns(lists: Sequence[Lists], heads: int, group: int) -> Iterator[slice]:
 
 
 def block_tensors(
-    lists: Sequence[Lists], tiles: Tiles, n_query: int, n_key: int, *, together: bool
+    lists: Sequence[Lists],
+    tiles: Tiles,
+    n_query: int,
+    n_key: int,
+    *,
+    together: bool,
+    seen: tuple[int, int] | None = None,
 ) -> tuple[Tensor, ...]:
     """Of the tiles of `n_query` queries and `n_key` keys how many are tested [b, h, M] and which [b, h, M, N], and the
-    same of those that are not, all int32; the spans one after another, or `together` over the same keys."""
+    same of those that are not, all int32; the spans one after another, or `together` over the same keys. `seen` is of
+    `near_alone`."""
     pairs = [tiled(finer(table(*one), *tiles.cut), *tiles.joined) for one in lists]
     rows, columns = -(-n_query // tiles.queries), -(-n_key // tiles.keys)
     if together:
@@ -208,6 +217,10 @@ def block_tensors(
     else:
         listed, full = (side_by_side([pair[i] for pair in pairs])[..., :columns] for i in (0, 1))
     listed, full = listed[:, :, :rows], full[:, :, :rows]
+    if seen is not None:
+        first = torch.arange(rows, device=full.device)[:, None] * tiles.queries
+        past = (torch.arange(columns, device=full.device) + 1) * tiles.keys
+        full = full | (listed & (past <= seen[0]) & (past <= first + seen[1]))
     return *rooms(listed & ~full), *rooms(full)
 
 

@@ -109,6 +109,20 @@ def key_bounds(spans: Sequence[Span], q_row: Tensor, blocks: tuple[int, int]) ->
     return tuple(found)
 
 
+def near_alone(
+    bounds: tuple[int, ...], n_query: int, tiles: Tiles
+) -> tuple[tuple[int, ...], tuple[int, int] | None]:
+    """Of the bounds of two spans those of one, where tested tiles need no other: the second sees, up to where the first
+    begins, the first keys of all, whole tiles of them. Then (keys, past): over so many first keys each query i sees all
+    before key i + past, and a tile is FULL if its first query sees its last key. In no other tile of these does the first
+    span begin, as it is longer than a tile and one of queries."""
+    for near, far in ((bounds[:3], bounds[3:]), (bounds[3:], bounds[:3])) if len(bounds) == 6 else ():
+        first_keys = far[0] <= -n_query and far[1] == near[0] and far[2] <= near[2]
+        if first_keys and far[2] % tiles.keys == 0 and near[1] - near[0] >= tiles.queries + tiles.keys:
+            return near, (far[2], near[1])
+    return bounds, None
+
+
 def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
     """What the mask `between` takes of spans whose keys stand at their own place: for each, [b, h, 2, P] int32, of each
     query the first key that it sees, and how many from there on."""

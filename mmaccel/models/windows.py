@@ -13,6 +13,7 @@ A tower that was given another attention than `sdpa` keeps it.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,13 +113,17 @@ def by_length(family: Family, model: nn.Module) -> Callable[[], None]:
     if tower is None or getattr(tower.config, "_attn_implementation", None) != "sdpa":
         return lambda: None
     _register()
-    config = tower.config
-    config._attn_implementation = WINDOWS
+    # A copy, so that whoever builds another model of this config, or sends it away, does not meet the name.
+    shared = tower.config
+    own = copy.copy(shared)
+    own._attn_implementation = WINDOWS
+    changed: list[Any] = [m for m in tower.modules() if getattr(m, "config", None) is shared]
+    for module in changed:
+        module.config = own
 
     def undo() -> None:
-        # Whoever chose another meanwhile keeps it.
-        if config._attn_implementation == WINDOWS:
-            config._attn_implementation = "sdpa"
+        for module in changed:
+            module.config = shared
 
     return undo
 

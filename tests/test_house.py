@@ -28,7 +28,7 @@ WALLS = {
     "core": {"core", "backends.ops", "backends.select"},
     "contract": {"contract", "core", "backends.ops"},
     "policies": {"policies", "core", "backends.ops"},
-    "models": {"models", "core", "media", "backends.ops", "backends.pointwise"},
+    "models": {"models", "core", "media", "backends.fused", "backends.ops", "backends.pointwise"},
     "media": {"media", "core.errors"},
     "world": {"world", "core.errors"},
     "train": {"train", "models", "world", "core"},

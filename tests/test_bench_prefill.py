@@ -59,12 +59,12 @@ def test_the_tower_alone_is_timed(tmp_path: Path) -> None:
     assert [row for row in rows if "failed" in row] == []
     assert [row["done"] for row in rows if "done" in row] == ["vision:128k", "vision:512k", "vision:1m"]
     ways = [(row["case"], row["way"], row["most"], row["patches"]) for row in rows if "way" in row]
-    # Frames of 196 tokens, of four patches each: two of them at least, and a chunk has at most 4 096.
+    # Frames of 196 tokens, of four patches each: two of them at least, and a call has at most 16 384.
     assert ways == [
-        ("vision:128k", "parts", 4096, 2 * 784),
+        ("vision:128k", "parts", 16384, 2 * 784),
         ("vision:128k", "whole", None, 2 * 784),
-        ("vision:512k", "parts", 4096, 2 * 784),
-        ("vision:1m", "parts", 4096, 2 * 784),
+        ("vision:512k", "parts", 16384, 2 * 784),
+        ("vision:1m", "parts", 16384, 2 * 784),
     ]
     assert all(row["median_s"] > 0 for row in rows if "way" in row)
 

@@ -104,8 +104,7 @@ def ragged(offset: Tensor, index: Tensor, kind: Tensor) -> tuple[Tensor, Tensor,
 
 
 def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """index [entries of `chosen`] int32: in each row of `chosen` [..., n] the values [n] of what is chosen, side by side;
-    and [..., n + 1] how many are chosen before each."""
+    """index int32, of each row of `chosen` [..., n] the values [n] of what is chosen; [..., n + 1] how many before each."""
     n = chosen.shape[-1]
     upto = torch.nn.functional.pad(chosen.long().cumsum(-1), (1, 0))
     slot = torch.where(chosen, upto[..., :-1], n)
@@ -289,8 +288,7 @@ dense_attend = torch.library.custom_op(
 """Exact causal attention; see `mmaccel.backends.dense.dense_attend` for its arguments."""
 
 attend_now, decode_now, reach_now, area_now = _dense_attend, _decode_attend, _reach, _listed_area
-"""What is behind `dense_attend`, `decode_attend`, `reach` and `listed_area`, for code that nobody compiles: a call through
-torch.library takes the host some 40 us more."""
+"""What is behind these, for code that nobody compiles: a call through torch.library takes the host some 40 us more."""
 
 
 @dense_attend.register_fake

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import nn
@@ -73,7 +73,8 @@ class Accelerated:
         self.model = model
         self.adapter = adapter_for(model)
         self.view = ModelView(model, self.adapter, adapter_for)
-        self.last_state: KVState | None = None
+        self._state: Callable[[], KVState | None] = lambda: None
+        self._counted: dict[str, float] = {}
         try:
             self.recipe = recipe = fitted(recipe, self.view)
             device = self.view.device
@@ -101,6 +102,20 @@ class Accelerated:
             )
         return kv.open(shape, self.view, device)
 
+    @property
+    def last_state(self) -> KVState | None:
+        """The memory of the last batch of sequences, as long as somebody holds what it was opened for: None after that."""
+        return self._state()
+
+    def opened(self, state: KVState, holder: object) -> None:
+        """`state` is the memory of the sequences to come; it goes with `holder`, and what it counted is kept for reports."""
+        self._state, self._counted = ref(state), {}
+        finalize(holder, self._closed, state).atexit = False
+
+    def _closed(self, state: KVState) -> None:
+        if self._state() is state:
+            self._counted = dict(state.counters())
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own `generate`."""
         return self.model.generate(*args, **kwargs)  # type: ignore[operator]
@@ -110,7 +125,8 @@ class Accelerated:
 
     def report(self) -> Report:
         """Figures of the last `generate`, or of the forward passes since the last one."""
-        kv = self.last_state.counters() if self.last_state is not None else {}
+        state = self.last_state
+        kv = self._counted if state is None else state.counters()
         why = self.road.choice.why if self.road.choice is not None else ""
         return self.road.meter.report(self.recipe.to_dict(), self.road.backend, kv, self.view.device, why)
 

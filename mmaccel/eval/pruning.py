@@ -105,8 +105,7 @@ def left(
     tokens over its layers."""
     with accelerate(model, Recipe(prune=pruner)) as fast:
         layout = fast.adapter.layout(model, inputs)
-        fast(**inputs, logits_to_keep=1)
-        state: Any = fast.last_state
+        state: Any = fast(**inputs, logits_to_keep=1).past_key_values.state
         held = state.held_by(len(state.kept) - 1, layout.length)
         depth = fast.view.geometry.layers
         share = average_share(fast.report().kv, depth)

@@ -24,6 +24,14 @@ class Columns:
     delta: Tensor
 
 
+@dataclass
+class _Door:
+    """Whether the layers may be fed. Cache and layers share it: a layer that knew its cache would keep the state's memory
+    until Python looks for cycles."""
+
+    open: bool = False
+
+
 class _Layer(CacheLayerMixin):
     """One layer of a `KVState`, as transformers wants to see it."""
 
@@ -31,9 +39,9 @@ class _Layer(CacheLayerMixin):
     is_croppable = True
     is_compileable = False
 
-    def __init__(self, cache: KVCache, index: int) -> None:
+    def __init__(self, state: KVState, door: _Door, index: int) -> None:
         super().__init__()
-        self.cache, self.state, self.index = cache, cache.state, index
+        self.state, self.door, self.index = state, door, index
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -42,7 +50,7 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if not self.cache.serving:
+        if not self.door.open:
             raise ModelError(
                 "past_key_values: this cache belongs to an accelerated model that is detached, or to another one; "
                 "start from a new cache."
@@ -74,18 +82,18 @@ class KVCache(Cache):
 
     def __init__(self, state: KVState, layers: int) -> None:
         self.state = state
-        self.serving = False
+        self.door = _Door()
         self.sequence: Columns | None = None
-        super().__init__(layers=[_Layer(self, index) for index in range(layers)])
+        super().__init__(layers=[_Layer(state, self.door, index) for index in range(layers)])
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Only inside may the layers be fed: elsewhere nobody would ask the memory what a query sees."""
-        self.serving = True
+        self.door.open = True
         try:
             yield
         finally:
-            self.serving = False
+            self.door.open = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.state.length()

@@ -167,8 +167,10 @@ class Attachment:
 
     def cache(self) -> KVCache:
         """A fresh cache of the recipe's memory."""
-        self.owner.last_state = self.owner.open_state()
-        return KVCache(self.owner.last_state, self.depth)
+        state = self.owner.open_state()
+        cache = KVCache(state, self.depth)
+        self.owner.opened(state, cache)
+        return cache
 
     def _notice(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmaccel.backends.flash import attend
 from mmaccel.backends.flash.limits import Tiles
+from mmaccel.core.lower import attend_plan
+from mmaccel.core.plan import AttentionPlan
 
-from .oracle import log_sum_exp, masked
+from .oracle import budget, log_sum_exp, masked
 
 
 def written_out(
@@ -85,3 +89,13 @@ def seen(
     assert int((tested + full).max()) <= 1
     wide = slice(0, n), slice(0, n_key)
     return (full.bool()[:, :, *wide]) | (tested.bool()[:, :, *wide] & inside)
+
+
+def check(plan: AttentionPlan, tensors: Sequence[Tensor], scale: float = 0.2, **named: Any) -> None:
+    mask = plan.to_mask()
+    out, lse = attend_plan(plan, *tensors, scale, lambda *args: attend.block_attend(*args, **named))
+    exact, allowed = budget(*tensors, mask, scale)
+    assert out.shape == exact.shape and out.dtype == tensors[0].dtype and lse.dtype == torch.float32
+    assert float((out.double() - exact).abs().max()) <= allowed
+    blind = ~mask.any(-1).expand(lse.shape)
+    assert (out[blind] == 0).all() and torch.equal(lse == -torch.inf, blind)

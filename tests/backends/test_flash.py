@@ -7,7 +7,6 @@ is made of lists beforehand.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,20 +17,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmaccel.backends import cost, flash, natural, select
-from mmaccel.backends.flash import attend, limits
+from mmaccel.backends import cost, flash, select
+from mmaccel.backends.flash import attend
 from mmaccel.backends.flash import kept as keep
-from mmaccel.backends.natural import counted, first_rows, rows_in_order
-from mmaccel.core.layout import TokenLayout
+from mmaccel.backends.natural import first_rows
 from mmaccel.core.lower import attend_plan
-from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range
+from mmaccel.core.plan import AttentionPlan
 from mmaccel.policies.sparse import AShape, BlockTopK, TriShape
 from mmaccel.policies.sparse.intra import IntraPattern
 from tests.policies.sparse.scenes import Scene
 from tests.policies.sparse.test_no_reads import NoReads
 
-from .flash_cases import written_out
-from .oracle import budget, flat
+from .flash_cases import check, written_out
+from .oracle import flat
 from .plans import PATTERNS, SCENE, random_plan
 
 
@@ -56,16 +54,6 @@ def planned(name: str, block: int, start: int) -> tuple[AttentionPlan, tuple[Ten
     plan = replace(PATTERNS[name], block=block).plan(*tensors[:2], layout.take(slice(start, None)), layout)
     assert plan is not None
     return plan, tensors
-
-
-def check(plan: AttentionPlan, tensors: Sequence[Tensor], scale: float = 0.2, **named: Any) -> None:
-    mask = plan.to_mask()
-    out, lse = attend_plan(plan, *tensors, scale, lambda *args: attend.block_attend(*args, **named))
-    exact, allowed = budget(*tensors, mask, scale)
-    assert out.shape == exact.shape and out.dtype == tensors[0].dtype and lse.dtype == torch.float32
-    assert float((out.double() - exact).abs().max()) <= allowed
-    blind = ~mask.any(-1).expand(lse.shape)
-    assert (out[blind] == 0).all() and torch.equal(lse == -torch.inf, blind)
 
 
 @pytest.mark.parametrize("start", [0, 70])
@@ -182,195 +170,6 @@ def test_keys_in_their_order_are_told_as_runs(
         assert args[9] is None
 
 
-@settings(max_examples=30)
-@given(
-    seed=st.integers(0, 2**16),
-    blocks=st.sampled_from([(16, 16), (64, 64), (128, 32), (32, 256)]),
-    counts=st.tuples(st.integers(1, 300), st.integers(1, 300)),
-    cuts=st.lists(st.integers(-40, 330), min_size=2, max_size=5, unique=True),
-    shuffled=st.booleans(),
-)
-def test_runs_of_keys(
-    seed: int, blocks: tuple[int, int], counts: tuple[int, int], cuts: list[int], shuffled: bool
-) -> None:
-    """Ranges side by side over the first keys, as many as each span has; queries of any places and rows."""
-    rng = torch.Generator().manual_seed(seed)
-    n, n_key = counts
-    row = torch.randperm(n, generator=rng, dtype=torch.int32) if shuffled else torch.arange(n).int()
-    q_row = pad_rows(row[None, None], blocks[0])
-    q_place = torch.randint(-1, n_key, q_row.shape, generator=rng, dtype=torch.int32)
-    width = n_key + -n_key % blocks[1]
-    keys = natural.counted(1, n_key, width, torch.device("cpu"))
-    k_place = natural.ranks(1, width, torch.device("cpu"))[:, None]
-    spans = []
-    edges = sorted(cuts)
-    for i, (lo, hi) in enumerate(zip(edges, [*edges[1:-1], FAR], strict=False)):
-        some = int(torch.randint(1, n_key + 1, (), generator=rng)) if i else n_key
-        room = some + -some % blocks[1]
-        mine = natural.first_of(keys[:, None], some, room)
-        spans.append(span_by_range(q_row, mine, q_place, k_place[..., :room], lo, hi, *blocks))
-    plan = AttentionPlan((Part(q_row, tuple(spans)),), *blocks, 1, 4, n, n_key)
-    tensors = tuple(
-        torch.randn(1, h, m, 16, generator=rng).half() for h, m in ((4, n), (2, n_key), (2, n_key))
-    )
-    told: list[tuple[Any, ...]] = []
-
-    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
-        told.append(args)
-        return written_out(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "call", kernel)
-        patch.setattr(attend, "SIZES", (16,))
-        check(plan, tensors)
-        patch.setattr(limits, "are_ranks", lambda place: False)
-        check(plan, tensors)
-    assert [args[6] for args in told] == [True, False]
-
-
-@settings(max_examples=60)
-@given(
-    seed=st.integers(0, 2**16),
-    blocks=st.sampled_from([(16, 16), (64, 64), (128, 32), (32, 256)]),
-    counts=st.tuples(st.integers(1, 300), st.integers(1, 300)),
-    first=st.integers(-150, 300),
-    cuts=st.lists(st.integers(-40, 330), min_size=2, max_size=5, unique=True),
-    batch=st.sampled_from([1, 2]),
-)
-def test_bands_of_keys(
-    seed: int,
-    blocks: tuple[int, int],
-    counts: tuple[int, int],
-    first: int,
-    cuts: list[int],
-    batch: int,
-) -> None:
-    """Queries whose places follow each other need no tensor, whatever the first: also before all keys, and past them. What
-    lists are not known to hold all of is told as runs, and what is listed is as ever what counts."""
-    rng = torch.Generator().manual_seed(seed)
-    (n, n_key), cpu = counts, torch.device("cpu")
-    room, width = n + -n % blocks[0], n_key + -n_key % blocks[1]
-    q_row = natural.counted(batch, n, room, cpu)[:, None]
-    q_place = natural.places_from(first, batch, n, room, cpu)[:, None]
-    keys, k_place = (
-        natural.counted(batch, n_key, width, cpu)[:, None],
-        natural.ranks(batch, width, cpu)[:, None],
-    )
-    spans, edges = [], sorted(cuts)
-    for i, (lo, hi) in enumerate(zip(edges, [*edges[1:-1], FAR], strict=False)):
-        some = int(torch.randint(1, n_key + 1, (), generator=rng)) if i else n_key
-        wide = some + -some % blocks[1]
-        mine = natural.first_of(keys, some, wide)
-        spans.append(span_by_range(q_row, mine, q_place, k_place[..., :wide], lo, hi, *blocks))
-    plan = AttentionPlan((Part(q_row, tuple(spans)),), *blocks, batch, 4, n, n_key)
-    tensors = tuple(
-        torch.randn(batch, h, m, 16, generator=rng).half() for h, m in ((4, n), (2, n_key), (2, n_key))
-    )
-    few = first_rows(q_row, max(n - 20, 1))
-    # Lists of the same span that begin a block late, where their kinds are not told.
-    row = spans[0].lists.row.clone()
-    row[..., 0] += row[..., 1].clamp(max=1)
-    row[..., 1:4] = (row[..., 1:4] - 1).clamp(min=0)
-    late = replace(spans[0], lists=replace(spans[0].lists, row=row))
-    told: list[tuple[Any, ...]] = []
-
-    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
-        told.append(args)
-        return written_out(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "call", kernel)
-        patch.setattr(attend, "SIZES", (16,))
-        check(plan, tensors)
-        check(replace(plan, parts=(Part(few, tuple(spans)),)), tensors)
-        check(replace(plan, parts=(Part(q_row, (late, *spans[1:])),)), tensors)
-    assert [args[9] is None for args in told] == [False, False, True]
-
-
-@settings(max_examples=40)
-@given(
-    seed=st.integers(0, 2**16),
-    block=st.sampled_from([16, 64, 128, 256]),
-    n=st.integers(1, 400),
-    start=st.one_of(st.sampled_from([0, 126, 127, 128, 254]), st.integers(0, 400)),
-    sink=st.sampled_from([100, 128, 200, 256, 384]),
-    window=st.one_of(st.sampled_from([128, 255, 256, 257, 384]), st.integers(1, 500)),
-)
-def test_first_keys_need_no_test(seed: int, block: int, n: int, start: int, sink: int, window: int) -> None:
-    """Whole tiles of them are FULL where the window leaves them, or none of theirs is seen but by it."""
-    n_key = start + n
-    rng = torch.Generator().manual_seed(seed)
-    tensors = tuple(
-        torch.randn(1, h, m, 16, generator=rng).half() for h, m in ((2, n), (1, n_key), (1, n_key))
-    )
-    layout = TokenLayout.text(1, n_key)
-    pattern = AShape(sink=sink, window=window, block=block)
-    plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)
-    assert plan is not None
-    told: list[tuple[Any, ...]] = []
-
-    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
-        told.append(args)
-        return written_out(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "call", kernel)
-        patch.setattr(attend, "SIZES", (16,))
-        check(plan, tensors)
-        patch.setattr(attend, "key_bounds", lambda *args: None)
-        check(plan, tensors)
-    alone = window >= 256 and min(sink, n_key) % 128 == 0
-    assert len(told[0][9]) == (3 if alone else 6) and told[1][9] is None
-
-
-def test_places_that_follow_each_other_are_known() -> None:
-    cpu = torch.device("cpu")
-    place = natural.places_from(-2, 2, 5, 8, cpu)
-    assert place.tolist() == [[-2, -1, 0, 1, 2, -1, -1, -1]] * 2
-    assert natural.first_place(place) == natural.first_place(place[:, None]) == (-2, 5)
-    for other in (place[:, :5], place[:1], place[1:], place.clone(), place.T, place.view(torch.float32)):
-        assert natural.first_place(other) is None
-    known = len(natural._places)
-    view = place[:, None]
-    del place, other
-    assert natural.first_place(view) == (-2, 5)
-    view[0, 0, 1] = 7
-    assert natural.first_place(view) is None
-    del view
-    assert len(natural._places) == known - 1
-    assert natural.first_place(natural.places_from(0, 1, 3, 8, torch.device("meta"))) is None
-
-
-def test_what_lists_reach_is_known_of_what_they_were_made_for() -> None:
-    cpu = torch.device("cpu")
-    q_row, keys = (natural.counted(1, n, 64, cpu)[:, None] for n in (40, 60))
-    place, k_place = natural.places_from(20, 1, 40, 64, cpu)[:, None], natural.ranks(1, 64, cpu)[:, None]
-    of = q_row, keys, place, k_place
-    row = span_by_range(*of, 0, 9, 16, 16).lists.row
-    pairs = natural.band(*of, 0, 9, (16, 16))
-    assert pairs == natural.Band(40, 60, 20, 0, 9, (16, 16)) and natural.reaches(row, pairs)
-    assert natural.reaches(row, pairs._replace(rows=30, keys=50))
-    for other in (
-        dict(rows=41),
-        dict(keys=61),
-        dict(first=21),
-        dict(lo=-1),
-        dict(hi=10),
-        dict(blocks=(16, 32)),
-    ):
-        assert not natural.reaches(row, pairs._replace(**other))
-    assert not natural.reaches(row.clone(), pairs) and not natural.reaches(row[:, :, :2], pairs)
-    for i in range(4):
-        assert natural.band(*(t.clone() if i == j else t for j, t in enumerate(of)), 0, 9, (16, 16)) is None
-    more = natural.counted(1, 41, 64, cpu)[:, None]
-    assert natural.band(more, *of[1:], 0, 9, (16, 16)) is None
-    known = len(natural._reach)
-    row[..., 1] = 0
-    assert not natural.reaches(row, pairs)
-    del row
-    assert len(natural._reach) == known - 1
-
-
 def test_the_first_rows_of_an_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -> None:
     """As where the last rows of a prompt are dense: they are zero, and nothing is gathered."""
     scene = Scene(SCENE.sequences[:1], 0, 4, 2, 16)
@@ -383,70 +182,6 @@ def test_the_first_rows_of_an_order_stay_where_they_are(calls: list[tuple[Any, .
         calls.clear()
         check(replace(plan, parts=parts), tensors)
         assert [args[0].data_ptr() == tensors[0].data_ptr() for args in calls] == [own] * len(calls)
-
-
-def test_an_order_is_known_while_it_lives() -> None:
-    row = counted(2, 5, 8, torch.device("cpu"))
-    assert row.tolist() == [[0, 1, 2, 3, 4, -1, -1, -1]] * 2
-    assert rows_in_order(row) == rows_in_order(row[:, None]) == 5
-    few = first_rows(row[:, None], 3)
-    assert few.tolist() == [[[0, 1, 2, -1, -1, -1, -1, -1]]] * 2
-    assert rows_in_order(few) == 3 and rows_in_order(first_rows(row, 7)) == 5
-    for other in (row[:, :5], row[:1], row[1:], row.clone(), row.T, first_rows(row.clone(), 3)):
-        assert rows_in_order(other) is None
-    meta = [counted(1, n, 8, torch.device("meta")) for n in (3, 5)]
-    assert [rows_in_order(one) for one in meta] == [None, None]
-    known = len(natural._made)
-    del row
-    assert len(natural._made) == known - 1 and rows_in_order(few) == 3
-
-
-def test_ranks_are_known_while_their_memory_is_there() -> None:
-    cpu = torch.device("cpu")
-    with torch.inference_mode():
-        place = natural.ranks(2, 7, cpu)[:, None]
-        assert place.tolist() == [[[0, 1, 2, 3, 4, 5, 6]]] * 2
-        assert natural.are_ranks(place) and natural.are_ranks(place[..., :5])
-        for other in (place[..., 1:], place[..., ::2], place.clone(), place.mT, place.view(torch.float32)):
-            assert not natural.are_ranks(other)
-        known = len(natural._ranks)
-        del place, other
-        assert len(natural._ranks) == known - 1
-    assert not natural.are_ranks(natural.ranks(1, 5, torch.device("meta")))
-    row = counted(1, 9, 12, cpu)
-    few = natural.first_of(row[:, None], 3, 4)
-    assert few.tolist() == [[[0, 1, 2, -1]]] and rows_in_order(few) == 3
-    every = natural.first_of(row[:, None], 10, 12)
-    assert torch.equal(every[:, 0], row) and rows_in_order(every) == 9
-    assert rows_in_order(natural.first_of(row.flip(-1), 3, 4)) is None
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_what_was_written_to_is_no_longer_known(inference: bool) -> None:
-    cpu = torch.device("cpu")
-    with torch.inference_mode(inference):
-        row, place = counted(1, 5, 8, cpu), natural.ranks(2, 7, cpu)
-        few, some = first_rows(row, 3), natural.first_of(row, 2, 4)
-        assert [rows_in_order(t) for t in (row, few, some)] == [5, 3, 2] and natural.are_ranks(place)
-        row[:, None][..., 0] = 4
-        assert rows_in_order(row) is None and rows_in_order(row[:, None]) is None
-        assert natural.rows_together([row]) is None and rows_in_order(first_rows(row, 3)) is None
-        assert rows_in_order(few) == 3 and rows_in_order(some) == 2
-        few.copy_(row)
-        some.add_(1)
-        assert rows_in_order(few) is None and rows_in_order(some) is None
-        place[0, :1].fill_(3)
-        assert not natural.are_ranks(place) and not natural.are_ranks(place[:, None])
-
-
-def test_rows_that_were_written_to_are_no_longer_all_of_them() -> None:
-    rows = [torch.tensor([[[0, 2, -1]]]), torch.tensor([[[1, 3]]])]
-    natural.tell_together(rows, 4)
-    assert natural.rows_together(rows) == 4
-    rows[1][..., 0] = 3
-    assert natural.rows_together(rows) is None
-    natural.tell_together(rows[:1], 2)
-    assert natural.rows_together(rows[:1]) == 2
 
 
 class Ops(TorchDispatchMode):

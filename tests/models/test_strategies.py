@@ -1,6 +1,7 @@
 """Every draft on both families: the plain model's tokens, whatever the draft sees; and what it sees is what it should."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -199,13 +200,22 @@ def test_a_sparse_draft_that_leaves_nothing_out_is_always_right(family):
     assert 0 < report.draft["counters"]["draft_held"] < whole / 2
 
 
+@contextmanager
+def held(fast):
+    """While inside, memories stay that were opened there."""
+    own, opened = fast.open_state, []
+    fast.open_state = lambda: opened.append(own()) or opened[-1]
+    yield
+    fast.open_state = own
+
+
 def test_a_sparse_draft_leaves_the_target_s_memory_as_it_was(family):
     name, model = family
     inputs = prompt(name, PIECES["video"])
-    with mmaccel.accelerate(model) as fast:
+    with mmaccel.accelerate(model) as fast, held(fast):
         ids = model.generate(**inputs, max_new_tokens=20, do_sample=False)
         want = [fast.last_state.view(layer, None) for layer in range(3)]
-    with mmaccel.accelerate(model, draft=SparseToDense(window=4, retention=0.2)) as fast:
+    with mmaccel.accelerate(model, draft=SparseToDense(window=4, retention=0.2)) as fast, held(fast):
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False), ids)
         for layer, view in enumerate(want):
             got = fast.last_state.view(layer, None)

@@ -178,7 +178,7 @@ def test_what_listens_to_the_tower_hears_the_same(family: str, monkeypatch: pyte
             out = fast.generate(
                 **inputs, max_new_tokens=3, do_sample=False, output_scores=True, return_dict_in_generate=True
             )
-            told.append((fast.last_state.kept[0].clone(), torch.stack(out.scores)))
+            told.append((out.past_key_values.state.kept[0].clone(), torch.stack(out.scores)))
     assert 0 < told[0][0].numel() < inputs["input_ids"].shape[1]
     assert torch.equal(told[0][0], told[1][0])
     torch.testing.assert_close(told[0][1], told[1][1], rtol=0, atol=1e-4)

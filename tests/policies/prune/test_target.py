@@ -156,9 +156,10 @@ def test_dropped_columns_leave_the_cache_and_the_layers(family: str, model: Any)
     with torch.no_grad(), mmaccel.accelerate(model, prune=FastV(retention=0.25, layer=3)) as fast:
         fast.road.probe = lambda run, layer, q, k, v, scale: rows.update({layer: (q.shape[2], k.shape[2])})  # type: ignore[assignment]
         logits = fast(**inputs).logits
-        last = fast(**inputs, logits_to_keep=1).logits
+        out = fast(**inputs, logits_to_keep=1)
+        last = out.logits
         fast.road.probe = None
-        held = fast.last_state.held_by(1, inputs["input_ids"].shape[1])  # type: ignore[union-attr]
+        held = out.past_key_values.state.held_by(1, inputs["input_ids"].shape[1])
     S = inputs["input_ids"].shape[1]
     m = len(videos(layout_in(model, inputs)))
     left = S - m + m // 4

@@ -1,0 +1,162 @@
+"""What a tested tile of the backend `flash` compares, over random layouts: runs of keys, bands, and what needs no test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmaccel.backends import natural
+from mmaccel.backends.flash import attend, limits
+from mmaccel.backends.natural import first_rows
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range
+from mmaccel.policies.sparse import AShape
+
+from .flash_cases import check, written_out
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 2**16),
+    blocks=st.sampled_from([(16, 16), (64, 64), (128, 32), (32, 256)]),
+    counts=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    cuts=st.lists(st.integers(-40, 330), min_size=2, max_size=5, unique=True),
+    shuffled=st.booleans(),
+)
+def test_runs_of_keys(
+    seed: int, blocks: tuple[int, int], counts: tuple[int, int], cuts: list[int], shuffled: bool
+) -> None:
+    """Ranges side by side over the first keys, as many as each span has; queries of any places and rows."""
+    rng = torch.Generator().manual_seed(seed)
+    n, n_key = counts
+    row = torch.randperm(n, generator=rng, dtype=torch.int32) if shuffled else torch.arange(n).int()
+    q_row = pad_rows(row[None, None], blocks[0])
+    q_place = torch.randint(-1, n_key, q_row.shape, generator=rng, dtype=torch.int32)
+    width = n_key + -n_key % blocks[1]
+    keys = natural.counted(1, n_key, width, torch.device("cpu"))
+    k_place = natural.ranks(1, width, torch.device("cpu"))[:, None]
+    spans = []
+    edges = sorted(cuts)
+    for i, (lo, hi) in enumerate(zip(edges, [*edges[1:-1], FAR], strict=False)):
+        some = int(torch.randint(1, n_key + 1, (), generator=rng)) if i else n_key
+        room = some + -some % blocks[1]
+        mine = natural.first_of(keys[:, None], some, room)
+        spans.append(span_by_range(q_row, mine, q_place, k_place[..., :room], lo, hi, *blocks))
+    plan = AttentionPlan((Part(q_row, tuple(spans)),), *blocks, 1, 4, n, n_key)
+    tensors = tuple(
+        torch.randn(1, h, m, 16, generator=rng).half() for h, m in ((4, n), (2, n_key), (2, n_key))
+    )
+    told: list[tuple[Any, ...]] = []
+
+    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
+        told.append(args)
+        return written_out(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "call", kernel)
+        patch.setattr(attend, "SIZES", (16,))
+        check(plan, tensors)
+        patch.setattr(limits, "are_ranks", lambda place: False)
+        check(plan, tensors)
+    assert [args[6] for args in told] == [True, False]
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**16),
+    blocks=st.sampled_from([(16, 16), (64, 64), (128, 32), (32, 256)]),
+    counts=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    first=st.integers(-150, 300),
+    cuts=st.lists(st.integers(-40, 330), min_size=2, max_size=5, unique=True),
+    batch=st.sampled_from([1, 2]),
+)
+def test_bands_of_keys(
+    seed: int,
+    blocks: tuple[int, int],
+    counts: tuple[int, int],
+    first: int,
+    cuts: list[int],
+    batch: int,
+) -> None:
+    """Queries whose places follow each other need no tensor, whatever the first: also before all keys, and past them. What
+    lists are not known to hold all of is told as runs, and what is listed is as ever what counts."""
+    rng = torch.Generator().manual_seed(seed)
+    (n, n_key), cpu = counts, torch.device("cpu")
+    room, width = n + -n % blocks[0], n_key + -n_key % blocks[1]
+    q_row = natural.counted(batch, n, room, cpu)[:, None]
+    q_place = natural.places_from(first, batch, n, room, cpu)[:, None]
+    keys, k_place = (
+        natural.counted(batch, n_key, width, cpu)[:, None],
+        natural.ranks(batch, width, cpu)[:, None],
+    )
+    spans, edges = [], sorted(cuts)
+    for i, (lo, hi) in enumerate(zip(edges, [*edges[1:-1], FAR], strict=False)):
+        some = int(torch.randint(1, n_key + 1, (), generator=rng)) if i else n_key
+        wide = some + -some % blocks[1]
+        mine = natural.first_of(keys, some, wide)
+        spans.append(span_by_range(q_row, mine, q_place, k_place[..., :wide], lo, hi, *blocks))
+    plan = AttentionPlan((Part(q_row, tuple(spans)),), *blocks, batch, 4, n, n_key)
+    tensors = tuple(
+        torch.randn(batch, h, m, 16, generator=rng).half() for h, m in ((4, n), (2, n_key), (2, n_key))
+    )
+    few = first_rows(q_row, max(n - 20, 1))
+    # Lists of the same span that begin a block late, where their kinds are not told.
+    row = spans[0].lists.row.clone()
+    row[..., 0] += row[..., 1].clamp(max=1)
+    row[..., 1:4] = (row[..., 1:4] - 1).clamp(min=0)
+    late = replace(spans[0], lists=replace(spans[0].lists, row=row))
+    told: list[tuple[Any, ...]] = []
+
+    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
+        told.append(args)
+        return written_out(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "call", kernel)
+        patch.setattr(attend, "SIZES", (16,))
+        check(plan, tensors)
+        check(replace(plan, parts=(Part(few, tuple(spans)),)), tensors)
+        check(replace(plan, parts=(Part(q_row, (late, *spans[1:])),)), tensors)
+    assert [args[9] is None for args in told] == [False, False, True]
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**16),
+    block=st.sampled_from([16, 64, 128, 256]),
+    n=st.integers(1, 400),
+    start=st.one_of(st.sampled_from([0, 126, 127, 128, 254]), st.integers(0, 400)),
+    sink=st.sampled_from([100, 128, 200, 256, 384]),
+    window=st.one_of(st.sampled_from([128, 255, 256, 257, 384]), st.integers(1, 500)),
+)
+def test_first_keys_need_no_test(seed: int, block: int, n: int, start: int, sink: int, window: int) -> None:
+    """Whole tiles of them are FULL where the window leaves them, or none of theirs is seen but by it."""
+    n_key = start + n
+    rng = torch.Generator().manual_seed(seed)
+    tensors = tuple(
+        torch.randn(1, h, m, 16, generator=rng).half() for h, m in ((2, n), (1, n_key), (1, n_key))
+    )
+    layout = TokenLayout.text(1, n_key)
+    pattern = AShape(sink=sink, window=window, block=block)
+    plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)
+    assert plan is not None
+    told: list[tuple[Any, ...]] = []
+
+    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
+        told.append(args)
+        return written_out(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "call", kernel)
+        patch.setattr(attend, "SIZES", (16,))
+        check(plan, tensors)
+        patch.setattr(attend, "key_bounds", lambda *args: None)
+        check(plan, tensors)
+    alone = window >= 256 and min(sink, n_key) % 128 == 0
+    assert len(told[0][9]) == (3 if alone else 6) and told[1][9] is None

@@ -14,6 +14,7 @@ extra  entries fetched ahead that nobody asked for, over those needed
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ KINDS = ("needle", "scene", "order", "combine")
 WINDOW, STILL = 16, 0.3
 
 
-def measured(model: str, budget: int, frames: int, seed: int, device: str) -> dict[str, Any]:
+def measured(model: str, budget: int, frames: int, seed: int, slack: float, device: str) -> dict[str, Any]:
     """A row: one stream, and all its questions."""
-    world, own = World.generate(seed, frames), {"name": "mosaic", "window": WINDOW, "frames": budget}
+    world = World.generate(seed, frames)
+    own = {"name": "mosaic", "window": WINDOW, "frames": budget, "slack": slack}
     loaded, processor = mmaccel.load_model(model, dtype=torch.float32), mmaccel.load_processor(model)
     with mmaccel.VideoSession(loaded.to(device), processor, None, kv=own) as session:
         film = world.table(STILL)
@@ -43,7 +45,7 @@ def measured(model: str, budget: int, frames: int, seed: int, device: str) -> di
         told = session.counters()
     covered, missing, guessed = (told[f"fetch_{name}"] for name in ("covered", "missing", "guessed"))
     return {
-        "model": model, "budget": budget, "frames": frames, "seed": seed, "questions": len(questions),
+        "model": model, "budget": budget, "frames": frames, "seed": seed, "slack": slack, "questions": len(questions),
         "later": told["prefetch_coverage"], "all": covered / max(1.0, covered + missing),
         "extra": (guessed - covered) / max(1.0, told["fetch_needed"]), "covered": covered, "missing": missing,
         "off": 1 - told["resident"] / told["units"],
@@ -60,16 +62,19 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=int, default=[16, 64])
     parser.add_argument("--frames", type=int, default=600)
     parser.add_argument("--seeds", nargs="+", type=int, default=[9100, 9101])
+    parser.add_argument(
+        "--slacks", nargs="+", type=float, default=[1.25], help="how many budgets are fetched ahead"
+    )
     options = parser.parse_args()
     log = Log(options.out, options.device)
     for model in options.models:
         for budget in options.budgets:
-            for seed in options.seeds:
-                row = measured(model, budget, options.frames, seed, options.device)
+            for slack, seed in product(options.slacks, options.seeds):
+                row = measured(model, budget, options.frames, seed, slack, options.device)
                 log.row(case="ahead", **row)
                 print(
-                    f"{model:10} {budget:3} frames: {row['later']:.3f} of layers after the first, {row['all']:.3f} of all, "
-                    f"{row['questions']} questions, {row['off']:.1%} off the device",
+                    f"{model:10} {budget:3} frames, {slack:g} ahead: {row['later']:.3f} of layers after the first, "
+                    f"{row['all']:.3f} of all, {row['questions']} questions, {row['off']:.1%} off the device",
                     flush=True,
                 )
 

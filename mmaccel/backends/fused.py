@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import reads_weights
+from mmaccel.backends.ops import turn_now
 
 PASS_ROWS = (
     "(Tensor x, Tensor weight, Tensor[] bias, Tensor residual, Tensor gain) -> "
@@ -23,7 +23,9 @@ ENTER_ROWS = (
 
 
 def _pass_rows(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if reads_weights(x):
+    from mmaccel.backends import triton
+
+    if triton.reads_weights(x):
         from mmaccel.backends.triton.rows import pass_rows as launch
 
         return launch(x, *rest)
@@ -33,13 +35,16 @@ def _pass_rows(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _enter_rows(x: Tensor, *rest: Any) -> Tensor:
-    if reads_weights(x):
+    from mmaccel.backends import triton
+
+    if triton.reads_weights(x):
         from mmaccel.backends.triton.enter import enter_rows as launch
 
         return launch(x, *rest)
     from mmaccel.backends.reference.decode import enter_rows as plain
 
-    return plain(x, *rest)
+    # Where the products are PyTorch's, what turns is a kernel still: one for a dozen.
+    return plain(x, *rest, turn_now)  # type: ignore[call-arg]
 
 
 pass_rows = torch.library.custom_op("mmaccel::pass_rows", _pass_rows, mutates_args=(), schema=PASS_ROWS)

@@ -240,19 +240,10 @@ def _decode_attend(query: Tensor, *rest: Any) -> Tensor:
     return plain(query, *rest)
 
 
-def reads_weights(x: Tensor) -> bool:
-    """Whether the products of rows `x` [R, K] are a matter of reading weights, and there are kernels for these."""
+def _project_rows(x: Tensor, *rest: Any) -> Tensor:
     from mmaccel.backends import triton
 
-    if x.dtype != torch.bfloat16 or triton.usable(x.device) is not None:
-        return False
-    from mmaccel.backends.triton import rows
-
-    return x.shape[0] <= rows.MOST
-
-
-def _project_rows(x: Tensor, *rest: Any) -> Tensor:
-    if reads_weights(x):
+    if triton.reads_weights(x):
         from mmaccel.backends.triton.rows import project_rows as launch
 
         return launch(x, *rest)
@@ -287,7 +278,8 @@ dense_attend = torch.library.custom_op(
 )
 """Exact causal attention; see `mmaccel.backends.dense.dense_attend` for its arguments."""
 
-attend_now, decode_now, reach_now, area_now = _dense_attend, _decode_attend, _reach, _listed_area
+attend_now, decode_now, turn_now = _dense_attend, _decode_attend, _turn_rows
+reach_now, area_now = _reach, _listed_area
 """What is behind these, for code that nobody compiles: a call through torch.library takes the host some 40 us more."""
 
 

@@ -62,6 +62,35 @@ def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched == [torch.float32] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_rows_of_types_without_products_of_ours_are_turned_by_one_kernel(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a model in float16 has no dozen launches a layer for what is one."""
+    pytest.importorskip("triton")
+    from mmaccel.backends import triton
+    from mmaccel.backends.reference import decode as plain
+    from mmaccel.backends.triton import turn as kernels
+
+    launched: list[torch.dtype] = []
+
+    def launch(given: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        launched.append(given.dtype)
+        return plain.turn_rows(given, *rest)
+
+    x, weight = torch.randn(3, 16).to(dtype), [torch.randn(8 * h, 16).to(dtype) for h in (4, 2, 2)]
+    turn, columns = torch.randn(2, 1, 3, 8).to(dtype), torch.arange(3)[None]
+    mine, theirs = ([torch.zeros(1, 2, 5, 8, dtype=dtype) for _ in range(2)] for _ in range(2))
+    given = x, weight, [], torch.ones(16, dtype=dtype), None, 1e-6, turn, columns
+    want = plain.enter_rows(*given, *theirs)
+    monkeypatch.setattr(triton, "usable", lambda device: None)
+    monkeypatch.setattr(kernels, "turn_rows", launch)
+    assert torch.equal(fused.enter_rows(*given, *mine), want)
+    assert launched == [dtype]
+    for one, other in zip(mine, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_compiles_for_devices_that_are_not_here() -> None:
     """Products run on the matrix units, the cache and the weights come in copies of 16 bytes, two programs share a
     multiprocessor, and nothing spills."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -69,24 +69,6 @@ def pass_rows(
     return out, out * gain, out.float().pow(2).sum(-1, keepdim=True)
 
 
-def enter_rows(
-    x: Tensor,
-    weight: Sequence[Tensor],
-    bias: Sequence[Tensor],
-    gain: Tensor | None,
-    squares: Tensor | None,
-    eps: float,
-    turn: Tensor,
-    columns: Tensor,
-    key: Tensor,
-    value: Tensor,
-) -> Tensor:
-    """Three products, one after the other, then the rotation."""
-    rows = project_rows(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
-    places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
-    return turn_rows(rows, turn[0], turn[1], places, columns, key, value)
-
-
 def turn_rows(
     rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
@@ -103,3 +85,22 @@ def turn_rows(
     key.transpose(1, 2)[batch, columns] = new
     value.transpose(1, 2)[batch, columns] = heads[:, :, width // D - G :]
     return query.contiguous().transpose(1, 2)
+
+
+def enter_rows(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    gain: Tensor | None,
+    squares: Tensor | None,
+    eps: float,
+    turn: Tensor,
+    columns: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotate: Callable[..., Tensor] = turn_rows,
+) -> Tensor:
+    """Three products, one after the other, then `rotate`."""
+    rows = project_rows(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
+    places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
+    return rotate(rows, turn[0], turn[1], places, columns, key, value)

@@ -151,7 +151,7 @@ def admits(model: nn.Module, family: Family, cache: Any) -> bool:
     if any(p.device.type not in layers_of.DEVICES for p in model.parameters()):
         return False
     owner, state = attached(model), getattr(cache, "state", None)
-    if state is None and type(cache) is not DynamicCache:
+    if state is None and (type(cache) is not DynamicCache or _mixed(model)):
         return False
     if state is not None and (not state.in_place or owner is None or owner.recipe.prune is not None):
         return False
@@ -166,6 +166,13 @@ def admits(model: nn.Module, family: Family, cache: Any) -> bool:
         and not any(module._forward_hooks for module in inner)
         and all(isinstance(hook, Handed) for module in inner for hook in module._forward_pre_hooks.values())
     )
+
+
+def _mixed(model: nn.Module) -> bool:
+    """Whether autocast makes another type of products than weights have: a cache then holds keys of one and values of the
+    other."""
+    kinds = {(p.device.type, p.dtype) for p in model.parameters()}
+    return any(torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on) != dtype for on, dtype in kinds)
 
 
 def open_runner(model: nn.Module, family: Family, cache: Any) -> HFRunner:

@@ -273,6 +273,15 @@ def test_it_is_chosen_for_models_it_computes(family, monkeypatch):
     with mmaccel.accelerate(model) as fast:
         assert type(fast.view.runner()) is StaticRunner
         assert type(fast.view.runner(Window(window=64))) is HFRunner
+    # Under autocast a plain cache has keys in the type of the angles, and values in that of the products.
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = adapter.runner(model)
+        mixed.prefill(prompt(family[0], PROMPTS["text"]))
+        assert type(mixed) is HFRunner and mixed.step(torch.tensor([[9, 3]])).shape[1] == 2
+        with mmaccel.accelerate(model) as fast:
+            assert type(fast.view.runner()) is StaticRunner
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        assert type(adapter.runner(model)) is StaticRunner
     layer = adapter.layers(model)[1]
     handle = layer.mlp.register_forward_hook(lambda *_: None)
     assert type(adapter.runner(model)) is HFRunner

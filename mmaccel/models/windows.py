@@ -47,10 +47,11 @@ class Batches:
 
     @classmethod
     def of(cls, ends: list[int], device: torch.device) -> Batches:
-        """Of windows that begin and end at `ends`, one after the other."""
+        """Of windows that begin and end at `ends`, one after the other; those of no rows are left out."""
         begins: dict[int, list[int]] = {}
         for begin, end in pairwise(ends):
-            begins.setdefault(end - begin, []).append(begin)
+            if end > begin:
+                begins.setdefault(end - begin, []).append(begin)
         shapes = tuple((len(some), length) for length, some in begins.items())
         order = torch.cat(
             [(torch.tensor(some)[:, None] + torch.arange(n)).flatten() for n, some in begins.items()]

@@ -140,6 +140,8 @@ def test_batches_are_by_length_and_rows_come_back() -> None:
     assert torch.equal(found.order[found.back], torch.arange(13))
     in_row = Batches.of([0, 4, 8, 10], torch.device("cpu"))
     assert in_row == Batches(((2, 4), (1, 2)))
+    # As a caller may bring them, who did not drop what fills a grid of windows up.
+    assert Batches.of([0, 0, 4, 8, 8, 10, 10], torch.device("cpu")) == in_row
 
 
 @torch.no_grad()

@@ -206,18 +206,19 @@ def _weights(linear: Sequence[nn.Linear]) -> tuple[list[Tensor], list[Tensor]]:
 
 def known(layers: Iterable[Any], activation: str) -> bool:
     """Whether `entering` and `leaving` compute what `layers` do: of classes known here, each on one device, with weights as
-    they come."""
+    they come; of products that are made together all have a bias, or none."""
     layers = list(layers)
     return activation == "silu" and all(
         type(layer).__name__ in LAYERS
         and layer.self_attn.sliding_window is None
-        and all(type(linear) is nn.Linear for linear in linears(layer))
+        and all(type(linear) is nn.Linear for some in together(layer) for linear in some)
         and len({p.device for p in layer.parameters()}) == 1
+        and all(len({one.bias is None for one in some}) == 1 for some in together(layer))
         for layer in layers
     )
 
 
-def linears(layer: Any) -> list[nn.Module]:
-    """The seven products of a layer."""
+def together(layer: Any) -> list[list[Any]]:
+    """The seven products of a layer, each with those that are made with it."""
     own, mlp = layer.self_attn, layer.mlp
-    return [own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return [[own.q_proj, own.k_proj, own.v_proj], [own.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]

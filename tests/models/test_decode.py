@@ -291,6 +291,11 @@ def test_it_is_chosen_for_models_it_computes(family, monkeypatch):
     assert type(adapter.runner(model)) is HFRunner
     layer.mlp.up_proj = own
     assert type(adapter.runner(model)) is StaticRunner
+    # A product of three knows a bias for each, or none.
+    with monkeypatch.context() as patch:
+        patch.setitem(layer.self_attn.k_proj._parameters, "bias", None)
+        assert type(adapter.runner(model)) is HFRunner
+    assert type(adapter.runner(model)) is StaticRunner
     # What stands before the layers and after them is no less the model's own.
     head = model.get_output_embeddings()
     for end in (model.get_input_embeddings(), adapter.text(model).norm, head):

@@ -98,7 +98,7 @@ def test_trees(m: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [1, 3, 17])
-@pytest.mark.parametrize("kind", ["three with a bias", "gated", "residual", "one"])
+@pytest.mark.parametrize("kind", ["three with a bias", "gated", "gated with a bias", "residual", "one"])
 def test_project(kind: str, count: int, dtype: torch.dtype) -> None:
     """Widths that fill no block; inputs that fill no step.
 
@@ -107,12 +107,13 @@ def test_project(kind: str, count: int, dtype: torch.dtype) -> None:
     """
     K = 96
     x, gain = drawn(count, K, dtype=dtype), drawn(K, dtype=dtype, seed=1)
-    widths = {"three with a bias": (40, 8, 24), "gated": (40, 40), "residual": (40,), "one": (33,)}[kind]
+    widths = {"three with a bias": (40, 8, 24), "residual": (40,), "one": (33,)}.get(kind, (40, 40))
+    gated = kind.startswith("gated")
     weight = [drawn(w, K, dtype=dtype, seed=i) / 10 for i, w in enumerate(widths)]
     bias = [drawn(w, dtype=dtype, seed=i + 9) for i, w in enumerate(widths)] if "bias" in kind else []
     residual = drawn(count, 40, dtype=dtype, seed=5) if kind == "residual" else None
     norm = None if residual is not None else gain
-    told = (bias, norm, 1e-6, residual, kind == "gated")
+    told = (bias, norm, 1e-6, residual, gated)
     out = rows.project_rows(x, weight, *told, block_k=64)
     said = plain.project_rows(x, weight, *told)
     wide = [t if t is None else t.double() for t in (norm, residual)]
@@ -123,8 +124,8 @@ def test_project(kind: str, count: int, dtype: torch.dtype) -> None:
             turn(entered), [turn(w.double()) for w in weight], [turn(b.double()) for b in bias], *rest
         )
         for turn, rest in (
-            (torch.positive, (None, 0.0, wide[1], kind == "gated")),
-            (torch.abs, (None, 0.0, None, kind == "gated")),
+            (torch.positive, (None, 0.0, wide[1], gated)),
+            (torch.abs, (None, 0.0, None, gated)),
         )
     )
     off = float((said.double() - exact).abs().max()) + float(exact.abs().max()) * torch.finfo(dtype).eps / 2

@@ -145,9 +145,8 @@ def project_kernel(
 ):
     """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.project_rows`.
 
-    EVEN: blocks divide the outputs. PARTS: of how many the sums of squares of `x` are
-    made, 0 where it is not to be normed. AHEAD: what the norm after this needs is written, too; see `fused.pass_rows`.
-    BLOCKS: how many programs there are.
+    EVEN: blocks divide the outputs. PARTS: of how many the sums of squares of `x` are made, 0 where it is not to be normed.
+    AHEAD: what the norm after this needs is written, too; see `fused.pass_rows`. BLOCKS: how many programs there are.
     """
     block = tl.program_id(0)
     weight, bias, begin, width = weight_0, bias_0, 0, WIDTH_0
@@ -168,6 +167,8 @@ def project_kernel(
     # What the end needs is on its way meanwhile.
     if BIAS:
         offset = tl.load(bias + o, mask=there, other=0.0)
+        if GATED:
+            other_offset = tl.load(bias_1 + o, mask=there, other=0.0)
     if RESIDUAL:
         before = tl.load(residual + place, mask=mask, other=0.0)
     if AHEAD:
@@ -182,6 +183,8 @@ def project_kernel(
         acc, up = acc * shrink, up * shrink
     if BIAS:
         acc += offset.to(tl.float32)[:, None]
+        if GATED:
+            up += other_offset.to(tl.float32)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     if RESIDUAL:

@@ -41,7 +41,7 @@ def attended(n: int, dtype: torch.dtype = torch.bfloat16, size: int = 128, **cho
     return pieces.found[0]
 
 
-def projected(count: int, kind: str, **choices: Any) -> Any:
+def projected(count: int, kind: str) -> Any:
     """The product of one of the weights of a 7B model's layer."""
     kernel = Compiled(rows.project_kernel)
     E = 3584
@@ -60,7 +60,6 @@ def projected(count: int, kind: str, **choices: Any) -> Any:
             1e-6,
             residual,
             kind == "up",
-            **choices,
         )
     return kernel.found[0]
 

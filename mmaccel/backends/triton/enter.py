@@ -119,13 +119,9 @@ def enter_rows(
     columns: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    block_o: int | None = None,
     block_k: int | None = None,
-    warps: int | None = None,
-    stages: int | None = None,
 ) -> Tensor:
-    """See `mmaccel.backends.fused.enter_rows`."""
+    """See `mmaccel.backends.fused.enter_rows`; a program takes up `block_k` inputs at a time."""
     rows, K = x.shape
     B, n = columns.shape
     G, D = key.shape[1], key.shape[-1]
@@ -134,8 +130,7 @@ def enter_rows(
     x, turn, columns, *weight = (t.contiguous() for t in (x, turn, columns, *weight))
     bias = [t.contiguous() for t in bias]
     gain, squares = (None if t is None else t.contiguous() for t in (gain, squares))
-    given = {"block_o": block_o, "block_k": block_k, "warps": warps, "stages": stages}
-    block_o, block_k, block_r, warps, stages = tile_of(x, sum(map(len, weight)), 1, **given)
+    block_o, block_k, block_r, warps, stages = tile_of(x, sum(map(len, weight)), 1, block_k)
     parts, chunk = parts_of(squares, block_r)
     with torch.cuda.device_of(x):
         if gain is not None:

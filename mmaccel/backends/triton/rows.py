@@ -223,17 +223,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(
-    x: Tensor,
-    outputs: int,
-    weights: int,
-    *,
-    block_o: int | None,
-    block_k: int | None,
-    warps: int | None,
-    stages: int | None,
-) -> Tile:
-    """The tile for rows `x` [R, K] and so many `outputs`, each of one or, gated, two `weights`; what is given stays.
+def tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) -> Tile:
+    """The tile for rows `x` [R, K] and so many `outputs`, each of one or, gated, two `weights`; `block_k` inputs, if given.
 
     Memory is read at its rate if enough of it is asked for at a time, and all programs begin at once: as much is under way
     as the memory of the multiprocessors has room for where each of them has all of its programs. Where these are too many
@@ -251,8 +242,7 @@ def tile_of(
             if each * steps * inputs * (16 * weights + rows) * x.element_size() <= room:
                 made = Tile(16, inputs, rows, 1, steps)
                 break
-    inputs = block_k or min(made.inputs, max(triton.next_power_of_2(K), 16))
-    return Tile(block_o or made.outputs, inputs, rows, warps or made.warps, stages or made.stages)
+    return made._replace(inputs=block_k or min(made.inputs, max(triton.next_power_of_2(K), 16)))
 
 
 @functools.cache
@@ -279,17 +269,22 @@ def project_rows(
     residual: Tensor | None = None,
     gated: bool = False,
     squares: Tensor | None = None,
-    **choices: int,
+    block_k: int | None = None,
 ) -> Tensor:
-    """See `mmaccel.backends.ops.project_rows`; a program makes `block_o` outputs, `block_k` inputs at a time."""
-    return _project(x, weight, bias, gain, eps, residual, gated, squares, None, **choices)[0]
+    """See `mmaccel.backends.ops.project_rows`; a program takes up `block_k` inputs at a time."""
+    return _project(x, weight, bias, gain, eps, residual, gated, squares, None, block_k)[0]
 
 
 def pass_rows(
-    x: Tensor, weight: Tensor, bias: Sequence[Tensor], residual: Tensor, gain: Tensor, **choices: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Sequence[Tensor],
+    residual: Tensor,
+    gain: Tensor,
+    block_k: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `mmaccel.backends.fused.pass_rows`, and for choices `project_rows`."""
-    return _project(x, [weight], bias, None, 0.0, residual, False, None, gain, **choices)
+    """See `mmaccel.backends.fused.pass_rows`; a program takes up `block_k` inputs at a time."""
+    return _project(x, [weight], bias, None, 0.0, residual, False, None, gain, block_k)
 
 
 def _project(
@@ -302,10 +297,7 @@ def _project(
     gated: bool,
     squares: Tensor | None,
     ahead: Tensor | None,
-    block_o: int | None = None,
-    block_k: int | None = None,
-    warps: int | None = None,
-    stages: int | None = None,
+    block_k: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The product; and, where `ahead` is the gain of a norm after it, what that needs."""
     rows, K = x.shape
@@ -319,8 +311,7 @@ def _project(
         None if t is None else t.contiguous() for t in (gain, residual, squares, ahead)
     )
     missing = [x] * (3 - len(weight))
-    given = {"block_o": block_o, "block_k": block_k, "warps": warps, "stages": stages}
-    block_o, block_k, block_r, warps, stages = tile_of(x, width, 1 + gated, **given)
+    block_o, block_k, block_r, warps, stages = tile_of(x, width, 1 + gated, block_k)
     parts, chunk = parts_of(squares, block_r)
     grid = triton.cdiv(widths[0], block_o) if gated else sum(triton.cdiv(w, block_o) for w in widths)
     even = all(w % block_o == 0 for w in widths)

@@ -281,8 +281,10 @@ class VideoSession:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        # What is made in inference mode cannot be written to outside of it, and a stream may outlive the mode.
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        # What is made in inference mode cannot be written to outside of it, and a stream may outlive the mode. A memory has
+        # keys and values of the weights' type, whatever autocast makes of a product.
+        exact = torch.autocast(self._seam.device.type, enabled=False)
+        with self._lock, torch.inference_mode(False), torch.no_grad(), exact:
             if self._closed:
                 raise ModelError("the session is closed; open a new one, or resume a saved one.")
             yield

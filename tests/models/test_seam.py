@@ -273,6 +273,17 @@ def test_under_autocast(family, name):
     assert name != "dense" or torch.equal(mixed, plain)
 
 
+@pytest.mark.parametrize("choice", ["eager", {"vision_config": "eager"}], ids=str)
+def test_another_attention_is_chosen_before_or_after(family, choice):
+    kind, inputs = family[0], prompt(family[0], PIECES)
+    model = BUILD[kind]()
+    with mmaccel.accelerate(model):
+        model.set_attn_implementation(choice)
+        with pytest.raises(ModelError, match="attn_implementation: it was set while a recipe is attached"):
+            model(**inputs)
+    assert torch.isfinite(logits(model, inputs)).all()
+
+
 @pytest.mark.parametrize("by", [copy.deepcopy, pickle.dumps])
 def test_what_is_accelerated_is_not_copied_and_says_so(family, by):
     model = BUILD[family[0]]()  # one on which transformers has laid no hooks of its own

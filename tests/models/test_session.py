@@ -325,3 +325,17 @@ def test_a_stream_has_as_many_positions_as_a_prompt(monkeypatch: pytest.MonkeyPa
         limit = session._seam.places((42, 70), None).limit
         monkeypatch.setattr(session._seam.text.config, "rope_parameters", rope)
         assert session._seam.places((42, 70), None).limit == 4 * limit
+
+
+@pytest.mark.parametrize("name", ["mosaic", "rekv", "full"])
+def test_a_stream_is_the_same_under_autocast(name: str) -> None:
+    said = []
+    for mixed in (False, True):
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed),
+            open_session("random-ov", TIGHT[name]) as session,
+        ):
+            session.watch(film(9), fps=FPS)
+            answer = session.ask(QUESTION, 3)
+            said.append((answer.text, [(one.frames, one.score) for one in answer.evidence]))
+    assert said[0] == said[1]

@@ -249,7 +249,7 @@ class Attachment:
         """The text model's forward: builds the run, and goes over long prompts in chunks when the recipe says so."""
         kwargs = dict(inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments) | kwargs
         kwargs.pop("kwargs", None)
-        if self.text.config._attn_implementation != ATTENTION:
+        if getattr(self.text.config, "_attn_implementation", None) != ATTENTION:
             raise ModelError(
                 "attn_implementation: it was set while a recipe is attached; detach the recipe, set it, and attach again."
             )

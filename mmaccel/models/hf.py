@@ -119,6 +119,7 @@ class Attachment:
         self.forward: Callable[..., Any] = self.text.forward
         self.generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
         self.configs = self._give_config()
+        self.opened: Any = torch.compiler.disable(owner.opened)
         self.hook = self.multimodal.register_forward_pre_hook(self._notice, with_kwargs=True)
         # Inside a pruner that listens to the tower: it hears of all frames at once.
         self.whole_tower = by_parts(family, model)
@@ -167,9 +168,8 @@ class Attachment:
 
     def cache(self) -> KVCache:
         """A fresh cache of the recipe's memory."""
-        state = self.owner.open_state()
-        cache = KVCache(state, self.depth)
-        self.owner.opened(state, cache)
+        cache = KVCache(self.owner.open_state(), self.depth)
+        self.opened(cache.state, cache)
         return cache
 
     def _notice(

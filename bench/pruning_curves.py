@@ -1,7 +1,7 @@
 """Pictures from rows of `bench/pruning.py`: what a draft loses as it sees less, and where its tokens lie.
 
-    python bench/pruning_curves.py --rows bench/results/pruning_tiny-ov_202611.jsonl --picture docs/pruning_tiny-ov.svg
-    python bench/pruning_curves.py --rows ... --ratios bench/results/ratios_h200_202611.jsonl --picture ...
+    python bench/pruning_curves.py --rows bench/results/pruning_tiny-ov_cpu_202611.jsonl --picture docs/pruning_tiny-ov.svg
+    python bench/pruning_curves.py --rows ... --ratios bench/results/latency_32b_h200_202611.jsonl --picture ...
 
 Panels: accepted length by pruner and share pruned (ParallelVLM's Figures 6, 9 and Table 7); kept tokens by place in the
 video at one share (Figures 4 and 7a; a uniform choice is level). With `--ratios`, rows of `decode_gpu.py ratios`: what the

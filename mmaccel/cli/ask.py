@@ -13,6 +13,7 @@ import typer
 from mmaccel.cli import choices
 from mmaccel.cli.console import bars, columns, counter, many, number, out, print_json, size
 from mmaccel.core.errors import RecipeError, VideoError, VideoWarning
+from mmaccel.core.report import unheard
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -347,12 +348,14 @@ def _pruned(tokens: Mapping[str, int]) -> str:
 def _drafted(answer: Answer) -> str:
     draft = answer.report.draft
     failed = draft.get("failed")
+    without = unheard(draft.get("counters") or {})
     if not draft.get("rounds"):
-        return f"nothing: {failed}" if failed else ""
+        return f"nothing: {failed or without}" if failed or without else ""
     told = (
         f"{draft['accepted']} of {draft['proposed']} accepted in {many(draft['rounds'], 'round')}, "
         f"{answer.report.accepted_length():.2f} a round, {max(draft['lengths'])} at most"
     )
+    told += f"; {without}" if without else ""
     return f"{told}; stopped: {failed}" if failed else told
 
 

@@ -14,7 +14,7 @@ from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model, watch
 from mmaccel.cli.console import bars, many, number, out, print_json
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import registry
-from mmaccel.core.report import rested
+from mmaccel.core.report import rested, unheard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,6 +131,8 @@ def lines(told: Drafted, facts: dict[str, Any], compare: bool) -> list[str]:
         )
     if (why := rested(counters)) is not None:
         found.append(f"the draft was {why}")
+    if (without := unheard(counters)) is not None:
+        found.append(f"the draft: {without}")
     if told.failed is not None:
         found.append(f"the draft stopped, and the model went on alone: {told.failed}")
     return found

@@ -36,7 +36,8 @@ def check_pairs(recipe: Recipe) -> None:
 def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
     if prune.seat == "draft":
         raise RecipeError(
-            f"prune {prune.name!r} chooses what a draft sees; give it to the draft, or choose one for the target."
+            f"prune {prune.name!r} chooses what a draft sees; give it to the draft, as {{draft: {{name: sequential, prune: "
+            f"{prune.name}}}}}, or choose one for the target."
         )
     if not (recipe.kv.exact and recipe.kv.sequences):
         raise RecipeError(

@@ -117,6 +117,8 @@ def policy(kind: str, value: Any, where: str = "") -> Any:
         return value
     fields = dict(value)
     name = fields.pop("name", None)
+    if name is False:
+        name = "off"  # as YAML reads it
     if not isinstance(name, str):
         raise RecipeError(
             f"{where or kind}: a mapping needs the policy's name, for example "

@@ -83,17 +83,29 @@ class Report:
         ]
         if self.backend_why.startswith("measured"):
             lines.insert(2, f"backend {self.backend}: {self.backend_why}")
-        if self.draft.get("failed") and not self.draft.get("rounds"):
-            lines.append(f"draft: none; {self.draft['failed']}")
+        without = unheard(self.draft.get("counters") or {})
+        if not self.draft.get("rounds") and (why := self.draft.get("failed") or without):
+            lines.append(f"draft: none; {why}")
         if self.draft.get("rounds"):
             lines.append(
                 f"draft: {self.draft['accepted']} of {self.draft['proposed']} accepted in {self.draft['rounds']} rounds "
                 f"({self.accepted_length():.2f} a round), {self.draft['target_steps']} target steps"
+                + (f"; {without}" if without else "")
                 + (f"; stopped drafting: {self.draft['failed']}" if self.draft["failed"] else "")
             )
         if (told := rested(self.draft.get("counters") or {})) is not None:
             lines.append(f"draft: {told}")
         return "\n".join(lines)
+
+
+def unheard(counters: Mapping[str, float]) -> str | None:
+    """How often the target went on without a draft ahead of it, from its counters; None where it did not."""
+    alone = int(counters.get("alone", 0))
+    if not alone:
+        return None
+    return (
+        f"{alone} target step{'' if alone == 1 else 's'} without it, while it read the prompt or said nothing"
+    )
 
 
 def rested(counters: Mapping[str, float]) -> str | None:

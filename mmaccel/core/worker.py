@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import math
 import os
 import queue
 import select
@@ -210,8 +211,10 @@ class Worker:
             found.append(message)
         return found
 
-    def receive(self, limit_s: float) -> Message | None:
-        """The next message that is no beat, or None after `limit_s`. Raises `DraftError` when there is none to come."""
+    def receive(self, limit_s: float, silence_s: float | None = None) -> Message | None:
+        """The next message that is no beat, or None after `limit_s`. Raises `DraftError` when there is none to come: after
+        `silence_s` without a word, the worker's own if None."""
+        silence_s = self.silence_s if silence_s is None else silence_s
         until = time.monotonic() + limit_s
         while True:
             self._got_through()
@@ -222,10 +225,10 @@ class Worker:
             # It cannot answer what it has not heard; the wire has a limit of its own.
             self._heard = time.monotonic() if self._outbox.busy else max(self._heard, self._outbox.left)
             if message is None:
-                if time.monotonic() - self._heard > self.silence_s:
+                if time.monotonic() - self._heard > silence_s:
                     self.close()
                     raise DraftError(
-                        f"the second process said nothing for {self.silence_s:g} s; raise timeout_s if it is only slow."
+                        f"the second process said nothing for {silence_s:g} s; raise timeout_s if it is only slow."
                     )
                 return None
             self._heard = time.monotonic()
@@ -237,7 +240,7 @@ class Worker:
 
     def wait(self, kind: int, limit_s: float) -> Message:
         """The next message, which must be of `kind`; raises `DraftError` otherwise, or after `limit_s`."""
-        message = self.receive(limit_s)
+        message = self.receive(limit_s, math.inf)
         if message is None:
             self.close()
             raise DraftError(f"the second process was not ready within {limit_s:g} s; raise start_s.")
@@ -253,7 +256,9 @@ class Worker:
             self.process.wait(0.2)
         code = self.process.poll()
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        # A bar of progress is no reason.
+        told_of = self._errors.read().decode(errors="replace").strip().splitlines()
+        lines = [line for line in told_of if "%|" not in line]
         told = f" (exit status {code})" if code is not None else ""
         return f"{told} {lines[-1]}" if lines and code not in (None, 0) else told
 

@@ -86,8 +86,9 @@ def test_yaml_file_round_trip(tmp_path: Path) -> None:
 
 def test_yaml_off_is_no_draft(tmp_path: Path) -> None:
     path = tmp_path / "off.yaml"
-    path.write_text("sparse: a_shape\ndraft: off\n")
-    assert Recipe.load(path).draft.name == "off"
+    for said in ("off", "{name: off}"):
+        path.write_text(f"sparse: a_shape\ndraft: {said}\n")
+        assert Recipe.load(path).draft.name == "off"
 
 
 def test_an_empty_file_and_a_key_given_twice_are_told(tmp_path: Path) -> None:

@@ -81,8 +81,8 @@ def check_vocabulary(name: str, ours: int, theirs: int) -> None:
     """Raise `DraftError` unless a draft of `theirs` token embeddings can serve a target of `ours`."""
     if not same_vocabulary(ours, theirs):
         raise DraftError(
-            f"{name}: model: the draft has {theirs} token embeddings and the target {ours}; "
-            "give a draft of the target's family."
+            f"{name}: model: the draft has {theirs} token embeddings and the target {ours}, so that their tokens differ; "
+            "give a draft with the target's tokenizer."
         )
 
 

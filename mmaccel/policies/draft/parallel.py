@@ -24,6 +24,8 @@ FIRST_WINDOW = 4
 """Tokens of the start-up window, and of windows until both times are known."""
 SETTLED = 4
 """Rounds before the measured gain is believed."""
+QUIET_S = 2.0
+"""Seconds without a word, when an answer ends, after which that is told: the target has gone on by itself meanwhile."""
 PAUSE = 64
 """Tokens the target decodes by itself before a draft that does not pay is tried again."""
 
@@ -48,7 +50,8 @@ class Parallel(PeerStrategy):
     model     the draft's folder or shipped name, or "beside": the folder beside the target's with its name and ``-draft``;
               a loaded module, the target itself too, with `process` off
     window    tokens a round; None: the ratio of a target step to a draft step, measured as the context grows, rounded the
-              way that gains more
+              way that gains more. A measured window hangs on the clock, and with it the random numbers that tokens are drawn
+              with: give one where a seed is to say the same text again
     most      the longest measured window
     prune     a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
     process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second stream
@@ -231,6 +234,7 @@ class Pipeline(DraftState):
         self._windows: list[int] = []
         self._ready = 0
         self._resume = 0
+        self._asked = 0.0
         self._gain: float | None = None
         self._prompt_s = 0.0
 
@@ -320,7 +324,7 @@ class Pipeline(DraftState):
         if count < 1:
             return
         self._engine.ask(length, fix, count)
-        self._busy = True
+        self._busy, self._asked = True, time.perf_counter()
         self._windows.append(count)
 
     def _choose(self) -> None:
@@ -355,8 +359,16 @@ class Pipeline(DraftState):
         self._pace.drafted(written.seconds, len(written.ids))
 
     def close(self) -> None:
+        """Raises `DraftError`, when all is closed, for a draft that has been silent for `QUIET_S` and more."""
+        silent = time.perf_counter() - self._asked if self._busy and self._late else 0.0
+        self._busy = False
         self._broken()
         self._engine.close()
+        if silent >= QUIET_S:
+            raise DraftError(
+                f"the second process had said nothing for {silent:.1f} s when the answer ended; it is given up after "
+                f"timeout_s, {self._choice.timeout_s:g} s."
+            )
 
     def counters(self) -> dict[str, float]:
         """Rounds of each mode; streaks: drafted tokens kept in a row over windows, the paper's adaptive length."""

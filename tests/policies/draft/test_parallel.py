@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from mmaccel.core import generate
 from mmaccel.core.draft import Proposal
-from mmaccel.core.errors import DraftError, RecipeError
-from mmaccel.core.report import rested
+from mmaccel.core.errors import DraftError, MmaccelWarning, RecipeError
+from mmaccel.core.generate import speculate
+from mmaccel.core.report import rested, unheard
 from mmaccel.core.verify import accept
 from mmaccel.policies.draft import parallel
 from mmaccel.policies.draft._gain import Pace, best_window, tokens_per_round
@@ -24,6 +26,7 @@ from mmaccel.policies.draft._writer import Writer, Written
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit, run
 from tests.core.toy import (
+    Meter,
     Rule,
     ToyModel,
     ToyRunner,
@@ -101,6 +104,36 @@ def test_a_perfect_draft_is_kept_whole_and_saves_steps() -> None:
     ids, runner, meter = run(target, state, limit(1 + 33), prompt([0], max_new_tokens=33))
     assert all(proposed == kept for proposed, kept in meter.rounds)
     assert runner.steps == 8 and ids == alone(target, [0], limit(34))
+
+
+@pytest.mark.parametrize(("quiet", "told"), [(0.0, True), (60.0, False)])
+def test_a_draft_that_falls_silent_is_told_of(
+    quiet: float, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target says the rest, and what is owed when the answer ends is a failure if it is owed for long."""
+    monkeypatch.setattr(parallel, "QUIET_S", quiet)
+    target = bigram(torch.eye(5).roll(1, 1))
+    state = pipeline(target, target, 5, window=4)
+    collect, heard = state._engine.collect, [3]
+
+    def silent(limit_s: float) -> Written | None:
+        heard[0] -= 1
+        return collect(limit_s) if heard[0] >= 0 else None
+
+    monkeypatch.setattr(state._engine, "collect", silent)
+    said, runner, meter = prompt([0], max_new_tokens=33), ToyRunner(target), Meter()
+    state.begin(said)
+    with pytest.warns(MmaccelWarning, match="had said nothing for") if told else nullcontext():
+        whole = speculate(runner, state, said, runner.prefill(said.inputs), stop=limit(34), meter=meter)
+    assert whole[0].tolist() == alone(target, [0], limit(34))
+    counters = state.counters()
+    assert counters["late"] == 1 and counters["alone"] > 10
+    assert (
+        unheard(counters)
+        == f"{int(counters['alone'])} target steps without it, while it read the prompt or said nothing"
+    )
+    assert unheard({"alone": 0.0}) is None and unheard({}) is None
+    assert ["had said nothing for" in why for why in meter.failures] == [True] * told
 
 
 def test_a_draft_of_more_tokens_than_the_target_has_never_says_them() -> None:

@@ -96,6 +96,17 @@ def test_a_pruned_prompt_is_read_when_the_columns_are_told(target: ModelView) ->
     assert ids == alone(TARGET, [1, 0], STOP) and not meter.failures and state.counters()["drafted"] > 10
 
 
+def test_a_process_that_is_slow_to_begin_is_not_told_of_as_silent() -> None:
+    """It is waited for as long as it was given to begin, however short a silence may be later."""
+    worker = Worker(SERVICE, {"model": "1"}, silence_s=0.01)
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(DraftError, match=r"was not ready within 0\.2 s; raise start_s"):
+            worker.wait(READY, 0.2)
+    finally:
+        worker.close()
+
+
 class Likeliest:
     """A warp of the program's own file, which another process does not have."""
 

@@ -210,7 +210,7 @@ def test_a_draft_of_another_vocabulary_is_refused() -> None:
     rule = bigram(torch.eye(4))
     with pytest.raises(DraftError) as error:
         Sequential(model=ToyModel(rule, 320)).open(view(rule, 300))
-    sentence(error.value, "model", "320", "300", "family")
+    sentence(error.value, "model", "320", "300", "tokenizer")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import replayed  # noqa: E402
 ROWS = pipeline_table.read(ROOT / "bench" / "results" / "pipeline_h200x2_202611.jsonl")
 SPEED = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
 PAPER = (ROOT / "docs" / "parallelvlm.md").read_text(encoding="utf-8")
-FIRST, SECOND = "e779742", "b315a86"
+FIRST, SECOND, THIRD = "e779742", "b315a86", "17096be"
 
 
 def row(tree: str, case: str, **wanted: Any) -> dict[str, Any]:
@@ -59,18 +59,33 @@ def test_figures_in_sentences_are_those_of_the_rows() -> None:
     ]
     assert [one for one in told if one not in speed] == []
     whole = f"{alone['seconds']:.1f} s to {end['seconds']:.2f} s, {end['end_to_end']:.2f} x"
-    own, in_turns = row(FIRST, "self", asked=2), row(SECOND, "sequential")
+    own, in_turns = row(THIRD, "self", asked=2), row(SECOND, "sequential")
+    now = row(THIRD, "parallel", asked=4)
     rivals = [
-        f"| {pipeline_table.plus_minus(*pipeline_table.gain(many), 2)} x, window 4 |",
+        f"| {pipeline_table.plus_minus(*pipeline_table.gain(now), 2)} x, window 4 or measured; of the simulator's value"
+        f" {now['of_simulated']:.2f} |",
         f"| {row(SECOND, 'specvlm')['speedup']:.2f} x |",
         f"| {in_turns['speedup']:.2f} x, window 4 |",
-        f"| {pipeline_table.plus_minus(*pipeline_table.gain(own), 2)} x after 256k",
+        f"| {pipeline_table.plus_minus(*pipeline_table.gain(own), 2)} x after 256k, p = 0.9, of the simulator's value"
+        f" {own['of_simulated']:.2f};",
         f"{own['c']:.2f}, for which the simulator has {own['simulated']:.2f} x",
         f"steps of {1e3 * in_turns['draft_step_s']:.2f} ms here where the pruned one has"
         f" {1e3 * many['draft_step_s']:.2f}",
         whole,
     ]
     assert [one for one in rivals if one not in paper] == []
+
+
+def test_figures_of_the_step_of_today_are_those_of_the_rows() -> None:
+    loop, ahead = row(THIRD, "alone"), row(THIRD, "parallel", asked=4)
+    own, measured = row(THIRD, "self", asked=2), row(THIRD, "self", asked=None)
+    speed = " ".join(SPEED.split())
+    for told in (
+        f"the loop alone is quicker, {loop['tokens_per_s']:.1f} tokens a second, {loop['of_floor']:.2f} of its floor",
+        f"`parallel` on it {ahead['speedup']:.2f} x, {ahead['of_simulated']:.2f} of the simulator's value",
+        f"is at {own['of_simulated']:.2f} and {measured['of_simulated']:.2f}, by nine draws",
+    ):
+        assert told in speed, told
 
 
 def rounds(seed: int, window: int, keep: float, tokens: int) -> tuple[int, int, int, int]:
@@ -106,6 +121,18 @@ def test_rounds_on_two_devices_are_those_of_the_seed_s_verdicts(
     count, before, behind, _ = rounds(seed, window, told["keep"], told["tokens"])
     assert len(told["each_per_s"]) == seed
     assert (told["steps"], counters["pre_verify"], counters["post_verify"]) == (count, before, behind)
+
+
+@pytest.mark.parametrize(("case", "window"), [("parallel", 4), ("self", 2)])
+def test_rounds_of_all_draws_are_those_of_their_seeds(case: str, window: int) -> None:
+    """Rows of today have the steps of all draws, and the mean of their counters."""
+    told = row(THIRD, case, asked=window)
+    draws = told["draws"]
+    each = [rounds(seed, window, told["keep"], told["tokens"] // draws) for seed in range(1, draws + 1)]
+    count, before, behind, _ = (sum(column) for column in zip(*each, strict=True))
+    assert told["steps"] == count and len(told["each_per_s"]) == draws
+    means = told["counters"]["pre_verify"], told["counters"]["post_verify"]
+    assert means == pytest.approx((before / draws, behind / draws))
 
 
 def test_a_draw_keeps_what_the_page_says() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -35,6 +37,21 @@ def written_out(
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out = masked(q.float(), k.float(), v.float(), mask, scale).to(query.dtype)
     return out.transpose(1, 2), log_sum_exp(q.float(), k.float(), mask, scale)
+
+
+@contextmanager
+def recorded(*sizes: int) -> Iterator[tuple[list[tuple[Any, ...]], pytest.MonkeyPatch]]:
+    """While inside the kernel is written out and heads of `sizes` are let through: its calls, and the patch."""
+    found: list[tuple[Any, ...]] = []
+
+    def told(*args: Any) -> tuple[Tensor, Tensor]:
+        found.append(args)
+        return written_out(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "call", told)
+        patch.setattr(attend, "SIZES", sizes)
+        yield found, patch
 
 
 def demand(query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Tensor], tests: list[Tensor]) -> None:

@@ -7,6 +7,7 @@ is made of lists beforehand.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,23 +29,16 @@ from mmaccel.policies.sparse.intra import IntraPattern
 from tests.policies.sparse.scenes import Scene
 from tests.policies.sparse.test_no_reads import NoReads
 
-from .flash_cases import check, written_out
+from .flash_cases import check, recorded, written_out
 from .oracle import flat
 from .plans import PATTERNS, SCENE, random_plan
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def calls() -> Iterator[list[tuple[Any, ...]]]:
     """The kernel written out; what it was called with. Head sizes of small scenes are let through."""
-    found: list[tuple[Any, ...]] = []
-
-    def told(*args: Any) -> tuple[Tensor, Tensor]:
-        found.append(args)
-        return written_out(*args)
-
-    monkeypatch.setattr(attend, "call", told)
-    monkeypatch.setattr(attend, "SIZES", (16, SCENE.size))
-    return found
+    with recorded(16, SCENE.size) as (found, _):
+        yield found
 
 
 def planned(name: str, block: int, start: int) -> tuple[AttentionPlan, tuple[Tensor, ...]]:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from mmaccel.backends import natural
 from mmaccel.backends.flash import attend, limits
@@ -18,7 +15,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range
 from mmaccel.policies.sparse import AShape
 
-from .flash_cases import check, written_out
+from .flash_cases import check, recorded
 
 
 @settings(max_examples=30)
@@ -52,15 +49,7 @@ def test_runs_of_keys(
     tensors = tuple(
         torch.randn(1, h, m, 16, generator=rng).half() for h, m in ((4, n), (2, n_key), (2, n_key))
     )
-    told: list[tuple[Any, ...]] = []
-
-    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
-        told.append(args)
-        return written_out(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "call", kernel)
-        patch.setattr(attend, "SIZES", (16,))
+    with recorded(16) as (told, patch):
         check(plan, tensors)
         patch.setattr(limits, "are_ranks", lambda place: False)
         check(plan, tensors)
@@ -111,15 +100,7 @@ def test_bands_of_keys(
     row[..., 0] += row[..., 1].clamp(max=1)
     row[..., 1:4] = (row[..., 1:4] - 1).clamp(min=0)
     late = replace(spans[0], lists=replace(spans[0].lists, row=row))
-    told: list[tuple[Any, ...]] = []
-
-    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
-        told.append(args)
-        return written_out(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "call", kernel)
-        patch.setattr(attend, "SIZES", (16,))
+    with recorded(16) as (told, _):
         check(plan, tensors)
         check(replace(plan, parts=(Part(few, tuple(spans)),)), tensors)
         check(replace(plan, parts=(Part(q_row, (late, *spans[1:])),)), tensors)
@@ -146,15 +127,7 @@ def test_first_keys_need_no_test(seed: int, block: int, n: int, start: int, sink
     pattern = AShape(sink=sink, window=window, block=block)
     plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)
     assert plan is not None
-    told: list[tuple[Any, ...]] = []
-
-    def kernel(*args: Any) -> tuple[Tensor, Tensor]:
-        told.append(args)
-        return written_out(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "call", kernel)
-        patch.setattr(attend, "SIZES", (16,))
+    with recorded(16) as (told, patch):
         check(plan, tensors)
         patch.setattr(attend, "key_bounds", lambda *args: None)
         check(plan, tensors)

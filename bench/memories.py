@@ -48,6 +48,24 @@ def _mosaic(label: str, **fields: Any) -> Memory:
     return {"name": "mosaic", "label": f"mosaic, {label}", **fields}
 
 
+FRAMES: Mapping[str, Any] = {
+    "levels": "none",
+    "encode_frames": 0,
+    "reps": 0,
+    "local": 0,
+    "positions": "compact",
+}
+"""Fields of mosaic that make it ReKV: an index of frames, and nothing beside."""
+MANY = 1 << 14
+"""More summary tokens than a stream of these benchmarks has frames: each frame has one."""
+
+
+def _frames(label: str, **fields: Any) -> Memory:
+    # Summary tokens closed up lose their time: what has any stands at its true positions.
+    true = {"positions": "original"} if fields.get("reps") else {}
+    return {"name": "mosaic", "label": f"frames, {label}", **FRAMES, **true, **fields}
+
+
 OFF = 0.9
 HAPPENS = ("recalled", "host_bytes_in", "eager_splits", "deferred", "singletons", "resolved")
 
@@ -69,6 +87,22 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         _mosaic("semantic only", levels="semantic"),
         _mosaic("no clusters", levels="none"),
         "rekv",
+    ],
+    # What gives what: an index by frame or by cluster, retrieval by passes, summary tokens: each with and without.
+    # `FRAMES` of frames that are indexed one by one is ReKV, answer for answer (tests/test_bench_memories.py).
+    "parts": [
+        "mosaic",
+        WINDOW_ALONE,
+        _mosaic("no summary tokens", reps=0),
+        _mosaic("window alone, no summary tokens", encode_frames=0, reps=0),
+        _frames("passes retrieve", encode_frames=8),
+        _frames("summary tokens", reps=MANY),
+        _frames("512 summary tokens", reps=512),
+        _frames("passes retrieve, summary tokens", encode_frames=8, reps=MANY),
+        _frames("passes retrieve, 512 summary tokens", encode_frames=8, reps=512),
+        _frames("8 local frames, true positions", local=8, positions="original"),
+        "rekv",
+        "full",
     ],
     # Table III and VI-B: splits put off or not, with retrieval while frames come and without.
     "splits": [

@@ -122,3 +122,19 @@ def test_what_cannot_be_is_told_and_a_limit_keeps_what_there_is(
     assert "the time is up" in capsys.readouterr().out
     assert [row.get("what") for row in rows(out)][:2] == [None, "answer"]
     assert not any(row.get("what") == "world" for row in rows(out))
+
+
+def test_frames_indexed_one_by_one_are_rekv(main: Callable[..., None], tmp_path: Path) -> None:
+    # The rows of `--plan parts` add one part at a time to ReKV: with none added they must be ReKV.
+    bare = " ".join(f"{name}={value}" for name, value in sys.modules["memories"].FRAMES.items())
+    out = tmp_path / "out.jsonl"
+    few = [*FEW[:3], "72", "--budgets", "4", "--window", "6", "--most", "2", "--worlds", "1"]
+    main([*few, "--memory", f"mosaic {bare}", "rekv", "--out", str(out)])
+    asked: dict[str, list[tuple[Any, ...]]] = {}
+    for row in rows(out):
+        if row.get("what") == "answer":
+            asked.setdefault(row["memory"], []).append(
+                tuple(row[name] for name in ("question", "said", "recall", "alone", "seen"))
+            )
+    assert len(asked["rekv"]) >= 4
+    assert asked["rekv"] == asked[f"mosaic {bare}"]

@@ -28,9 +28,10 @@ class Report:
     peak_bytes      largest device memory during the call (CUDA), or largest resident set of the process so far (CPU)
     new_tokens      of a batch, those of its longest answer
     draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), windows
-                    (proposed in each), failed (a reason or None), counters (the strategy's own), of all sequences of a
-                    batch together, counters only of one by itself; sequences: the same of each, with new_tokens and its
-                    memory's counters (kv), where a draft was at work
+                    (proposed in each), failed (a reason or None), notes (sentences: what the draft was asked for and did not
+                    do, and why), counters (the strategy's own), of all sequences of a batch together, counters only of one
+                    by itself; sequences: the same of each, with new_tokens and its memory's counters (kv), where a draft
+                    was at work
     kv              counters of the memory; of a batch that is drafted for, of its last sequence's
     backend_why     why it is this backend, with the measured rates where "auto" measured
     """
@@ -95,6 +96,7 @@ class Report:
             )
         if (told := rested(self.draft.get("counters") or {})) is not None:
             lines.append(f"draft: {told}")
+        lines += [f"draft: {note}" for note in self.draft.get("notes", ())]
         return "\n".join(lines)
 
 
@@ -167,6 +169,10 @@ class SequenceMeter:
         self.failed = reason
         self.whole.draft_failed(reason)
 
+    def note(self, sentence: str) -> None:
+        """A sentence for the report of the whole call."""
+        self.whole.note(sentence)
+
     def token(self, count: int) -> None:
         """`count` new tokens of the sequence reached the host."""
         self.new_tokens += count
@@ -205,6 +211,7 @@ class Meter:
     proposed: int = 0
     target_steps: int = 0
     failed: str | None = None
+    notes: list[str] = field(default_factory=list)
     sequences: list[SequenceMeter] = field(default_factory=list)
     generating: bool = False
 
@@ -263,6 +270,11 @@ class Meter:
         """The draft was dropped; decoding went on by itself."""
         self.failed = reason
 
+    def note(self, sentence: str) -> None:
+        """A sentence about the draft for the report; the same one counts once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
     def kept_by_head(self) -> tuple[tuple[float, ...], ...]:
         """Listed over causal pairs of each layer and head, mean over sequences; reads the device."""
         if not self.listed:
@@ -314,6 +326,7 @@ class Meter:
                 "lengths": list(self.lengths),
                 "windows": list(self.windows),
                 "failed": self.failed,
+                "notes": list(self.notes),
                 "counters": dict(self.sequences[0].counters) if len(self.sequences) == 1 else {},
                 "sequences": [sequence.figures() for sequence in self.sequences],
             },

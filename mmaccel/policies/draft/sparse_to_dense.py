@@ -74,13 +74,14 @@ class _Memory(KVState):
 
     def take(self, dense: KVState, chosen: list[Tensor], length: int) -> None:
         """The columns `chosen` [G, n] of each layer, out of the first `length` of `dense`."""
-        self._base = []
+        base = []
         for layer, columns in enumerate(chosen):
             view = dense.view(layer, torch.empty(0))
             at = columns.to(view.key.device)[None, :, :, None].expand(1, -1, -1, view.key.shape[-1])
-            self._base.append((view.key.gather(2, at), view.value.gather(2, at)))
+            base.append((view.key.gather(2, at), view.value.gather(2, at)))
+        # All layers or none: a gather may run out of memory.
+        self._base, self._new = base, [(key[:, :, :0], value[:, :, :0]) for key, value in base]
         self._length = self._prompt = length
-        self._new = [(key[:, :, :0], value[:, :, :0]) for key, value in self._base]
 
     def follow(self, dense: KVState, length: int) -> None:
         """After a verification: the dense columns from the prompt's end to `length`, in the place of what was drafted."""

@@ -1,0 +1,118 @@
+"""What goes wrong in a draft costs the draft, never the answer; STD drafts from what its paper says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.layout import VIDEO
+from mmaccel.core.prune import question
+from mmaccel.eval.answer import prompt as story
+from mmaccel.eval.caption import caption_cases
+from mmaccel.eval.cases import Film
+from mmaccel.policies.draft import PromptLookup, SparseToDense
+from mmaccel.policies.draft.prompt_lookup import _Finder
+from mmaccel.policies.draft.sparse_to_dense import _Memory
+from tests.models.tiny_random import BUILD, PROMPTS, prompt
+from tests.policies.prune import by_hand
+
+
+@pytest.fixture(scope="module", params=sorted(BUILD))
+def family(request: pytest.FixtureRequest) -> tuple[Any, dict[str, torch.Tensor], torch.Tensor]:
+    """A model, a prompt, and what the plain model says to it."""
+    model = BUILD[request.param](layers=3)
+    model.generation_config.eos_token_id = None
+    inputs = prompt(request.param, PROMPTS["video"])
+    return model, inputs, model.generate(**inputs, max_new_tokens=12, do_sample=False)
+
+
+class Uncounted(_Finder):
+    def counters(self) -> dict[str, float]:
+        raise RuntimeError("out of cheese")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup(PromptLookup):
+    """A draft of somebody else's, whose counters fail."""
+
+    def open(self, target: Any) -> Uncounted:
+        return Uncounted(self.window, self.ngram)
+
+
+def test_counters_that_fail_lose_no_answer(family) -> None:
+    model, inputs, plain = family
+    with mmaccel.accelerate(model, draft=Lookup()) as fast:
+        with pytest.warns(MmaccelWarning, match="counters are missing.*out of cheese"):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), plain)
+        report = fast.report()
+    assert report.draft["failed"] is None and report.draft["counters"] == {}
+    assert report.draft["target_steps"] > 0 and "out of cheese" in str(report)
+
+
+def test_columns_that_cannot_be_taken_lose_no_answer(family, monkeypatch) -> None:
+    """The memory runs out in the second layer that the sparse draft copies its columns from."""
+    model, inputs, plain = family
+    gather, taken = torch.Tensor.gather, []
+
+    def full(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        if self.ndim == 4 and dim == 2:
+            taken.append(self)
+            if len(taken) == 3:
+                raise torch.OutOfMemoryError("out of memory")
+        return gather(self, dim, index)
+
+    monkeypatch.setattr(torch.Tensor, "gather", full)
+    with mmaccel.accelerate(model, draft=SparseToDense(window=4)) as fast:
+        with pytest.warns(MmaccelWarning, match="dropped.*out of memory"):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), plain)
+        assert "out of memory" in fast.report().draft["failed"]
+
+
+BETWEEN = [("text", 4), ("video", 5), ("text", 6), ("video", 5)]
+
+
+@pytest.mark.parametrize("pieces", [PROMPTS["long"], BETWEEN], ids=["after the video", "between two"])
+def test_sparse_to_dense_keeps_the_video_that_the_question_attends_to(family, monkeypatch, pieces) -> None:
+    """Against eager attention, under its causal mask: no row of the question attends to what comes later."""
+    model, _, _ = family
+    inputs = prompt("qwen" if "Qwen" in type(model).__name__ else "llava", pieces)
+    taken: list[torch.Tensor] = []
+    take = _Memory.take
+
+    def seen(self: _Memory, dense: Any, chosen: list[torch.Tensor], length: int) -> None:
+        taken.extend(chosen)
+        take(self, dense, chosen, length)
+
+    monkeypatch.setattr(_Memory, "take", seen)
+    with mmaccel.accelerate(model, draft=SparseToDense(window=4, retention=0.5)) as fast:
+        model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        layout = fast.adapter.layout(model, inputs)
+    with torch.no_grad():
+        attention = by_hand.eager(model)(**inputs, output_attentions=True).attentions
+    asked, video = question(layout), (layout.modality[0] == VIDEO).nonzero()[:, 0]
+    assert len(taken) == len(attention) == 3
+    for columns, weights in zip(taken, attention, strict=True):
+        paid = weights[0].unflatten(0, (2, -1))[:, :, asked].mean((1, 2))[:, video]
+        for mine, score in zip(columns, paid, strict=True):
+            least = score.topk(len(video) // 2).values[-1]
+            left = torch.isin(video, mine)
+            # Scores that rounding alone tells apart may change places.
+            assert int(left.sum()) == len(video) // 2 and score[left].min() >= least - 1e-7
+
+
+@pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
+def test_sparse_to_dense_follows_the_target(shipped, name) -> None:
+    """With all of the video it is the target itself, after each round too: every window is kept whole."""
+    model, processor = mmaccel.load_model(shipped(name), dtype=torch.float32), mmaccel.load_processor(name)
+    (case,) = caption_cases(8, 1, 7)
+    with Film() as film:
+        inputs = story(processor, case.content(film.watch(case.world)), model)
+    with mmaccel.accelerate(model, draft=SparseToDense(window=3, retention=1.0)) as fast:
+        model.generate(**inputs, max_new_tokens=25, do_sample=False)
+        told = fast.report().draft
+    assert told["accepted"] == told["proposed"] > 0 and told["target_steps"] == 6

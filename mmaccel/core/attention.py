@@ -34,8 +34,6 @@ class Road:
     backend: str
     kernel: Callable[..., tuple[Tensor, Tensor]]
     meter: Meter = field(default_factory=Meter)
-    probe: Callable[[Run, int, Tensor, Tensor, Tensor, float], None] | None = None
-    """Called with what enters a layer's attention, before it is computed: (run, layer, query, key, value, scale)."""
     choice: select.Choice | None = None
 
     def sparse(self, layer: int) -> bool:
@@ -93,13 +91,45 @@ class Watched:
         return float(self.value) / max(self.expected, 1.0)
 
 
+class Probe:
+    """Reads what the layers of one run compute, on the way. It travels with the run, so runs of other threads do not reach
+    it. Override what is to be read; an error raised here ends the pass.
+    """
+
+    def entering(self, layer: int, hidden: Tensor) -> None:
+        """`hidden` [B, n, E] enters `layer`; it leaves the last layer where `layer` is the number of layers.
+
+        Called only for the layers that the draft's pruner of the attached recipe reads.
+        """
+
+    def attending(
+        self, run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> None:
+        """What enters the attention of `layer`, before it is computed: query [B, H, n, D]; key, value [B, G, N, D]."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What travels from the multimodal model to the text model beside its arguments: the layout of the new columns, and
+    whether they are tokens to verify rather than a prompt, and of which tree; and who reads what the layers compute."""
+
+    layout: TokenLayout | None = None
+    verify: bool = False
+    branches: Branches | None = None
+    probes: tuple[Probe, ...] = ()
+
+
+NOTE = "mmaccel_note"
+"""The keyword under which a `Note` travels; no state is kept between the two calls."""
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """New columns `start .. start + n` of a batch, on their way through the layers.
 
     layout covers every column up to the last new one; `state` is the memory, or None when the caller hands over all keys;
     `prefill` tells a prompt from tokens that are decoded or verified, which are always dense; `rest` is how many columns
-    of the prompt come after this run.
+    of the prompt come after this run; `probes` read what the layers compute.
     """
 
     road: Road
@@ -109,6 +139,7 @@ class Run:
     prefill: bool = True
     rest: int = 0
     branches: Branches | None = None
+    probes: tuple[Probe, ...] = ()
     ends: tuple[int, ...] | None = None
     """Of a part of a prompt with padding: the column past the last token of each sequence of the whole."""
 
@@ -180,8 +211,8 @@ class Run:
             # Under autocast queries and keys are turned in float32, and attention is in the type of the products.
             query, key = query.to(value.dtype), key.to(value.dtype)
         rows = query.shape[2]
-        if self.road.probe is not None:
-            self.road.probe(self, layer, query, key, value, scale)
+        for probe in self.probes:
+            probe.attending(self, layer, query, key, value, scale)
         if self.branches is not None:
             return self._branching(self.branches, view, query, key, value, scale)
         limited = view is not None and (view.column is not None or view.window is not None)

@@ -15,6 +15,7 @@ from mmaccel.core.placed import Placed
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import ModelView
+    from mmaccel.core.attention import Probe
     from mmaccel.core.prune import TokenPruner
 
 # (ids [S] before the token, its raw logits [V]) -> the probabilities [V] it is drawn from; one-hot where processors decide.
@@ -91,6 +92,10 @@ class DraftState(ABC):
         Called once, between `begin` and the first `observe`, as soon as the target's early layers have told.
         """
         raise DraftError(f"{type(self).__name__} cannot prune what its draft sees; leave prune out.")
+
+    def probe(self) -> Probe | None:
+        """What reads the target's prefill of this sequence; asked after `begin`. None: the draft reads nothing of it."""
+        return None
 
     @abstractmethod
     def propose(self) -> Proposal:

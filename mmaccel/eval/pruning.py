@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import accelerate, adapter_for
+from mmaccel.core.attention import NOTE, Note
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import TokenPruner, candidates
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.eval.caption import predicted
-from mmaccel.models.signals import Listener
+from mmaccel.models.signals import Listener, hearing
 
 
 @torch.no_grad()
@@ -87,13 +87,13 @@ def chosen(
 ) -> tuple[TokenLayout, dict[str, Tensor]]:
     """The prompt's layout, and for each draft's pruner the columns it keeps, all heard in one prefill of the target."""
     found: dict[str, Tensor] = {}
-    with accelerate(target) as fast, ExitStack() as ears:
+    with accelerate(target) as fast, hearing(fast.adapter.layers(target), *pruners.values()):
         layout = fast.adapter.layout(target, inputs)
-        for name, pruner in pruners.items():
-            ears.enter_context(
-                Listener(fast, pruner, layout, lambda columns, name=name: found.update({name: columns}))  # type: ignore[misc]
-            )
-        fast(**inputs, logits_to_keep=1)
+        probes = tuple(
+            Listener(fast, pruner, layout, lambda columns, name=name: found.update({name: columns}))  # type: ignore[misc]
+            for name, pruner in pruners.items()
+        )
+        fast(**inputs, **{NOTE: Note(probes=probes)}, logits_to_keep=1)
     return layout, found
 
 

@@ -24,6 +24,7 @@ from mmaccel.core.room import with_room
 from mmaccel.models import layers as layers_of
 from mmaccel.models import spread
 from mmaccel.models.runner import HFRunner
+from mmaccel.models.signals import Ear
 from mmaccel.models.spread import Handed
 
 if TYPE_CHECKING:
@@ -163,8 +164,10 @@ def admits(model: nn.Module, family: Family, cache: Any) -> bool:
         layers_of.known(layers, family.text(model).config.hidden_act)  # type: ignore[union-attr,arg-type]
         and type(head) is nn.Linear
         and len({p.device for end in ends for p in end.parameters()}) == 1
-        and not any(module._forward_hooks for module in inner)
-        and all(isinstance(hook, Handed) for module in inner for hook in module._forward_pre_hooks.values())
+        and all(isinstance(hook, Ear) for module in inner for hook in module._forward_hooks.values())
+        and all(
+            isinstance(hook, Handed | Ear) for module in inner for hook in module._forward_pre_hooks.values()
+        )
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
+from mmaccel.core.attention import Probe
 from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.generate import Speculation, lockstep
@@ -224,8 +225,8 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
 
         try:
             guarded.begin(prompt)
-            with _listening(attachment, raw, guarded):
-                first = runner.prefill({"input_ids": input_ids, **model_kwargs})
+            probes = [*guarded.probes(), *_listeners(attachment, raw, guarded)]
+            first = runner.prefill({"input_ids": input_ids, **model_kwargs}, probes=probes)
             decoding = Speculation(
                 runner,
                 guarded.state,
@@ -308,6 +309,12 @@ class _Careful:
     def begin(self, prompt: Prompt) -> None:
         self._try(lambda: self.state.begin(prompt))
 
+    def probes(self) -> list[Probe]:
+        """What the draft reads the target's prefill with."""
+        found: list[Probe | None] = []
+        self._try(lambda: found.append(self.state.probe()))
+        return [probe for probe in found if probe is not None]
+
     def keep(self, columns: Tensor) -> None:
         if not isinstance(self.state, _Silent):
             self._try(lambda: self.state.keep(columns))
@@ -332,15 +339,13 @@ class _Careful:
             self.fail(error)
 
 
-def _listening(
-    attachment: Attachment, raw: Mapping[str, Any], draft: _Careful
-) -> AbstractContextManager[Any]:
-    """While inside, the target's prefill is listened to for what the draft's pruner reads, if it has one."""
+def _listeners(attachment: Attachment, raw: Mapping[str, Any], draft: _Careful) -> list[Probe]:
+    """What reads the target's prefill for the draft's pruner, if it has one."""
     pruner = attachment.owner.recipe.draft.pruner
     if pruner is None:
-        return nullcontext()
+        return []
     layout = attachment.family.layout(attachment.model, raw)
-    return Listener(attachment.owner, pruner, layout, draft.keep, draft.fail)
+    return [Listener(attachment.owner, pruner, layout, draft.keep, draft.fail)]
 
 
 def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Importing this file does not import transformers.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,13 +212,15 @@ class Family(ModelAdapter):
 
     def embed(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         caught: list[Tensor] = []
+        thread = threading.get_ident()
 
         class Stop(Exception):
             pass
 
         def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            caught.append(kwargs["inputs_embeds"])
-            raise Stop
+            if threading.get_ident() == thread:
+                caught.append(kwargs["inputs_embeds"])
+                raise Stop
 
         hook = self.text(model).register_forward_pre_hook(catch, with_kwargs=True)
         try:

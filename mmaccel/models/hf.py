@@ -14,8 +14,8 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,8 +25,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from mmaccel.core.attach import Accelerated
-from mmaccel.core.attention import Run, StreamRun
-from mmaccel.core.draft import Branches
+from mmaccel.core.attention import NOTE, Note, Run, StreamRun
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.models import drafting
@@ -36,6 +35,7 @@ from mmaccel.models.gradients import OneWay
 from mmaccel.models.limit import limited, positions_of
 from mmaccel.models.pointwise import in_chunks, turning
 from mmaccel.models.pruning import Pruning
+from mmaccel.models.signals import hearing
 from mmaccel.models.vision import by_parts
 
 ATTENTION = "mmaccel"
@@ -68,20 +68,6 @@ def attention(
 
 
 AttentionInterface.register(ATTENTION, attention)
-
-
-@dataclass(frozen=True)
-class Note:
-    """What travels from the multimodal model to the text model beside its arguments: the layout of the new columns, and
-    whether they are tokens to verify rather than a prompt, and of which tree."""
-
-    layout: TokenLayout | None = None
-    verify: bool = False
-    branches: Branches | None = None
-
-
-NOTE = "mmaccel_note"
-"""The keyword under which a `Note` travels; no state is kept between the two calls."""
 
 
 class _Clock:
@@ -124,6 +110,9 @@ class Attachment:
         # Inside a pruner that listens to the tower: it hears of all frames at once.
         self.whole_tower = by_parts(family, model)
         self.pruning = Pruning(self) if owner.recipe.prune is not None else None
+        self.ears = ExitStack()
+        if owner.recipe.draft.pruner is not None:
+            self.ears.enter_context(hearing(family.layers(model), owner.recipe.draft.pruner))
         self.in_one = in_chunks(family.pointwise(model))
         self.unturn = turning([layer.self_attn for layer in family.layers(model)])  # type: ignore[misc]
         self._wrap(self.text, "forward", self.forward, self._forward)
@@ -145,6 +134,7 @@ class Attachment:
         self.hook.remove()
         self.in_one()
         self.unturn()
+        self.ears.close()
         if self.pruning is not None:
             self.pruning.remove()
         self.whole_tower()
@@ -297,7 +287,7 @@ class Attachment:
                 self.sequences[cache] = Columns(layout, delta)
         state = cache.state if isinstance(cache, KVCache) else None
         prefill = not note.verify and (count > 1 or start == 0)
-        run = Run(self.owner.road, layout, start, state, prefill, branches=note.branches)
+        run = Run(self.owner.road, layout, start, state, prefill, branches=note.branches, probes=note.probes)
         if start == 0 or self.owner.road.meter.prompt_tokens == 0:
             self.owner.road.meter.enter(int(new.valid.sum()), start)
         if self.pruning is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import Runner
 from mmaccel.core.attach import attached
+from mmaccel.core.attention import NOTE, Note, Probe
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
 from mmaccel.models.vision import in_parts
@@ -50,7 +51,14 @@ class HFRunner(Runner):
         return open_runner(model, family, KVCache(state, owner.view.geometry.layers))
 
     @torch.no_grad()
-    def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
+    def prefill(
+        self,
+        inputs: Mapping[str, Any],
+        keep: Tensor | None = None,
+        compact: bool = False,
+        probes: Sequence[Probe] = (),
+    ) -> Tensor:
+        """See `Runner.prefill`. `probes` read what the layers of an accelerated model compute of this prompt."""
         if inputs["input_ids"].shape[0] != 1:
             raise ModelError(
                 f"input_ids: {inputs['input_ids'].shape[0]} sequences; a runner takes one at a time."
@@ -62,6 +70,8 @@ class HFRunner(Runner):
         if keep is not None:
             return self._prefill_kept(inputs, positions, keep.to(positions.device), compact)
         inputs.update(past_key_values=self.cache, position_ids=positions, use_cache=True, logits_to_keep=1)
+        if probes:
+            inputs[NOTE] = Note(probes=tuple(probes))
         with in_parts(self.family, self.model):
             out = self.model(**inputs)
         # As `generate` does, go on from the last column: after a long video that is not the largest position.
@@ -107,7 +117,7 @@ class HFRunner(Runner):
             positions = positions.expand(3, -1, -1)
         told: dict[str, Any] = {}
         if attached(self.model) is not None:
-            told["mmaccel_note"] = _verify(branches)
+            told[NOTE] = Note(verify=True, branches=branches)
         elif branches is not None:
             told["attention_mask"] = self._mask(branches, held + count, ids.device)
         out = self.model(
@@ -156,12 +166,6 @@ class HFRunner(Runner):
 
     def length(self) -> int:
         return int(self.cache.get_seq_length())
-
-
-def _verify(branches: Branches | None) -> Any:
-    from mmaccel.models.hf import Note
-
-    return Note(verify=True, branches=branches)
 
 
 def _accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.attention import Probe, Run
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prune import Signals, TokenPruner, candidates, checked_columns, question
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
-    from mmaccel.core.attention import Run
     from mmaccel.models.family import Family
 
 SCORES = 1 << 24
@@ -59,8 +59,40 @@ def peek(
     return paid(query[0], key[0], at, shape.head_dim**-0.5)
 
 
-class Listener:
-    """While entered, collects from a target's prefill what a draft's pruner reads, and tells once which columns stay.
+class Ear:
+    """A hook of a decoder layer: gives what enters it, or what leaves it, to the probes of the run that passes.
+
+    index  what `Probe.entering` is told: the layer, or one more than the last for what leaves that
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *out: Any) -> None:
+        probes: tuple[Probe, ...] = getattr(kwargs.get("attention_mask"), "probes", ())
+        if not probes:
+            return
+        hidden = out[0] if out else args[0] if args else kwargs["hidden_states"]
+        for probe in probes:
+            probe.entering(self.index, hidden if isinstance(hidden, Tensor) else hidden[0])
+
+
+@contextmanager
+def hearing(layers: nn.ModuleList, *pruners: TokenPruner) -> Iterator[None]:
+    """While inside, each hidden state that the draft's `pruners` read has its `Ear`."""
+    wanted = {index for pruner in pruners for stage in pruner.stages(len(layers)) for index in stage.hidden}
+    with ExitStack() as handles:
+        for index in sorted(wanted):
+            if index < len(layers):
+                hook = layers[index].register_forward_pre_hook(Ear(index), with_kwargs=True)
+            else:
+                hook = layers[-1].register_forward_hook(Ear(index), with_kwargs=True)
+            handles.callback(hook.remove)
+        yield
+
+
+class Listener(Probe):
+    """Collects from a run of a target's prefill what a draft's pruner reads, and tells once which columns stay.
 
     The prompt may come in any number of passes (chunks; the video, then the text). `tell` gets the columns [n] as soon as
     the last layer that is read has seen the last column, while later layers still run; only indices need to travel.
@@ -79,9 +111,8 @@ class Listener:
     ) -> None:
         if layout.batch != 1:
             raise ModelError(f"prune {pruner.name!r} takes one sequence at a time; give prompts one by one.")
-        self.owner, self.pruner, self.layout, self.tell, self.fail = owner, pruner, layout, tell, fail
-        self.layers = owner.adapter.layers(owner.model)
-        (self.stage,) = pruner.stages(len(self.layers))
+        self.pruner, self.layout, self.tell, self.fail = pruner, layout, tell, fail
+        (self.stage,) = pruner.stages(owner.view.geometry.layers)
         self.total = candidates(layout).numel()
         self.asked = question(layout)
         self.rows = self.asked.tolist()
@@ -90,28 +121,10 @@ class Listener:
         self.heard = dict.fromkeys(self.waiting, 0)
         groups = len(self.stage.attention)
         self.attention = torch.zeros(groups, len(self.rows), layout.length, device=layout.device)
-        self.handles: list[Any] = []
         self.told = False
-
-    def __enter__(self) -> Listener:
-        for index in self.stage.hidden:
-            if index < len(self.layers):
-                hook = self.layers[index].register_forward_pre_hook(self._entering(index), with_kwargs=True)
-            else:
-                hook = self.layers[-1].register_forward_hook(self._leaving(index))
-            self.handles.append(hook)
-        self.probe = self.owner.road.probe
-        if self.waiting:
-            self.owner.road.probe = self._attending
         if not self.waiting and not self.hidden:
             with self._failing():
                 self._ready()
-        return self
-
-    def __exit__(self, *exit: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.owner.road.probe = self.probe
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -123,29 +136,15 @@ class Listener:
             self.told, self.hidden = True, {}
             self.fail(error)
 
-    def _entering(self, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._catch(index, args[0] if args else kwargs["hidden_states"])
-
-        return hook
-
-    def _leaving(self, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            self._catch(index, out if isinstance(out, Tensor) else out[0])
-
-        return hook
-
-    def _catch(self, index: int, hidden: Tensor) -> None:
-        if not self.told:
+    def entering(self, layer: int, hidden: Tensor) -> None:
+        if not self.told and layer in self.hidden:
             with self._failing():
-                self.hidden[index].append(hidden[0].detach())
+                self.hidden[layer].append(hidden[0].detach())
                 self._ready()
 
-    def _attending(
+    def attending(
         self, run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
-        if self.probe is not None:
-            self.probe(run, layer, query, key, value, scale)
         if self.told or layer not in self.waiting:
             return
         with self._failing():

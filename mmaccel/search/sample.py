@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import accelerate, adapter_for
-from mmaccel.core.attention import Run
+from mmaccel.core.attention import NOTE, Note, Probe, Run
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import MODALITIES, TokenLayout
 
@@ -49,17 +49,20 @@ def watch(
         return
     last = max(layers) if layers is not None else None
 
-    def probe(run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-        if layers is None or layer in layers:
-            visit(Inside(layer, query, key, value, scale, run.layout))
-        if layer == last:
-            raise _Enough
+    class Visit(Probe):
+        def attending(
+            self, run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+        ) -> None:
+            if layers is None or layer in layers:
+                visit(Inside(layer, query, key, value, scale, run.layout))
+            if layer == last:
+                raise _Enough
 
-    with accelerate(model, "dense") as fast:
-        fast.road.probe = probe
+    with accelerate(model, "dense"):
+        note = {NOTE: Note(probes=(Visit(),))}
         try:
             with torch.no_grad():
-                adapter_for(model).multimodal(model)(**inputs, use_cache=False)
+                adapter_for(model).multimodal(model)(**inputs, **note, use_cache=False)
         except _Enough:
             pass
 

@@ -223,7 +223,6 @@ def test_a_sparse_draft_leaves_the_target_s_memory_as_it_was(family):
             assert torch.allclose(got.key, view.key, atol=1e-5) and torch.allclose(
                 got.value, view.value, atol=1e-5
             )
-        assert fast.road.probe is None
 
 
 def test_a_sparse_draft_whose_scores_fail_leaves_the_plain_tokens(family, monkeypatch):
@@ -235,11 +234,10 @@ def test_a_sparse_draft_whose_scores_fail_leaves_the_plain_tokens(family, monkey
     def fail(self, *given):
         raise RuntimeError("out of memory")
 
-    with mmaccel.accelerate(model, draft=SparseToDense(window=4)) as fast:
+    with mmaccel.accelerate(model, draft=SparseToDense(window=4)):
         monkeypatch.setattr(_Sparse, "_score", fail)
         with pytest.warns(mmaccel.core.errors.MmaccelWarning, match="out of memory"):
             assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), plain)
-        assert fast.road.probe is None
 
 
 @pytest.mark.parametrize("broken", [{"backend": "triton"}, {"prune": {"name": "fastv", "layer": 9}}])
@@ -274,7 +272,8 @@ def test_uv_is_told_while_later_layers_still_run(family):
         model.generate(**inputs, max_new_tokens=2, do_sample=False)
     for layer in mmaccel.core.attach.adapter_for(model).layers(model):
         layer._forward_pre_hooks.clear()
-    assert order[: order.index("told") + 2][-1] == 2 and order.count("told") == 1
+    # What enters layer 1 is all that is read.
+    assert order[order.index("told") + 1] == 1 and order.count("told") == 1
 
 
 def test_a_draft_that_cannot_even_open_leaves_the_plain_tokens(family, monkeypatch):

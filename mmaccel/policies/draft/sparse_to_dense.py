@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView, Runner
-from mmaccel.core.attach import attached
-from mmaccel.core.attention import Run
+from mmaccel.core.attention import Probe, Run
 from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, ModelError, RecipeError
 from mmaccel.core.kv import KVPolicy, KVState, KVView
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.prune import best, question, quota
 from mmaccel.core.registry import register
-
-if TYPE_CHECKING:
-    from mmaccel.core.attention import Road
 
 FEWEST = 1
 
@@ -136,7 +131,7 @@ class _Given(KVPolicy):
         return self.state
 
 
-class _Sparse(DraftState):
+class _Sparse(DraftState, Probe):
     """Scores columns while the target reads the prompt; then drafts with its weights over `_Memory`."""
 
     def __init__(self, target: ModelView, choice: SparseToDense) -> None:
@@ -145,37 +140,27 @@ class _Sparse(DraftState):
         self._scores: dict[int, Tensor] = {}
         self._runner: Runner | None = None
         self._dense: KVState | None = None
-        self._restore: Callable[[], None] | None = None
         self._fault: Exception | None = None
         self._steps = 0
 
     def begin(self, prompt: Prompt) -> None:
-        owner = attached(self._target.model)
-        if owner is None or owner.recipe.kv.name != "full":
-            raise DraftError("sparse_to_dense: the draft reads the target's own cache; set kv to 'full'.")
-        self._owner = owner
         self._prompt = prompt
         self._left = prompt.max_new_tokens or None
         self._layout = self._target.adapter.layout(self._target.model, prompt.inputs)
         self._asked = question(self._layout)
-        self._listen(owner.road)
 
-    def _listen(self, road: Road) -> None:
-        before = road.probe
+    def probe(self) -> Probe:
+        return self
 
-        def probe(run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-            if before is not None:
-                before(run, layer, query, key, value, scale)
-            if run.prefill and self._fault is None:
-                try:
-                    self._score(run.start, layer, query, key, scale)
-                except Exception as error:  # the target's pass goes on; the draft is dropped after it
-                    self._fault = error
-
-        def restore() -> None:
-            road.probe = before
-
-        road.probe, self._restore = probe, restore
+    def attending(
+        self, run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> None:
+        self._dense = run.state
+        if self._fault is None:
+            try:
+                self._score(run.start, layer, query, key, scale)
+            except Exception as error:  # the target's pass goes on; the draft is dropped after it
+                self._fault = error
 
     def _score(self, start: int, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
         rows = self._asked[(self._asked >= start) & (self._asked < start + query.shape[2])]
@@ -193,11 +178,6 @@ class _Sparse(DraftState):
 
     def observe(self, committed: Tensor, kept: int) -> None:
         if self._runner is None:
-            if self._restore is not None:
-                self._restore()
-                self._restore = None
-            # Now it is the memory of this sequence's own prompt, which was read just before.
-            self._dense = self._owner.last_state
             self._open(self._dense)
         dense = self._dense
         if self._left is not None:
@@ -240,11 +220,6 @@ class _Sparse(DraftState):
             feed = logits.argmax(-1, keepdim=True).to(before.device)
             ids.append(feed)
         return Proposal(torch.cat(ids))
-
-    def close(self) -> None:
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
 
     def counters(self) -> dict[str, float]:
         return {"draft_steps": float(self._steps), "draft_held": float(self._memory.held())}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,10 +13,14 @@ import torch
 from torch import Tensor
 
 import mmaccel
+from mmaccel.core.attach import Accelerated
+from mmaccel.core.attention import NOTE, Note, Probe, Run
+from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.prune import TokenPruner
-from mmaccel.models.signals import Listener, paid
-from mmaccel.policies.draft import Sequential
+from mmaccel.core.report import Meter, SequenceMeter
+from mmaccel.models.signals import Listener, hearing, paid
+from mmaccel.policies.draft import Sequential, SparseToDense
 from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
@@ -33,6 +40,18 @@ PRUNERS: dict[str, TokenPruner] = {
 @pytest.fixture(scope="module", params=BUILD)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@contextmanager
+def listening(model: Any, *pruners: TokenPruner) -> Iterator[Accelerated]:
+    """`model` accelerated densely, whose layers can be read by `pruners`."""
+    with mmaccel.accelerate(model) as fast, hearing(fast.adapter.layers(model), *pruners):
+        yield fast
+
+
+def read_by(*probes: Probe) -> dict[str, Note]:
+    """The argument of a forward pass that is read by `probes`."""
+    return {NOTE: Note(probes=probes)}
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +85,22 @@ def test_signals_are_the_model_s_own(family: str, model: Any, name: str, kind: s
     (stage,) = pruner.stages(4)
     states, attention = known(model, inputs)
     told: list[Tensor] = []
-    with torch.no_grad(), mmaccel.accelerate(model) as fast:
+    with torch.no_grad(), listening(model, pruner) as fast:
         layout = fast.adapter.layout(model, inputs)
         rows = asked(layout)
         embeds = fast.adapter.embed(model, inputs)
         places = fast.adapter.positions(model, inputs)
         S = layout.length
         cuts = {"one": [S], "chunks": [*range(5, S, 9), S], "video, then text": [rows[0], S]}[passes]
-        with Listener(fast, pruner, layout, told.append) as listener:
-            cache, begin = None, 0
-            for end in cuts:
-                piece = {"inputs_embeds": embeds[:, begin:end], "position_ids": places[..., begin:end]}
-                out = fast.adapter.text(model)(**piece, past_key_values=cache, use_cache=True)
-                cache, begin = out.past_key_values, end
-            assert listener.told
-        assert fast.road.probe is None
+        listener = Listener(fast, pruner, layout, told.append)
+        cache, begin = None, 0
+        for end in cuts:
+            piece = {"inputs_embeds": embeds[:, begin:end], "position_ids": places[..., begin:end]}
+            out = fast.adapter.text(model)(
+                **piece, **read_by(listener), past_key_values=cache, use_cache=True
+            )
+            cache, begin = out.past_key_values, end
+        assert listener.told
     signals = {}
     if stage.hidden:
         signals["hidden"] = states[list(stage.hidden)]
@@ -93,33 +113,60 @@ def test_signals_are_the_model_s_own(family: str, model: Any, name: str, kind: s
 def test_it_is_told_while_later_layers_still_run(family: str, model: Any) -> None:
     inputs = prompt(family, PROMPTS["video"])
     when: list[str] = []
-    with torch.no_grad(), mmaccel.accelerate(model) as fast:
+    pruner = UVPrune(layer=2)
+    with torch.no_grad(), listening(model, pruner) as fast:
         layout = fast.adapter.layout(model, inputs)
         hooks = [
             layer.register_forward_hook(lambda m, a, o, i=i: when.append(f"layer {i}"))
             for i, layer in enumerate(fast.adapter.layers(model))
         ]
-        with Listener(fast, UVPrune(layer=2), layout, lambda columns: when.append("told")):
-            fast(**inputs)
+        fast(**inputs, **read_by(Listener(fast, pruner, layout, lambda columns: when.append("told"))))
         for hook in hooks:
             hook.remove()
     assert when == ["layer 0", "layer 1", "told", "layer 2", "layer 3"]
 
 
-def test_nothing_stays_behind(family: str, model: Any) -> None:
+def test_a_run_is_read_by_its_own_probes_alone(family: str, model: Any) -> None:
     inputs = prompt(family, PROMPTS["video"])
-    mine: list[int] = []
+
+    class Mine(Probe):
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def attending(self, run: Run, layer: int, *rest: Any) -> None:
+            self.seen.append(layer)
+
     with torch.no_grad(), mmaccel.accelerate(model) as fast:
-        fast.road.probe = lambda run, layer, *rest: mine.append(layer)  # type: ignore[assignment]
-        probe = fast.road.probe
-        layout = fast.adapter.layout(model, inputs)
-        before = [len(layer._forward_pre_hooks) for layer in fast.adapter.layers(model)]
-        with pytest.raises(KeyError, match="broken"), Listener(fast, AttentionPrune(), layout, print):
-            raise KeyError("broken")
-        with Listener(fast, AttentionPrune(), layout, lambda columns: None):
-            fast(**inputs)
-        assert fast.road.probe is probe and mine == [0, 1, 2, 3]
-        assert [len(layer._forward_pre_hooks) for layer in fast.adapter.layers(model)] == before
+        one, two = Mine(), Mine()
+        fast(**inputs, **read_by(one))
+        fast(**inputs)
+        fast(**inputs, **read_by(one, two))
+    assert one.seen == [0, 1, 2, 3] * 2 and two.seen == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("draft", ["uv", "attention", "sparse_to_dense"])
+def test_eight_threads_all_draft_and_say_the_plain_text(
+    family: str, model: Any, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads share the model; what reads a prompt on its way through the layers is of one prompt alone."""
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    frames = [4 + 2 * number for number in range(8)]
+    work = [prompt(family, [("text", 4), ("video", n), ("text", 5)], seed=n) for n in frames]
+    told = {"max_new_tokens": 10, "do_sample": False}
+    want = [model.generate(**inputs, **told) for inputs in work]
+    choice: DraftStrategy = SparseToDense(window=3, retention=0.5)
+    if draft != "sparse_to_dense":
+        pruner = UVPrune(retention=0.5, layer=2) if draft == "uv" else AttentionPrune(retention=0.5)
+        choice = Sequential(model=copy.deepcopy(model), window=3, prune=pruner)
+    meters: list[SequenceMeter] = []
+    sequence = Meter.sequence
+    monkeypatch.setattr(Meter, "sequence", lambda self: meters.append(sequence(self)) or meters[-1])
+    with mmaccel.accelerate(model, draft=choice), ThreadPoolExecutor(8) as threads:
+        got = list(threads.map(lambda inputs: model.generate(**inputs, **told), work))
+    assert all(torch.equal(one, plain) for one, plain in zip(got, want, strict=True))
+    assert len(meters) == 8
+    for meter in meters:
+        assert meter.failed is None and sum(meter.windows) > 0
 
 
 @pytest.mark.parametrize("pruner", [UVPrune(layer=2), AttentionPrune(), UniformPrune()], ids=lambda p: p.name)
@@ -138,8 +185,8 @@ def test_a_pruner_that_fails_ends_the_draft_and_not_the_target(
             assert torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False), plain)
         assert "out of memory" in str(fast.report())
         layout = fast.adapter.layout(model, inputs)
-        with pytest.raises(RuntimeError, match="out of memory"), Listener(fast, pruner, layout, print):
-            fast(**inputs)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            fast(**inputs, **read_by(Listener(fast, pruner, layout, print)))
 
 
 def test_paid_is_causal_softmax_attention() -> None:

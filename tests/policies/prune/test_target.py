@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import mmaccel
+from mmaccel.core.attention import NOTE, Note, Probe, Run
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import candidates
@@ -152,13 +153,16 @@ def test_between_layers(family: str, model: Any, plain: Any, name: str, kind: st
 def test_dropped_columns_leave_the_cache_and_the_layers(family: str, model: Any) -> None:
     """Not masked, gone: later layers run and hold fewer columns."""
     inputs = prompt(family, PROMPTS["long"])
-    rows: dict[int, int] = {}
+    rows: dict[int, tuple[int, int]] = {}
+
+    class Rows(Probe):
+        def attending(self, run: Run, layer: int, query: Tensor, key: Tensor, *rest: Any) -> None:
+            rows[layer] = query.shape[2], key.shape[2]
+
     with torch.no_grad(), mmaccel.accelerate(model, prune=FastV(retention=0.25, layer=3)) as fast:
-        fast.road.probe = lambda run, layer, q, k, v, scale: rows.update({layer: (q.shape[2], k.shape[2])})  # type: ignore[assignment]
-        logits = fast(**inputs).logits
+        logits = fast(**inputs, **{NOTE: Note(probes=(Rows(),))}).logits
         out = fast(**inputs, logits_to_keep=1)
         last = out.logits
-        fast.road.probe = None
         held = out.past_key_values.state.held_by(1, inputs["input_ids"].shape[1])
     S = inputs["input_ids"].shape[1]
     m = len(videos(layout_in(model, inputs)))
@@ -288,11 +292,15 @@ def test_a_sparse_prefill_of_what_is_left(family: str, model: Any, pattern: str)
     inputs = prompt(family, PROMPTS["long"])
     layout = layout_in(model, inputs)
     seen: dict[int, TokenLayout] = {}
+
+    class Seen(Probe):
+        def attending(self, run: Run, layer: int, *rest: Any) -> None:
+            seen[layer] = run.layout
+
     pruner = VisionZip(retention=0.5)
     with torch.no_grad(), mmaccel.accelerate(model, prune=pruner, sparse=pattern, dense_tail=8) as fast:
-        fast.road.probe = lambda run, layer, *rest: seen.update({layer: run.layout})  # type: ignore[assignment]
+        fast(**inputs, **{NOTE: Note(probes=(Seen(),))})
         out = fast.generate(**inputs, max_new_tokens=3, do_sample=False)
-        fast.road.probe = None
         report = fast.report()
     assert out.shape[1] == inputs["input_ids"].shape[1] + 3
     told = "q_boundary(a_shape)" if pattern == "q_boundary" else pattern

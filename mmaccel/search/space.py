@@ -3,9 +3,10 @@
 Rows are budgets in tokens for contexts of 64k and more. For a shorter context all budgets shrink in proportion to it
 (columns, diagonals and sinks in tokens, windows in whole frames), and so does the target, an A-shape of 1k global and 4k
 local tokens; strides, which are sizes of frames, stay. Levelling then changes what a row does not stand for, until an
-attention of all heads takes as long as the target's, on the device: the sinks of an A-shape, whose row is its window, and
-columns and diagonals of a vertical-slash alike, whose row is their ratio. A grid has no budget: it costs what its lines
-cost, often less than the target, and is left out where it costs more.
+attention of all heads takes as long as the target's, on the device: the sinks of an A-shape, whose row is its window,
+columns and diagonals of a vertical-slash alike, whose row is their ratio, and the local window of a grid, whose row is its
+lines. The last figure of Table 3's grids, 1024, is that window (microsoft/MInference, `minference/ops/grid_attention.py`,
+`n_local`). A grid whose lines alone cost more than the target is left out.
 
 In a scale that is `extended` rows are ours, and named so, where they differ from the table's: each vertical-slash keeps a
 few first tokens, and one row more follows, at several shares of the target: rows are level on the mean of heads, and a head
@@ -18,6 +19,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mmaccel.core.registry import policy
@@ -28,6 +30,8 @@ LONG = 1 << 16
 TARGET = (1024, 4096)
 """Global and local tokens of the A-shape whose cost is the target."""
 LINES = ("horizontal", "vertical", "slash")
+LOCAL, FIRST_OF_GRID = 1024, 128
+"""The local window of Table 3's grids, and the first tokens that they see, as many as its A-shapes."""
 _GRIDS = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 1, 1))
 _WINDOWS = ((128, 1024), (128, 2048), (128, 4096))
 _COLUMNS = (
@@ -86,9 +90,11 @@ class Scale:
     def _made(self, name: str, **fields: Any) -> dict[str, Any]:
         return {"name": name, "block": self.block, **fields}
 
-    def grid(self, lines: Sequence[int], stride: str) -> dict[str, Any]:
+    def grid(self, lines: Sequence[int], stride: str, step: int) -> dict[str, Any]:
+        """A grid of Table 3, its window `step` powers of budget larger."""
         on = {line: bool(flag) for line, flag in zip(LINES, lines, strict=True)}
-        return self._made("grid", stride=stride, max_stride=1024, **on)
+        near = {"window": self.tokens(LOCAL * STEP**step), "sink": self.tokens(FIRST_OF_GRID)}
+        return self._made("grid", stride=stride, max_stride=1024, **on, **near)
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,6 @@ class Row:
 
     label: str
     make: Callable[[int], dict[str, Any]]
-    fixed: bool = False
     aim: float = 1.0
 
 
@@ -108,7 +113,7 @@ def rows(scale: Scale) -> list[Row]:
     for stride in ("frame", "free"):
         for lines in _GRIDS:
             on = "+".join(line for line, flag in zip(LINES, lines, strict=True) if flag)
-            found.append(Row(f"grid ({stride}, {on})", _grid(scale.grid(lines, stride)), fixed=True))
+            found.append(Row(f"grid ({stride}, {on}, {LOCAL})", partial(scale.grid, lines, stride)))
     for sink, window in _WINDOWS:
         found.append(Row(f"a_shape ({sink}, {window})", _a_shape(scale, sink, window)))
     for vertical, slash in _COLUMNS:
@@ -120,10 +125,6 @@ def rows(scale: Scale) -> list[Row]:
             label = f"ours: first block and slash ({TARGET[1]}), {share:.0%}"
             found.append(Row(label, _first_and_slash(scale), aim=share))
     return found
-
-
-def _grid(pattern: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
-    return lambda step: pattern
 
 
 def _a_shape(scale: Scale, sink: int, window: int) -> Callable[[int], dict[str, Any]]:
@@ -189,7 +190,7 @@ def level(
         while step is not None:
             tried[step] = cost(row.make(step)) / row.aim
             near = abs(tried[step] - 1) <= tolerance
-            step = None if row.fixed or near or len(tried) == ROUNDS else _next(tried, row)
+            step = None if near or len(tried) == ROUNDS else _next(tried, row)
         # The dearest that is not too dear; if all are, the cheapest.
         fits = {s: t for s, t in tried.items() if t <= 1 + tolerance}
         best = max(fits, key=lambda s: (fits[s], -s)) if fits else min(tried, key=lambda s: (tried[s], s))

@@ -24,7 +24,7 @@ def told(pattern: Mapping[str, Any]) -> tuple[Any, ...]:
             pattern["horizontal"],
             pattern["vertical"],
             pattern["slash"],
-            pattern["max_stride"],
+            pattern["window"],
         )
     if pattern["name"] == "a_shape":
         return pattern["sink"], pattern["window"]
@@ -57,7 +57,8 @@ def test_short_contexts_take_shares_and_whole_frames() -> None:
     found = {row.label: row.make(0) for row in rows(scale)}
     assert told(found["a_shape (128, 1024)"]) == (16, 135)
     assert told(found["vertical_slash (1000, 4096)"]) == (125, 512)
-    assert told(found["grid (free, slash)"])[-1] == 1024
+    grid = found["grid (free, slash, 1024)"]
+    assert (grid["window"], grid["sink"]) == (128, 16)
     assert told(Scale(512, 0, 64).target()) == (8, 32)
     assert told(Scale(256, 64, 64).target()) == (4, 64)  # never less than a frame
 
@@ -112,7 +113,8 @@ def test_a_head_that_costs_more_than_the_mean_takes_less_of_our_row() -> None:
 def affine(pattern: Mapping[str, Any]) -> float:
     """A cost with a part that does not scale, as launches have; the target's is 1."""
     if pattern["name"] == "grid":
-        return {1: 0.4, 2: 0.97, 3: 1.3}[sum(pattern[n] for n in ("horizontal", "vertical", "slash"))]
+        lines = {1: 0.4, 2: 0.7, 3: 1.3}[sum(pattern[n] for n in ("horizontal", "vertical", "slash"))]
+        return lines + 0.7 * (pattern["window"] + pattern["sink"]) / 5120
     size = sum(pattern[n] for n in ("sink", "window", "vertical", "slash") if n in pattern)
     return 0.3 + 0.7 * size / 5120
 
@@ -126,15 +128,18 @@ def test_budgets_are_changed_until_costs_are_level() -> None:
 
     candidates = [c for _, c in level(rows(FULL), cost, 0.05, [0] * 24)]
     states = {c.rows[0]: c.state for c in candidates}
-    assert all(abs(c.cost - 1) <= 0.05 for c in candidates if "grid" not in c.rows[0])
-    assert all(state == "level" for name, state in states.items() if "grid" not in name)
-    assert states["grid (free, slash)"] == "under" and states["grid (frame, horizontal+vertical)"] == "level"
-    assert states["grid (free, horizontal+vertical+slash)"] == "dear"
-    # An A-shape keeps its window and a vertical-slash its ratio.
+    # Three kinds of line cost more than the target without any window.
+    dear = {f"grid ({stride}, horizontal+vertical+slash, 1024)" for stride in ("frame", "free")}
+    assert {name for name, state in states.items() if state != "level"} == dear
+    assert all(states[name] == "dear" for name in dear)
+    assert all(abs(c.cost - 1) <= 0.05 for c in candidates if c.rows[0] not in dear)
+    # An A-shape keeps its window, a vertical-slash its ratio, and a grid its lines and its sink.
     found = {c.rows[0]: c.pattern for c in candidates}
     assert [found[f"a_shape (128, {w})"]["window"] for w in (1024, 2048, 4096)] == [1024, 2048, 4096]
     both = found["vertical_slash (3500, 200)"]
     assert both["vertical"] / both["slash"] == pytest.approx(17.5, rel=0.01)
+    grids = [found[f"grid (free, {lines}, 1024)"] for lines in ("slash", "horizontal+vertical")]
+    assert grids[0]["window"] > 2 * grids[1]["window"] > 1024 and grids[0]["sink"] == grids[1]["sink"] == 128
     assert len(tried) < 24 * 4
 
 

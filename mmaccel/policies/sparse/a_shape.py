@@ -38,19 +38,26 @@ class AShape(IntraPattern):
         return (Part(sight.q_row, near_and_first(sight, self.sink, self.window, self.block)),)
 
     def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        keys = whole_blocks(n_key, self.block)
-        near = min(touched(self.block + self.window - 1, self.block), keys)
-        # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.
-        return near + whole_blocks(min(self.sink, n_key), self.block), keys if gaps else 0
+        return near_and_first_toll(n_key, self.sink, self.window, self.block, gaps=gaps)
 
 
 def near_and_first(sight: Sight, sink: int, window: int, block: int) -> tuple[KeySpan, ...]:
-    """Spans over the last `window` of the keys not after a query, and the first `sink` of them."""
+    """Spans over the last `window` of the keys not after a query, and the first `sink` of them. Either may be 0."""
     q_row, q_place = sight.q_row, sight.at[:, None]
     k_row, k_place = sight.keys.row[:, None], sight.keys.place[:, None]
-    near = span_by_range(q_row, k_row, q_place, k_place, 0, window, block, block)
-    if not sink:
-        return (near,)
-    head = min(whole_blocks(sink, block) * block, len(sight.keys))
-    k_row = ops.first_of(k_row, sink, head)
-    return near, span_by_range(q_row, k_row, q_place, k_place[..., :head], window, FAR, block, block)
+    spans: list[KeySpan] = []
+    if window:
+        spans.append(span_by_range(q_row, k_row, q_place, k_place, 0, window, block, block))
+    if sink:
+        head = min(whole_blocks(sink, block) * block, len(sight.keys))
+        k_row, k_place = ops.first_of(k_row, sink, head), k_place[..., :head]
+        spans.append(span_by_range(q_row, k_row, q_place, k_place, window, FAR, block, block))
+    return tuple(spans)
+
+
+def near_and_first_toll(n_key: int, sink: int, window: int, block: int, *, gaps: bool) -> tuple[int, int]:
+    """The most blocks that `near_and_first` lists: for each block of queries, and more in all (see `IntraPattern.toll`)."""
+    keys = whole_blocks(n_key, block)
+    near = min(touched(block + window - 1, block), keys) if window else 0
+    # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.
+    return near + whole_blocks(min(sink, n_key), block), keys if gaps and window else 0

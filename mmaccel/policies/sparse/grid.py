@@ -10,10 +10,11 @@ import torch
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.plan import Part
 from mmaccel.core.registry import register
+from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_toll
 from mmaccel.policies.sparse.estimate import Score
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
 from mmaccel.policies.sparse.orders import touched, whole_blocks
-from mmaccel.policies.sparse.residue import ClassOrder, Residue, dense_rows
+from mmaccel.policies.sparse.residue import Beyond, ClassOrder, Residue, dense_rows
 from mmaccel.policies.sparse.stride import (
     Classes,
     Frames,
@@ -39,9 +40,15 @@ class Grid(IntraPattern):
     slash       a query of class c sees the keys of class (c - p) mod s not after it: lines parallel to the diagonal
     vertical    every query sees the keys of class v not after it
     horizontal  a query of class v sees every key not after it
+    window      every query sees the last `window` keys not after it, itself counted. 0, as the paper's algorithm: none
+    sink        every query sees the first `sink` keys. 0: none
 
     The stride s and the phases p and v are estimated, head by head, from the last `last_q` queries (MMInference,
-    Algorithm 1). A query on no line sees nothing, and its output is zero. What the paper leaves open is a field:
+    Algorithm 1). With no window and no sink, a query on no line sees nothing, and its output is zero. The authors' code
+    (microsoft/MInference, `minference/modules/mminference.py`) adds to the lines a sink of all that precedes the video, a
+    local window, and dense rows for the text after the video (here the recipe's `dense_tail`); its window is what Table 3
+    prints as 1024. There the stride and the phases come from the table of heads, and a grid has no slash. What the paper
+    leaves open is a field:
 
     score             "mean": a class of lines weighs the mean over its members, the largest one left out, of what they get
                       from each of those queries; "contrast": the mean of the logarithms, in standard errors, which is
@@ -71,6 +78,8 @@ class Grid(IntraPattern):
     horizontal: bool = True
     vertical: bool = True
     slash: bool = True
+    window: int = 0
+    sink: int = 0
     last_q: int = 64
     slack: float = 0.02
     score: Score = "contrast"
@@ -89,6 +98,9 @@ class Grid(IntraPattern):
             raise RecipeError(f"grid: max_stride is {self.max_stride}; give at most {MOST_STRIDE}.")
         if not (self.horizontal or self.vertical or self.slash):
             raise RecipeError("grid: horizontal, vertical and slash are all off; turn one on.")
+        for name in ("window", "sink"):
+            if getattr(self, name) < 0:
+                raise RecipeError(f"grid: {name} is {getattr(self, name)}; give 0 or more tokens.")
         if self.last_q < 1:
             raise RecipeError(f"grid: last_q is {self.last_q}; give at least 1 query.")
         if not 0 <= self.slack < 1:
@@ -100,11 +112,20 @@ class Grid(IntraPattern):
                 raise RecipeError(f"grid: {name} is {getattr(self, name)!r}; give {told} or {known[-1]!r}.")
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:
-        classes = self._classes(sight)
+        lines = self._lines(sight)
+        if not (self.window or self.sink):
+            return lines
+        near = near_and_first(sight, self.sink, self.window, self.block)
+        # Every row is served twice, over disjoint keys: the two are merged by their log-sum-exps.
+        return (*lines, Part(sight.q_row, near, turn=1))
+
+    def _lines(self, sight: Sight) -> tuple[Part, ...]:
+        """The lines, without the keys of the window and the sink."""
+        classes, beyond = self._classes(sight), Beyond(self.window, self.sink)
         if self.slash and classes.frames is not None:
-            order = ClassOrder.of(sight, classes.frames)
-            return order.parts(sight, classes, vertical=self.vertical, horizontal=self.horizontal)
-        residue = Residue.of(sight, classes, slash=self.slash)
+            order = ClassOrder.of(sight, classes.frames, beyond)
+            return order.parts(sight, classes, beyond, vertical=self.vertical, horizontal=self.horizontal)
+        residue = Residue.of(sight, classes, beyond, slash=self.slash)
         parts: list[Part] = []
         if self.slash or self.vertical:
             q_row = residue.q_row
@@ -114,13 +135,13 @@ class Grid(IntraPattern):
             spans += [residue.vertical(q_row)] if self.vertical else []
             parts.append(Part(q_row, tuple(spans)))
         if self.horizontal:
-            parts.append(dense_rows(sight, classes))
+            parts.append(dense_rows(sight, classes, beyond))
         return tuple(parts)
 
     def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         block, most = self.block, room(n_key, self.min_stride)
         keys = whole_blocks(n_key, block)
-        each, more = 0, 0
+        each, more = near_and_first_toll(n_key, self.sink, self.window, block, gaps=gaps)
         if self.slash:
             # A block of queries touches one class, and one more for each class that begins in it.
             each += touched(most, block)
@@ -140,7 +161,9 @@ class Grid(IntraPattern):
         # A block of queries that begins in one class and ends in the next lists all of the one, and lines begin anywhere.
         blocks, each = whole_blocks(rows, block), share * line / block + 2
         dense = whole_blocks(min(line, rows), block) * (share * keys / block + 1)
-        return blocks * each * (self.slash + self.vertical) + self.horizontal * dense
+        near = min(self.window, keys) / block + bool(self.window) + min(self.sink, keys) / block
+        near = min(near, share * keys / block + 1)
+        return blocks * each * (self.slash + self.vertical) + self.horizontal * dense + blocks * near
 
     def _search(self, sight: Sight) -> Search:
         return Search(

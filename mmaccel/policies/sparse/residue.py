@@ -10,8 +10,24 @@ from torch import Tensor
 from mmaccel.backends import ops
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.policies.sparse.intra import Sight
-from mmaccel.policies.sparse.orders import whole_blocks
+from mmaccel.policies.sparse.orders import Order, whole_blocks
 from mmaccel.policies.sparse.stride import Classes, Frames, by_class
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What other spans of a head cover, and its lines leave out: the last `window` keys of a query, and the first `sink`."""
+
+    window: int = 0
+    sink: int = 0
+
+    def places(self, at: Tensor) -> Tensor:
+        """The place of the last key that a line shows each query, [B, P] as `at`; -1 where there is none."""
+        return (at - self.window).clamp(min=-1) if self.window else at
+
+    def rows(self, keys: Order) -> Tensor:
+        """[B, N]: the rows of the keys, -1 for the first ones."""
+        return keys.row.masked_fill(keys.place < self.sink, -1) if self.sink else keys.row
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +35,8 @@ class Residue:
     """Keys by (class, position), queries by (class of the keys they pair with, position).
 
     code [B, h, N] class * base + place of each key, ascending, and k_row [B, h, N] its row; for each query, [B, h, P] or
-    [B, H, P], its row, place, own class, and `pair`, the class of the keys its slashes lead to. base exceeds any place.
+    [B, H, P], its row, the place of the last key that it may see, its own class, and `pair`, the class of the keys its
+    slashes lead to. base exceeds any place.
     """
 
     classes: Classes
@@ -33,16 +50,16 @@ class Residue:
     pair: Tensor
 
     @classmethod
-    def of(cls, sight: Sight, classes: Classes, *, slash: bool) -> Residue:
+    def of(cls, sight: Sight, classes: Classes, beyond: Beyond, *, slash: bool) -> Residue:
         """The order of the queries and keys of `sight`; without slashes the queries stay in the order they are in."""
         keys, at = sight.keys, sight.at
         base = len(keys) + 1
         order = by_class(classes.number, classes.most)
         code = (classes.number * base + keys.place[:, None]).gather(2, order)
-        k_row = keys.row[:, None].expand_as(order).gather(2, order)
+        k_row = beyond.rows(keys)[:, None].expand_as(order).gather(2, order)
         own = query_classes(classes, at)
         pair = (own - classes.shift) % classes.stride if slash else own
-        q_row, q_at = sight.q_row.expand_as(pair), at[:, None].expand_as(pair)
+        q_row, q_at = sight.q_row.expand_as(pair), beyond.places(at)[:, None].expand_as(pair)
         own = own.expand_as(pair)
         if slash:
             order = by_class(torch.where(q_row >= 0, pair, classes.most), classes.most)
@@ -86,7 +103,8 @@ class Residue:
 class ClassOrder:
     """Queries and keys by (class, place) where all heads share the classes: from the layouts alone.
 
-    queries [3, B, P] and keys [3, B, N] int32: row, place and class; q_begin, k_begin [B, C + 1] int32 where classes begin.
+    queries [3, B, P] int32: row, place of the last key that it may see, and class; keys [3, B, N] int32: row, place and
+    class; q_begin, k_begin [B, C + 1] int32 where classes begin.
     k_row, k_place [B, 1, N]: the rows and places of the keys as the slashes of every head have them, with classes two rooms
     apart, so that no pair of two classes is within one room of each other. Queries without a place see nothing, and are left
     out.
@@ -100,16 +118,16 @@ class ClassOrder:
     k_place: Tensor
 
     @classmethod
-    def of(cls, sight: Sight, frames: Frames) -> ClassOrder:
+    def of(cls, sight: Sight, frames: Frames, beyond: Beyond) -> ClassOrder:
         """That of the queries and keys of `sight`, made once for a prompt."""
-        name = "order", sight.kinds
+        name = "order", sight.kinds, beyond
         if name not in frames.held:
-            frames.held[name] = cls._made(sight, frames)
+            frames.held[name] = cls._made(sight, frames, beyond)
         found: ClassOrder = frames.held[name]
         return found
 
     @classmethod
-    def _made(cls, sight: Sight, frames: Frames) -> ClassOrder:
+    def _made(cls, sight: Sight, frames: Frames, beyond: Beyond) -> ClassOrder:
         number, at = frames.number[:, 0], sight.at.long()
         edge = torch.arange(frames.widest + 1, device=at.device).expand(len(at), -1).contiguous()
 
@@ -119,8 +137,9 @@ class ClassOrder:
             return held, torch.searchsorted(held[2].long(), edge, out_int32=True)
 
         own = torch.where(at >= 0, number.gather(1, at.clamp(min=0)), FAR)
-        queries, q_begin = told(torch.where(at >= 0, sight.q_row[:, 0], -1), at.clamp(min=0), own)
-        keys, k_begin = told(sight.keys.row, sight.keys.place.long(), number)
+        last = beyond.places(at) if beyond.window else at.clamp(min=0)
+        queries, q_begin = told(torch.where(at >= 0, sight.q_row[:, 0], -1), last, own)
+        keys, k_begin = told(beyond.rows(sight.keys), sight.keys.place.long(), number)
         row, of = keys[0], keys[2].long()
         begin = k_begin.long().gather(1, of.clamp(max=frames.widest))
         place = of * (2 * frames.room) + torch.arange(row.shape[1], device=row.device) - begin
@@ -128,7 +147,9 @@ class ClassOrder:
         place = torch.where(row >= 0, place, 0).to(torch.int64 if wide else torch.int32)
         return cls(queries, q_begin, keys, k_begin, row[:, None].contiguous(), place[:, None])
 
-    def parts(self, sight: Sight, classes: Classes, *, vertical: bool, horizontal: bool) -> tuple[Part, ...]:
+    def parts(
+        self, sight: Sight, classes: Classes, beyond: Beyond, *, vertical: bool, horizontal: bool
+    ) -> tuple[Part, ...]:
         """The lines of each head: its slashes, and what else is asked for."""
         block, room = sight.layer.block, classes.room
         columns = whole_blocks(max(room, 1), block) * block if vertical else 0
@@ -154,7 +175,7 @@ class ClassOrder:
             spans.append(span_by_range(q_row, k_row, q_place, k_place, 0, FAR, block, block))
         parts = [Part(q_row, tuple(spans))]
         if horizontal:
-            parts.append(dense_part(sight, more[0], more[1]))
+            parts.append(dense_part(sight, beyond, more[0], more[1]))
         if sight.final:
             # Each query has a place and so a class: it is dense, or turned.
             ops.tell_together([part.q_row for part in parts], sight.layer.query.shape[2])
@@ -168,8 +189,8 @@ def query_classes(classes: Classes, at: Tensor) -> Tensor:
     return own.masked_fill(at[:, None] < 0, -1)
 
 
-def dense_rows(sight: Sight, classes: Classes) -> Part:
-    """The queries of the horizontal line, in their order, over every key not after them."""
+def dense_rows(sight: Sight, classes: Classes, beyond: Beyond) -> Part:
+    """The queries of the horizontal line, in their order, over every key not after them but those that others cover."""
     at = sight.at
     chosen = query_classes(classes, at) == classes.dense
     size = dense_size(sight, classes)
@@ -178,8 +199,8 @@ def dense_rows(sight: Sight, classes: Classes) -> Part:
     q_row = torch.full(lead, -1, dtype=torch.int32, device=at.device)
     q_row = q_row.scatter_(2, slot, sight.q_row.expand_as(slot))[..., :-1].contiguous()
     place = torch.full(lead, -1, dtype=torch.int32, device=at.device)
-    place = place.scatter_(2, slot, at[:, None].expand_as(slot))[..., :-1].contiguous()
-    return dense_part(sight, q_row, place)
+    place = place.scatter_(2, slot, beyond.places(at)[:, None].expand_as(slot))[..., :-1].contiguous()
+    return dense_part(sight, beyond, q_row, place)
 
 
 def dense_size(sight: Sight, classes: Classes) -> int:
@@ -189,8 +210,8 @@ def dense_size(sight: Sight, classes: Classes) -> int:
     return size + -size % sight.layer.block
 
 
-def dense_part(sight: Sight, q_row: Tensor, place: Tensor) -> Part:
-    """Queries and their places [B, H, n] over every key not after them."""
+def dense_part(sight: Sight, beyond: Beyond, q_row: Tensor, place: Tensor) -> Part:
+    """Queries [B, H, n], and the places of the last keys that they may see, over every key up to there."""
     keys, block = sight.keys, sight.layer.block
-    order = (q_row, keys.row[:, None], place, keys.place[:, None])
+    order = (q_row, beyond.rows(keys)[:, None], place, keys.place[:, None])
     return Part(q_row, (span_by_range(*order, 0, FAR, block, block),))

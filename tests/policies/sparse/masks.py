@@ -231,6 +231,8 @@ def grid(
     vertical: bool,
     slash: bool,
     dense: int | None = None,
+    window: int = 0,
+    sink: int = 0,
 ) -> np.ndarray:
     """Lines of classes `number` of the keys; a query is of the class of the last key not after it."""
     mask = np.zeros((n, n), bool)
@@ -241,6 +243,8 @@ def grid(
                 (horizontal and number[place] == (line if dense is None else dense))
                 or (vertical and number[k] == line)
                 or (slash and (number[place] - number[k]) % stride == shift)
+                or place - k < window
+                or k < sink
             )
     return mask
 

@@ -38,7 +38,10 @@ SMALL = dict(
 
 NAMES = sorted(registry("sparse"))
 
-VARIANTS = {"grid of a searched stride": ("grid", dict(stride="free"))}
+VARIANTS = {
+    "grid of a searched stride": ("grid", dict(stride="free")),
+    "grid with a window and a sink": ("grid", dict(window=100, sink=30)),
+}
 """Further settings of a pattern, tested like a pattern of their own."""
 
 CASES = [*NAMES, *VARIANTS]

@@ -111,7 +111,8 @@ def grid_mask(
             kind=kind,
         )
     dense = masks.evenest_class(rows, found[0], found[1]) if pattern.horizontal_phase == "queries" else None
-    return masks.grid(len(tokens), queries, keys, *found, **lines, dense=dense)
+    near = dict(window=pattern.window, sink=pattern.sink)
+    return masks.grid(len(tokens), queries, keys, *found, **lines, dense=dense, **near)
 
 
 @given(
@@ -121,6 +122,7 @@ def grid_mask(
     st.sampled_from(["contrast", "mean", "sum"]),
     st.sampled_from(["keys", "queries"]),
     st.sampled_from(["head", "group"]),
+    st.sampled_from([(0, 0), (0, 5), (3, 0), (17, 1), (20, 33), (200, 0), (1, 200)]),
 )
 def test_grid(
     scene: Scene,
@@ -129,6 +131,7 @@ def test_grid(
     score: str,
     phase: str,
     estimate: str,
+    near: tuple[int, int],
 ) -> None:
     horizontal, vertical, slash = lines
     pattern = Grid(
@@ -143,6 +146,8 @@ def test_grid(
         score=score,
         horizontal_phase=phase,
         estimate=estimate,
+        window=near[0],
+        sink=near[1],
     )
     got = planned(pattern, scene)
     for b, tokens in enumerate(scene.sequences):

@@ -19,6 +19,7 @@ N, FRAME = 1 << 13, 49
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "a_shape": (NEAR, 0),
     "grid": ({"name": "grid"}, 0),
+    "grid with a window and a sink": ({"name": "grid", "window": 1024, "sink": 128}, 0),
     "sf_fixed": ({"name": "sf_fixed"}, 0),
     "sf_strided": ({"name": "sf_strided"}, 0),
     "tri_shape": ({"name": "tri_shape", "window": 512}, 0),

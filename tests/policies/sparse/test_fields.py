@@ -26,6 +26,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("grid", dict(min_stride=9, max_stride=8), "no range"),
     ("grid", dict(horizontal=False, vertical=False, slash=False), "turn one on"),
     ("grid", dict(last_q=0), "last_q is 0"),
+    ("grid", dict(window=-1), "window is -1; give 0 or more tokens"),
+    ("grid", dict(sink=-1), "sink is -1; give 0 or more tokens"),
     ("grid", dict(slack=1.0), "slack is 1.0"),
     ("grid", dict(score="median"), "score is 'median'; give 'contrast', 'mean' or 'sum'"),
     ("grid", dict(horizontal_phase="rows"), "give 'keys' or 'queries'"),

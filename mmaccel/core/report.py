@@ -28,12 +28,12 @@ class Report:
     peak_bytes      largest device memory during the call (CUDA), or largest resident set of the process so far (CPU)
     new_tokens      of a batch, those of its longest answer
     draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), windows
-                    (proposed in each), failed (a reason or None), notes (sentences: what the draft was asked for and did not
-                    do, and why), counters (the strategy's own), of all sequences of a batch together, counters only of one
-                    by itself; sequences: the same of each, with new_tokens and its memory's counters (kv), where a draft
-                    was at work
+                    (proposed in each), failed (a reason or None), counters (the strategy's own), of all sequences of a
+                    batch together, counters only of one by itself; sequences: the same of each, with new_tokens and its
+                    memory's counters (kv), where a draft was at work
     kv              counters of the memory; of a batch that is drafted for, of its last sequence's
     backend_why     why it is this backend, with the measured rates where "auto" measured
+    notes           one sentence for each thing that was asked for and did not act, or acted otherwise, and why
     """
 
     recipe: dict[str, Any]
@@ -49,6 +49,7 @@ class Report:
     draft: dict[str, Any]
     kv: dict[str, float]
     backend_why: str = ""
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary of all fields."""
@@ -96,8 +97,7 @@ class Report:
             )
         if (told := rested(self.draft.get("counters") or {})) is not None:
             lines.append(f"draft: {told}")
-        lines += [f"draft: {note}" for note in self.draft.get("notes", ())]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def unheard(counters: Mapping[str, float]) -> str | None:
@@ -271,7 +271,7 @@ class Meter:
         self.failed = reason
 
     def note(self, sentence: str) -> None:
-        """A sentence about the draft for the report; the same one counts once."""
+        """A sentence for the report about what did not act as asked, beginning with its part ("draft: "); once each."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 
@@ -326,12 +326,12 @@ class Meter:
                 "lengths": list(self.lengths),
                 "windows": list(self.windows),
                 "failed": self.failed,
-                "notes": list(self.notes),
                 "counters": dict(self.sequences[0].counters) if len(self.sequences) == 1 else {},
                 "sequences": [sequence.figures() for sequence in self.sequences],
             },
             kv=kv,
             backend_why=why,
+            notes=tuple(self.notes),
         )
 
 

@@ -160,7 +160,7 @@ class _Sequence:
             return self.draft.counters()
         except Exception as error:
             told = f"its counters are missing from the report; the answer is whole ({type(error).__name__}: {error})"
-            self.meter.note(told)
+            self.meter.note(f"draft: {told}")
             warnings.warn(f"the draft failed at its end: {told}.", MmaccelWarning, stacklevel=2)
             return {}
 

@@ -71,8 +71,9 @@ def watch(
     file on standard input they are read first, one a line, unless --question gives them.
     """
     from mmaccel import media
+    from mmaccel.core.folder import writable
     from mmaccel.core.recipe import Recipe
-    from mmaccel.core.record import recipe_of, writable
+    from mmaccel.core.record import recipe_of
     from mmaccel.core.session import VideoSession
     from mmaccel.media.container import is_url
 

@@ -2,8 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+SHOWN = 60
+"""Characters of a user's value that an error shows."""
+
+
+def shown(value: Any, most: int = SHOWN) -> str:
+    """The repr of a value, cut to about `most` characters; no more of the value is read than is shown."""
+    if most < 4:
+        return "..."
+    if isinstance(value, str | bytes):
+        told = repr(value[: most + 1])
+    elif isinstance(value, int) and value.bit_length() > 3 * most:
+        told = f"a whole number of {value.bit_length()} bits"
+    elif isinstance(value, dict):
+        told = _listed("{", value.items(), "}", most)
+    elif isinstance(value, list):
+        told = _listed("[", value, "]", most)
+    elif isinstance(value, tuple):
+        told = _listed("(", value, ",)" if len(value) == 1 else ")", most)
+    elif isinstance(value, set | frozenset) and value:
+        told = _listed("{", value, "}", most)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        told = f"{type(value).__name__}(...)"
+    else:
+        told = " ".join(repr(value).split())
+    return told if len(told) <= most + 2 else told[: most - 3] + "..."
+
+
+def _listed(begin: str, values: Iterable[Any], end: str, most: int) -> str:
+    told = begin
+    for value in values:
+        left = most - len(told) - 1
+        if end == "}" and isinstance(value, tuple):  # an entry of a mapping
+            key = shown(value[0], left)
+            piece = f"{key}: {shown(value[1], left - len(key))}"
+        else:
+            piece = shown(value, left)
+        told += piece + ", "
+        if len(told) > most:
+            # The caller cuts it; the values to come are not read.
+            return told
+    return told.removesuffix(", ") + end
 
 
 class MmaccelError(Exception):
@@ -44,6 +88,7 @@ class UnknownName(RecipeError):
             super().__init__(f"{kind} {name!r} {MEANT[name]}.")
             return
         names = sorted(known)
+        given, name = name, name[:SHOWN]  # a text of megabytes is like no name, and comparing it takes hours
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
         told = f"there are {', '.join(names) or 'none'}."
         if kinds is not None:
@@ -54,7 +99,9 @@ class UnknownName(RecipeError):
                 told = f"of kind {of} there are {', '.join(same)}; `mmaccel list` has the others."
         hint = f"did you mean {near[0]!r}? {told[0].upper()}{told[1:]}" if near else told
         super().__init__(
-            f"unknown {kind} {name!r}: {hint[:-1]}; {OWN}." if own else f"unknown {kind} {name!r}: {hint}"
+            f"unknown {kind} {shown(given)}: {hint[:-1]}; {OWN}."
+            if own
+            else f"unknown {kind} {shown(given)}: {hint}"
         )
 
 

@@ -1,8 +1,8 @@
-"""A session on disk: a folder of `session.json`, `film.safetensors` and the memory's own files under ``memory/``.
+"""A session on disk: a folder of `session.json` and, under ``data-N/``, `film.safetensors` and the memory's own files.
 
 `session.json` says the version, what model and memory it is of, and the size and the checksum of each file, which are
-checked before anything is read, as its own checksum is; a store of units checks its own pieces while it reads them. A
-folder appears whole or not at all: it is written beside its place and moved there.
+checked before anything is read, as its own checksum is; a store of units checks its own pieces while it reads them. How a
+session gives way to another, whole or not at all, is in `folder.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,32 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core import saving
+from mmaccel.core import folder, outside, saving
 from mmaccel.core.adapter import StreamSeam
 from mmaccel.core.errors import ModelError
+from mmaccel.core.folder import FACTS, FILM, FORMAT, MEMORY, UNSEALED, VERSION, writable
 from mmaccel.core.live import Film, Live
 from mmaccel.core.recipe import Recipe
 
-FORMAT, VERSION = "mmaccel session", 3
-UNSEALED = 2
-"""The version that had no checksum over its facts; it is read too."""
 CHECKSUM = "checksum"
-FACTS, FILM, MEMORY = "session.json", "film.safetensors", "memory"
 STORE = "store"
 """Folders of a memory that check themselves."""
 READ_BYTES = 1 << 24
-
-
-def writable(path: Path) -> None:
-    """Raises `ModelError` where something else than a saved session is at `path`, which is then left alone."""
-    if path.exists() and not (path / FACTS).is_file() and (not path.is_dir() or any(path.iterdir())):
-        raise ModelError(f"{path} is there and is no saved session; give another path, or remove it.")
-
-
-def beside(place: Path) -> tuple[Path, Path]:
-    """Where a folder is written that is to be at `place`, and where the one before is meanwhile: names that nobody gives to
-    a folder of their own, for what is there is removed."""
-    return place.with_name(f".{place.name}.mmaccel-part"), place.with_name(f".{place.name}.mmaccel-old")
 
 
 def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
@@ -53,39 +37,28 @@ def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
     writable(path)
     # Where a link leads to: the link stays, and what it led to is what is written anew.
     place = path.resolve()
-    part, old = beside(place)
-    try:
-        if not place.exists() and old.exists():
-            # A save that was killed between its two moves left the one whole copy there.
-            old.rename(place)
-        for one in (part, old):
-            shutil.rmtree(one, ignore_errors=True)
-        (part / MEMORY).mkdir(parents=True)
+
+    def write(part: Path) -> dict[str, Any]:
+        (part / MEMORY).mkdir()
         live.state.save(part / MEMORY)
         saving.write_tensors(part / FILM, _tensors(live.film))
-        names = [p.relative_to(part) for p in sorted(part.rglob("*")) if p.is_file()]
-        files = {str(name): _print_of(part, name) for name in names}
-        facts = {**_facts(seam, recipe), **_sizes(live.film), "files": files}
-        saving.write_json(part / FACTS, sealed(facts))
-        if place.exists():
-            place.rename(old)
-        part.rename(place)
-        shutil.rmtree(old, ignore_errors=True)
+        names = [p.relative_to(place) for p in sorted(part.rglob("*")) if p.is_file()]
+        files = {str(name): _print_of(place, name) for name in names}
+        return sealed({**_facts(seam, recipe), **_sizes(live.film), "data": part.name, "files": files})
+
+    try:
+        folder.replace(place, write)
     except OSError as error:
         raise ModelError(
-            f"save: {path} cannot be written ({(error.strerror or type(error).__name__).lower()}); give a path with room."
+            f"save: {path} cannot be written ({outside.reason(error)}); give a path with room."
         ) from error
-    finally:
-        if not place.exists() and old.exists():
-            old.rename(place)
-        shutil.rmtree(part, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A saved session that fits: where it is, and what a stream is opened with."""
+    """A saved session that fits: where its tensors are, and what a stream is opened with."""
 
-    folder: Path
+    data: Path
     told: dict[str, Any]
     opening: tuple[tuple[int, int], float | None, int, Tensor]
 
@@ -96,21 +69,14 @@ def recipe_of(path: Path) -> dict[str, Any]:
     return recipe
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    if not (folder / FACTS).is_file():
-        raise ModelError(f"{folder} is no saved session: it has no {FACTS}; give the folder that save wrote.")
-    kinds = {"format": str, "version": int, "recipe": dict, "files": dict, "model": str, "dtype": str}
-    told = saving.read_json(folder / FACTS, kinds)
-    if told["format"] != FORMAT or told["version"] not in (UNSEALED, VERSION):
-        raise ModelError(
-            f"{folder} is {told['format']!r} of version {told['version']}; this mmaccel reads version {VERSION}."
-        )
+def _read(where: Path) -> dict[str, Any]:
+    told = folder.read(where)
     if told["version"] != UNSEALED or CHECKSUM in told:
         if CHECKSUM not in told:
-            raise ModelError(f"{folder}: {FACTS} has no {CHECKSUM}; the session is damaged, save it anew.")
+            raise ModelError(f"{where}: {FACTS} has no {CHECKSUM}; the session is damaged, save it anew.")
         if told != sealed(told):
             raise ModelError(
-                f"{folder}: {FACTS} is not what was written; the session is damaged, save it anew."
+                f"{where}: {FACTS} is not what was written; the session is damaged, save it anew."
             )
     return told
 
@@ -121,40 +87,42 @@ def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**bare, CHECKSUM: zlib.crc32(json.dumps(bare, sort_keys=True).encode())}
 
 
-def check(folder: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
+def check(where: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
     """The facts of a saved session, its files there in full; raises `ModelError` when it does not fit."""
-    told = _read(folder)
+    told = _read(where)
     mine = _facts(seam, recipe)
     if told["model"] != mine["model"]:
-        raise ModelError(f"{folder} was saved from another model; load it with the model it was saved with.")
+        raise ModelError(f"{where} was saved from another model; load it with the model it was saved with.")
     if told["dtype"] != mine["dtype"]:
         raise ModelError(
-            f"{folder} was saved from a model in {told['dtype']} and this one is in {mine['dtype']}; load the model in "
+            f"{where} was saved from a model in {told['dtype']} and this one is in {mine['dtype']}; load the model in "
             f"{told['dtype']}."
         )
     if told["recipe"].get("kv") != mine["recipe"]["kv"]:
         raise ModelError(
-            f"{folder} was saved with kv {told['recipe'].get('kv')}; open the session with the same kv and fields."
+            f"{where} was saved with kv {told['recipe'].get('kv')}; open the session with the same kv and fields."
         )
-    there = {str(p.relative_to(folder)) for p in (folder / MEMORY).rglob("*") if p.is_file()}
-    if not {FILM, *there} <= set(told["files"]):
-        raise ModelError(f"{folder}: files in {FACTS} is damaged; save the session anew.")
+    # Before version 4 the files were in the folder itself.
+    data = where / told.get("data", "")
+    there = {str(p.relative_to(where)) for p in (data / MEMORY).rglob("*") if p.is_file()}
+    if not {str((data / FILM).relative_to(where)), *there} <= set(told["files"]):
+        raise ModelError(f"{where}: files in {FACTS} is damaged; save the session anew.")
     for name, known in told["files"].items():
-        _check_file(folder, name, known)
+        _check_file(where, name, known)
     for name, fits in SIZES.items():
         if name not in told or not fits(told[name]):
-            raise ModelError(f"{folder}: {name} in {FACTS} is damaged; save the session anew.")
+            raise ModelError(f"{where}: {name} in {FACTS} is damaged; save the session anew.")
     hidden = seam.view.geometry.hidden
-    marks = saving.read_tensors(folder / FILM, {"marks": ((told["marks"], hidden), seam.dtype)}, seam.device)[
+    marks = saving.read_tensors(data / FILM, {"marks": ((told["marks"], hidden), seam.dtype)}, seam.device)[
         "marks"
     ]
     height, width = told["size"]
-    return Facts(folder, told, ((height, width), told["fps"], told["unit"], marks))
+    return Facts(data, told, ((height, width), told["fps"], told["unit"], marks))
 
 
-def _print_of(folder: Path, name: Path) -> list[int | None]:
+def _print_of(where: Path, name: Path) -> list[int | None]:
     """Size and CRC-32 of a file; no checksum of what is a store's."""
-    file = folder / name
+    file = where / name
     if STORE in name.parts:
         return [file.stat().st_size, None]
     total = 0
@@ -164,19 +132,19 @@ def _print_of(folder: Path, name: Path) -> list[int | None]:
     return [file.stat().st_size, total]
 
 
-def _check_file(folder: Path, name: str, known: Any) -> None:
+def _check_file(where: Path, name: str, known: Any) -> None:
     """Raise `ModelError` unless the file is the one that was written."""
     if not (isinstance(known, list) and len(known) == 2 and all(type(n) is int or n is None for n in known)):
-        raise ModelError(f"{folder}: files in {FACTS} is damaged; save the session anew.")
-    file = folder / name
+        raise ModelError(f"{where}: files in {FACTS} is damaged; save the session anew.")
+    file = where / name
     there = file.stat().st_size if file.is_file() else None
     state = ""
     if there != known[0]:
         state = "is missing" if there is None else f"has {there} bytes of {known[0]}"
-    elif _print_of(folder, Path(name)) != known:
+    elif _print_of(where, Path(name)) != known:
         state = "is not what was written"
     if state:
-        raise ModelError(f"{folder}: {name} {state}; the session is damaged, save it anew.")
+        raise ModelError(f"{where}: {name} {state}; the session is damaged, save it anew.")
 
 
 def load(facts: Facts, live: Live) -> None:
@@ -188,15 +156,15 @@ def load(facts: Facts, live: Live) -> None:
     }
     if told["pending"]:
         wanted["pending"] = ((told["pending"], 3, -1, -1), torch.uint8)
-    found = saving.read_tensors(facts.folder / FILM, wanted, torch.device("cpu"))
+    found = saving.read_tensors(facts.data / FILM, wanted, torch.device("cpu"))
     film.spans = [(a, b) for a, b in found["spans"].tolist()]
     film.times = found["times"].tolist()
     film.pending = found.get("pending")
     film.raw = None if told["raw"] is None else (told["raw"][0], told["raw"][1])
-    state.load(facts.folder / MEMORY)
+    state.load(facts.data / MEMORY)
     if state.units() != told["units"]:
         raise ModelError(
-            f"{facts.folder}: the memory holds {state.units()} units of {told['units']}; it is damaged."
+            f"{facts.data}: the memory holds {state.units()} units of {told['units']}; it is damaged."
         )
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import ModelError
+from mmaccel.core import outside
+from mmaccel.core.errors import ModelError, shown
 
 Wanted = Mapping[str, tuple[Sequence[int], torch.dtype]]
 """Shape and type of each tensor of a file; -1 in a shape stands for any size."""
@@ -47,6 +48,7 @@ def read_tensors(path: Path, wanted: Wanted, device: torch.device) -> dict[str, 
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, Tensor] = {}
+    outside.regular(path, path.name, ModelError, fix="the file is damaged")
     try:
         with safe_open(str(path), framework="pt") as file:
             names = set(file.keys())
@@ -78,19 +80,14 @@ def write_json(path: Path, facts: Mapping[str, Any]) -> None:
 
 def read_json(path: Path, wanted: Mapping[str, type]) -> dict[str, Any]:
     """The facts of a file, with at least the names of `wanted`, each of its type; raises `ModelError` in one sentence."""
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path.name} cannot be read ({_first_line(error)}); the file is damaged."
-        ) from error
+    facts = outside.read_json(path, path.name, ModelError, fix="the file is damaged")
     if not isinstance(facts, dict):
         raise ModelError(f"{path.name} holds no mapping; the file is damaged.")
     for name, kind in wanted.items():
         value = facts.get(name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ModelError(
-                f"{path.name}: {name} is {value!r} where {kind.__name__} is wanted; the file is damaged."
+                f"{path.name}: {name} is {shown(value)} where {kind.__name__} is wanted; the file is damaged."
             )
     return facts
 

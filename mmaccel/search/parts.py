@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -109,8 +108,15 @@ class Parts:
         return [self._layer(n)["peak_bytes"] for n in range(depth)]
 
     def remove(self) -> None:
-        """The table is written."""
-        shutil.rmtree(self.folder)
+        """The table is written: what was kept for it goes, and the folder unless it holds something else."""
+        names = ("about.json", "measured.json", "spent.json")
+        for path in (
+            *(self.folder / name for name in names),
+            *self.folder.glob("layer-[0-9][0-9][0-9].json"),
+        ):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def _layer(self, layer: int) -> dict[str, Any]:
         found: dict[str, Any] = self._read(self._path(layer).name, dict)

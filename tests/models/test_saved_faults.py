@@ -200,23 +200,6 @@ def test_a_failure_of_the_store_alone_is_told_too(tmp_path: Path, monkeypatch: p
             session._live.state.store.save(tmp_path / "store")  # type: ignore[union-attr]
 
 
-def test_a_save_after_one_that_was_killed_keeps_the_whole_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed between its two moves, a save leaves the old session beside its place."""
-    whole = saved(tmp_path / "whole")
-    whole.rename(record.beside(whole)[1])
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with begun() as session, monkeypatch.context() as patch:
-        patch.setattr(saving, "write_tensors", full)
-        with pytest.raises(ModelError, match="no space left"):
-            session.save(whole)
-        session.load(whole)
-
-
 def test_a_save_leaves_what_lies_beside_it_alone(tmp_path: Path) -> None:
     """A copy that somebody made of a saved session is theirs, whatever its name."""
     whole = saved(tmp_path / "whole")

@@ -130,8 +130,10 @@ def test_a_stopped_search_goes_on(found: Any, tmp_path: Path) -> None:
             marks.append(total or 0)
             assert (parts / "layer-000.json").stat().st_mtime_ns == before
 
+    (parts / "notes.txt").write_text("a user's own")
     again = search(model, inputs, path, PAIRS, progress=watching)
-    assert not parts.exists() and again["layers"] == table["layers"] and again["space"] == table["space"]
+    assert [one.name for one in parts.iterdir()] == ["notes.txt"]
+    assert again["layers"] == table["layers"] and again["space"] == table["space"]
     whole = max(total for what, total in [("score", m) for m in marks])
     assert len(marks) == whole  # one of two layers, and each of its steps once
 

@@ -1,0 +1,230 @@
+"""The boundary: what comes from outside as text is read here, with limits on its size, depth and numbers.
+
+A file has to be a regular one: a pipe, a device or a folder is refused before anything is opened, for opening it could wait
+for ever and reading it need not end. Text is UTF-8. What does not fit is told in one sentence, as an error that the caller
+names.
+Videos and images come in through `mmaccel.media`, tensors through `mmaccel.core.saving`; both open files by `regular`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from typing import IO, Any
+
+import yaml
+
+from mmaccel.core.errors import MmaccelError, ModelError, RecipeError, shown
+
+TEXT_BYTES = 1 << 20
+"""Most bytes of a file that people write: a recipe, a chat template, a list of questions."""
+JSON_BYTES = 64 << 20
+"""Most bytes of a file that a program wrote: a table of heads, the facts of a session, the settings of a processor."""
+NODES, CONTAINERS = 16_000_000, 2_000_000
+"""Most values of a JSON file, and most lists and mappings among them."""
+YAML_NODES = 50_000
+"""Most values of a YAML file, each alias counted as what it stands for."""
+DEPTH = 64
+"""Most values within each other."""
+DIGITS = 40
+"""Most characters of a number."""
+
+Failure = type[MmaccelError]
+
+
+def regular(path: str | os.PathLike[str], what: str, failure: Failure, fix: str = "give a file") -> int:
+    """The bytes of a regular file; raises `failure` for anything else at `path`, which is not opened."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise failure(f"{what} cannot be read ({reason(error)}); {fix}.") from error
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
+        raise failure(f"{what} is {kind} and no file; {fix}.")
+    return found.st_size
+
+
+def opened(path: str | os.PathLike[str], what: str, failure: Failure, fix: str = "give a file") -> IO[bytes]:
+    """A regular file, opened to be read."""
+    regular(path, what, failure, fix)
+    try:
+        # Without waiting: another kind of file may have taken its place meanwhile.
+        number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    except (OSError, ValueError) as error:
+        raise failure(f"{what} cannot be read ({reason(error)}); {fix}.") from error
+    file = os.fdopen(number, "rb")
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        file.close()
+        raise failure(f"{what} is no file; {fix}.")
+    return file
+
+
+def read_text(
+    path: str | os.PathLike[str],
+    what: str,
+    failure: Failure,
+    *,
+    most: int = TEXT_BYTES,
+    fix: str = "give a file",
+) -> str:
+    """The text of a UTF-8 file of at most `most` bytes; `what` and `fix` are the words of the errors."""
+    with opened(path, what, failure, fix) as file:
+        try:
+            data = file.read(most + 1)
+        except OSError as error:
+            raise failure(f"{what} cannot be read ({reason(error)}); {fix}.") from error
+    return decoded(data, what, failure, most=most, fix=fix)
+
+
+def decoded(
+    data: bytes, what: str, failure: Failure, *, most: int = TEXT_BYTES, fix: str = "give text"
+) -> str:
+    """The text of bytes, UTF-8 with or without its mark."""
+    if len(data) > most:
+        raise failure(f"{what} has more than {_size(most)}; {fix}.")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise failure(f"{what} is no text in UTF-8 (line {line}); {fix}.") from error
+
+
+def read_json(
+    path: str | os.PathLike[str],
+    what: str,
+    failure: Failure,
+    *,
+    most: int = JSON_BYTES,
+    fix: str = "give a file",
+) -> Any:
+    """What a JSON file holds."""
+    text = read_text(path, what, failure, most=most, fix=fix)
+    # Commas and brackets bound the number of values before any of them takes memory.
+    containers = text.count("[") + text.count("{")
+    if containers > CONTAINERS or text.count(",") + containers > NODES:
+        raise failure(f"{what} holds too many values; {fix}.")
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise failure(f"{what} has more than {DEPTH} values within each other; {fix}.") from error
+    except ValueError as error:
+        told = str(error).partition(": ")[0] if not isinstance(error, json.JSONDecodeError) else str(error)
+        raise failure(f"{what} is no JSON ({told.rstrip('.').lower()}); {fix}.") from error
+    wrong = _excess(found)
+    if wrong:
+        raise failure(f"{what} has {wrong}; {fix}.")
+    return found
+
+
+def _excess(found: Any) -> str | None:
+    """What is too much in what was parsed, without recursion."""
+    level = [found]
+    for _ in range(DEPTH):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += one.values()
+            elif isinstance(one, list):
+                inner += one
+            elif isinstance(one, int) and one.bit_length() > 64:
+                return "a whole number of more than 64 bits"
+        if not inner:
+            return None
+        level = inner
+    return f"more than {DEPTH} values within each other"
+
+
+def read_yaml(text: str, what: str, failure: Failure = RecipeError) -> Any:
+    """What a YAML text holds; no key is given twice, and no tag makes anything but plain values."""
+    try:
+        return yaml.load(text, _Limited)
+    except yaml.YAMLError as error:
+        raise failure(f"{what} is no valid YAML: {_clipped(error)}.") from error
+    except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
+        # What PyYAML's own constructors raise of a scalar that is not what its tag says.
+        raise failure(f"{what} is no valid YAML: a value is not what it is said to be.") from error
+
+
+class _Limited(yaml.SafeLoader):
+    """YAML in which no key of a mapping is given twice, and which is no larger than it looks."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._depth = self._nodes = 0
+        self._sizes: dict[str, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        name: str | None = getattr(event, "anchor", None)
+        if isinstance(event, yaml.AliasEvent):
+            # An anchor has no size before its end: within it, it would hold itself.
+            self._count(self._sizes.get(str(name), YAML_NODES) if name in self.anchors else 1)
+            return super().compose_node(parent, index)
+        before = self._nodes
+        self._depth += 1
+        if self._depth > DEPTH:
+            raise yaml.YAMLError(f"more than {DEPTH} values are within each other")
+        self._count(1)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if name is not None:
+            self._sizes[name] = self._nodes - before
+        return node
+
+    def _count(self, nodes: int) -> None:
+        self._nodes += nodes
+        if self._nodes > YAML_NODES:
+            raise yaml.YAMLError(f"it holds more than {YAML_NODES} values, its aliases written out")
+
+    def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if node.tag.rpartition(":")[2] in ("int", "float") and len(node.value) > DIGITS:
+            raise yaml.YAMLError(
+                f"the number in line {node.start_mark.line + 1} has more than {DIGITS} characters"
+            )
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in getattr(node, "value", ()):
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            name, line = key.value, key.start_mark.line + 1
+            if name in lines:
+                raise yaml.YAMLError(
+                    f"{shown(name)} is given twice, in lines {lines[name]} and {line}; leave one out"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
+def question(text: Any, what: str = "question") -> str:
+    """A question that a model can be asked: text, not empty, of characters that UTF-8 has.
+
+    Raises `ModelError`.
+    """
+    if not isinstance(text, str):
+        raise ModelError(f"{what}: {shown(text)} is no text; ask in words.")
+    if not text.strip():
+        raise ModelError(f"{what}: it is empty; ask something.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ModelError(f"{what}: {shown(text)} has bytes that are no UTF-8; write it in UTF-8.") from error
+    return text
+
+
+def reason(error: BaseException) -> str:
+    """What the system says of a failure, in a few words."""
+    told = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return _clipped(told).rstrip(".").lower()
+
+
+def _clipped(error: Any, most: int = 200) -> str:
+    told = " ".join(str(error).split())
+    return told if len(told) <= most else told[: most - 3] + "..."
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"

@@ -1,0 +1,205 @@
+"""A save touches what a save wrote and nothing else, whenever it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core import record
+from mmaccel.core.errors import ModelError
+from tests.models.streams import FPS, film, logits
+from tests.models.test_session_faults import begun
+
+OURS = {"session.json", "data-1", "data-2"}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+FOREIGN: dict[str, str | None] = {
+    "another program's": '{"a": 1}',
+    "no JSON": "session",
+    "a list": "[]",
+    "empty": "",
+    "another format": '{"format": "sheet", "version": 3, "files": {"thesis.txt": [1, 1]}}',
+    "a version to come": '{"format": "mmaccel session", "version": 99, "files": {}}',
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path, name: str) -> None:
+    project = tmp_path / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "src" / "main.py").write_text("pass")
+    (project / "thesis.txt").write_text("four years")
+    if FOREIGN[name] is not None:
+        (project / "session.json").write_text(FOREIGN[name] or "")
+    before = tree(tmp_path)
+    with (
+        begun("recent", 3) as session,
+        pytest.raises(ModelError, match=r"is no saved session.*another path\."),
+    ):
+        session.save(project)
+    assert tree(tmp_path) == before
+
+
+def test_what_a_user_puts_into_a_saved_session_stays(tmp_path: Path) -> None:
+    place = tmp_path / "stream"
+    mine = ["notes.txt", "data-1/notes.txt", "memory/notes.txt", "pictures/a.png", "data-x/old.safetensors"]
+    with begun("recent", 3) as session:
+        session.save(place)
+        for name in mine:
+            (place / name).parent.mkdir(exist_ok=True)
+            (place / name).write_text(name)
+        (tmp_path / "stream.old").mkdir()
+        for _ in range(2):
+            session.save(place)
+        assert all((place / name).read_text() == name for name in mine)
+        files = json.loads((place / "session.json").read_text())["files"]
+        assert set(tree(place)) == {*mine, *files, "session.json"} and all(
+            n.startswith("data-3/") for n in files
+        )
+        assert {p.name for p in tmp_path.iterdir()} == {"stream", "stream.old"}
+        session.load(place)
+
+
+def test_only_the_owner_may_read_a_saved_session(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with begun("mosaic", 6) as session:
+            session.save(tmp_path / "stream")
+    finally:
+        os.umask(before)
+    found = [tmp_path / "stream", *(tmp_path / "stream").rglob("*")]
+    assert len(found) > 6
+    assert {p.stat().st_mode & 0o777 for p in found if p.is_file()} == {0o600}
+    assert {p.stat().st_mode & 0o777 for p in found if p.is_dir()} == {0o700}
+
+
+def older(place: Path) -> None:
+    """Turn a saved session into one of version 3, whose files were in the folder itself."""
+    facts = json.loads((place / "session.json").read_text())
+    data = place / facts.pop("data")
+    for one in data.iterdir():
+        one.rename(place / one.name)
+    data.rmdir()
+    files = {name.partition("/")[2]: known for name, known in facts["files"].items()}
+    (place / "session.json").write_text(json.dumps(record.sealed({**facts, "version": 3, "files": files})))
+
+
+def test_a_session_of_the_version_before_is_read_and_gives_way(tmp_path: Path) -> None:
+    place = tmp_path / "stream"
+    with begun("mosaic", 6) as session, begun("mosaic", 3) as other:
+        session.save(place)
+        older(place)
+        other.load(place)
+        assert torch.equal(logits(session), logits(other))
+        (place / "notes.txt").write_text("mine")
+        other.save(place)
+        assert sorted(p.name for p in place.iterdir()) == ["data-1", "notes.txt", "session.json"]
+        session.load(place)
+
+
+@pytest.mark.parametrize(
+    "name", ["../letter.txt", "/letter.txt", "letter.txt", "memory/link/letter.txt", "data-1"]
+)
+def test_a_list_names_nothing_that_no_save_writes(tmp_path: Path, name: str) -> None:
+    """Who hands out a session may write what they like into its list."""
+    place = tmp_path / "home" / "stream"
+    with begun("recent", 3) as session:
+        session.save(place)
+        facts = json.loads((place / "session.json").read_text())
+        for folder in (place, place.parent):
+            (folder / "letter.txt").write_text("dear")
+        (place / "memory").mkdir()
+        (place / "memory" / "link").symlink_to(place.parent)
+        facts["files"][name] = [4, None]
+        (place / "session.json").write_text(json.dumps(record.sealed(facts)))
+        if name != "memory/link/letter.txt":
+            with pytest.raises(ModelError, match="damaged"):
+                session.load(place)
+        session.save(place)
+        for folder in (place, place.parent):
+            assert (folder / "letter.txt").read_text() == "dear"
+        session.load(place)
+
+
+def killed(session: mmaccel.VideoSession, place: Path, at: int) -> bool:
+    """Save in a process that is killed at its `at`-th change of the file system; whether it came so far."""
+    child = os.fork()
+    if child == 0:
+        left = [at]
+
+        def strike(event: str, arguments: tuple[Any, ...]) -> None:
+            written = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wxa")
+            if written or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"):
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.addaudithook(strike)
+            session.save(place)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_a_save_that_is_killed_leaves_a_whole_session(tmp_path: Path) -> None:
+    """At each of its steps: what was there, or what was to be; and the next save ends what it left."""
+    place, at, seen = tmp_path / "stream", 0, []
+    with begun("recent", 4) as first, begun("recent", 4) as second, begun("recent", 3) as reader:
+        second.watch(film(5)[4:], fps=FPS)
+        first.save(place)
+        (place / "notes.txt").write_text("mine")
+        while killed(second, place, at):
+            reader.load(place)
+            seen.append(len(reader))
+            first.save(place)
+            files = json.loads((place / "session.json").read_text())["files"]
+            assert set(tree(place)) == {"notes.txt", "session.json", *files}, at
+            at += 1
+        assert at > 12 and seen == sorted(seen) and set(seen) == {4, 5}
+        assert len([p for p in place.iterdir() if p.is_dir()]) == 1
+
+
+def test_a_first_save_that_is_killed_is_in_nobodys_way(tmp_path: Path) -> None:
+    at = 0
+    with begun("recent", 3) as session:
+        while killed(session, tmp_path / f"{at}", at):
+            session.save(tmp_path / f"{at}")
+            assert [p.name[:4] for p in sorted((tmp_path / f"{at}").iterdir())] == ["data", "sess"], at
+            at += 1
+    assert at > 10
+
+
+def test_two_saves_into_one_folder_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "stream"
+    with begun("recent", 3) as one, begun("recent", 4) as other, monkeypatch.context() as patch:
+        told = list[str]()
+        write = record._print_of
+
+        def meanwhile(where: Path, name: Path) -> Any:
+            if not told:
+                with pytest.raises(ModelError, match="another save is at work") as caught:
+                    other.save(place)
+                told.append(str(caught.value))
+            return write(where, name)
+
+        patch.setattr(record, "_print_of", meanwhile)
+        one.save(place)
+        other.load(place)
+        assert told and len(other) == 3

@@ -184,4 +184,4 @@ def _fewer(video: Video, share: float) -> Video:
     count = max(1, min(int(len(video) * share * 0.99), len(video) - 1))
     chosen = torch.linspace(0, len(video) - 1, count).round().long()
     fps = video.fps * count / len(video)
-    return replace(video, frames=video.frames[chosen], times=video.times[chosen], fps=fps)
+    return replace(video.at(chosen), fps=fps)

@@ -121,11 +121,9 @@ def watch(
                 for part in clips:
                     if shift is None:
                         # What is watched after a saved session follows it.
-                        follows = begin is not None and float(part.times[0]) <= begin
-                        shift = (
-                            begin + 1 / fps - float(part.times[0]) if begin is not None and follows else 0.0
-                        )
-                    part = replace(part, times=part.times + shift)
+                        first = float(part.clock[0])
+                        shift = begin + 1 / fps - first if begin is not None and first <= begin else 0.0
+                    part = replace(part, clock=part.clock + shift)
                     for piece, due in cut(part, asked):
                         if piece is not None:
                             session.watch(piece)
@@ -297,7 +295,7 @@ def cut(part: Video, asked: list[Asked]) -> Iterator[tuple[Video | None, list[As
     """A clip in pieces, each with the questions that are due after its last frame; these are taken from `asked`."""
     from mmaccel.eval.cases import cut as slice_of
 
-    times, start = part.times.tolist(), 0
+    times, start = part.clock.tolist(), 0
     while start < len(part):
         when = asked[0][0] if asked else None
         stop = len(part) if when is None else sum(moment <= when for moment in times)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -20,7 +20,7 @@ from mmaccel.core.answer import Answer, Reply, Said
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.compose import stream_policy
 from mmaccel.core.draft import Prompt
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import MmaccelError, ModelError
 from mmaccel.core.generate import speculate
 from mmaccel.core.live import Live, moments
 from mmaccel.core.recipe import Recipe
@@ -37,9 +37,10 @@ class VideoSession:
     recipe     a name, a mapping, a YAML path or a `Recipe`, whose kv is a memory of streams; sparse stays "dense"
 
     Questions leave the stream as it was, whatever becomes of them. A `watch` takes in all that it is given or, when it
-    fails or is interrupted, nothing. What it pushed out of a full host memory with spill "drop_oldest" is lost all the
-    same: under a cap the new has no place but that of the oldest. That is never more than the same `watch` would have
-    forgotten had it ended there, and `counters` has it as "host_dropped"; calls of fewer frames put less at stake.
+    fails or is interrupted, nothing; of a path it keeps the clips before. What it pushed out of a full host memory with
+    spill "drop_oldest" is lost all the same: under a cap the new has no place but that of the oldest. That is never more
+    than the same `watch` would have forgotten had it ended there, and `counters` has it as "host_dropped"; calls of fewer
+    frames put less at stake.
     Sessions on one model do not see each other and may be used from several threads: passes take turns. Raises
     `RecipeError` or `ModelError` in one sentence.
     """
@@ -78,8 +79,9 @@ class VideoSession:
         times  seconds of each frame, ascending; else the video's own, moved to follow what was watched before, or one every
                ``1 / fps``. `fps` is also the rate at which a path is read (0.5). The rate of the first clip is the one
                the model's positions are made for.
-        `progress(done, total)` counts frames; `total` is None for a path. All is taken in or, after an error, nothing; of
-        spill "drop_oldest" see the class.
+        `progress(done, total)` counts frames; `total` is None for a path. All is taken in or, after an error, nothing; a
+        path without `times` is read clip by clip, and the clips before an error are kept, as its sentence says. Of spill
+        "drop_oldest" see the class.
         Endless sources are given clip by clip: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
         """
         if fps is not None and not 0 < fps < math.inf:
@@ -88,27 +90,49 @@ class VideoSession:
         if given is not None and not all(map(math.isfinite, given)):
             raise ModelError("times: some are no numbers; give seconds from the start of the stream.")
         with self._working():
-            before = self._live
-            mark = None if before is None else before.mark()
-            done = 0
+            done, part = 0, False
+            # Times are given for all frames of a call: all are taken in, or none.
+            each, every = (self._whole, nullcontext) if given is None else (nullcontext, self._whole)
             try:
-                for clip in self._seam.clips(video, fps):
-                    self._take(clip, given, done, progress)
-                    done += len(clip.frames)
-                if self._live is not None:
-                    self._live.state.idle()
-                if given is not None and done != len(given):
-                    raise ModelError(
-                        f"times: there are {len(given)} for {done} frames; give one for each frame."
-                    )
-            except BaseException:
-                if before is not None:
-                    before.back(mark)
-                elif self._live is not None:
-                    self._live.state.close()
-                self._live = before
+                with every():
+                    for clip in self._seam.clips(video, fps):
+                        with each():
+                            self._take(clip, given, done, progress)
+                            if not clip.part:
+                                self._rest()
+                        done += len(clip.frames)
+                        part = clip.part
+                    if given is not None and done != len(given):
+                        raise ModelError(
+                            f"times: there are {len(given)} for {done} frames; give one for each frame."
+                        )
+                    if part:
+                        self._rest()
+            except Exception as error:
+                if done and given is None:
+                    _tell_kept(error, done)
                 raise
             return done
+
+    def _rest(self) -> None:
+        """Nothing more comes for now."""
+        if self._live is not None:
+            self._live.state.idle()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is taken in inside is, after an error, not taken in at all."""
+        before = self._live
+        mark = None if before is None else before.mark()
+        try:
+            yield
+        except BaseException:
+            if before is not None:
+                before.back(mark)
+            elif self._live is not None:
+                self._live.state.close()
+            self._live = before
+            raise
 
     def _take(self, clip: Clip, given: list[float] | None, done: int, progress: Progress | None) -> None:
         count = clip.frames.shape[0]
@@ -288,3 +312,12 @@ class VideoSession:
             if self._closed:
                 raise ModelError("the session is closed; open a new one, or resume a saved one.")
             yield
+
+
+def _tell_kept(error: Exception, frames: int) -> None:
+    """Add to an error that the `frames` before it were kept."""
+    told = f"the {frames} frames before it are kept"
+    if isinstance(error, MmaccelError):
+        error.args = (f"{str(error).rstrip('.')}; {told}.",)
+    else:
+        error.add_note(f"{told}.")

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -70,7 +70,7 @@ def cut(video: Video, start: int, stop: int) -> Video:
     """Frames `start` to `stop` of a video."""
     if start == 0 and stop == len(video):
         return video
-    return replace(video, frames=video.frames[start:stop], times=video.times[start:stop])
+    return video.at(slice(start, stop))
 
 
 def cases(

@@ -2,6 +2,6 @@
 
 from mmaccel.media.reader import read
 from mmaccel.media.stream import clips
-from mmaccel.media.video import Video
+from mmaccel.media.video import Event, Video
 
-__all__ = ["Video", "clips", "read"]
+__all__ = ["Event", "Video", "clips", "read"]

@@ -16,8 +16,13 @@ import av.error
 import av.stream
 
 from mmaccel.core.errors import VideoError
+from mmaccel.media.clock import Log
 
 FOREVER = float("inf")
+BACK = 1.0
+"""Seconds by which presentation times fall when a clock begins anew; less is a frame out of order."""
+AHEAD = 86400.0
+"""Seconds between two frames that are no gap: the clock was set anew, or its counter ran over."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -29,7 +34,7 @@ class Source:
 
     `rate` frames a second on average (0.0 unknown), `duration` seconds (None unknown), `count` frames as the
     header tells (0 unknown), `width` and `height` as stored; `damaged` counts the parts that could not be
-    decoded so far. Times start at 0 with the stream.
+    decoded so far, and `log` has what was uneven in the times. Times start at 0 with the stream.
 
     Raises `VideoError` when there is nothing to read: no file, a folder, no permission, not a video, no video
     stream.
@@ -49,9 +54,11 @@ class Source:
         self.live = live
         self.local = file is None and not is_url(path) and format is None and is_file(self.name)
         self.damaged = 0
+        self.log = Log()
         # Seconds between key frames, the longest seen; None before two were, infinite where seeking fails.
         self.gap: float | None = None
         self._goal: float | None = None
+        self.end: float | None = None
         # Seconds before its goal that a seek aims: MPEG-TS lands late, and the margin needed once stays.
         self._back = 0.0
         self._opener = functools.partial(
@@ -63,7 +70,8 @@ class Source:
         )
         self._open()
         stream = self._stream
-        self._restarts = live or self._container.format.name == "mpegts"
+        self._joined = self._container.format.name in ("mpegts", "mpeg")
+        self._steady: bool | None = None if self._joined else True
         self.width, self.height = int(stream.codec_context.width), int(stream.codec_context.height)
         self.rate = float(stream.average_rate or stream.guessed_rate or 0)
         self.count = int(stream.frames or 0)
@@ -121,17 +129,19 @@ class Source:
     def index(self) -> list[float] | None:
         """The presentation time of every frame, ascending, from the packets alone: nothing is decoded.
 
-        Only for what is `local`: it is read twice. None when packets carry no times or two carry the same.
-        Also learns how far apart key frames stand.
+        Only for what is `local`: it is read twice. None when packets carry no times, two carry the same, or their clock
+        begins anew. Also learns how far apart key frames stand, and `end`, when the last frame does.
         """
-        times, keys = [], []
+        times, keys, ends, last = [], [], [0.0], -FOREVER
         try:
             for packet in self._container.demux(self._stream):
                 if packet.size == 0 or packet.is_discard:
                     continue
-                if packet.pts is None:
+                if packet.pts is None or self._anew(packet, last):
                     return None
+                last = self._decoded(packet, last)
                 times.append(packet.pts * self._unit)
+                ends.append(times[-1] + (packet.duration or 0) * self._unit)
                 if packet.is_keyframe:
                     keys.append(times[-1])
         except av.error.FFmpegError:
@@ -145,34 +155,71 @@ class Source:
             self._start = times[0]
         keys.sort()
         self.gap = max((b - a for a, b in itertools.pairwise(keys)), default=FOREVER)
+        self.end = max(ends) - (self._start or 0.0)
         return [time - (self._start or 0.0) for time in times]
+
+    def _anew(self, packet: Any, last: float) -> bool:
+        """Whether the clock begins anew with a packet that follows one decoded at `last` seconds."""
+        step = self._decoded(packet, last) - last
+        return last > -FOREVER and not -BACK <= step <= AHEAD
+
+    def _decoded(self, packet: Any, last: float) -> float:
+        """When a packet is decoded, in seconds; `last` where it does not tell."""
+        return last if packet.dts is None else float(packet.dts * self._unit)
+
+    def _is_steady(self) -> bool:
+        """Whether the clock of a file runs on to its end, from the packets alone: only then can be sought in it."""
+        with Source(self.name) as other:
+            last = -FOREVER
+            try:
+                for packet in other._container.demux(other._stream):
+                    if packet.size and other._anew(packet, last):
+                        return False
+                    last = other._decoded(packet, last)
+            except av.error.FFmpegError:
+                return False
+        return True
 
     def frames(self, start: float = 0.0) -> Iterator[tuple[float, av.VideoFrame]]:
         """(time, frame) in presentation order, from the last key frame at or before `start`."""
         if start > 0 and self.local:
-            self._goal = start
+            self._steady = self._is_steady() if self._steady is None else self._steady
+            self._goal = start if self._steady else None
         last, shift, key, number, settled = -FOREVER, 0.0, None, 0, True
+        length, timed = 0.0, False
         while True:
             goal, self._goal = self._goal, None
             if goal is not None:
                 self._seek(goal - self._back)
                 key, settled = None, False
             for frame in self._decode():
-                time = self._time(frame, number) + shift
+                if frame.pts is None and timed:
+                    time = last + length
+                else:
+                    time = self._time(frame, number) + shift
                 number += 1
                 if goal is not None:
                     if time > goal and self._back < goal:
                         break
                     goal = None
-                restarted = self._restarts and settled and time < last - 1.0
+                restarted = settled and last > -FOREVER and not last - BACK <= time <= last + AHEAD
+                if self.damaged and not (self._joined or self.live):
+                    restarted = False
                 if time <= last and not restarted and (not settled or self.damaged):
                     # Behind a seek, or out of order after damage.
                     continue
                 settled = True
                 if restarted:
                     # A camera that restarts, or joined recordings, begin their clock anew; ours goes on.
+                    self.log.add("restart", last + self.length(frame), time - last)
                     shift += last + self.length(frame) - time
                     time, key, self.gap = last + self.length(frame), None, FOREVER
+                elif time <= last:
+                    self.log.add("repeat", last, 0.0)
+                length = self.length(frame)
+                if frame.pts is None:
+                    self.log.add("untimed", max(time, last), length)
+                timed = timed or frame.pts is not None
                 if frame.key_frame:
                     if key is not None:
                         self.gap = max(self.gap or 0.0, time - key)
@@ -194,8 +241,14 @@ class Source:
 
         Learned from the distance of the key frames so far, so the first stretch is always decoded in full.
         """
-        if self.local and self.gap and target - self._back - place > 1.5 * self.gap:
+        if not (self.local and self.gap and target - self._back - place > 1.5 * self.gap):
+            return
+        if self._steady is None:
+            self._steady = self._is_steady()
+        if self._steady:
             self._goal = target
+        else:
+            self.gap = FOREVER
 
     def length(self, frame: av.VideoFrame) -> float:
         """Seconds the frame is shown."""

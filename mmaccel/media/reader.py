@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import av
 import torch
 from torch import Tensor
 
 from mmaccel.core.errors import VideoError, VideoWarning
+from mmaccel.media.clock import Ticks, rising
 from mmaccel.media.container import Source
 from mmaccel.media.picture import Picture
 from mmaccel.media.sampling import TIE, Thinned, grid, nearest, uniform, unless_last
-from mmaccel.media.video import Progress, Video
+from mmaccel.media.video import Gaps, Progress, Video
 
 Stream = Iterable[tuple[float, av.VideoFrame]]
 Fit = Callable[[int, int, int], tuple[int, int]]
@@ -43,11 +46,14 @@ def read(
     progress: Progress | None = None,
     options: dict[str, str] | None = None,
     timeout: float | None = None,
+    gaps: Gaps = "hold",
 ) -> Video:
     """Read a video: `fps` frames a second, `frames` evenly spaced frames, or, with neither, every frame.
 
-    - `fps`: at `start + k / fps` seconds, the frame whose presentation time lies nearest, so a variable frame
-      rate is respected; a frame that stands for long is repeated.
+    - `fps`: at `start + k / fps` seconds, the frame whose presentation time lies nearest, so that a variable frame
+      rate is respected. `Video.clock` has these ticks, `Video.times` the presentation times.
+    - `gaps`: of a tick at which the frame of the tick before still stands, "hold" takes that frame again, "skip" takes
+      none, and "mark" is as "hold" and lists in `Video.events` what was uneven (`media.Event`).
     - `frames`: of the N there are, number `i * N // frames`, as `transformers.video_utils.load_video` does.
     - `start`, `stop`: seconds from the start of the video, `stop` left out.
     - `max_frames`: at most so many: the rate is lowered, the span stays whole. Where the source does not tell
@@ -62,23 +68,32 @@ def read(
     `VideoWarning` when some of the asked frames could not be, and says how many.
     """
     _check(fps, frames, start, stop, max_frames, size, max_side)
+    check_gaps(gaps)
     with Source(path, options=options, timeout=timeout) as source:
         picture = Picture(size, max_side)
         plan = _plan(source, fps, frames, start or 0.0, stop, max_frames)
         expected = min((n for n in (plan.total, plan.most) if n is not None), default=None)
         fitted = fit is not None and expected is not None and _fit(source, picture, expected, fit)
         _check_memory(source, picture, plan.total if plan.total is None else expected)
-        thinned: Thinned[tuple[float, Tensor]] = Thinned(plan.most)
+        thinned: Thinned[tuple[float, float, Tensor]] = Thinned(plan.most)
+        ticks = Ticks(start or 0.0, plan.ticks, source.log) if plan.ticks is not None else None
+        skipped = 0
         kept = thinned.kept
         drawn: tuple[av.VideoFrame, Tensor] | None = None
         end = 0.0
         for time, frame in plan.stream:
+            if ticks is not None and ticks.again(frame) and gaps == "skip":
+                skipped += 1
+                continue
+            tick = time if ticks is None else ticks.now
 
-            def make(time: float = time, frame: av.VideoFrame = frame) -> tuple[float, Tensor]:
+            def make(
+                tick: float = tick, time: float = time, frame: av.VideoFrame = frame
+            ) -> tuple[float, float, Tensor]:
                 nonlocal drawn
                 if drawn is None or drawn[0] is not frame:
                     drawn = frame, picture.draw(frame)
-                return time, drawn[1]
+                return tick, time, drawn[1]
 
             thinned.add(make)
             end = source.until(time, frame)
@@ -89,13 +104,16 @@ def read(
                 _check_memory(source, picture, AHEAD if plan.most is None else min(AHEAD, plan.most - done))
         if not kept:
             raise VideoError(_nothing(source, start, stop))
-        warn_of_loss(source, plan, thinned.seen, end)
+        warn_of_loss(source, plan, thinned.seen + skipped, end)
         if not fitted:
             warn_of_shrinking(source, picture)
-        times = [time for time, _ in kept]
+        times = [time for _, time, _ in kept]
+        clock = [tick for tick, _, _ in kept]
+        if ticks is None:
+            clock = rising(times, 1.0 / (source.rate or 25.0))
         rate = (plan.rate or source.rate) / thinned.step or len(times) / max(end - times[0], 1e-9)
         whole = source.duration
-        drawings = [frame for _, frame in kept]
+        drawings = [frame for _, _, frame in kept]
         kept.clear()
         drawn = None
         return Video(
@@ -105,6 +123,8 @@ def read(
             source_fps=source.rate,
             # Joined recordings tell the length of the first alone.
             duration=whole if whole is not None and times[-1] < whole else end,
+            clock=torch.tensor(clock, dtype=torch.float64),
+            events=source.log.give() if gaps == "mark" else (),
         )
 
 
@@ -114,7 +134,8 @@ class Plan:
 
     Of more than `most` only each second, fourth, ... is kept.
     Of `due` frames that the header promises `there` are in the file; losses up to `slack` are rounding. Where
-    `total` is but the mean rate times the span, its `end` in seconds tells of losses.
+    `total` is but the mean rate times the span, its `end` in seconds tells of losses. `ticks` is the rate of the clock by
+    which frames are taken, None where they are taken by number.
     """
 
     stream: Stream
@@ -125,6 +146,7 @@ class Plan:
     slack: int = 0
     end: float | None = None
     most: int | None = None
+    ticks: float | None = None
 
 
 def _plan(
@@ -154,7 +176,7 @@ def _by_rate(source: Source, fps: float, start: float, stop: float | None, most:
     if most is not None:
         # A length that is rounded down should not cost every second frame.
         kept = unless_last(kept, most) if total == most else kept
-    return Plan(kept, total, fps, slack=1, most=most)
+    return Plan(kept, total, fps, slack=1, most=most, ticks=fps)
 
 
 def _by_number(
@@ -168,7 +190,7 @@ def _by_number(
     slack = 0 if source.count else 1
     there, due = 0, 0
     if times is not None:
-        there, due = len(times), source.count or round((source.duration or 0.0) * source.rate)
+        there, due = len(times), source.count or len(times) + _missing(source, times)
         times = [time for time in times if start - TIE <= time and (stop is None or time < stop - TIE)]
         if not times:
             raise VideoError(_nothing(source, start, stop))
@@ -190,6 +212,16 @@ def _by_number(
         return Plan(kept, keep, rate, there, due, slack)
     numbered = ((float(number), pair) for number, pair in enumerate(source.frames()))
     return Plan((pair for _, pair in nearest(numbered, map(float, numbers))), keep, rate)
+
+
+def _missing(source: Source, times: list[float]) -> int:
+    """About how many frames there should be between the last one and the end that the header tells."""
+    if source.duration is None or not times:
+        return 0
+    # A frame may stand as long as the longest before it, whatever the mean rate is.
+    longest = max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+    left = source.duration - max(source.end or 0.0, times[-1] + longest)
+    return max(0, round(left * source.rate))
 
 
 def _all(source: Source, start: float, stop: float | None) -> Plan:
@@ -293,6 +325,12 @@ def free_memory() -> int | None:
             )
     except OSError:
         return None
+
+
+def check_gaps(gaps: str) -> None:
+    """Raise `VideoError` for a word that is no policy."""
+    if gaps not in get_args(Gaps):
+        raise VideoError(f"gaps={gaps!r} must be one of {', '.join(map(repr, get_args(Gaps)))}.")
 
 
 def _check(

@@ -11,11 +11,12 @@ from contextlib import ExitStack
 import torch
 
 from mmaccel.core.errors import VideoError
+from mmaccel.media.clock import Ticks
 from mmaccel.media.container import Source, is_file, is_url
 from mmaccel.media.picture import Picture
-from mmaccel.media.reader import Plan, pile, warn_of_loss, warn_of_shrinking
-from mmaccel.media.sampling import grid, nearest
-from mmaccel.media.video import Progress, Video
+from mmaccel.media.reader import Plan, check_gaps, pile, warn_of_loss, warn_of_shrinking
+from mmaccel.media.sampling import TIE, grid, nearest
+from mmaccel.media.video import Event, Gaps, Progress, Video
 
 
 def clips(
@@ -30,10 +31,15 @@ def clips(
     progress: Progress | None = None,
     format: str | None = None,
     options: dict[str, str] | None = None,
+    gaps: Gaps = "hold",
+    start: float = 0.0,
 ) -> Iterator[Video]:
-    """Yield clips of `frames_per_clip` frames, sampled at `fps` by presentation time.
+    """Yield clips of `frames_per_clip` frames: at each tick ``k / fps`` seconds the frame shown nearest to it.
 
-    The last clip may be shorter.
+    The last clip may be shorter. `Video.clock` has the ticks, which rise evenly, and `Video.times` the presentation
+    times. At a tick at which the frame of the tick before still stands, `gaps` "hold" takes that frame again, "skip"
+    takes none, and "mark" is as "hold" and lists in `Video.events` what was uneven (`media.Event`). Ticks before
+    `start` seconds are left out; the others come in the same clips as without it, the first of which may be shorter.
 
     `source` is a file, a file still being written (`follow=True`: it is polled, and over when it has not
     grown for `timeout` seconds), a URL, or a device with its `format` (for instance "v4l2"); a URL or device
@@ -51,12 +57,25 @@ def clips(
         raise VideoError(f"frames_per_clip={frames_per_clip} must be at least 1.")
     if not timeout > 0:
         raise VideoError(f"timeout={timeout} must be a positive number of seconds.")
+    if not 0 <= start < float("inf"):
+        raise VideoError(f"start={start} must be 0 or more seconds.")
+    check_gaps(gaps)
     if follow and (is_url(source) or format is not None):
         raise VideoError(
             f"follow=True is for a file that grows, and {os.fspath(source)} is none: leave it out."
         )
     return _clips(
-        source, fps, frames_per_clip, follow, timeout, Picture(size, max_side), progress, format, options
+        source,
+        fps,
+        frames_per_clip,
+        follow,
+        timeout,
+        Picture(size, max_side),
+        progress,
+        format,
+        options,
+        gaps,
+        start,
     )
 
 
@@ -70,27 +89,64 @@ def _clips(
     progress: Progress | None,
     format: str | None,
     options: dict[str, str] | None,
+    gaps: Gaps,
+    start: float,
 ) -> Iterator[Video]:
     with ExitStack() as stack:
         source = _open(path, follow, timeout, format, options, stack)
-        frames, times, done = [], [], 0
-        kept = nearest(source.frames(), grid(0.0, fps), source.jump, source.until)
-        for moment, frame in kept:
-            frames.append(picture.draw(frame))
-            times.append(moment)
-            done += 1
-            if progress is not None:
-                progress(done, None)
-            if len(frames) == length:
-                yield _clip(frames, times, fps, source.rate)
-                frames, times = [], []
-        if frames:
-            yield _clip(frames, times, fps, source.rate)
-        if done == 0:
+        ticks, taken, skipped = Ticks(0.0, fps, source.log), 0, 0
+        clip = _Clip(fps, source.rate)
+        for moment, frame in nearest(source.frames(), grid(0.0, fps), source.jump, source.until):
+            if ticks.again(frame) and gaps == "skip":
+                skipped += 1
+                continue
+            taken += 1
+            if ticks.now >= start - TIE:
+                clip.add(picture.draw(frame), moment, ticks)
+                if progress is not None:
+                    progress(taken, None)
+            if taken % length == 0 and clip.frames:
+                yield clip.video(source.log.give(ticks.now) if gaps == "mark" else ())
+                clip = _Clip(fps, source.rate)
+            if taken % length == 0:
+                source.log.give(ticks.now)
+        if clip.frames:
+            yield clip.video(source.log.give() if gaps == "mark" else ())
+        if taken == 0:
             raise VideoError(f"{source.name} has no frames: nothing could be decoded from it.")
         due = round(source.duration * fps) if source.duration is not None and not source.live else None
-        warn_of_loss(source, Plan((), due, fps, slack=1), done, 0.0)
+        warn_of_loss(source, Plan((), due, fps, slack=1), taken + skipped, 0.0)
         warn_of_shrinking(source, picture)
+
+
+class _Clip:
+    """A clip in the making."""
+
+    def __init__(self, fps: float, source_fps: float) -> None:
+        self.frames: list[torch.Tensor] = []
+        self._times: list[float] = []
+        self._clock: list[float] = []
+        self._numbers: list[int] = []
+        self._fps, self._source_fps = fps, source_fps
+
+    def add(self, frame: torch.Tensor, time: float, ticks: Ticks) -> None:
+        """Take a frame [3, H, W] shown at `time`, at the last of `ticks`."""
+        self.frames.append(frame)
+        self._times.append(time)
+        self._clock.append(ticks.now)
+        self._numbers.append(ticks.number)
+
+    def video(self, events: tuple[Event, ...]) -> Video:
+        """The clip."""
+        return Video(
+            frames=pile(self.frames),
+            times=torch.tensor(self._times, dtype=torch.float64),
+            fps=float(self._fps),
+            source_fps=self._source_fps,
+            duration=(self._numbers[-1] - self._numbers[0] + 1) / self._fps,
+            clock=torch.tensor(self._clock, dtype=torch.float64),
+            events=events,
+        )
 
 
 def _open(
@@ -116,16 +172,6 @@ def _open(
         except VideoError:
             told = str(error).rstrip(".")
             raise VideoError(f"{told}; only fragmented mp4, MPEG-TS and Matroska can be followed.") from error
-
-
-def _clip(frames: list[torch.Tensor], times: list[float], fps: float, rate: float) -> Video:
-    return Video(
-        frames=pile(frames),
-        times=torch.tensor(times, dtype=torch.float64),
-        fps=float(fps),
-        source_fps=rate,
-        duration=len(times) / fps,
-    )
 
 
 class Growing(io.RawIOBase):

@@ -89,9 +89,9 @@ class Seam(StreamSeam):
 
         if isinstance(video, str | os.PathLike):
             for one in clips(video, fps=READ_FPS if fps is None else fps, frames_per_clip=READ_FRAMES):
-                yield Clip(one.frames, one.times.tolist(), one.fps, part=True)
+                yield Clip(one.frames, one.clock.tolist(), one.fps, part=True)
         elif isinstance(video, Video):
-            yield Clip(video.frames, video.times.tolist(), video.fps if fps is None else fps)
+            yield Clip(video.frames, video.clock.tolist(), video.fps if fps is None else fps)
         elif hasattr(video, "__len__") and not len(video):
             raise ModelError("watch: the clip has no frames; give at least one.")
         else:

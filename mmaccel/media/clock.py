@@ -1,0 +1,75 @@
+"""The clock by which frames are taken: its ticks, and what was uneven in the times of a source."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from mmaccel.media.video import Event
+
+TOUCHING = 1e-6
+"""Seconds between two events of one kind that are one."""
+
+
+class Log:
+    """Events in the order in which they are met; those of one kind that touch become one."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._last: dict[str, int] = {}
+
+    def add(
+        self, kind: Literal["gap", "repeat", "restart", "untimed", "stall"], time: float, seconds: float
+    ) -> None:
+        """Note an event."""
+        place = self._last.get(kind)
+        if place is not None and kind in ("gap", "untimed"):
+            last = self._events[place]
+            if abs(last.time + last.seconds - time) < TOUCHING:
+                self._events[place] = replace(last, seconds=time + seconds - last.time)
+                return
+        self._last[kind] = len(self._events)
+        self._events.append(Event(kind, time, seconds))
+
+    def give(self, until: float | None = None) -> tuple[Event, ...]:
+        """Hand over the events up to `until` seconds, or all, in order of time."""
+        events, self._events, self._last = self._events, [], {}
+        if until is not None:
+            self._events = [one for one in events if one.time > until]
+            events = [one for one in events if one.time <= until]
+        return tuple(sorted(events, key=lambda one: one.time))
+
+
+class Ticks:
+    """Which ticks showed a frame that was taken before: call `again` once for each tick, in order."""
+
+    def __init__(self, start: float, fps: float, log: Log) -> None:
+        self._start, self._fps, self._log = start, fps, log
+        self._last: Any = None
+        self.number = -1
+
+    @property
+    def now(self) -> float:
+        """The seconds of the last tick."""
+        return self._start + self.number / self._fps
+
+    def again(self, frame: object) -> bool:
+        """Go to the next tick; True, and an event, when `frame` was shown at the tick before too."""
+        self.number += 1
+        stands = self.number > 0 and frame is self._last
+        self._last = frame
+        if stands:
+            self._log.add("gap", self.now, 1.0 / self._fps)
+        return stands
+
+
+def rising(times: Sequence[float], step: float) -> list[float]:
+    """Times that do not fall as times that rise: equal ones are spread evenly up to the next, the last ones by `step`."""
+    found: list[float] = []
+    runs = [(time, len(list(run))) for time, run in itertools.groupby(times)]
+    for place, (time, count) in enumerate(runs):
+        wide = (runs[place + 1][0] - time) / count if place + 1 < len(runs) else step
+        found += [time + number * wide for number in range(count)]
+    return found

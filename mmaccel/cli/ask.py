@@ -13,7 +13,6 @@ import typer
 from mmaccel.cli import choices
 from mmaccel.cli.console import bars, columns, counter, many, number, out, print_json, size
 from mmaccel.core.errors import RecipeError, VideoError, VideoWarning
-from mmaccel.core.report import unheard
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -348,14 +347,14 @@ def _pruned(tokens: Mapping[str, int]) -> str:
 def _drafted(answer: Answer) -> str:
     draft = answer.report.draft
     failed = draft.get("failed")
-    without = unheard(draft.get("counters") or {})
+    notes = "; ".join(draft.get("notes", ()))
     if not draft.get("rounds"):
-        return f"nothing: {failed or without}" if failed or without else ""
+        return f"nothing: {failed or notes}" if failed or notes else ""
     told = (
         f"{draft['accepted']} of {draft['proposed']} accepted in {many(draft['rounds'], 'round')}, "
         f"{answer.report.accepted_length():.2f} a round, {max(draft['lengths'])} at most"
     )
-    told += f"; {without}" if without else ""
+    told += f"; {notes}" if notes else ""
     return f"{told}; stopped: {failed}" if failed else told
 
 

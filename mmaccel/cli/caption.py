@@ -14,7 +14,6 @@ from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model, watch
 from mmaccel.cli.console import bars, many, number, out, print_json
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import registry
-from mmaccel.core.report import rested, unheard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,15 +123,12 @@ def lines(told: Drafted, facts: dict[str, Any], compare: bool) -> list[str]:
         f"accepted {told.kept:.2f} tokens a round, {told.a_step:.2f} a target step, {told.streak:.1f} in a row, "
         f"{told.share:.0%} of what was judged",
     ]
-    if "window" in counters:
+    if {"window", "target_step_s", "draft_step_s"} <= counters.keys():
         found.append(
             f"window  {many(round(counters['window']), 'token')}; a target step takes "
             f"{1e3 * counters['target_step_s']:.1f} ms, a draft step {1e3 * counters['draft_step_s']:.1f} ms"
         )
-    if (why := rested(counters)) is not None:
-        found.append(f"the draft was {why}")
-    if (without := unheard(counters)) is not None:
-        found.append(f"the draft: {without}")
+    found += [f"the draft: {note}" for note in told.notes]
     if told.failed is not None:
         found.append(f"the draft stopped, and the model went on alone: {told.failed}")
     return found

@@ -17,8 +17,10 @@ RULE = bigram(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(
 def check_draft(strategy: DraftStrategy) -> None:
     """Raise `RecipeError` where the contract is broken, on a toy target of six tokens, decoded greedily."""
     who = f"draft {strategy.name!r}"
-    if not strategy.needs <= {"rollback", "memory"}:
-        raise RecipeError(f"{who}: needs is {sorted(strategy.needs)}; give some of 'memory' and 'rollback'.")
+    if not strategy.needs <= {"rollback", "memory", "prompt"}:
+        raise RecipeError(
+            f"{who}: needs is {sorted(strategy.needs)}; give some of 'memory', 'prompt' and 'rollback'."
+        )
     if strategy.place not in ("same", "stream", "process"):
         raise RecipeError(f"{who}: place is {strategy.place!r}; give 'same', 'stream' or 'process'.")
     if strategy.lookback < 0 or (strategy.lookback > 0) != ("rollback" in strategy.needs):
@@ -47,4 +49,7 @@ def check_draft(strategy: DraftStrategy) -> None:
     told = draft.counters()
     if not all(isinstance(value, float) for value in told.values()):
         raise RecipeError(f"{who}: counters gives {told}; give a float for each name.")
+    notes = draft.notes()
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        raise RecipeError(f"{who}: notes gives {notes!r}; give a list of sentences.")
     draft.close()  # a second time does no harm

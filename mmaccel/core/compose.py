@@ -22,7 +22,7 @@ def check_pairs(recipe: Recipe) -> None:
             f"sparse {sparse.name!r} cannot stand beside kv {kv.name!r}, which decides by itself what each "
             "query sees; set sparse to 'dense' or kv to 'full'."
         )
-    if "memory" in draft.needs and kv.name != "full":
+    if "memory" in draft.needs and not (kv.exact and kv.sequences):
         raise RecipeError(
             f"draft {draft.name!r} reads the whole cache and kv {kv.name!r} is another; set kv to 'full'."
         )
@@ -82,7 +82,7 @@ def stream_policy(recipe: Recipe) -> StreamPolicy:
         )
     if recipe.prune is not None:
         raise RecipeError(f"prune {recipe.prune.name!r} has no part in a stream; leave prune out.")
-    if draft.active and (not draft.needs <= {"rollback"} or hasattr(draft, "model")):
+    if draft.active and not draft.needs <= {"rollback"}:
         raise RecipeError(
             f"draft {draft.name!r} needs the prompt's video, and a stream has none; set draft to 'off'."
         )

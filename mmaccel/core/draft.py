@@ -116,8 +116,12 @@ class DraftState(ABC):
         """Free what the draft holds; called in every case."""
 
     def counters(self) -> dict[str, float]:
-        """Figures for the report."""
+        """Figures for the report, by names of the strategy's own; nobody else reads them."""
         return {}
+
+    def notes(self) -> list[str]:
+        """Sentences for the report, without a full stop: what the figures mean, such as why the draft rested."""
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +129,8 @@ class DraftStrategy(Placed, ABC):
     """A choice of draft; `open` gives the state for one sequence.
 
     needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `lookback` columns,
-            "memory" that it holds every column of an accelerated model, for the draft to read
+            "memory" that it holds every column of an accelerated model, for the draft to read; "prompt" asks for the
+            prompt's own inputs, pixels included, which a stream has not
     place   where it runs: in line ("same"), on a second stream of the device ("stream"), in a second process ("process")
     """
 

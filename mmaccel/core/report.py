@@ -28,9 +28,9 @@ class Report:
     peak_bytes      largest device memory during the call (CUDA), or largest resident set of the process so far (CPU)
     new_tokens      of a batch, those of its longest answer
     draft           rounds, target_steps, proposed, accepted, lengths (accepted in each round), windows
-                    (proposed in each), failed (a reason or None), counters (the strategy's own), of all sequences of a
-                    batch together, counters only of one by itself; sequences: the same of each, with new_tokens and its
-                    memory's counters (kv), where a draft was at work
+                    (proposed in each), failed (a reason or None), counters (the strategy's own), notes (its own sentences,
+                    `DraftState.notes`), of all sequences of a batch together, counters and notes only of one by itself;
+                    sequences: the same of each, with new_tokens and its memory's counters (kv), where a draft was at work
     kv              counters of the memory; of a batch that is drafted for, of its last sequence's
     backend_why     why it is this backend, with the measured rates where "auto" measured
     notes           one sentence for each thing that was asked for and did not act, or acted otherwise, and why
@@ -85,41 +85,17 @@ class Report:
         ]
         if self.backend_why.startswith("measured"):
             lines.insert(2, f"backend {self.backend}: {self.backend_why}")
-        without = unheard(self.draft.get("counters") or {})
-        if not self.draft.get("rounds") and (why := self.draft.get("failed") or without):
-            lines.append(f"draft: none; {why}")
+        notes = self.draft.get("notes", ())
+        if not self.draft.get("rounds") and (self.draft.get("failed") or notes):
+            lines.append("draft: none" + (f"; {self.draft['failed']}" if self.draft.get("failed") else ""))
         if self.draft.get("rounds"):
             lines.append(
                 f"draft: {self.draft['accepted']} of {self.draft['proposed']} accepted in {self.draft['rounds']} rounds "
                 f"({self.accepted_length():.2f} a round), {self.draft['target_steps']} target steps"
-                + (f"; {without}" if without else "")
                 + (f"; stopped drafting: {self.draft['failed']}" if self.draft["failed"] else "")
             )
-        if (told := rested(self.draft.get("counters") or {})) is not None:
-            lines.append(f"draft: {told}")
+        lines += [f"draft: {note}" for note in notes]
         return "\n".join([*lines, *self.notes])
-
-
-def unheard(counters: Mapping[str, float]) -> str | None:
-    """How often the target went on without a draft ahead of it, from its counters; None where it did not."""
-    alone = int(counters.get("alone", 0))
-    if not alone:
-        return None
-    return (
-        f"{alone} target step{'' if alone == 1 else 's'} without it, while it read the prompt or said nothing"
-    )
-
-
-def rested(counters: Mapping[str, float]) -> str | None:
-    """Why a draft ahead of its target was put to rest, from its counters; None where it was not."""
-    pauses = int(counters.get("pauses", 0))
-    if not pauses:
-        return None
-    ratio = counters["target_step_s"] / counters["draft_step_s"]
-    return (
-        f"put to rest {pauses} time{'' if pauses == 1 else 's'}: a target step takes {ratio:.2f} draft steps, with "
-        f"{counters['keep_rate']:.0%} kept the best window is worth {counters['expected_gain']:.2f} x"
-    )
 
 
 def counted(heads: Mapping[str, int]) -> str:
@@ -155,6 +131,7 @@ class SequenceMeter:
     failed: str | None = None
     counters: dict[str, float] = field(default_factory=dict)
     kv: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def round(self, proposed: int, accepted: int) -> None:
         """One verification of a proposal."""
@@ -189,6 +166,7 @@ class SequenceMeter:
             "windows": list(self.windows),
             "failed": self.failed,
             "counters": dict(self.counters),
+            "notes": list(self.notes),
             "new_tokens": self.new_tokens,
             "kv": dict(self.kv),
         }
@@ -326,6 +304,7 @@ class Meter:
                 "lengths": list(self.lengths),
                 "windows": list(self.windows),
                 "failed": self.failed,
+                "notes": list(self.sequences[0].notes) if len(self.sequences) == 1 else [],
                 "counters": dict(self.sequences[0].counters) if len(self.sequences) == 1 else {},
                 "sequences": [sequence.figures() for sequence in self.sequences],
             },

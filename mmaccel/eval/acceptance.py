@@ -44,6 +44,7 @@ class Drafted:
     same: bool
     failed: str | None
     counters: Mapping[str, float]
+    notes: Sequence[str] = ()
 
     @property
     def speedup(self) -> float | None:
@@ -124,6 +125,7 @@ def summed(ids: Tensor, report: Report, plain: Plain) -> Drafted:
         same=torch.equal(ids, plain.ids),
         failed=told["failed"],
         counters=told["counters"],
+        notes=told["notes"],
     )
 
 

@@ -148,21 +148,20 @@ class _Sequence:
         """Leave cache and meter as others expect them, however the decoding ended."""
         self.decoding.close()
         self.runner.settle()
-        self.meter.counters = self._draft_counters()
+        self._read_draft()
         if (state := getattr(self.cache, "state", None)) is not None:
             self.meter.kv = state.counters()
         if self.listener is not None and self.decoding.ended:
             self.listener.end()
 
-    def _draft_counters(self) -> dict[str, float]:
-        """The draft's figures; none, with a warning, where it cannot give them: the answer is there by now."""
+    def _read_draft(self) -> None:
+        """The draft's figures and notes; none, with a warning, where it cannot give them: the answer is there by now."""
         try:
-            return self.draft.counters()
+            self.meter.counters, self.meter.notes = self.draft.counters(), list(self.draft.notes())
         except Exception as error:
             told = f"its counters are missing from the report; the answer is whole ({type(error).__name__}: {error})"
             self.meter.note(f"draft: {told}")
             warnings.warn(f"the draft failed at its end: {told}.", MmaccelWarning, stacklevel=2)
-            return {}
 
 
 def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Generator | None) -> _Sequence:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 TOKENS_KNOWN = 4.0
@@ -82,3 +83,18 @@ class Pace:
     def known(self) -> bool:
         """Whether both times were measured."""
         return self.step_s > 0 and self.draft_s > 0
+
+
+def told(counters: Mapping[str, float]) -> list[str]:
+    """How often the target went on without a draft ahead of it, and why the draft was put to rest, from its counters."""
+    notes = []
+    if alone := int(counters["alone"]):
+        steps = f"{alone} target step{'' if alone == 1 else 's'}"
+        notes.append(f"{steps} without it, while it read the prompt or said nothing")
+    if pauses := int(counters["pauses"]):
+        ratio = counters["target_step_s"] / counters["draft_step_s"]
+        notes.append(
+            f"put to rest {pauses} time{'' if pauses == 1 else 's'}: a target step takes {ratio:.2f} draft steps, with "
+            f"{counters['keep_rate']:.0%} kept the best window is worth {counters['expected_gain']:.2f} x"
+        )
+    return notes

@@ -112,7 +112,7 @@ class PeerStrategy(DraftStrategy):
     prune  a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"rollback"})
+    needs: ClassVar[frozenset[str]] = frozenset({"rollback", "prompt"})
 
     model: str | nn.Module = BESIDE
     prune: TokenPruner | None = None

@@ -16,7 +16,7 @@ from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.core.registry import register
 from mmaccel.core.worker import READY, Worker
 from mmaccel.policies.draft import _remote
-from mmaccel.policies.draft._gain import Pace, best_window
+from mmaccel.policies.draft._gain import Pace, best_window, told
 from mmaccel.policies.draft._pair import PeerStrategy, check_vocabulary, folder_of
 from mmaccel.policies.draft._writer import Writer, Written
 
@@ -369,6 +369,9 @@ class Pipeline(DraftState):
                 f"the second process had said nothing for {silent:.1f} s when the answer ended; it is given up after "
                 f"timeout_s, {self._choice.timeout_s:g} s."
             )
+
+    def notes(self) -> list[str]:
+        return told(self.counters())
 
     def counters(self) -> dict[str, float]:
         """Rounds of each mode; streaks: drafted tokens kept in a row over windows, the paper's adaptive length."""

@@ -18,7 +18,6 @@ from mmaccel.core import generate
 from mmaccel.core.draft import Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning, RecipeError
 from mmaccel.core.generate import speculate
-from mmaccel.core.report import rested, unheard
 from mmaccel.core.verify import accept
 from mmaccel.policies.draft import parallel
 from mmaccel.policies.draft._gain import Pace, best_window, tokens_per_round
@@ -128,11 +127,8 @@ def test_a_draft_that_falls_silent_is_told_of(
     assert whole[0].tolist() == alone(target, [0], limit(34))
     counters = state.counters()
     assert counters["late"] == 1 and counters["alone"] > 10
-    assert (
-        unheard(counters)
-        == f"{int(counters['alone'])} target steps without it, while it read the prompt or said nothing"
-    )
-    assert unheard({"alone": 0.0}) is None and unheard({}) is None
+    note = f"{int(counters['alone'])} target steps without it, while it read the prompt or said nothing"
+    assert state.notes() == [note]
     assert ["had said nothing for" in why for why in meter.failures] == [True] * told
 
 
@@ -362,9 +358,9 @@ def test_a_draft_that_cannot_gain_rests_and_says_so(monkeypatch: pytest.MonkeyPa
     told = state.counters()
     assert ids == alone(target, [0], limit(60))
     assert told["pauses"] >= 1 and told["expected_gain"] <= 1 and told["drafted"] < 40
-    why = rested(told)
-    assert why is not None and why.startswith(f"put to rest {told['pauses']:.0f} time")
-    assert f"is worth {told['expected_gain']:.2f} x" in why and rested({**told, "pauses": 0.0}) is None
+    why = state.notes()[-1]
+    assert why.startswith(f"put to rest {told['pauses']:.0f} time")
+    assert f"is worth {told['expected_gain']:.2f} x" in why
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,15 @@ class ModelAdapter(ABC):
         sizes = {name: getattr(shape, name) for name in ("layers", "heads", "kv_heads", "head_dim")}
         return {"type": kind, **sizes}
 
+    def weights_digest(self, model: nn.Module) -> str | None:
+        """A short digest of the weights that make queries and keys, the same in any floating type that holds the saved
+        weights; None where they are not at hand (no weights, a shard of them, quantized, or off the device)."""
+        return None
+
+    def own_heads(self, model: nn.Module) -> range:
+        """The numbers of the query heads that this process computes: a shard of them under tensor parallelism."""
+        return range(self.geometry(model).heads)
+
     def folder(self, model: nn.Module) -> Path | None:
         """The local folder the model was loaded from, if there is one."""
         return None
@@ -297,6 +306,16 @@ class ModelView:
     def fingerprint(self) -> dict[str, Any]:
         """See `ModelAdapter.fingerprint`."""
         return self.adapter.fingerprint(self.model)
+
+    @property
+    def weights_digest(self) -> str | None:
+        """See `ModelAdapter.weights_digest`."""
+        return self.adapter.weights_digest(self.model)
+
+    @property
+    def own_heads(self) -> range:
+        """See `ModelAdapter.own_heads`."""
+        return self.adapter.own_heads(self.model)
 
     @property
     def folder(self) -> Path | None:

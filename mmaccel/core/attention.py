@@ -5,6 +5,7 @@ A `Road` is decided once, when a recipe is attached; a `Run` is one pass of the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from mmaccel.backends import ops, select
 from mmaccel.core.draft import Branches
+from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.kv import KVState, KVView, StreamState
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lower import attend_plan
@@ -22,6 +24,8 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.core.windowed import window_plan
 
+ELSEWHERE = 2
+"""A prompt so many times longer or shorter than the one of a search is told of: budgets are numbers of tokens."""
 MIN_ROWS = 64
 """A shorter prompt, or last piece of one, is dense."""
 
@@ -35,6 +39,20 @@ class Road:
     kernel: Callable[..., tuple[Tensor, Tensor]]
     meter: Meter = field(default_factory=Meter)
     choice: select.Choice | None = None
+    _warned: bool = False
+
+    def check_length(self, tokens: int) -> None:
+        """Warn, once while a recipe is attached, of a prompt far from the length that the pattern was chosen for."""
+        context = self.recipe.sparse.context
+        if context is None or context / ELSEWHERE <= tokens <= context * ELSEWHERE:
+            return
+        told = f"sparse: {self.recipe.sparse.name} was searched on {context} tokens, and this prompt has {tokens}"
+        self.meter.note(told)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{told}; search at this length for budgets that fit it.", MmaccelWarning, stacklevel=2
+            )
 
     def sparse(self, layer: int) -> bool:
         """Whether a prefill follows the pattern at `layer`."""
@@ -257,6 +275,7 @@ class Run:
     def _plan(self, layer: int, query: Tensor, key: Tensor) -> AttentionPlan | None:
         plan = self.road.recipe.sparse.at(layer).plan(query, key, self.queries, self.layout)
         if plan is not None:
+            self.road.check_length(self.layout.length + self.rest)
             check_sizes(plan, self.road.recipe.sparse.name, query, key, whole=not self.layout.padded)
         if plan is None or all(begin == end for _, begin, end in self._tails):
             return plan

@@ -79,6 +79,11 @@ class SparsePattern(Placed, ABC):
         """This pattern as it serves `model`, asked once when a recipe is attached; `RecipeError` where it cannot."""
         return self
 
+    @property
+    def context(self) -> int | None:
+        """The length of the prompts, in tokens, that its budgets were chosen for; None: any."""
+        return None
+
     def at(self, layer: int) -> SparsePattern:
         """The pattern of one layer: itself, unless it differs between layers."""
         return self

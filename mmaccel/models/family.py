@@ -21,6 +21,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import registry
+from mmaccel.models import weights
 from mmaccel.models.pointwise import normed
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
@@ -85,6 +86,13 @@ class Family(ModelAdapter):
         # Only what turns keys: releases differ in what else they write beside it.
         told = {name: rope[name] for name in _ROPE if rope.get(name) is not None}
         return {**super().fingerprint(model), "rope": told}
+
+    def weights_digest(self, model: nn.Module) -> str | None:
+        whole = not isinstance(model, Outline) and weights.shards(model) == 1
+        return weights.query_key_digest(self.layers(model)) if whole else None
+
+    def own_heads(self, model: nn.Module) -> range:
+        return weights.own_heads(model, len(super().own_heads(model)))
 
     def folder(self, model: nn.Module) -> Path | None:
         source = getattr(model.config, "_name_or_path", "")

@@ -133,6 +133,7 @@ def _search(
         "kind": KIND,
         "schema": SCHEMA,
         "model": adapter_for(model).fingerprint(model),
+        "weights": adapter_for(model).weights_digest(model),
         "block": settings.block,
         "context": scale.context,
         "target": scale.target(),

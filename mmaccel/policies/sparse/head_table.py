@@ -14,8 +14,9 @@ KIND, SCHEMA = "mmaccel heads", 1
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
-    """The table in a file: `model` (fingerprint), `block`, `layers` (for each layer, for each head, a mapping with the
-    `pattern` and what was measured), and whatever else the search wrote. Raises `RecipeError` in one sentence.
+    """The table in a file: `model` (fingerprint), `weights` (their digest), `context` (tokens that its budgets are for),
+    `block`, `layers` (for each layer, for each head, a mapping with the `pattern` and what was measured), and whatever else
+    the search wrote. Raises `RecipeError` in one sentence.
     """
     where = f"table {str(path)!r}"
     try:
@@ -35,6 +36,10 @@ def read_table(path: str | Path) -> dict[str, Any]:
         )
     layers = table.get("layers")
     whole = isinstance(table.get("model"), dict) and isinstance(table.get("block"), int)
+    # Tables of before name no weights and, made by hand, no length.
+    whole = (
+        whole and isinstance(table.get("context", 1), int) and isinstance(table.get("weights"), str | None)
+    )
     if (
         not whole
         or not _nested(layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.mix import Share, mix, runs
 from mmaccel.core.placed import counted_from
@@ -39,7 +40,9 @@ class PerHead(SparsePattern):
              ``{layer: {head: {"name": "grid", "stride": "free"}}}``
     default  the pattern of layers and heads that the table does not name; None: dense
 
-    A file is bound to the model it was searched on: type, layers, heads, key/value heads, head size, rotary settings.
+    A file is bound to the model it was searched on: type, layers, heads, key/value heads, head size, rotary settings. Other
+    weights of that shape, and prompts of less than half or more than twice the length of the search, give a warning. Under
+    tensor parallelism each process follows the patterns of its own heads.
     Heads of one pattern and like fields are planned together, and the sparse heads of a layer run in few operator calls;
     dense heads go through the dense kernel. Every pattern has the block size of this one.
     """
@@ -49,7 +52,7 @@ class PerHead(SparsePattern):
 
     table: str | Mapping[int, Mapping[int, Any]] = SHIPPED
     default: SparsePattern | str | Mapping[str, Any] | None = None
-    heads: ClassVar[int | None] = None  # how many there are, on what `bind` returns
+    heads: ClassVar[range | None] = None  # the numbers of those at hand, on what `bind` returns
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,6 +89,10 @@ class PerHead(SparsePattern):
         if isinstance(self.table, Mapping):
             return self.table
         return {} if self._file is None else self._patterns(choices(self._file))
+
+    @property
+    def context(self) -> int | None:
+        return None if self._file is None else self._file.get("context")
 
     @cached_property
     def _layers(self) -> dict[int, SparsePattern]:
@@ -137,6 +144,7 @@ class PerHead(SparsePattern):
             raise RecipeError(
                 f"per_head: table {self.table!r} was searched on another model ({other}); run `mmaccel search` on this."
             )
+        self._check_weights(model)
         shape = model.geometry
         for layer, heads in self._named.items():
             if layer >= shape.layers:
@@ -148,14 +156,29 @@ class PerHead(SparsePattern):
                     f"per_head: table[{layer}] has head {max(heads)}; the model has heads 0 to {shape.heads - 1}."
                 )
         bound = replace(self)
-        object.__setattr__(bound, "heads", shape.heads)
+        object.__setattr__(bound, "heads", model.own_heads)
         return bound
+
+    def _check_weights(self, model: ModelView) -> None:
+        """Warn where the file was searched on other weights."""
+        theirs = None if self._file is None else self._file.get("weights")
+        ours = None if theirs is None else model.weights_digest
+        if ours is not None and ours != theirs:
+            warnings.warn(
+                f"per_head: table {self.table!r} was searched on other weights of this architecture; "
+                "run `mmaccel search` on this model for patterns that fit its heads.",
+                MmaccelWarning,
+                stacklevel=2,
+            )
 
     def at(self, layer: int) -> SparsePattern:
         if layer not in self._layers:
             rest = self.default if isinstance(self.default, SparsePattern) else Dense(block=self.block)
             named = self._named.get(layer, {})
-            layers = LayerHeads(block=self.block, named=named, rest=rest, heads=self.heads)
+            if self.heads is not None:
+                named = {n: named[head] for n, head in enumerate(self.heads) if head in named}
+            heads = None if self.heads is None else len(self.heads)
+            layers = LayerHeads(block=self.block, named=named, rest=rest, heads=heads)
             self._layers[layer] = layers if named else rest
         return self._layers[layer]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import mmaccel
+from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import AttentionPlan, Part
 from mmaccel.core.recipe import Recipe
@@ -155,6 +157,71 @@ def test_a_table_serves_its_model_and_no_other(tmp_path: Path) -> None:
         mmaccel.accelerate(BUILD["llava"](), recipe)
     with pytest.raises(RecipeError, match=r"searched on another model .layers 2 there, 3 here"):
         mmaccel.accelerate(BUILD["qwen"](layers=3), recipe)
+
+
+def test_a_table_warns_of_other_weights(tmp_path: Path) -> None:
+    model = BUILD["qwen"]()
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table_of(model, weights=adapter_for(model).weights_digest(model))))
+    recipe = Recipe.load(sparse={"name": "per_head", "table": str(path)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mmaccel.accelerate(model, recipe).detach()
+    with torch.no_grad():
+        model.model.language_model.layers[1].self_attn.k_proj.weight.neg_()
+    with pytest.warns(MmaccelWarning, match="table .* was searched on other weights of this architecture"):
+        mmaccel.accelerate(model, recipe).detach()
+
+
+def test_the_digest_of_weights_does_not_hang_on_the_type_they_are_loaded_in() -> None:
+    model = BUILD["llava"]().to(torch.bfloat16)
+    digest = adapter_for(model).weights_digest(model)
+    assert digest is not None and len(digest) == 16
+    assert digest == adapter_for(model).weights_digest(model.to(torch.float32))
+
+
+@pytest.mark.parametrize(("context", "told"), [(100, True), (250, False), (2000, True)])
+def test_a_prompt_far_from_the_length_of_the_search_is_told_once(
+    tmp_path: Path, context: int, told: bool
+) -> None:
+    model = BUILD["qwen"]()
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table_of(model, context=context)))
+    inputs = prompt("qwen", PIECES)
+    length = inputs["input_ids"].shape[1]
+    assert 125 < length <= 500
+    with mmaccel.accelerate(model, sparse={"name": "per_head", "table": str(path)}) as fast, torch.no_grad():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(**inputs)
+            model(**inputs)
+        assert [str(one.message) for one in caught if "searched on" in str(one.message)] == [
+            f"sparse: per_head was searched on {context} tokens, and this prompt has {length}; search at this length for "
+            "budgets that fit it."
+        ] * told
+        assert any("searched on" in note for note in fast.report().notes) == told
+
+
+class Mesh:
+    """Of the mesh that transformers keeps with a sharded model what is asked for its rank."""
+
+    mesh_dim_names = ("tp",)
+
+    def get_local_rank(self, name: str) -> int:
+        return {"tp": 1}[name]
+
+
+def test_a_shard_of_a_model_follows_the_patterns_of_its_own_heads() -> None:
+    model = BUILD["qwen"]()
+    sinks = {head: dict(name="a_shape", sink=head, window=5) for head in range(4)}
+    adapter = adapter_for(model)
+    model._tp_size, model._device_mesh = 2, Mesh()
+    assert adapter.own_heads(model) == range(2, 4)
+    view = ModelView(model, adapter, adapter_for)
+    bound = PerHead(table={0: sinks, 1: {1: sinks[1], 2: sinks[2]}}, default="dense").bind(view)
+    assert [bound.at(0).of(head) for head in range(2)] == [AShape(sink=head, window=5) for head in (2, 3)]
+    # Of the second layer the shard has head 2 alone, its first.
+    assert [bound.at(1).of(head).name for head in range(2)] == ["a_shape", "dense"]
 
 
 def test_the_shipped_table_lies_in_the_model_s_folder(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from mmaccel.cli import ask, caption, catalog, draw, evaluate, haystack, search,
 from mmaccel.cli.arguments import Commands, OneVideo
 from mmaccel.cli.console import quiet, sentence
 from mmaccel.cli.own import bring
+from mmaccel.cli.stopping import INTERRUPTED, status_of, terminable
 
 app = typer.Typer(
     name="mmaccel",
@@ -64,25 +65,31 @@ app.add_typer(evaluate.app, name="eval")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and leave the process: 0, 1 (the answers were not good enough), 2 (a user's error), 130 (stopped).
+    """Run one command and leave the process: 0, 1 (the answers were not good enough), 2 (a user's error), 130 (stopped by an
+    interrupt), 143 (stopped by SIGTERM).
 
     A user's error is one sentence on standard error; with MMACCEL_DEBUG=1 it is the traceback.
     """
+    with terminable():
+        status = _run(arguments)
+    sys.exit(status_of(status))
+
+
+def _run(arguments: Sequence[str] | None) -> object:
     try:
         quiet()
         command = typer.main.get_command(app)
-        status = command.main(args=arguments if arguments is None else list(arguments), standalone_mode=False)
+        return command.main(args=arguments if arguments is None else list(arguments), standalone_mode=False)
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)
-        status = 130
+        return INTERRUPTED
     except Exception as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             # The help of the command; rich may have printed it already.
             print(str(error.format_message()) if hasattr(error, "format_message") else "", end="\n")
-            sys.exit(0)
+            return 0
         told = sentence(error)
         if told is None or os.environ.get("MMACCEL_DEBUG") == "1":
             raise
         print(f"error: {told}", file=sys.stderr)
-        status = 2
-    sys.exit(status if isinstance(status, int) else 0)
+        return 2

@@ -19,6 +19,7 @@ from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, counter, err, many, out, print_json, sentence
 from mmaccel.cli.evidence import as_object, below, evidence_table
+from mmaccel.cli.stopping import shielded
 from mmaccel.core.errors import ModelError, RecipeError, VideoError
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ def watch(
 ) -> None:
     """Watch a video and answer questions on what was seen so far, and on which frames the answers rest.
 
-    On a terminal, questions are typed while it watches; Ctrl-D ends them, Ctrl-C ends the watching. From a pipe or a
-    file on standard input they are read first, one a line, unless --question gives them.
+    On a terminal, questions are typed while it watches; Ctrl-D ends them, Ctrl-C or SIGTERM ends the watching. From a
+    pipe or a file on standard input they are read first, one a line, unless --question gives them.
     """
     from mmaccel import media
     from mmaccel.core.folder import writable
@@ -149,8 +150,11 @@ def watch(
         if save is not None and len(session):
             # Also when a camera fell silent, or a memory is full, after hours of watching.
             try:
-                session.save(save)
-                kept = True
+                with shielded():
+                    session.save(save)
+                    kept = True
+            except KeyboardInterrupt:
+                stopped = True
             except Exception as error:
                 failed.append(known(error))
         facts: dict[str, Any] = {

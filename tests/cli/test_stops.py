@@ -28,7 +28,25 @@ COMMANDS = {
 }
 
 
-def after(count: int, works: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+def interrupt() -> None:
+    """Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def terminate() -> None:
+    """SIGTERM, twice, as a supervisor sends it to a process and to its group."""
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+
+
+STOPS = [pytest.param(interrupt, 130, id="interrupt"), pytest.param(terminate, 143, id="sigterm")]
+Stop = Callable[[], None]
+
+
+def after(
+    count: int, works: Callable[..., Iterator[Any]], stop: Stop = interrupt
+) -> Callable[..., Iterator[Any]]:
     """The same, stopped by the user once it has given so many."""
 
     def stopped(*given: Any, **how: Any) -> Iterator[Any]:
@@ -36,17 +54,18 @@ def after(count: int, works: Callable[..., Iterator[Any]]) -> Callable[..., Iter
             if number == count:
                 break
             yield one
-        raise KeyboardInterrupt
+        stop()
 
     return stopped
 
 
+@pytest.mark.parametrize(("stop", "code"), STOPS)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_stop_before_the_first_answer_is_told(
-    name: str, call: Call, ov: str, monkeypatch: pytest.MonkeyPatch
+    name: str, stop: Stop, code: int, call: Call, ov: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, function = COMMANDS[name]
-    monkeypatch.setattr(f"{place}.{function}", after(0, iter))
+    monkeypatch.setattr(f"{place}.{function}", after(0, iter, stop))
     how = {
         "needle": ("--frames", 8),
         "caption": ("--frames", 8),
@@ -56,16 +75,17 @@ def test_a_stop_before_the_first_answer_is_told(
     }
     words = ("demo",) if name == "demo" else ("eval", name)
     status, out, err = call(*words, "--model", ov, *how.get(name, ()))
-    assert (status, err) == (130, "stopped: nothing was answered.\n")
+    assert (status, err) == (code, "stopped: nothing was answered.\n")
     assert name == "demo" or out == ""
 
 
+@pytest.mark.parametrize(("stop", "code"), STOPS)
 def test_a_stopped_haystack_shows_what_there_is(
-    call: Call, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stop: Stop, code: int, call: Call, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mmaccel.eval import haystack
 
-    monkeypatch.setattr(haystack, "shots", after(1, haystack.shots))
+    monkeypatch.setattr(haystack, "shots", after(1, haystack.shots, stop))
     words = (
         "eval",
         "haystack",
@@ -79,13 +99,20 @@ def test_a_stopped_haystack_shows_what_there_is(
         16,
     )
     status, out, err = call(*words, "--out", tmp_path / "rows.jsonl")
-    assert status == 130 and "accuracy" in out and "dense" in out
+    assert status == code and "accuracy" in out and "dense" in out
     assert err == "stopped: these are the answers so far; the same command goes on from what --out holds.\n"
     assert json.loads(call(*words, "--json")[1])["complete"] is False
 
 
+@pytest.mark.parametrize(("stop", "code"), STOPS)
 def test_a_stopped_search_says_what_is_kept(
-    call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stop: Stop,
+    code: int,
+    call: Call,
+    ov: str,
+    clip: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from mmaccel.search import run
 
@@ -96,19 +123,19 @@ def test_a_stopped_search_says_what_is_kept(
 
     def stopped(bench: Any, *rest: Any) -> Any:
         if bench.inside.layer > 0:
-            raise KeyboardInterrupt
+            stop()
         return scored(bench, *rest)
 
     with monkeypatch.context() as broken:
-        broken.setattr(run, "watch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert call(*words) == (130, "", "stopped: nothing was measured yet.\n")
+        broken.setattr(run, "watch", lambda *_: stop())
+        assert call(*words) == (code, "", "stopped: nothing was measured yet.\n")
     with monkeypatch.context() as broken:
         broken.setattr(run, "scored", stopped)
         told = (
             f"stopped: the costs and 1 whole layer are kept in {out}.parts; the same command goes on with the next "
             "layer, from its beginning.\n"
         )
-        assert call(*words) == (130, "", told)
+        assert call(*words) == (code, "", told)
     assert call(*words)[0] == 0 and out.is_file() and not Path(f"{out}.parts").exists()
 
 
@@ -195,3 +222,46 @@ def test_a_stop_before_the_command_runs_is_told(
 
     monkeypatch.setattr(place, stopped)
     assert call("list") == (130, "", "stopped.\n")
+
+
+def test_sigterm_while_a_session_is_saved_waits_for_the_save(
+    call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmaccel.core import record
+
+    real = record.save
+
+    def slow(*given: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+        real(*given)
+
+    monkeypatch.setattr(record, "save", slow)
+    words = (
+        "watch",
+        clip,
+        "--model",
+        ov,
+        "--recipe",
+        "recent",
+        "--fps",
+        0.1,
+        "--save",
+        tmp_path / "s",
+        "--json",
+    )
+    status, out, err = call(*words)
+    assert status == 143 and json.loads(out)["saved"] == str(tmp_path / "s") and err == ""
+    assert json.loads((tmp_path / "s" / "session.json").read_text())["frames"] == 7
+
+
+def test_a_handler_of_the_caller_stays(call: Call) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert call("list")[0] == 0 and signal.getsignal(signal.SIGTERM) is before
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        own = signal.getsignal(signal.SIGTERM)
+        assert call("list")[0] == 0 and signal.getsignal(signal.SIGTERM) is own and seen == []
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,68 @@
+"""SIGTERM stops a command as Ctrl-C does: what an interrupt keeps is kept, and the status is 143."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+INTERRUPTED, TERMINATED = 130, 143
+
+
+class _Signal:
+    """Whether SIGTERM came, and whether it waits."""
+
+    def __init__(self) -> None:
+        self.came = self.waits = False
+        self.shields = 0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        # A supervisor may tell a process and its whole group: only the first counts.
+        if not self.came:
+            self.came = True
+            self.waits = self.shields > 0
+            if not self.waits:
+                raise KeyboardInterrupt
+
+
+_signal = _Signal()
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Inside, the first SIGTERM raises KeyboardInterrupt in the main thread and later ones do nothing.
+
+    Where SIGTERM is ignored or has a handler of the caller's own, that stays.
+    """
+    global _signal
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    _signal = _Signal()
+    signal.signal(signal.SIGTERM, _signal.handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """What is inside, such as a save, is done before SIGTERM is obeyed."""
+    _signal.shields += 1
+    try:
+        yield
+    finally:
+        _signal.shields -= 1
+    if _signal.waits and not _signal.shields:
+        _signal.waits = False
+        raise KeyboardInterrupt
+
+
+def status_of(status: object) -> int:
+    """The exit status of a command that ended with `status`: of one that was stopped, by which signal."""
+    code = status if isinstance(status, int) else 0
+    return TERMINATED if code == INTERRUPTED and _signal.came else code

@@ -57,11 +57,16 @@ class Wire:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._lock = threading.Lock()
+        # A message on its way in: its parts that are whole, and the one that is coming, of which `_at` bytes are there.
+        self._parts: list[bytearray] = []
+        self._part, self._at = bytearray(_HEAD.size), 0
+        self.begun: float | None = None
+        """Since when half a message has been there, by `time.monotonic`; None: none is."""
         self.busy = False
         self.pulse: threading.Thread | None = None
 
     def limit(self, seconds: float) -> None:
-        """The longest a message that has begun may take to go through, either way, however little the other end takes."""
+        """The longest a message may take to leave, however little the other end takes."""
         self._end.settimeout(seconds)
 
     def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
@@ -77,33 +82,49 @@ class Wire:
             raise DraftError(f"the second process cannot be reached ({error}).") from error
 
     def receive(self, limit_s: float | None) -> Message | None:
-        """The next message, or None when none has begun to arrive within `limit_s` (None: however long it takes)."""
+        """The next message, or None when it is not whole within `limit_s` (None: however long it takes).
+
+        What has come of a message stays for the next call.
+        """
+        until = None if limit_s is None else time.monotonic() + limit_s
         try:
-            if limit_s is not None and not self._waits(limit_s):
-                return None
-            magic, kind, count, size = _HEAD.unpack(self._read(_HEAD.size))
-            if magic != _MAGIC or size > _MOST:
-                raise DraftError("the second process answered nonsense.")
-            numbers = struct.unpack(f"<{count}q", self._read(8 * count))
-            return Message(kind, numbers, self._read(size))
+            while True:
+                if self._at == len(self._part):
+                    if (message := self._next_part()) is not None:
+                        return message
+                elif self._waits(None if until is None else max(0.0, until - time.monotonic())):
+                    self._take()
+                else:
+                    return None
         except (OSError, ValueError) as error:
             raise DraftError(f"the second process cannot be reached ({error}).") from error
 
-    def _waits(self, limit_s: float) -> bool:
+    def _take(self) -> None:
+        """Some bytes of the part that is coming; there are some by now."""
+        got = self._end.recv_into(memoryview(self._part)[self._at :])
+        if not got:
+            raise DraftError("the second process has ended.")
+        self._at += got
+        self.begun = self.begun or time.monotonic()
+
+    def _next_part(self) -> Message | None:
+        """A part is whole: head, numbers, bytes. The message, where it was the last one."""
+        self._parts.append(self._part)
+        magic, kind, count, size = _HEAD.unpack(self._parts[0])
+        if magic != _MAGIC or size > _MOST:
+            raise DraftError("the second process answered nonsense.")
+        coming = {1: 8 * count, 2: size, 3: _HEAD.size}[len(self._parts)]
+        self._part, self._at = bytearray(coming), 0
+        if len(self._parts) < 3:
+            return None
+        (_, numbers, blob), self._parts, self.begun = self._parts, [], None
+        return Message(kind, struct.unpack(f"<{count}q", numbers), blob)
+
+    def _waits(self, limit_s: float | None) -> bool:
         """Whether something arrives within `limit_s`; `select` would refuse the files of a program that has many open."""
         asked = select.poll()
         asked.register(self._end, select.POLLIN)
-        return bool(asked.poll(1e3 * limit_s))
-
-    def _read(self, size: int) -> bytearray:
-        held = bytearray(size)
-        view, at = memoryview(held), 0
-        while at < size:
-            got = self._end.recv_into(view[at:])
-            if not got:
-                raise DraftError("the second process has ended.")
-            at += got
-        return held
+        return bool(asked.poll(None if limit_s is None else 1e3 * limit_s))
 
     def close(self) -> None:
         self._end.close()
@@ -225,10 +246,12 @@ class Worker:
             # It cannot answer what it has not heard; the wire has a limit of its own.
             self._heard = time.monotonic() if self._outbox.busy else max(self._heard, self._outbox.left)
             if message is None:
-                if time.monotonic() - self._heard > silence_s:
+                half = self.wire.begun
+                if time.monotonic() - min(self._heard, half or math.inf) > silence_s:
                     self.close()
+                    said = "said nothing" if half is None else "sent half a message and no more"
                     raise DraftError(
-                        f"the second process said nothing for {silence_s:g} s; raise timeout_s if it is only slow."
+                        f"the second process {said} for {silence_s:g} s; raise timeout_s if it is only slow."
                     )
                 return None
             self._heard = time.monotonic()

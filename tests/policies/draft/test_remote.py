@@ -134,6 +134,7 @@ DEAD = {
     "foreign": "nonsense",
     "talks": "nonsense",
     "stalled": "said nothing for",
+    "half": "half a message",
 }
 
 
@@ -309,15 +310,40 @@ def test_what_an_abandoned_sequence_left_unread_does_not_block_the_next(target: 
     state.close()
 
 
-def test_half_a_message_is_not_waited_for_for_ever() -> None:
+def test_half_a_message_stalls_nothing(target: ModelView) -> None:
+    """The target goes on, whatever the longest silence may be; it did not wait a second longer than for a late window."""
+    choice = Toy(model="1:half:3", window=3, timeout_s=60.0)
+    held_by = choice._worker(target)
+    began = time.monotonic()
+    ids, state, _ = slowly(target, choice)
+    assert ids == alone(TARGET, [1, 0], STOP) and time.monotonic() - began < 10
+    assert state.counters()["alone"] > 0 and held_by.alive
+    held_by.close()
+
+
+def test_a_message_that_comes_in_pieces_is_whole() -> None:
     ours, theirs = socket.socketpair()
-    wire = Wire(ours)
-    wire.limit(0.2)
-    theirs.sendall(b"half")
-    with pytest.raises(DraftError, match="cannot be reached"):
-        wire.receive(1.0)
+    wire, other = Wire(ours), Wire(theirs)
+    sent: list[bytes] = []
+
+    class Noted:
+        def sendall(self, data: bytes) -> None:
+            sent.append(bytes(data))
+
+    real, other._end = other._end, Noted()  # type: ignore[assignment]
+    other.send(OWN, 3, -1, blob=[b"some ", b"bytes"])
+    other.send(READY)
+    whole = b"".join(sent)
+    for at in range(len(whole) - 1):
+        real.sendall(whole[at : at + 1])
+        message = wire.receive(0.0)
+        assert (message is not None) == (at == 16 + 16 + 10 - 1)
+        if message is not None:
+            assert (message.kind, message.numbers, bytes(message.blob)) == (OWN, (3, -1), b"some bytes")
+    real.sendall(whole[-1:])
+    assert wire.receive(0.0) is not None and wire.receive(0.0) is None
     wire.close()
-    theirs.close()
+    real.close()
 
 
 def test_a_fork_of_the_parent_does_not_end_its_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mmaccel.core.worker import BEAT, READY, Wire
+from mmaccel.core.worker import _HEAD, _MAGIC, BEAT, READY, Wire
 from mmaccel.policies.draft import _remote
 from mmaccel.policies.draft._writer import Writer, Written
 from tests.core.toy import ToyRunner, bigram
@@ -58,6 +58,11 @@ class Faulty(Writer):
             raise ValueError("out of cheese")
         if self.fault == "foreign":
             return Written([token + 1000 for token in written.ids], written.seconds)
+        if self.fault == "half":
+            # A message of sixty thousand numbers, of which the beats are all that ever comes.
+            with self.wire._lock:
+                self.wire._end.sendall(_HEAD.pack(_MAGIC, _remote.WROTE, 60_000, 0) + b"half")
+            time.sleep(600)
         if self.fault == "talks":
             self.wire._end.sendall(b"what is a message?" * 9)
         return written

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.console import bars, columns, counter, many, number, out, print_json, size
+from mmaccel.cli.console import bars, columns, counter, cut_short, many, number, out, print_json, size
+from mmaccel.core.answer import MAX_NEW_TOKENS
 from mmaccel.core.errors import RecipeError, VideoError, VideoWarning
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ def ask(
             "--max-frames", help=f"At most so many frames (the model's own bound, or {MAX_FRAMES})."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")
+    ] = MAX_NEW_TOKENS,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -291,6 +294,7 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
     peak = "peak memory" if str(facts["device"]).startswith("cuda") else "peak memory (process so far)"
     rows: Sequence[tuple[str, Any]] = (
         ("answer", lambda a: a.text or "(nothing)"),
+        ("ends", lambda a: cut_short(a.finish_reason, a.report.new_tokens)),
         ("first token", lambda a: number(a.report.ttft_s, ".2f", " s")),
         ("then", lambda a: number(a.report.tokens_per_s, ".1f", " tokens/s")),
         ("attention kept", lambda a: share(a.report.kept)),

@@ -11,7 +11,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model, watch
-from mmaccel.cli.console import bars, many, number, out, print_json
+from mmaccel.cli.console import bars, cut_short, many, number, out, print_json
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import registry
 
@@ -45,7 +45,7 @@ def caption(
     """Describe a video at length; the text streams, then the speed-up, the accepted lengths, and the floor below both."""
     from mmaccel.core.attach import accelerate
     from mmaccel.eval import acceptance
-    from mmaccel.eval.answer import prompt
+    from mmaccel.eval.answer import ends_of, finish_reason, prompt
     from mmaccel.models.tiny import CAPTION_REQUEST
 
     chosen = choices.recipe(recipe, draft)
@@ -83,6 +83,7 @@ def caption(
         "frames": len(seen),
         "device": place,
         "prompt_tokens": report.prompt_tokens,
+        "finish_reason": finish_reason(ids.tolist(), ends_of(loaded, processor.tokenizer), max_new_tokens),
         "floor_tokens_per_s": 1 / floor,
         "read_bytes_per_s": rate,
     }
@@ -129,6 +130,8 @@ def lines(told: Drafted, facts: dict[str, Any], compare: bool) -> list[str]:
             f"{1e3 * counters['target_step_s']:.1f} ms, a draft step {1e3 * counters['draft_step_s']:.1f} ms"
         )
     found += [f"the draft: {note}" for note in told.notes]
+    if cut := cut_short(facts["finish_reason"], told.tokens):
+        found.insert(0, f"the description is {cut}")
     if told.failed is not None:
         found.append(f"the draft stopped, and the model went on alone: {told.failed}")
     return found

@@ -184,3 +184,13 @@ def number(value: float | None, form: str, unit: str = "") -> str:
 def size(count: int) -> str:
     """Bytes, for people."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def cut_short(reason: str, tokens: int) -> str:
+    """Why an answer of `tokens` tokens ended before the model ended it; "" where it did not. See `Answer.finish_reason`."""
+    return {
+        "length": f"cut off at {many(tokens, 'token')} (--max-new-tokens)",
+        "positions": f"cut off at {many(tokens, 'token')}: the model has no more positions",
+        "timeout": f"cut off at {many(tokens, 'token')} by its timeout",
+        "cancelled": f"cancelled at {many(tokens, 'token')}",
+    }.get(reason, "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmaccel.cli.console import number
+from mmaccel.cli.console import cut_short, number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,9 +37,11 @@ def evidence_table(answer: Answer, moments: int) -> Table:
 
 
 def below(answer: Answer, moments: int) -> list[str]:
-    """What people read below the table: what it leaves out, and how fast the answer was."""
+    """What people read below the table: where the answer was cut off, what the table leaves out, how fast it was."""
     left = len(answer.evidence) - moments
-    told = [] if answer.evidence else ["rests on no moment"]
+    cut = cut_short(answer.finish_reason, len(answer.ids))
+    told = [cut] if cut else []
+    told += [] if answer.evidence or not moments else ["rests on no moment"]
     if left > 0:
         told.append(f"and on {left} more")
     if answer.evidence and all(one.score is None for one in answer.evidence):
@@ -64,6 +66,7 @@ def as_object(
         "asked_at": session.seconds,
         "frames": len(session),
         "answer": answer.text,
+        "finish_reason": answer.finish_reason,
         "ttft_s": answer.ttft_s,
         "tokens_per_s": answer.tokens_per_s,
         "evidence": [

@@ -20,6 +20,7 @@ from mmaccel.cli.ask import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, counter, err, many, out, print_json, sentence
 from mmaccel.cli.evidence import as_object, below, evidence_table
 from mmaccel.cli.stopping import shielded
+from mmaccel.core.answer import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError
 
 if TYPE_CHECKING:
@@ -58,9 +59,14 @@ def watch(
     follow: Annotated[bool, typer.Option("--follow", help="The file is still being written.")] = False,
     format: Annotated[str | None, typer.Option("--format", help="Of a device, such as v4l2.")] = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds of silence that end a source.")] = 10.0,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")
+    ] = MAX_NEW_TOKENS,
     evidence: Annotated[
-        int, typer.Option("--evidence", min=1, help="Moments told of what an answer rests on, the best.")
+        int,
+        typer.Option(
+            "--evidence", min=0, help="Moments told of what an answer rests on, the best; 0 seeks none."
+        ),
     ] = 5,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -356,11 +362,11 @@ def _ask(
     if not len(session):
         raise VideoError(f"--question: nothing was seen before {text!r} is asked; ask it later.")
     if quiet:
-        answer = session.ask(text, most)
+        answer = session.ask(text, most, evidence=moments > 0)
         return as_object(text, at, session, answer, moments)
     console = out()
     console.print(f"[{session.seconds:.1f} s] {text}", markup=False, highlight=False)
-    reply = session.ask(text, most, stream=True)
+    reply = session.ask(text, most, stream=True, evidence=moments > 0)
     for piece in reply:
         console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
     console.print()

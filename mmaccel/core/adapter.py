@@ -137,11 +137,19 @@ class StreamSeam(ABC):
         """[n, E] input embeddings of text `ids` [n]."""
 
     @abstractmethod
-    def run(self, state: StreamState, embeds: Tensor, hidden: bool = False, few: bool = False) -> Tensor:
+    def run(
+        self,
+        state: StreamState,
+        embeds: Tensor,
+        hidden: bool = False,
+        few: bool = False,
+        check: Callable[[], None] | None = None,
+    ) -> Tensor:
         """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory.
 
         Keys and queries reach the memory before rotation; with `hidden` it is told what enters each layer. `few`: the
         columns are a question's or an answer's, which few kernels may compute where they round otherwise than the modules.
+        `check` is called at each layer where columns are many; what it raises breaks the pass off.
         """
 
     @abstractmethod

@@ -6,15 +6,21 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Runner, StreamSeam
+from mmaccel.core.deadline import Deadline
 from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import Piece, StreamState
+
+MAX_NEW_TOKENS = 128
+"""Tokens of an answer at most, where the caller does not say: in sessions and commands alike."""
+
+FinishReason = Literal["stop", "length", "positions", "timeout", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,10 @@ class Answer:
     there was none; `evidence` in order of time; `counters` those of the memory and of the draft. The memory's are of the
     session up to this answer, watching and earlier questions too: what one question copied (`host_copies_in`,
     `host_bytes_in`) is its counters less `VideoSession.counters()` before it was asked.
+
+    finish_reason  why it ends: "stop", the model ended it; "length", it has `max_new_tokens`; "positions", the model has no
+                   position for another token; "timeout" or "cancelled", it was ended from outside, before its first
+                   token (no ids, `ttft_s` 0) or after it
     """
 
     text: str
@@ -53,6 +63,7 @@ class Answer:
     tokens_per_s: float | None
     evidence: tuple[Evidence, ...] = ()
     counters: dict[str, float] = field(default_factory=dict)
+    finish_reason: FinishReason = "stop"
 
     def top(self, count: int = 8) -> list[Evidence]:
         """The frames of which most reached the answer, best first; where that is not known those most layers recalled."""
@@ -63,11 +74,14 @@ class Answer:
 class Turn(Runner):
     """A question at work on a memory: the target of the decoding loop."""
 
-    def __init__(self, seam: StreamSeam, state: StreamState, hidden: bool) -> None:
-        self._seam, self._state, self._hidden = seam, state, hidden
+    def __init__(self, seam: StreamSeam, state: StreamState, hidden: bool, deadline: Deadline) -> None:
+        self._seam, self._state, self._hidden, self._deadline = seam, state, hidden, deadline
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Logits [1, V] after a question; `inputs` holds its `piece` and `embeds` [n, E], all of which are run."""
+        """Logits [1, V] after a question; `inputs` holds its `piece` and `embeds` [n, E], all of which are run.
+
+        Raises `Ended` where the deadline comes before the last layer.
+        """
         return self._pass(inputs["piece"], inputs["embeds"], last=True)
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
@@ -78,7 +92,8 @@ class Turn(Runner):
 
     def _pass(self, piece: Piece, embeds: Tensor, last: bool = False) -> Tensor:
         self._state.enter(piece)
-        hidden = self._seam.run(self._state, embeds, self._hidden, few=True)
+        check = self._deadline.check if last else None
+        hidden = self._seam.run(self._state, embeds, self._hidden, few=True, check=check)
         self._state.leave()
         return self._seam.logits(hidden[-1:] if last else hidden)
 
@@ -95,17 +110,16 @@ class Reply(Iterator[str]):
     Decoding goes on by itself while a piece is being read. Closing it, or leaving it to be collected, ends the answer.
     """
 
-    def __init__(self, work: Callable[[Callable[[str], None], Callable[[], bool]], Answer]) -> None:
+    def __init__(self, work: Callable[[Callable[[str], None]], Answer], deadline: Deadline) -> None:
         self.answer: Answer | None = None
         # The thread holds none of `self`, so that an answer nobody reads is collected, and ends.
         pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
         found: list[Answer] = []
-        stopped = threading.Event()
-        self._pieces, self._found, self._stopped = pieces, found, stopped
+        self._pieces, self._found, self._deadline = pieces, found, deadline
 
         def run() -> None:
             try:
-                found.append(work(pieces.put, stopped.is_set))
+                found.append(work(pieces.put))
                 pieces.put(None)
             except BaseException as error:  # told where the pieces are read
                 pieces.put(error)
@@ -130,11 +144,11 @@ class Reply(Iterator[str]):
     def close(self) -> None:
         """End the answer; what was said so far is lost with it."""
         self._over = True
-        self._stopped.set()
+        self._deadline.cancel()
         self._thread.join()
 
     def __del__(self) -> None:
-        self._stopped.set()
+        self._deadline.cancel()
 
 
 class Said:

@@ -341,13 +341,17 @@ class StreamRun:
 
     kernel  an operator of the schema of `ops.block_attend` for windows over many rows; None: the dense operator, whose masks
             are written out, and which serves everything else
+    check   called at each layer; what it raises breaks the pass off
     """
 
     state: StreamState
     kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
+    check: Callable[[], None] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[B, H, n, D]: attention of the new columns, whose keys the memory has taken in."""
+        if self.check is not None:
+            self.check()
         view = self.state.view(layer, query)
         query = query if view.query is None else view.query
         rows, start = query.shape[2], view.key.shape[2] - query.shape[2]

@@ -195,6 +195,7 @@ class Piece:
              more. 0 or P
     words    rows ``words[0] .. words[1]`` of a question are the user's own words; by their queries memories are searched
     room     columns that may follow a question as its answer
+    weigh    whether `evidence` is asked for after a question, so that what weighs it has to be kept
     """
 
     kind: Kind
@@ -206,6 +207,7 @@ class Piece:
     pending: int = 0
     words: tuple[int, int] = (0, 0)
     room: int = 0
+    weigh: bool = True
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,11 @@ class StreamState(KVState):
     def fit(self, first: int, count: int) -> int:
         """How many of `count` units from number `first` on may go in one pass, at least 1."""
         return count
+
+    def shown(self, piece: Piece) -> int:
+        """Behind how many units' places the question of `piece` would stand, asked before it is run: all units where they
+        stand at their own places, fewer where those shown are closed up; at most, where the number is not known yet."""
+        return self.units()
 
     def idle(self) -> None:
         """Nothing more comes for now: what was put off while units came is done, so that a question need not wait for it."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import StreamSeam
 from mmaccel.core.answer import Evidence, Turn
+from mmaccel.core.deadline import Deadline
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.core.kv import FrameState, Piece, Seen, Stream, StreamPolicy, StreamState
 from mmaccel.core.report import Meter
@@ -49,12 +50,13 @@ class Film:
 @dataclass(frozen=True, eq=False)
 class Question:
     """A question that has run up to its first token: the target of decoding, logits [1, V], ids [n] of the words after the
-    video, and what tells the evidence."""
+    video, for how many tokens of an answer the model has positions (`left`), and what tells the evidence."""
 
     turn: Turn
     logits: Tensor
     ids: Tensor
     meter: Meter
+    left: int
     evidence: Callable[[], tuple[Evidence, ...]]
 
 
@@ -67,7 +69,7 @@ class Live:
         self.seam, self.kv, self.film, self.state = seam, kv, film, state
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // film.unit))
         self._hidden = "hidden" in kv.needs
-        self._warned = False
+        self._warned = self._full = False
 
     @classmethod
     def open(
@@ -112,9 +114,14 @@ class Live:
     # Frames come in.
 
     def take(
-        self, frames: Tensor, moments: list[float], progress: Callable[[int], None] | None = None
-    ) -> None:
-        """Take in frames [T, 3, H, W] shown at `moments`; `progress` is told how many are through."""
+        self,
+        frames: Tensor,
+        moments: list[float],
+        progress: Callable[[int], None] | None = None,
+        deadline: Deadline | None = None,
+    ) -> int:
+        """Take in frames [T, 3, H, W] shown at `moments`; `progress` is told how many are through. Gives how many were taken
+        in: fewer than all when the deadline comes first, and then those whose passes were complete."""
         film, pace = self.film, self.seam.pace
         before = len(film.times)
         frames = self._alike(frames)
@@ -124,6 +131,11 @@ class Live:
         film.times += moments
         whole = frames.shape[0] // pace
         for first in range(0, whole, self._step):
+            if deadline is not None and deadline.over() is not None:
+                taken = max(0, first * pace - held)
+                del film.times[before + taken :]
+                film.pending = film.pending if first == 0 else None
+                return taken
             last = min(first + self._step, whole)
             self._encode(frames[first * pace : last * pace])
             if progress is not None:
@@ -132,6 +144,23 @@ class Live:
         film.pending = rest.clone() if len(rest) else None
         if progress is not None and len(rest):
             progress(len(film.times) - before)
+        self._tell_of_the_end()
+        return len(moments)
+
+    def _tell_of_the_end(self) -> None:
+        """Warn, once, when the stream leaves no position for any question."""
+        places = self.film.stream.places
+        units = self.state.shown(Piece(kind="question", rows=1))
+        if self._full or places.admits(units, 0, 1):
+            return
+        self._full = True
+        warnings.warn(
+            f"the stream takes {places.ends(units, 0, 1)[1]} positions of the model's {places.limit} "
+            f"(max_position_embeddings): kv {self.kv.name!r} can answer no question from here on; open a session with a kv "
+            "that keeps less, such as 'mosaic'.",
+            MmaccelWarning,
+            stacklevel=6,
+        )
 
     def _alike(self, frames: Tensor) -> Tensor:
         """Frames that can follow those before: of their size where a unit is begun. Told once when they are resized."""
@@ -144,7 +173,7 @@ class Live:
             warnings.warn(
                 f"frames of {w}x{h} are resized to {width}x{height}, the size with which the stream began.",
                 MmaccelWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         if film.pending is not None and film.raw is not None:
             return seam.resized(frames, film.raw)
@@ -206,39 +235,63 @@ class Live:
     # A question.
 
     @contextmanager
-    def asked(self, question: str, room: int) -> Iterator[Question]:
-        """A question run up to its first token; at exit the memory is as before. `room` tokens may follow."""
+    def asked(
+        self, question: str, room: int, weigh: bool = True, deadline: Deadline | None = None
+    ) -> Iterator[Question]:
+        """A question run up to its first token; at exit the memory is as before. `room` tokens may follow.
+
+        `weigh`: its evidence will be asked for. Raises `ModelError`, before anything is run, where the model has no
+        position left for an answer, and `Ended` when the deadline comes before the first token.
+        """
         film, state, seam = self.film, self.state, self.seam
+        deadline = Deadline() if deadline is None else deadline
         meter = Meter(started=time.perf_counter())
         tail = seam.tail(question)
-        evidence = state.evidence
-        if isinstance(state, FrameState):
-            state, evidence = self._picked(state)
-        parts, pending = [film.marks, seam.words(tail.ids)], 0
-        if film.pending is not None:
-            features, _ = seam.features(filled(film.pending, seam.pace), film.size)
-            parts.insert(0, features[0])
-            pending = film.unit
-        embeds = torch.cat(parts)
-        before = embeds.shape[0] - tail.ids.numel()
+        pending = 0 if film.pending is None else film.unit
+        before = pending + film.marks.shape[0]
         piece = Piece(
             kind="question",
-            rows=embeds.shape[0],
+            rows=before + tail.ids.numel(),
             pending=pending,
             words=(before + tail.words[0], before + tail.words[1]),
             room=room,
+            weigh=weigh,
         )
-        turn = Turn(seam, state, self._hidden)
+        left = self._left(piece)
+        deadline.check()
+        evidence = state.evidence
+        if isinstance(state, FrameState):
+            state, evidence = self._picked(state, deadline)
+        parts = [film.marks, seam.words(tail.ids)]
+        if film.pending is not None:
+            parts.insert(0, seam.features(filled(film.pending, seam.pace), film.size)[0][0])
+        turn = Turn(seam, state, self._hidden, deadline)
         with state.turn():
-            logits = turn.prefill({"piece": piece, "embeds": embeds})
+            logits = turn.prefill({"piece": piece, "embeds": torch.cat(parts)})
             meter.prompt_tokens = turn.length()
-            yield Question(turn, logits, tail.ids, meter, lambda: self._shown(evidence()))
+            shown = (lambda: self._shown(evidence())) if weigh else tuple
+            yield Question(turn, logits, tail.ids, meter, left, shown)
 
-    def _picked(self, state: FrameState) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
+    def _left(self, piece: Piece) -> int:
+        """For how many tokens of an answer the model has positions; raises `ModelError` for none."""
+        places, units = self.film.stream.places, self.state.shown(piece)
+        last, taken = places.ends(units, piece.pending, piece.rows)
+        if not places.admits(units, piece.pending, piece.rows):
+            raise ModelError(
+                f"question: with the stream before it, it takes {taken} positions of the model's {places.limit} "
+                "(max_position_embeddings), which leaves none for an answer; ask in fewer words, or open the session with "
+                "a kv that keeps less."
+            )
+        return places.limit - 1 - last
+
+    def _picked(
+        self, state: FrameState, deadline: Deadline
+    ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""
         fresh, picked, film = state.fresh(), state.pick(), self.film
         self._head(fresh)
         for at in range(0, len(picked), self._step):
+            deadline.check()
             some = picked[at : at + self._step]
             # Each clip of the stream may have had a size of its own.
             alike = itertools.groupby((one for _, one in some), _size)

@@ -31,7 +31,9 @@ class Places:
     ) -> None:
         self._head, self._unit, self._make = head, unit, steps
         self._text, self._slope = text, slope
-        self._steps = steps(64).to(head.device)
+        self._steps, self._known = self._made(64)
+        # On the host, for a question is not to wait for the device.
+        self._last, self._largest = int(unit[0].max()), int(unit.max())
         self.limit = limit
 
     @property
@@ -74,8 +76,21 @@ class Places:
 
     def span(self, units: int) -> int:
         """The largest position that `units` units and their text's first token take."""
-        last = int(self._unit[0].max()) + int(self._upto(max(units, 1))[max(units, 1) - 1])
-        return max(last, int(self._unit.max()), self._text + (units - 1) * self._slope)
+        count = max(units, 1)
+        self._upto(count)
+        return max(self._last + self._known[count - 1], self._largest, self._text + (units - 1) * self._slope)
+
+    def ends(self, units: int, pending: int, rows: int) -> tuple[int, int]:
+        """The position of the last of `rows` columns after `units` units, as `after` has them, and how many positions all
+        take up to there: of three coordinates that of time may be further out than the text."""
+        whole = units + bool(pending)
+        last = self._text + (whole - 1) * self._slope + rows - pending - 1
+        return last, max(last, self.span(whole)) + 1
+
+    def admits(self, units: int, pending: int, rows: int) -> bool:
+        """Whether the model has the positions of `ends`, and one more for an answer."""
+        last, taken = self.ends(units, pending, rows)
+        return last + 1 < self.limit and taken <= self.limit
 
     def known(self, count: int) -> int:
         """How many units, `count` or more, can be looked up before the table is made anew."""
@@ -87,8 +102,13 @@ class Places:
 
     def _upto(self, count: int) -> Tensor:
         if count > self._steps.numel():
-            self._steps = self._make(2 * count).to(self._head.device)
+            self._steps, self._known = self._made(2 * count)
         return self._steps
+
+    def _made(self, count: int) -> tuple[Tensor, list[int]]:
+        """The steps of `count` units where the head is, and on the host."""
+        steps = self._make(count)
+        return steps.to(self._head.device), steps.tolist()
 
     def _placed(self, steps: Tensor, token: int | None = None) -> Tensor:
         unit = self._unit if token is None else self._unit[:, token, None]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 from mmaccel.backends import select
 from mmaccel.core import record
 from mmaccel.core.adapter import Clip, StreamSeam
-from mmaccel.core.answer import Answer, Reply, Said
+from mmaccel.core.answer import MAX_NEW_TOKENS, Answer, Reply
+from mmaccel.core.answering import answered
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.compose import stream_policy
-from mmaccel.core.draft import Prompt
-from mmaccel.core.errors import MmaccelError, ModelError
-from mmaccel.core.generate import speculate
+from mmaccel.core.deadline import Deadline, Ended, Over
+from mmaccel.core.errors import MmaccelError, MmaccelWarning, ModelError
 from mmaccel.core.live import Live, moments
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter, Report
@@ -58,6 +59,7 @@ class VideoSession:
         self._live: Live | None = None
         self._meter = Meter()
         self._lock = threading.RLock()
+        self._cancelled = threading.Event()
         self._closed = False
 
     @classmethod
@@ -73,6 +75,8 @@ class VideoSession:
         times: Sequence[float] | Tensor | None = None,
         fps: float | None = None,
         progress: Progress | None = None,
+        *,
+        timeout: float | None = None,
     ) -> int:
         """Take in frames: [T, 3, H, W] uint8, a list of images, a `media.Video` or a path. Gives their number.
 
@@ -82,6 +86,8 @@ class VideoSession:
         `progress(done, total)` counts frames; `total` is None for a path. All is taken in or, after an error, nothing; a
         path without `times` is read clip by clip, and the clips before an error are kept, as its sentence says. Of spill
         "drop_oldest" see the class.
+        `timeout`: seconds, from this call on, after which no more is taken in. That, and `cancel`, end the call between two
+        passes of frames: those that are through the model stay, the others are left out, and a warning says how many stay.
         Endless sources are given clip by clip: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
         """
         if fps is not None and not 0 < fps < math.inf:
@@ -89,30 +95,61 @@ class VideoSession:
         given = None if times is None else [float(moment) for moment in times]
         if given is not None and not all(map(math.isfinite, given)):
             raise ModelError("times: some are no numbers; give seconds from the start of the stream.")
-        with self._working():
-            done, part = 0, False
-            # Times are given for all frames of a call: all are taken in, or none.
-            each, every = (self._whole, nullcontext) if given is None else (nullcontext, self._whole)
-            try:
-                with every():
-                    for clip in self._seam.clips(video, fps):
-                        with each():
-                            self._take(clip, given, done, progress)
-                            if not clip.part:
-                                self._rest()
-                        done += len(clip.frames)
-                        part = clip.part
-                    if given is not None and done != len(given):
-                        raise ModelError(
-                            f"times: there are {len(given)} for {done} frames; give one for each frame."
-                        )
-                    if part:
-                        self._rest()
-            except Exception as error:
-                if done and given is None:
-                    _tell_kept(error, done)
-                raise
-            return done
+        deadline = Deadline(timeout, self._cancelled)
+        done, over = 0, None
+        try:
+            with self._working(deadline):
+                done, over = self._watch(video, fps, given, progress, deadline)
+        except Ended as end:
+            over = end.reason
+        if over is not None:
+            why = "its timeout is over" if over == "timeout" else "it was cancelled"
+            warnings.warn(f"watch: {why}; it took in {done} frames.", MmaccelWarning, stacklevel=2)
+        return done
+
+    def _watch(
+        self,
+        video: Any,
+        fps: float | None,
+        given: list[float] | None,
+        progress: Progress | None,
+        deadline: Deadline,
+    ) -> tuple[int, Over | None]:
+        """How many frames were taken in, and why not all of them."""
+        done, part, over = 0, False, None
+        # Times are given for all frames of a call: all are taken in, or none.
+        each, every = (self._whole, nullcontext) if given is None else (nullcontext, self._whole)
+        try:
+            with every():
+                for clip in self._seam.clips(video, fps):
+                    with each():
+                        taken = self._take(clip, given, done, progress, deadline)
+                        if not clip.part:
+                            self._rest()
+                    done, part = done + taken, clip.part
+                    if taken < len(clip.frames):
+                        over = deadline.over()
+                        break
+                if given is not None and over is None and done != len(given):
+                    raise ModelError(
+                        f"times: there are {len(given)} for {done} frames; give one for each frame."
+                    )
+                if part:
+                    self._rest()
+        except Exception as error:
+            if done and given is None:
+                _tell_kept(error, done)
+            raise
+        return done, over
+
+    def cancel(self) -> None:
+        """End, from any thread, the calls of `watch` and `ask` that are under way or wait for others; come back at once.
+
+        An answer ends with what has been said (`finish_reason` "cancelled"), a `watch` with the frames that are through the
+        model. Calls that come later are not touched.
+        """
+        cancelled, self._cancelled = self._cancelled, threading.Event()
+        cancelled.set()
 
     def _rest(self) -> None:
         """Nothing more comes for now."""
@@ -134,7 +171,14 @@ class VideoSession:
             self._live = before
             raise
 
-    def _take(self, clip: Clip, given: list[float] | None, done: int, progress: Progress | None) -> None:
+    def _take(
+        self,
+        clip: Clip,
+        given: list[float] | None,
+        done: int,
+        progress: Progress | None,
+        deadline: Deadline,
+    ) -> int:
         count = clip.frames.shape[0]
         if not count:
             raise ModelError("watch: the clip has no frames; give at least one.")
@@ -158,63 +202,91 @@ class VideoSession:
             if progress is not None:
                 progress(done + through, total)
 
-        live.take(clip.frames, shown, tell)
+        taken = live.take(clip.frames, shown, tell, deadline)
+        if not self.frames:
+            live.state.close()
+            self._live = None
+        return taken
 
     @overload
-    def ask(self, question: str, max_new_tokens: int = ..., stream: Literal[False] = ...) -> Answer: ...
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = ...,
+        stream: Literal[False] = ...,
+        *,
+        timeout: float | None = ...,
+        evidence: bool = ...,
+    ) -> Answer: ...
 
     @overload
-    def ask(self, question: str, max_new_tokens: int = ..., *, stream: Literal[True]) -> Reply: ...
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = ...,
+        *,
+        stream: Literal[True],
+        timeout: float | None = ...,
+        evidence: bool = ...,
+    ) -> Reply: ...
 
-    @overload
-    def ask(self, question: str, max_new_tokens: int = ..., *, stream: bool) -> Answer | Reply: ...
-
-    def ask(self, question: str, max_new_tokens: int = 64, stream: bool = False) -> Answer | Reply:
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        stream: bool = False,
+        *,
+        timeout: float | None = None,
+        evidence: bool = True,
+    ) -> Answer | Reply:
         """Answer a question on what was watched so far, greedily; the stream is left as it was.
 
-        stream  give the pieces of text as they come (`Reply`), instead of the whole `Answer`
+        max_new_tokens  tokens of the answer at most
+        stream    give the pieces of text as they come (`Reply`), instead of the whole `Answer`
+        timeout   seconds, from this call on, after which the answer ends with what has been said, also where nothing has
+        evidence  tell what the answer rests on; without it a long question is answered sooner
+
+        `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model is run, for a question that leaves
+        no position of the model for an answer; an answer that uses the positions up ends there, with a warning.
         """
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ModelError(f"max_new_tokens: {max_new_tokens!r}; give at least 1.")
-        with self._working():
-            self._seam.tail(question)
-            if not self.frames:
-                raise ModelError("ask: the session has seen no frame; watch something first.")
-        if stream:
-            return Reply(lambda put, stopped: self._answer(question, max_new_tokens, put, stopped))
-        return self._answer(question, max_new_tokens, None, lambda: False)
+        deadline = Deadline(timeout, self._cancelled)
+        if not stream:
+            return self._answer(question, max_new_tokens, evidence, deadline, None)
+        with suppress(Ended), self._working(deadline):
+            self._check(question)
+        return Reply(lambda put: self._answer(question, max_new_tokens, evidence, deadline, put), deadline)
+
+    def _check(self, question: str) -> Live:
+        """The stream that `question` is asked of; raises `ModelError` where there is none, or the question is no text."""
+        self._seam.tail(question)
+        if self._live is None or not self.frames:
+            raise ModelError("ask: the session has seen no frame; watch something first.")
+        return self._live
 
     def _answer(
-        self, question: str, most: int, put: Callable[[str], None] | None, stopped: Callable[[], bool]
+        self,
+        question: str,
+        most: int,
+        evidence: bool,
+        deadline: Deadline,
+        put: Callable[[str], None] | None,
     ) -> Answer:
-        with self._working():
-            live = self._live
-            if live is None:
-                raise ModelError("ask: the session has seen no frame; watch something first.")
-            with live.asked(question, most) as asked:
-                seam, ends, said = self._seam, self._seam.ends(), Said(self._seam.decode, put)
-                ids = torch.cat([seam.head(), asked.ids])[None]
-                start = ids.shape[1]
-                draft = self.recipe.draft.open(seam.view)
-                prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most)
-                draft.begin(prompt)
-
-                def stop(ids: Tensor) -> bool:
-                    return stopped() or ids.shape[1] - start >= most or int(ids[0, -1]) in ends
-
-                def emit(new: Tensor) -> None:
-                    tokens = new.tolist()
-                    asked.meter.token(len(tokens))
-                    said.add([token for token in tokens if token not in ends])
-
-                speculate(asked.turn, draft, prompt, asked.logits, stop=stop, emit=emit, meter=asked.meter)
-                self._meter, told = asked.meter, self._told(asked.meter)
-                speed = told.ttft_s or 0.0, told.tokens_per_s
-                drafted = {"drafted": told.draft["proposed"], "accepted": told.draft["accepted"]}
-                counters = told.kv | (
-                    {name: float(n) for name, n in drafted.items()} if told.draft["rounds"] else {}
-                )
-                return Answer(said.finish(), tuple(said.ids), *speed, asked.evidence(), counters)
+        try:
+            with self._working(deadline):
+                live = self._check(question)
+                with live.asked(question, most, evidence, deadline) as asked:
+                    said, reason = answered(self._seam, self.recipe.draft, asked, most, deadline, put)
+                    self._meter, told = asked.meter, self._told(asked.meter)
+                    drafted = {"drafted": told.draft["proposed"], "accepted": told.draft["accepted"]}
+                    counters = told.kv | (
+                        {name: float(n) for name, n in drafted.items()} if told.draft["rounds"] else {}
+                    )
+                    speed = told.ttft_s or 0.0, told.tokens_per_s
+                    return Answer(said.finish(), tuple(said.ids), *speed, asked.evidence(), counters, reason)
+        except Ended as end:
+            return Answer("", (), 0.0, None, counters=self.counters(), finish_reason=end.reason)
 
     @property
     def frames(self) -> int:
@@ -304,11 +376,12 @@ class VideoSession:
         return f"<VideoSession {state}, kv {self._kv.name!r}>"
 
     @contextmanager
-    def _working(self) -> Iterator[None]:
+    def _working(self, deadline: Deadline | None = None) -> Iterator[None]:
         # What is made in inference mode cannot be written to outside of it, and a stream may outlive the mode. A memory has
         # keys and values of the weights' type, whatever autocast makes of a product.
         exact = torch.autocast(self._seam.device.type, enabled=False)
-        with self._lock, torch.inference_mode(False), torch.no_grad(), exact:
+        turn = self._lock if deadline is None else deadline.holding(self._lock)
+        with turn, torch.inference_mode(False), torch.no_grad(), exact:
             if self._closed:
                 raise ModelError("the session is closed; open a new one, or resume a saved one.")
             yield

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.answer import MAX_NEW_TOKENS, FinishReason
 from mmaccel.core.attach import Accelerated, accelerate
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
@@ -19,18 +20,20 @@ class Answer:
     """What a model said, and what it took.
 
     `text` is without special tokens; `raw`, up to the end of the turn, has those that stand inside it; `report` is the
-    run's.
+    run's; `finish_reason` is "stop", "length" or "positions", as `core.answer.Answer` has it.
     """
 
     text: str
     raw: str
     report: Report
+    finish_reason: FinishReason = "stop"
 
     def figures(self) -> dict[str, Any]:
         """The figures of one answer, JSON-ready; `heads` counts heads over all layers by the pattern they ran."""
         report = self.report
         return {
             "answer": self.text,
+            "finish_reason": self.finish_reason,
             "ttft_s": report.ttft_s,
             "tokens_per_s": report.tokens_per_s,
             "kept": report.kept,
@@ -56,7 +59,7 @@ def ask(
     inputs: Mapping[str, Tensor],
     recipe: Recipe | None = None,
     *,
-    max_new_tokens: int = 64,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     streamer: Any = None,
 ) -> Answer:
     """The greedy answer to prepared `inputs`; a plain model gets `recipe` for the length of the call."""
@@ -70,7 +73,7 @@ def ask_each(
     inputs: Mapping[str, Tensor],
     recipe: Recipe | None = None,
     *,
-    max_new_tokens: int = 64,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     streamer: Any = None,
 ) -> list[Answer]:
     """The greedy answer to each prompt of a batch; all have its report, whose shares and prompt tokens are means over it."""
@@ -82,19 +85,27 @@ def ask_each(
         options["streamer"] = streamer
     with torch.no_grad():
         ids = model.generate(**inputs, **options)
-    answers, report, ends = [], model.report(), _ends(model.model, processor.tokenizer)
+    answers, report, ends = [], model.report(), ends_of(model.model, processor.tokenizer)
     if len(ids) > 1:
         report = replace(report, prompt_tokens=report.prompt_tokens // len(ids))
     for said in ids[:, inputs["input_ids"].shape[1] :]:
         own = said.tolist()
+        reason = finish_reason(own, ends, max_new_tokens)
         # A shorter answer of a batch is padded.
         own = own[: next((place for place, token in enumerate(own) if token in ends), len(own))]
         text = processor.decode(own).strip()
-        answers.append(Answer(text, _raw(processor.tokenizer, own, text), report))
+        answers.append(Answer(text, _raw(processor.tokenizer, own, text), report, reason))
     return answers
 
 
-def _ends(model: nn.Module, tokenizer: Any) -> set[int]:
+def finish_reason(said: Sequence[int], ends: set[int], most: int) -> FinishReason:
+    """Why `generate` ended a sequence of new ids `said`, of which it was to make at most `most`."""
+    if ends & set(said):
+        return "stop"
+    return "length" if len(said) >= most else "positions"
+
+
+def ends_of(model: nn.Module, tokenizer: Any) -> set[int]:
     """The tokens at which the model stops; the tokenizer's end of a turn where it names none."""
     told: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if told is None:

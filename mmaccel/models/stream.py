@@ -13,7 +13,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -240,11 +240,18 @@ class Seam(StreamSeam):
 
     # Passes.
 
-    def run(self, state: StreamState, embeds: Tensor, hidden: bool = False, few: bool = False) -> Tensor:
+    def run(
+        self,
+        state: StreamState,
+        embeds: Tensor,
+        hidden: bool = False,
+        few: bool = False,
+        check: Callable[[], None] | None = None,
+    ) -> Tensor:
         from mmaccel.models.cache import KVCache
 
         depth = self.view.geometry.layers
-        run = StreamRun(state, self._kernel)
+        run = StreamRun(state, self._kernel, check)
         if few and self._few.serves(embeds):
             with self._busy():
                 return self._few.run(run, embeds, hidden)

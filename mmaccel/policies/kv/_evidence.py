@@ -68,14 +68,18 @@ class Rows:
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}
         self._first = self._count = 0
+        self._kept = True
 
     def begin(self, piece: Piece) -> None:
         """A question comes."""
         self._rows, self._first, self._count = {}, words_of(piece)[0], piece.rows
+        self._kept = piece.weigh
 
     def at(self, layer: int, query: Tensor, seat: Seat, turned: bool) -> None:
         """Queries [1, H, n, D] of all its rows at a layer, and where they sit; not `turned` ones stay as they are until
-        `hold`."""
+        `hold`. They are kept if the question is to be weighed."""
+        if not self._kept:
+            return
         own = query[0, :, self._first :]
         # The rows before may be many, those of a unit not yet complete: they would stay with it, layer by layer.
         self._rows[layer] = _Row(own.clone() if turned else own, seat, turned)

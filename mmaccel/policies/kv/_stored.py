@@ -195,6 +195,9 @@ class StoredMemory(StreamMemory):
         self._questions += layer == 0
         return numbers
 
+    def _most(self) -> int:
+        return self.budget + super()._most()
+
     def _bring(self, layer: int, numbers: Tensor, begin: int, out: Tensor) -> None:
         ring, first, count = self._rings[layer], self._first, self._count
         assert ring is not None

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import MARGIN, KVView, Piece, Seat, Seen, Stream, StreamState
@@ -26,6 +25,7 @@ from mmaccel.core.room import with_room
 from mmaccel.policies.kv._angles import Turner
 from mmaccel.policies.kv._evidence import Look, Rows, mean_query, weigh
 from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, Spacious, WindowedPolicy, moved, spacious
+from mmaccel.policies.kv._window_saved import load_window, save_window
 
 __all__ = ["Asked", "Pair", "Ring", "StreamMemory", "WindowedPolicy", "mean_query", "weigh"]
 
@@ -111,11 +111,25 @@ class StreamMemory(StreamState):
                 self._base = base
                 self._turn_rings()
         elif piece.kind != "answer":
-            self.compact = self._always or self._count >= self.bases.reach
+            self.compact = self._closed(piece)
         if piece.kind == "question":
             self._looks = {}
             self._pending = piece.pending
             self._rows.begin(piece)
+
+    def _closed(self, piece: Piece) -> bool:
+        """Whether units are closed up for `piece`, as the fields say or because their own places leave it no positions."""
+        fits = self._count < self.bases.reach
+        return self._always or not (
+            fits and self.stream.places.admits(self._count, piece.pending, piece.rows)
+        )
+
+    def shown(self, piece: Piece) -> int:
+        return min(self._count, self._most()) if self._closed(piece) else self._count
+
+    def _most(self) -> int:
+        """Units that a question is shown at most."""
+        return min(self.local, self._count - self._first)
 
     @torch.no_grad()
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -358,40 +372,15 @@ class StreamMemory(StreamState):
         }
 
     def save(self, path: str | Path) -> None:
-        folder = Path(path)
-        tensors: dict[str, Tensor] = {}
-        for layer, (head, ring) in enumerate(zip(self._heads, self._rings, strict=True)):
-            if head is not None:
-                tensors |= {f"head.{layer}.key": head[0], f"head.{layer}.value": head[1]}
-            if ring is not None:
-                tensors |= {f"window.{layer}.key": ring.key, f"window.{layer}.value": ring.value}
-        saving.write_tensors(folder / "window.safetensors", tensors)
-        saving.write_json(folder / "state.json", {"units": self._count, "first": self._first})
-        self._save(folder)
+        save_window(Path(path), self._heads, self._rings, self._count, self._first)
+        self._save(Path(path))
 
     def load(self, path: str | Path) -> None:
-        folder = Path(path)
-        facts = saving.read_json(folder / "state.json", {"units": int, "first": int})
-        count, first = facts["units"], facts["first"]
-        if not 0 <= first <= count or count - first > self.window:
-            raise ModelError(f"{folder}: the window holds units {first} to {count}; the file is damaged.")
-        shape = (1, self.geometry.kv_heads, -1, self.geometry.head_dim)
-        wanted: dict[str, Any] = {}
-        for layer in range(self.geometry.layers):
-            for name, rows in (("head", self.stream.head), ("window", (count - first) * self.stream.unit)):
-                if rows or name == "head":
-                    size = (*shape[:2], rows, shape[3])
-                    wanted |= {
-                        f"{name}.{layer}.{side}": (size, self.stream.dtype) for side in ("key", "value")
-                    }
-        found = saving.read_tensors(folder / "window.safetensors", wanted, self.device)
-        self._count, self._first, self._headed = count, first, True
-        self._base = self.bases.of(max(count - 1, 0))
+        stream, groups = self.stream, (self.geometry.kv_heads, self.geometry.head_dim)
+        found = load_window(Path(path), stream, len(self._heads), groups, self.window, self.device)
+        self._heads, self._rings, self._count, self._first = found
+        self._headed = True
+        self._base = self.bases.of(max(self._count - 1, 0))
         self.turner.forget()
-        for layer in range(self.geometry.layers):
-            self._heads[layer] = (found[f"head.{layer}.key"], found[f"head.{layer}.value"])
-            key = found.get(f"window.{layer}.key")
-            if key is not None:
-                self._rings[layer] = Ring(key, key, found[f"window.{layer}.value"])
         self._turn_rings()
-        self._load(folder)
+        self._load(Path(path))

@@ -101,11 +101,21 @@ class TokenMemory(StreamMemory):
 
     def enter(self, piece: Piece) -> None:
         super().enter(piece)
-        total = piece.first + piece.count if piece.kind == "units" else self._count
         # Keys are turned anew for each pass, so that it can be settled pass by pass where they stand.
-        self.compact = self._always or total > self.bases.every
+        self.compact = self._closed(piece)
         if piece.kind == "question":
             self._seen = {}
+
+    def _closed(self, piece: Piece) -> bool:
+        if piece.kind == "units":
+            return self._always or piece.first + piece.count > self.bases.every
+        fits = self._count <= self.bases.every
+        return self._always or not (
+            fits and self.stream.places.admits(self._count, piece.pending, piece.rows)
+        )
+
+    def _most(self) -> int:
+        return -(-(self.held() - self.stream.head * self._headed) // self.stream.unit)
 
     def fit(self, first: int, count: int) -> int:
         return min(count, self.clip - first % self.clip)

@@ -172,6 +172,9 @@ class MosaicMemory(StreamMemory):
     def _guesses(self) -> bool:
         return self.policy.prefetch and self.policy.predictor == "projected" and bool(self._first)
 
+    def _most(self) -> int:
+        return self.budget + super()._most()
+
     def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
         if piece.kind == "proxy":
             return super()._gather(layer, query, piece)

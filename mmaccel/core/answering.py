@@ -1,0 +1,66 @@
+"""The tokens of an answer on a stream: decoded until the model, its positions, the caller's limits or a deadline end it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mmaccel.core.adapter import StreamSeam
+from mmaccel.core.answer import FinishReason, Said
+from mmaccel.core.deadline import Deadline
+from mmaccel.core.draft import DraftStrategy, Prompt
+from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.generate import speculate
+from mmaccel.core.live import Question
+
+
+def answered(
+    seam: StreamSeam,
+    strategy: DraftStrategy,
+    asked: Question,
+    most: int,
+    deadline: Deadline,
+    put: Callable[[str], None] | None,
+) -> tuple[Said, FinishReason]:
+    """What is said to a question that has run up to its first token, at most `most` tokens of it, and why it ends there.
+
+    `put` gets new text as it comes. Warns when the answer ends with the model's positions.
+    """
+    ends, said = seam.ends(), Said(seam.decode, put)
+    ids = torch.cat([seam.head(), asked.ids])[None]
+    start = ids.shape[1]
+    draft = strategy.open(seam.view)
+    prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most)
+    draft.begin(prompt)
+    reason: FinishReason = "stop"
+
+    def stop(ids: Tensor) -> bool:
+        nonlocal reason
+        count, over = ids.shape[1] - start, deadline.over()
+        if int(ids[0, -1]) in ends:
+            return True
+        if count >= most:
+            reason = "length"
+        elif count >= asked.left:
+            reason = "positions"
+        elif over is not None:
+            reason = over
+        return reason != "stop"
+
+    def emit(new: Tensor) -> None:
+        tokens = new.tolist()
+        asked.meter.token(len(tokens))
+        said.add([token for token in tokens if token not in ends])
+
+    speculate(asked.turn, draft, prompt, asked.logits, stop=stop, emit=emit, meter=asked.meter)
+    if reason == "positions":
+        warnings.warn(
+            "max_new_tokens: the model has no more positions (max_position_embeddings), and the answer ends with them; ask "
+            "in fewer words, or open the session with a kv that keeps less.",
+            MmaccelWarning,
+            stacklevel=4,
+        )
+    return said, reason

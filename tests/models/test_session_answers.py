@@ -1,0 +1,269 @@
+"""How answers of a session end: their finish reason, the model's positions, deadlines, and evidence left out."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import mmaccel
+from mmaccel.core import deadline
+from mmaccel.core.answer import MAX_NEW_TOKENS
+from mmaccel.core.errors import MmaccelWarning, ModelError
+from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
+
+TIGHT = every_stream(frames=4, window=6)
+DRAFTS = ({"name": "off"}, {"name": "prompt_lookup"})
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft["name"])
+def test_an_answer_says_why_it_ends(draft: dict[str, Any]) -> None:
+    with open_session("tiny-ov", TIGHT["rekv"], draft=draft) as session:
+        session.watch(film(14), fps=FPS)
+        whole = session.ask(QUESTION)
+        assert whole.finish_reason == "stop" and len(whole.ids) < MAX_NEW_TOKENS
+        cut = session.ask("describe the video .", 5)
+        assert cut.finish_reason == "length" and len(cut.ids) == 5
+        just = session.ask(QUESTION, len(whole.ids))
+        assert (just.ids, just.finish_reason) == (whole.ids, "length"), "the end of the answer was not said"
+        reply = session.ask("describe the video .", 5, stream=True)
+        assert "".join(reply).strip() == cut.text and reply.answer.finish_reason == "length"  # type: ignore[union-attr]
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, name: str, most: int) -> None:
+    """Give the model so many positions."""
+    monkeypatch.setattr(pair(name)[0].model.language_model.config, "max_position_embeddings", most)
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_a_question_and_its_answer_end_with_the_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `generate` ends, with the same tokens, where everything is kept."""
+    model, processor = pair(name)
+    inputs = processor.chat(
+        [{"type": "video", "video": film(8)}, {"type": "text", "text": QUESTION}], fps=FPS
+    )
+    count = inputs["input_ids"].shape[1]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    last = int(mmaccel.core.attach.adapter_for(model).positions(model, inputs)[..., -1].max())
+    limited(monkeypatch, name, last + 1 + 6)
+    with mmaccel.accelerate(model), pytest.warns(MmaccelWarning, match="positions"):
+        want = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, count:].tolist()
+    with open_session(name, "full") as session:
+        monkeypatch.setattr(session._seam, "ends", frozenset)
+        session.watch(film(8), fps=FPS)
+        with pytest.warns(MmaccelWarning, match="no more positions"):
+            answer = session.ask(QUESTION, 40)
+        assert (list(answer.ids), answer.finish_reason) == (want, "positions") and len(want) == 6
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", MmaccelWarning)
+            assert session.ask(QUESTION, 6).finish_reason == "length", "what just fits is nothing to tell of"
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+def test_a_question_past_the_positions_is_refused_before_it_is_run(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited(monkeypatch, "random-ov", 400)
+    with open_session("random-ov", TIGHT[kv]) as session:
+        session.watch(film(8), fps=FPS)
+        before = session.ask(QUESTION, 2)
+
+        def run(*given: Any, **named: Any) -> None:
+            raise AssertionError("a pass was run")
+
+        with monkeypatch.context() as quick:
+            quick.setattr(session._seam, "run", run)
+            with pytest.raises(
+                ModelError, match=r"^question: .* takes \d{5,} positions of the model's 400 .*\.$"
+            ):
+                session.ask("what was it ? " * 20_000)
+        assert session.ask(QUESTION, 2).ids == before.ids
+
+
+def test_a_memory_that_keeps_little_answers_where_all_of_the_stream_would_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limited(monkeypatch, "random-ov", 400)
+    long = "what was it ? " * 30
+    for kv in ({**TIGHT["rekv"], "positions": "original"}, TIGHT["mosaic"], TIGHT["streammem"]):
+        with open_session("random-ov", kv) as session:
+            session.watch(film(20), fps=FPS)
+            assert session.ask(long, 2).finish_reason == "length", "units are closed up to make room"
+            with pytest.raises(ModelError, match="positions"):
+                session.ask(long * 4, 2)
+    with open_session("random-ov", "full") as session:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", MmaccelWarning)
+            session.watch(film(20), fps=FPS)
+        with pytest.raises(ModelError, match="positions"):
+            session.ask(long, 2)
+        with pytest.warns(MmaccelWarning, match="kv 'full' can answer no question from here on") as told:
+            session.watch(film(20), fps=FPS)
+            session.watch(film(3), fps=FPS)
+        assert len(told) == 1
+
+
+@pytest.mark.parametrize("kv", TIGHT)
+def test_evidence_can_be_left_out(kv: str) -> None:
+    with open_session("random-ov", TIGHT[kv]) as session:
+        session.watch(film(14), fps=FPS)
+        whole = session.ask(QUESTION, 3)
+        rows = getattr(session._live.state, "_rows", None)  # type: ignore[union-attr]
+        bare = session.ask(QUESTION, 3, evidence=False)
+        assert bare.ids == whole.ids and bare.evidence == () and bare.top() == []
+        assert rows is None or not rows._rows
+        assert session.ask(QUESTION, 3).evidence == whole.evidence != ()
+
+
+class Slow:
+    """A seam's method that takes its time, and tells when it began; `clock`: in the clock's seconds, not in real ones."""
+
+    def __init__(self, inner: Any, seconds: float, clock: Clock | None) -> None:
+        self.inner, self.seconds, self.clock = inner, seconds, clock
+        self.calls, self.began = 0, threading.Event()
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.calls += 1
+        self.began.set()
+        if self.clock is None:
+            time.sleep(self.seconds)
+        else:
+            self.clock.now += self.seconds
+        return self.inner(*given, **named)
+
+
+def slowed(session: mmaccel.VideoSession, name: str, seconds: float, clock: Clock | None = None) -> Slow:
+    slow = Slow(getattr(session._seam, name), seconds, clock)
+    session._seam.__dict__[name] = slow
+    return slow
+
+
+@dataclass
+class Clock:
+    """What deadlines go by."""
+
+    now: float = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(deadline, "monotonic", lambda: made.now)
+    return made
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft["name"])
+def test_a_timeout_ends_an_answer_with_what_was_said(draft: dict[str, Any], clock: Clock) -> None:
+    with open_session("tiny-ov", TIGHT["rekv"], draft=draft) as session:
+        session.watch(film(14), fps=FPS)
+        whole = session.ask("describe the video .", 24)
+        slowed(session, "logits", 1.0, clock)
+        answer = session.ask("describe the video .", 24, timeout=6.5)
+        assert answer.finish_reason == "timeout"
+        assert 6 < len(answer.ids) < len(whole.ids) == 24 and whole.ids[: len(answer.ids)] == answer.ids
+        assert whole.text.startswith(answer.text) and answer.evidence == whole.evidence
+        del session._seam.__dict__["logits"]
+        assert session.ask("describe the video .", 24).ids == whole.ids
+
+
+def test_a_timeout_holds_inside_a_long_question(clock: Clock) -> None:
+    with open_session("tiny-ov", TIGHT["rekv"]) as session:
+        session.watch(film(14), fps=FPS)
+        before = session.ask(QUESTION, 3)
+        slow = slowed(session, "words", 3.0, clock)  # what comes before the layers uses the time up
+        answer = session.ask("what was it ? " * 100, timeout=2.0)
+        assert (answer.ids, answer.text, answer.ttft_s, answer.finish_reason) == ((), "", 0.0, "timeout")
+        assert slow.calls == 1 and answer.evidence == ()
+        del session._seam.__dict__["words"]
+        assert session.ask(QUESTION, 3).ids == before.ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_cancelled_from_another_thread(stream: bool) -> None:
+    with open_session("tiny-ov", TIGHT["rekv"]) as session:
+        session.watch(film(14), fps=FPS)
+        whole = session.ask("describe the video .", 10)
+        slow = slowed(session, "logits", 0.05)
+
+        def cancel() -> None:
+            assert slow.began.wait(20)
+            session.cancel()
+
+        thread = threading.Thread(target=cancel)
+        thread.start()
+        if stream:
+            reply = session.ask("describe the video .", 200, stream=True)
+            said = "".join(reply)
+            assert reply.answer is not None and said.strip() == reply.answer.text
+            answer = reply.answer
+        else:
+            answer = session.ask("describe the video .", 200)
+        thread.join()
+        assert answer.finish_reason == "cancelled" and 0 < len(answer.ids) <= 10
+        assert whole.ids[: len(answer.ids)] == answer.ids
+        assert session.ask("describe the video .", 3).finish_reason == "length", "later calls are not touched"
+
+
+@pytest.mark.parametrize("kv", ["rekv", "mosaic", "no_cache"])
+@pytest.mark.parametrize("how", ["timeout", "cancel"])
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
+    name: str, how: str, kv: str, clock: Clock
+) -> None:
+    model = pair(name)[0]
+    pace = mmaccel.core.attach.adapter_for(model).pace(model)  # type: ignore[attr-defined]
+    frames = torch.cat([film(25), film(25, 4)])
+    with open_session(name, TIGHT[kv], chunk=64) as session, open_session(name, TIGHT[kv], chunk=64) as other:
+        session.watch(frames[:3], fps=FPS)
+        step, held = session._live._step * pace, 3 % pace  # type: ignore[union-attr]
+        calls: list[int] = []
+
+        def progress(done: int, total: int | None) -> None:
+            calls.append(done)
+            if len(calls) == 2:
+                session.cancel() if how == "cancel" else setattr(clock, "now", 2.0)
+
+        with pytest.warns(
+            MmaccelWarning, match="timeout is over" if how == "timeout" else "was cancelled"
+        ) as told:
+            done = session.watch(frames[3:], fps=FPS, progress=progress, timeout=1.0)
+        assert done == 2 * step - held == calls[-1] and f"took in {done} frames" in str(told[0].message)
+        assert len(session) == 3 + done
+        other.watch(frames[: 3 + done], fps=FPS)
+        assert session.shown == other.shown and session.ask(QUESTION, 3).ids == other.ask(QUESTION, 3).ids
+        rest = frames[3 + done :]
+        assert session.watch(rest, fps=FPS) == len(rest) and len(session) == 50
+
+
+def test_a_call_that_waits_for_another_has_its_timeout_too() -> None:
+    with open_session("random-ov", TIGHT["rekv"]) as session:
+        session.watch(film(4), fps=FPS)
+        slow = slowed(session, "features", 1.5)
+        thread = threading.Thread(target=lambda: session.watch(film(4), fps=FPS))
+        thread.start()
+        assert slow.began.wait(20)
+        began = time.perf_counter()
+        answer = session.ask(QUESTION, timeout=0.2)
+        with pytest.warns(MmaccelWarning, match="took in 0 frames"):
+            assert session.watch(film(2), fps=FPS, timeout=0.2) == 0
+        assert answer.finish_reason == "timeout" and time.perf_counter() - began < 1.2
+        thread.join()
+        assert len(session) == 8
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), "soon", True])
+def test_a_timeout_is_a_positive_number(timeout: Any) -> None:
+    with open_session("random-ov", TIGHT["rekv"]) as session:
+        for call in (
+            lambda: session.watch(film(2), timeout=timeout),
+            lambda: session.ask(QUESTION, timeout=timeout),
+        ):
+            with pytest.raises(
+                ModelError, match=r"^timeout: .*; give a positive number of seconds, or None\.$"
+            ):
+                call()

@@ -114,8 +114,9 @@ class Probe:
     it. Override what is to be read; an error raised here ends the pass.
     """
 
-    def entering(self, layer: int, hidden: Tensor) -> None:
-        """`hidden` [B, n, E] enters `layer`; it leaves the last layer where `layer` is the number of layers.
+    def entering(self, run: Run, layer: int, hidden: Tensor) -> None:
+        """`hidden` [B, n, E], the new columns of `run`, enters `layer`; where `layer` is the number of layers, it leaves
+        the last one.
 
         Called only for the layers that the draft's pruner of the attached recipe reads.
         """

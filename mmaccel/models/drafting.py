@@ -224,8 +224,11 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
 
         try:
             guarded.begin(prompt)
-            probes = [*guarded.probes(), *_listeners(attachment, raw, guarded)]
+            listeners = _listeners(attachment, raw, guarded)
+            probes = [*guarded.probes(), *listeners]
             first = runner.prefill({"input_ids": input_ids, **model_kwargs}, probes=probes)
+            for one in listeners:
+                one.close()
             decoding = Speculation(
                 runner,
                 guarded.state,
@@ -338,7 +341,7 @@ class _Careful:
             self.fail(error)
 
 
-def _listeners(attachment: Attachment, raw: Mapping[str, Any], draft: _Careful) -> list[Probe]:
+def _listeners(attachment: Attachment, raw: Mapping[str, Any], draft: _Careful) -> list[Listener]:
     """What reads the target's prefill for the draft's pruner, if it has one."""
     pruner = attachment.owner.recipe.draft.pruner
     if pruner is None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from mmaccel.core.attention import Probe, Run
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import VIDEO, TokenLayout
-from mmaccel.core.prune import Signals, TokenPruner, candidates, checked_columns, question
+from mmaccel.core.prune import Signals, TokenPruner, candidates, checked_columns, question, thin
+from mmaccel.core.thinned import ThinnedState
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
@@ -69,12 +70,12 @@ class Ear:
         self.index = index
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *out: Any) -> None:
-        probes: tuple[Probe, ...] = getattr(kwargs.get("attention_mask"), "probes", ())
-        if not probes:
+        run = kwargs.get("attention_mask")
+        if not isinstance(run, Run) or not run.probes:
             return
         hidden = out[0] if out else args[0] if args else kwargs["hidden_states"]
-        for probe in probes:
-            probe.entering(self.index, hidden if isinstance(hidden, Tensor) else hidden[0])
+        for probe in run.probes:
+            probe.entering(run, self.index, hidden if isinstance(hidden, Tensor) else hidden[0])
 
 
 @contextmanager
@@ -97,6 +98,10 @@ class Listener(Probe):
     The prompt may come in any number of passes (chunks; the video, then the text). `tell` gets the columns [n] as soon as
     the last layer that is read has seen the last column, while later layers still run; only indices need to travel.
 
+    Where the target's own prompt is pruned on the way, the layers that are read hold fewer columns each. The draft's pruner
+    then chooses among the columns that all of them hold: what the target has dropped by then is dropped from the draft too.
+    Its share is still of all the prompt's video tokens.
+
     layout  of the whole prompt, one sequence
     fail    called with what went wrong, once, and the target goes on unheard; None: it is raised in the target's pass
     """
@@ -112,15 +117,17 @@ class Listener(Probe):
         if layout.batch != 1:
             raise ModelError(f"prune {pruner.name!r} takes one sequence at a time; give prompts one by one.")
         self.pruner, self.layout, self.tell, self.fail = pruner, layout, tell, fail
-        (self.stage,) = pruner.stages(owner.view.geometry.layers)
+        self.depth = owner.view.geometry.layers
+        (self.stage,) = pruner.stages(self.depth)
+        self.held: dict[int, Tensor | None] = {}
+        """The columns of the prompt that a layer holds, for each layer that was heard; None: all."""
         self.total = candidates(layout).numel()
         self.asked = question(layout)
-        self.rows = self.asked.tolist()
         self.hidden: dict[int, list[Tensor]] = {index: [] for index in self.stage.hidden}
         self.waiting = {index for group in self.stage.attention for index in group}
         self.heard = dict.fromkeys(self.waiting, 0)
         groups = len(self.stage.attention)
-        self.attention = torch.zeros(groups, len(self.rows), layout.length, device=layout.device)
+        self.attention = torch.zeros(groups, self.asked.numel(), layout.length, device=layout.device)
         self.told = False
         if not self.waiting and not self.hidden:
             with self._failing():
@@ -136,9 +143,10 @@ class Listener(Probe):
             self.told, self.hidden = True, {}
             self.fail(error)
 
-    def entering(self, layer: int, hidden: Tensor) -> None:
+    def entering(self, run: Run, layer: int, hidden: Tensor) -> None:
         if not self.told and layer in self.hidden:
             with self._failing():
+                self._note(run, layer)
                 self.hidden[layer].append(hidden[0].detach())
                 self._ready()
 
@@ -148,38 +156,70 @@ class Listener(Probe):
         if self.told or layer not in self.waiting:
             return
         with self._failing():
+            self._note(run, layer)
             self._hear(run.start, layer, query, key, scale)
 
+    def _note(self, run: Run, layer: int) -> None:
+        """Which columns a pruner of the target has left `layer`."""
+        state = run.state
+        pruned = isinstance(state, ThinnedState)
+        held = state.kept[state.part_of(min(layer, self.depth - 1))] if pruned else None
+        self.held[layer] = None if held is None else held.to(self.layout.device)
+
     def _hear(self, start: int, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
-        count = query.shape[2]
-        here = [n for n, column in enumerate(self.rows) if start <= column < start + count]
-        if here:
+        count, held = query.shape[2], self.held[layer]
+        # Text is never dropped: each row of the question is among what is held.
+        rows = self.asked if held is None else torch.searchsorted(held, self.asked)
+        here = ((rows >= start) & (rows < start + count)).nonzero()[:, 0]
+        if here.numel():
             # Layers of a model spread over devices are not where the layout is.
-            at = self.asked[here].to(query.device)
+            at = rows[here].to(query.device)
             weights = paid(query[0, :, at - start], key[0, :, : start + count], at, scale)
             weights = weights.to(self.attention.device)
+            seen = (
+                torch.arange(start + count, device=weights.device) if held is None else held[: start + count]
+            )
             for k, group in enumerate(self.stage.attention):
                 if layer in group:
-                    self.attention[k, here, : start + count] += weights / len(group)
+                    self.attention[k, here[:, None], seen] += weights / len(group)
         self.heard[layer] = start + count
         self._ready()
 
+    def _size(self, layer: int) -> int:
+        held = self.held.get(layer)
+        return self.layout.length if held is None else held.numel()
+
     def _ready(self) -> None:
-        whole = self.layout.length
-        if any(sum(len(piece) for piece in pieces) < whole for pieces in self.hidden.values()):
+        if any(sum(map(len, pieces)) < self._size(layer) for layer, pieces in self.hidden.items()):
             return
-        if self.told or any(count < whole for count in self.heard.values()):
+        if self.told or any(count < self._size(layer) for layer, count in self.heard.items()):
             return
         self.told = True
+        # Each cut is of what the cuts before have left: the smallest set is what all layers hold.
+        left = min((held for held in self.held.values() if held is not None), key=len, default=None)
+        layout = self.layout if left is None else thin(self.layout, left)
         signals = Signals()
         if self.hidden:
-            found = (torch.cat(self.hidden[index]) for index in self.stage.hidden)
-            signals["hidden"] = torch.stack([states.to(self.layout.device) for states in found])
+            found = (self._states(index, left) for index in self.stage.hidden)
+            signals["hidden"] = torch.stack(list(found))
         if self.waiting:
-            signals["attention"] = self.attention
+            signals["attention"] = self.attention if left is None else self.attention[..., left]
         self.hidden = {}
-        kept = self.pruner.keep(signals, self.layout, self.stage, self.total)
-        self.tell(checked_columns(self.pruner, kept, self.layout))
+        kept = checked_columns(self.pruner, self.pruner.keep(signals, layout, self.stage, self.total), layout)
+        self.tell(kept if left is None else left[kept])
+
+    def _states(self, layer: int, left: Tensor | None) -> Tensor:
+        """What entered `layer`, of the columns `left` (None: all)."""
+        states, held = torch.cat(self.hidden[layer]).to(self.layout.device), self.held[layer]
+        if left is None:
+            return states
+        return states[left if held is None else torch.searchsorted(held, left)]
+
+    def close(self) -> None:
+        """The prompt has been read. A pruner that still waits fails here: it never got what it reads."""
+        if not self.told:
+            with self._failing():
+                raise ModelError(f"prune {self.pruner.name!r} was told nothing by the target's prefill.")
 
 
 class VisionProbe:

@@ -117,6 +117,17 @@ class VideoError(MmaccelError):
     """A video, image or stream that cannot be read."""
 
 
+class VideoStalled(VideoError):
+    """A stream that is not over sent nothing for `seconds`, after `frames` frames; to ask for the next clip waits again."""
+
+    def __init__(self, name: str, seconds: float, frames: int) -> None:
+        super().__init__(
+            f"{name} stalled: nothing came for {seconds:g} s after {frames} frame{'' if frames == 1 else 's'}, and it is "
+            "not over; ask for the next clip to wait on, or raise timeout."
+        )
+        self.seconds, self.frames = seconds, frames
+
+
 class StoreError(MmaccelError):
     """Host memory of a stream that is full, damaged, closed, or asked for what it does not hold."""
 

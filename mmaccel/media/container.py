@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import RawIOBase
 from types import TracebackType
 from typing import Any
@@ -36,8 +36,10 @@ class Source:
     header tells (0 unknown), `width` and `height` as stored; `damaged` counts the parts that could not be
     decoded so far, and `log` has what was uneven in the times. Times start at 0 with the stream.
 
+    `timeout`: seconds without data after which `wait(timeout)` is called; the source is opened anew if it returns True.
+
     Raises `VideoError` when there is nothing to read: no file, a folder, no permission, not a video, no video
-    stream.
+    stream; and when a `live` source breaks off.
     """
 
     def __init__(
@@ -49,10 +51,13 @@ class Source:
         format: str | None = None,
         options: dict[str, str] | None = None,
         timeout: float | None = None,
+        wait: Callable[[float], bool] | None = None,
     ) -> None:
         self.name = os.fspath(path)
         self.live = live
         self.local = file is None and not is_url(path) and format is None and is_file(self.name)
+        self._timeout, self._wait = timeout, wait
+        self._opened_anew = False
         self.damaged = 0
         self.log = Log()
         # Seconds between key frames, the longest seen; None before two were, infinite where seeking fails.
@@ -193,6 +198,9 @@ class Source:
                 self._seek(goal - self._back)
                 key, settled = None, False
             for frame in self._decode():
+                if self._opened_anew:
+                    # A recording comes from its beginning again, and what was seen of it is passed over.
+                    self._opened_anew, settled = False, self.duration is None
                 if frame.pts is None and timed:
                     time = last + length
                 else:
@@ -289,7 +297,11 @@ class Source:
         while True:
             try:
                 packet = next(packets, None)
-            except (av.error.FFmpegError, OSError):
+            except (av.error.FFmpegError, OSError) as error:
+                if self.live:
+                    yield from self._flush()
+                    packets = self._again(error)
+                    continue
                 # The data ends here in the middle of something; what the decoder still holds is good.
                 self.damaged += 1
                 packet = None
@@ -305,6 +317,19 @@ class Source:
             yield from frames
             if packet.size == 0:
                 return
+
+    def _again(self, error: Exception) -> Iterator[Any]:
+        """The packets of a live source that fell silent, opened anew; raises `VideoError` where it broke off instead."""
+        silent = isinstance(error, (av.error.ExitError, av.error.TimeoutError))
+        if not silent or self._wait is None:
+            raise VideoError(f"{self.name} broke off: {_reason(error)}.") from error
+        if not self._wait(self._timeout or 0.0):
+            return iter(())
+        self._container.close()
+        self._open()
+        self._opened_anew = True
+        packets: Iterator[Any] = self._container.demux(self._stream)
+        return packets
 
     def _flush(self) -> Iterator[av.VideoFrame]:
         try:

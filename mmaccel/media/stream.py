@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
-from mmaccel.core.errors import VideoError
-from mmaccel.media.clock import Ticks
+from mmaccel.core.errors import VideoError, VideoStalled
+from mmaccel.media.clock import Log, Ticks
 from mmaccel.media.container import Source, is_file, is_url
+from mmaccel.media.live import Growing, Pump, Stall
 from mmaccel.media.picture import Picture
 from mmaccel.media.reader import Plan, check_gaps, pile, warn_of_loss, warn_of_shrinking
 from mmaccel.media.sampling import TIE, grid, nearest
@@ -33,23 +34,24 @@ def clips(
     options: dict[str, str] | None = None,
     gaps: Gaps = "hold",
     start: float = 0.0,
-) -> Iterator[Video]:
-    """Yield clips of `frames_per_clip` frames: at each tick ``k / fps`` seconds the frame shown nearest to it.
+) -> Clips:
+    """Give clips of `frames_per_clip` frames: at each tick ``k / fps`` seconds the frame shown nearest to it.
 
     The last clip may be shorter. `Video.clock` has the ticks, which rise evenly, and `Video.times` the presentation
     times. At a tick at which the frame of the tick before still stands, `gaps` "hold" takes that frame again, "skip"
     takes none, and "mark" is as "hold" and lists in `Video.events` what was uneven (`media.Event`). Ticks before
     `start` seconds are left out; the others come in the same clips as without it, the first of which may be shorter.
 
-    `source` is a file, a file still being written (`follow=True`: it is polled, and over when it has not
-    grown for `timeout` seconds), a URL, or a device with its `format` (for instance "v4l2"); a URL or device
-    that sends nothing for `timeout` seconds is over too. A file is followed as fragmented mp4, MPEG-TS or
-    Matroska: a plain mp4 has no index until it is finished. Times run on from clip to clip; one clip is held
-    at a time. `progress(done, None)` counts frames. Arguments are checked at the call, the source is opened
-    at the first clip.
+    `source` is a file, a file still being written (`follow=True`), a URL, or a device with its `format` (for instance
+    "v4l2"). A file is followed as fragmented mp4, MPEG-TS or Matroska: a plain mp4 has no index until it is finished.
+    Times run on from clip to clip; at most two clips are held at a time. `progress(done, None)` counts frames. Arguments
+    are checked at the call, the source is opened at the first clip.
 
-    Raises `VideoError` when not one frame can be read; warns `VideoWarning` at the end when parts were
-    damaged.
+    How it ends tells why. At the end the clips end: of a file that is followed, when it has not grown for `timeout`
+    seconds and nobody has it open for writing. A stall raises `VideoStalled`, after a clip of what there is: nothing came
+    for `timeout` seconds from a URL, a device or a file that is still open (or where the system does not tell); to ask
+    for the next clip waits on, and opens a URL or device anew. A fault raises `VideoError`, as when a connection breaks
+    or when not one frame can be read. Damaged parts of a file are left out, and a `VideoWarning` at the end tells of them.
     """
     if not fps > 0:
         raise VideoError(f"fps={fps} must be a positive number of frames a second.")
@@ -64,144 +66,161 @@ def clips(
         raise VideoError(
             f"follow=True is for a file that grows, and {os.fspath(source)} is none: leave it out."
         )
-    return _clips(
-        source,
-        fps,
-        frames_per_clip,
-        follow,
-        timeout,
-        Picture(size, max_side),
-        progress,
-        format,
-        options,
-        gaps,
-        start,
+    opened = _Opened(
+        source, fps, frames_per_clip, follow, timeout, Picture(size, max_side), format, options, gaps, start
     )
+    return Clips(opened, progress)
 
 
-def _clips(
-    path: str | os.PathLike[str],
-    fps: float,
-    length: int,
-    follow: bool,
-    timeout: float,
-    picture: Picture,
-    progress: Progress | None,
-    format: str | None,
-    options: dict[str, str] | None,
-    gaps: Gaps,
-    start: float,
-) -> Iterator[Video]:
-    with ExitStack() as stack:
-        source = _open(path, follow, timeout, format, options, stack)
-        ticks, taken, skipped = Ticks(0.0, fps, source.log), 0, 0
-        clip = _Clip(fps, source.rate)
-        for moment, frame in nearest(source.frames(), grid(0.0, fps), source.jump, source.until):
-            if ticks.again(frame) and gaps == "skip":
-                skipped += 1
-                continue
-            taken += 1
-            if ticks.now >= start - TIE:
-                clip.add(picture.draw(frame), moment, ticks)
-                if progress is not None:
-                    progress(taken, None)
-            if taken % length == 0 and clip.frames:
-                yield clip.video(source.log.give(ticks.now) if gaps == "mark" else ())
-                clip = _Clip(fps, source.rate)
-            if taken % length == 0:
-                source.log.give(ticks.now)
-        if clip.frames:
-            yield clip.video(source.log.give() if gaps == "mark" else ())
-        if taken == 0:
-            raise VideoError(f"{source.name} has no frames: nothing could be decoded from it.")
-        due = round(source.duration * fps) if source.duration is not None and not source.live else None
-        warn_of_loss(source, Plan((), due, fps, slack=1), taken + skipped, 0.0)
-        warn_of_shrinking(source, picture)
+@dataclass(eq=False)
+class _Opened:
+    """What was asked for, and the `source` once it is open."""
 
+    path: str | os.PathLike[str]
+    fps: float
+    length: int
+    follow: bool
+    timeout: float
+    picture: Picture
+    format: str | None
+    options: dict[str, str] | None
+    gaps: Gaps
+    start: float
+    source: Source | None = None
+    seen: int = 0
 
-class _Clip:
-    """A clip in the making."""
+    @property
+    def live(self) -> bool:
+        return self.follow or is_url(self.path) or self.format is not None
 
-    def __init__(self, fps: float, source_fps: float) -> None:
-        self.frames: list[torch.Tensor] = []
-        self._times: list[float] = []
-        self._clock: list[float] = []
-        self._numbers: list[int] = []
-        self._fps, self._source_fps = fps, source_fps
+    def items(self, wait: Callable[[float], bool]) -> Generator[_Taken, None, None]:
+        """The frames that are taken."""
+        with ExitStack() as stack:
+            source = self.source = self._open(stack, wait)
+            ticks, taken = Ticks(0.0, self.fps, source.log), 0
+            for moment, frame in nearest(source.frames(), grid(0.0, self.fps), source.jump, source.until):
+                self.seen += 1
+                if ticks.again(frame) and self.gaps == "skip":
+                    continue
+                taken += 1
+                late = ticks.now >= self.start - TIE
+                drawn = self.picture.draw(frame) if late else None
+                events = source.log.give(ticks.now)
+                yield _Taken(drawn, moment, ticks.now, ticks.number, events, taken % self.length == 0)
 
-    def add(self, frame: torch.Tensor, time: float, ticks: Ticks) -> None:
-        """Take a frame [3, H, W] shown at `time`, at the last of `ticks`."""
-        self.frames.append(frame)
-        self._times.append(time)
-        self._clock.append(ticks.now)
-        self._numbers.append(ticks.number)
-
-    def video(self, events: tuple[Event, ...]) -> Video:
-        """The clip."""
-        return Video(
-            frames=pile(self.frames),
-            times=torch.tensor(self._times, dtype=torch.float64),
-            fps=float(self._fps),
-            source_fps=self._source_fps,
-            duration=(self._numbers[-1] - self._numbers[0] + 1) / self._fps,
-            clock=torch.tensor(self._clock, dtype=torch.float64),
-            events=events,
-        )
-
-
-def _open(
-    path: str | os.PathLike[str],
-    follow: bool,
-    timeout: float,
-    format: str | None,
-    options: dict[str, str] | None,
-    stack: ExitStack,
-) -> Source:
-    if not follow:
-        wait = timeout if is_url(path) or format is not None else None
-        live = wait is not None
-        return stack.enter_context(Source(path, live=live, format=format, options=options, timeout=wait))
-    is_file(os.fspath(path), may_be_empty=True)
-    try:
-        file = stack.enter_context(Growing(path, timeout))
-        return stack.enter_context(Source(path, file=file, live=True, options=options))
-    except VideoError as error:
-        try:
-            # A finished plain mp4 has its index at the end: it can be read, only not followed.
+    def _open(self, stack: ExitStack, wait: Callable[[float], bool]) -> Source:
+        path, options = self.path, self.options
+        if not self.live:
             return stack.enter_context(Source(path, options=options))
-        except VideoError:
-            told = str(error).rstrip(".")
-            raise VideoError(f"{told}; only fragmented mp4, MPEG-TS and Matroska can be followed.") from error
+        if not self.follow:
+            return stack.enter_context(
+                Source(path, live=True, format=self.format, options=options, timeout=self.timeout, wait=wait)
+            )
+        is_file(os.fspath(path), may_be_empty=True)
+        try:
+            file = stack.enter_context(Growing(path, self.timeout, wait))
+            return stack.enter_context(Source(path, file=file, live=True, options=options))
+        except VideoError as error:
+            try:
+                # A finished plain mp4 has its index at the end: it can be read, only not followed.
+                return stack.enter_context(Source(path, options=options))
+            except VideoError:
+                told = str(error).rstrip(".")
+                raise VideoError(
+                    f"{told}; only fragmented mp4, MPEG-TS and Matroska can be followed."
+                ) from error
 
 
-class Growing(io.RawIOBase):
-    """A file read like a pipe: at its end `read` waits for more, until nothing came for `timeout` seconds."""
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """A frame [3, H, W], None before the start; when it was shown, its tick, and what was uneven up to there."""
 
-    def __init__(self, path: str | os.PathLike[str], timeout: float, poll: float = 0.02) -> None:
-        super().__init__()
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
-        self._timeout = timeout
-        self._poll = poll
-        self._over = False
+    frame: torch.Tensor | None
+    time: float
+    tick: float
+    number: int
+    events: tuple[Event, ...]
+    ends: bool
 
-    def readable(self) -> bool:
-        return True
 
-    def seekable(self) -> bool:
-        return False
+class Clips(Iterator[Video]):
+    """The clips of a source; `close` gives it back before its end."""
 
-    def read(self, size: int = -1) -> bytes:
-        patience = time.monotonic() + self._timeout
-        while True:
-            data = self._file.read(size)
-            if data and not self._over:
-                return bytes(data)
-            # FFmpeg asks several times before it believes in an end.
-            self._over = self._over or time.monotonic() >= patience
-            if self._over:
-                return b""
-            time.sleep(self._poll)
+    def __init__(self, opened: _Opened, progress: Progress | None) -> None:
+        self._opened, self._progress = opened, progress
+        self._items: Pump[_Taken] | Generator[_Taken, None, None]
+        if opened.live:
+            self._items = Pump(opened.items, opened.length)
+        else:
+            self._items = opened.items(lambda _: False)
+        self._clip: list[_Taken] = []
+        self._log = Log()
+        self._taken = 0
+        self._end: Exception | None = None
+        self._silent_since: float | None = None
+
+    def __next__(self) -> Video:
+        if self._end is None:
+            try:
+                for item in self._items:
+                    if self._takes(item):
+                        return self._made()
+                self._check()
+                self._end = StopIteration()
+            except (Stall, VideoError) as error:
+                self._end = error
+            if self._clip:
+                # What there is comes before the word on why there is no more.
+                return self._made()
+        end, source = self._end, self._opened.source
+        if isinstance(end, Stall):
+            self._end = None
+            self._silent_since = self._silent_since or time.monotonic() - end.seconds
+            raise VideoStalled(os.fspath(self._opened.path), end.seconds, self._taken)
+        if source is not None and not isinstance(end, VideoError):
+            due = None
+            if source.duration is not None and not source.live:
+                due = round(source.duration * self._opened.fps)
+            warn_of_loss(source, Plan((), due, self._opened.fps, slack=1), self._opened.seen, 0.0)
+            warn_of_shrinking(source, self._opened.picture)
+        self._opened.source, self._end = None, StopIteration()
+        raise end
 
     def close(self) -> None:
-        self._file.close()
-        super().close()
+        """Read no further; a second call does nothing."""
+        self._opened.source, self._end = None, StopIteration()
+        self._items.close()
+
+    def _takes(self, item: _Taken) -> bool:
+        """Take a frame; True when a clip is whole."""
+        if self._silent_since is not None:
+            self._log.add("stall", item.tick, time.monotonic() - self._silent_since)
+            self._silent_since = None
+        self._taken += 1
+        if item.frame is not None:
+            for one in item.events:
+                self._log.add(one.kind, one.time, one.seconds)
+            self._clip.append(item)
+            if self._progress is not None:
+                self._progress(self._taken, None)
+        return item.ends and bool(self._clip)
+
+    def _check(self) -> None:
+        if not self._taken:
+            raise VideoError(
+                f"{os.fspath(self._opened.path)} has no frames: nothing could be decoded from it."
+            )
+
+    def _made(self) -> Video:
+        """The clip of what was taken."""
+        taken, self._clip = self._clip, []
+        events, opened, source = self._log.give(), self._opened, self._opened.source
+        return Video(
+            frames=pile([one.frame for one in taken if one.frame is not None]),
+            times=torch.tensor([one.time for one in taken], dtype=torch.float64),
+            fps=float(opened.fps),
+            source_fps=0.0 if source is None else source.rate,
+            duration=(taken[-1].number - taken[0].number + 1) / opened.fps,
+            clock=torch.tensor([one.tick for one in taken], dtype=torch.float64),
+            events=events if opened.gaps == "mark" else (),
+        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import http.server
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +16,8 @@ import pytest
 import torch
 
 from mmaccel import media
-from mmaccel.core.errors import VideoError
+from mmaccel.core.errors import VideoError, VideoStalled
+from mmaccel.media.live import Growing
 from tests.media.films import Film, numbers
 
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
@@ -84,6 +87,96 @@ def test_a_file_that_stops_growing_ends_after_the_timeout(film: Film) -> None:
     assert 0.5 <= time.monotonic() - begun < 2.0
 
 
+@contextmanager
+def halting(data: bytes, path: Path) -> Iterator[threading.Event]:
+    """Write half of `data` to `path`, and the rest once the event is set; the file is open all the while."""
+    go = threading.Event()
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            file.write(data[: len(data) // 2])
+            go.wait(20)
+            file.write(data[len(data) // 2 :])
+
+    path.touch()
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        yield go
+    finally:
+        go.set()
+        writer.join()
+
+
+@pytest.mark.parametrize("name", ["halt.ts", "halt.mkv", "halt.mp4"])
+def test_a_stall_is_told_and_waited_out(film: Film, tmp_path: Path, name: str) -> None:
+    data = film("whole-" + name, muxer=FRAGMENTED if name.endswith("mp4") else None).read_bytes()
+    path = tmp_path / name
+    with halting(data, path) as go:
+        stream = media.clips(path, fps=5, frames_per_clip=5, follow=True, timeout=0.3, gaps="mark")
+        parts = []
+        with pytest.raises(VideoStalled) as caught:
+            parts.extend(stream)  # type: ignore[arg-type]  # what came before the stall stays
+        taken = sum(map(len, parts))
+        assert 0 < taken < 30 and (caught.value.frames, caught.value.seconds) == (taken, 0.3)
+        told = f"{path} stalled: nothing came for 0.3 s after {taken} frames, and it is not over; ask for the next clip"
+        assert str(caught.value).startswith(told)
+        with pytest.raises(VideoStalled):
+            next(stream)
+        go.set()
+        parts += list(stream)
+    frames = torch.cat([part.frames for part in parts])
+    assert numbers(frames) == list(range(0, 60, 2))
+    assert torch.cat([part.clock for part in parts]).tolist() == [k / 5 for k in range(30)]
+    stalls = [one for part in parts for one in part.events if one.kind == "stall"]
+    assert len(stalls) == 1 and stalls[0].time == taken / 5 and 0.6 <= stalls[0].seconds < 5
+    assert list(stream) == []
+
+
+def test_a_stream_that_is_left_in_a_stall_ends_its_thread(film: Film, tmp_path: Path) -> None:
+    path = tmp_path / "halt.ts"
+    with halting(film("whole.ts").read_bytes(), path):
+        stream = media.clips(path, fps=5, frames_per_clip=50, follow=True, timeout=0.2)
+        assert 0 < len(next(stream)) < 30
+        with pytest.raises(VideoStalled):
+            next(stream)
+        stream.close()
+        assert list(stream) == []
+        assert not [one for one in threading.enumerate() if one.name == "mmaccel-media" and one.is_alive()]
+
+
+def test_a_pipe_is_over_when_its_writer_closes_it(film: Film, tmp_path: Path) -> None:
+    data, path = film("whole.ts").read_bytes(), tmp_path / "pipe.ts"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=(data,))
+    writer.start()
+    parts = list(media.clips(path, fps=5, frames_per_clip=8, follow=True, timeout=0.3))
+    writer.join()
+    assert numbers(torch.cat([part.frames for part in parts])) == list(range(0, 60, 2))
+
+
+def test_a_file_that_cannot_be_read_on_is_a_fault(
+    film: Film, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reads = film("film.ts"), [0]
+    inner = Growing.read
+
+    def read(self: Growing, size: int = -1) -> bytes:
+        reads[0] += 1
+        if reads[0] > 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return inner(self, size)
+
+    monkeypatch.setattr(Growing, "read", read)
+    parts, stream = [], media.clips(path, fps=5, frames_per_clip=4, follow=True, timeout=0.3)
+    with pytest.raises(VideoError, match=r"film\.ts broke off: input/output error\.") as caught:
+        parts.extend(stream)  # type: ignore[arg-type]
+    assert not isinstance(caught.value, VideoStalled)
+    found = numbers(torch.cat([part.frames for part in parts]))
+    assert 0 < len(found) < 30 and found == list(range(0, 2 * len(found), 2))
+    assert list(stream) == []
+
+
 def test_following_a_finished_plain_mp4_reads_it(film: Film) -> None:
     path = film(frames=20)
     parts = list(media.clips(path, fps=10, frames_per_clip=8, follow=True, timeout=0.1))
@@ -130,6 +223,55 @@ def test_an_address(film: Film) -> None:
             assert numbers(media.read(url, frames=4, timeout=5.0).frames) == [0, 5, 10, 15]
         finally:
             server.shutdown()
+
+
+@pytest.mark.parametrize(("name", "how"), [("film.mkv", "stall"), ("film.ts", "stall"), ("film.mkv", "cut")])
+def test_an_address_that_stalls_or_breaks_off(film: Film, name: str, how: str) -> None:
+    path = film(name, height=128, width=256, gop=6, options={"preset": "ultrafast", "qp": "5"})
+    data, served = path.read_bytes(), threading.Event()
+
+    class Halting(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            whole = served.is_set()
+            self.wfile.write(data if whole else data[: len(data) // 2])
+            if how == "stall" and not whole:
+                served.wait(20)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Halting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url, parts = f"http://127.0.0.1:{server.server_address[1]}/{name}", []
+        try:
+            stream = media.clips(url, fps=5, frames_per_clip=5, timeout=0.7, gaps="mark")
+            with pytest.raises(VideoError) as caught:
+                parts.extend(stream)  # type: ignore[arg-type]  # what came before stays
+            taken = sum(map(len, parts))
+            assert 0 < taken < 30 and isinstance(caught.value, VideoStalled) == (how == "stall")
+            served.set()
+            if how == "cut":
+                assert str(caught.value) == f"{url} broke off: input/output error." and list(stream) == []
+                return
+            assert caught.value.frames == taken  # type: ignore[attr-defined]
+            rest = list(stream)
+        finally:
+            served.set()
+            server.shutdown()
+    clock = torch.cat([part.clock for part in parts + rest])
+    assert clock.tolist() == [k / 5 for k in range(len(clock))]
+    kinds = {one.kind for part in rest for one in part.events}
+    found = numbers(torch.cat([part.frames for part in rest]))
+    if name == "film.mkv":
+        # It tells its length, so that it is a recording and goes on where it was.
+        assert (
+            kinds == {"stall"} and taken + len(found) == 30 and found[1:] == list(range(2 * taken + 2, 60, 2))
+        )
+    else:
+        assert kinds == {"stall", "restart"} and found[-1] >= 57 and len(found) >= 29
 
 
 @pytest.mark.parametrize(

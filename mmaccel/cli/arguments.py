@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mmaccel.core.errors import VideoError
+from mmaccel.core.errors import VideoError, shown
 
 
 class Commands(TyperGroup):
@@ -47,8 +47,8 @@ class OneVideo(TyperCommand):
             check_question(ctx.params["video"], question)
             if ctx.args:
                 raise VideoError(
-                    f"the question is {1 + len(ctx.args)} arguments, {question!r} and {ctx.args[0]!r} among them; put it in "
-                    "quotes."
+                    f"the question is {1 + len(ctx.args)} arguments, {shown(question)} and {shown(ctx.args[0])} among them; "
+                    "put it in quotes."
                 )
         elif ctx.args:
             raise _two(ctx.params["video"], ctx.args[0])
@@ -65,5 +65,5 @@ def check_question(video: str, question: str) -> None:
 
 def _two(one: str, other: str) -> VideoError:
     return VideoError(
-        f"one video is used and two are given, {one!r} and {other!r}; run the command for each."
+        f"one video is used and two are given, {shown(one)} and {shown(other)}; run the command for each."
     )

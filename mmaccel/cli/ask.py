@@ -12,6 +12,7 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.console import bars, columns, counter, cut_short, many, number, out, print_json, size
+from mmaccel.core import outside
 from mmaccel.core.answer import MAX_NEW_TOKENS
 from mmaccel.core.errors import RecipeError, VideoError, VideoWarning
 
@@ -82,6 +83,7 @@ def ask(
     """Ask a question about a video; the answer, and seconds, tokens a second, share kept, memory."""
     if not question.strip():
         raise VideoError("the question is empty; ask something.")
+    outside.question(question)
     chosen = choices.recipes(recipe or ["dense" if draft is None else "sequential"], draft)
     if compare:
         dense = choices.recipe("dense")
@@ -162,7 +164,7 @@ def own_options(path: str) -> Iterator[None]:
 
 def _said(told: str, path: str) -> str:
     # A path may hold any of the words.
-    parts = told.split(path)
+    parts = told.split(path) if path else [told]
     for words, option in OPTIONS:
         parts = [re.sub(words, option, part) for part in parts]
     return path.join(parts)

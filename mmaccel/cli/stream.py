@@ -12,7 +12,7 @@ from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, out, print_json, tell_stop
 from mmaccel.cli.evaluate import Seed, lengths_of
-from mmaccel.core.errors import RecipeError, WorldError
+from mmaccel.core.errors import RecipeError, WorldError, shown
 from mmaccel.core.recipe import fields_of
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _field(text: str) -> tuple[str, Any]:
 
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise RecipeError(f"--memory: {text!r} is no field; give name=value.")
+        raise RecipeError(f"--memory: {shown(text)} is no field; give name=value.")
     return name, yaml.safe_load(value)
 
 

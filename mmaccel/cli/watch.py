@@ -20,6 +20,7 @@ from mmaccel.cli.ask import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, counter, err, many, out, print_json, sentence
 from mmaccel.cli.evidence import as_object, below, evidence_table
 from mmaccel.cli.stopping import shielded
+from mmaccel.core import outside
 from mmaccel.core.answer import MAX_NEW_TOKENS
 from mmaccel.core.errors import ModelError, RecipeError, VideoError
 
@@ -235,6 +236,7 @@ def rate(fps: float, own: float | None) -> str:
 
 def parsed(text: str, source: str = "--question") -> Asked:
     """A question and when it is asked; `source` names in an error where it came from."""
+    outside.words(text, source)
     words, at, when = text.rpartition("@")
     try:
         seconds = float(when) if at else None
@@ -277,12 +279,12 @@ def piped(given: Sequence[str]) -> list[Asked]:
     slow.daemon = True
     slow.start()
     try:
-        lines = [] if sys.stdin is None else [line.strip("\r\n") for line in sys.stdin]
-    except UnicodeDecodeError as error:
-        raise ModelError("standard input is no text; give one question a line, in UTF-8.") from error
+        # Not as text: a locale may let bytes through that are none.
+        data = b"" if sys.stdin is None else sys.stdin.buffer.read(outside.TEXT_BYTES + 1)
     finally:
         slow.cancel()
-    found = [parsed(line, "standard input") for line in lines if line.strip()]
+    lines = outside.decoded(data, "standard input", ModelError, fix="give one question a line, in UTF-8")
+    found = [parsed(line, "standard input") for line in lines.replace("\r", "\n").split("\n") if line.strip()]
     timed = sum(at is not None for at, _ in found)
     err().print(
         f"{many(len(found), 'question')} from standard input: {timed} at a time, {len(found) - timed} at the end.",
@@ -332,7 +334,10 @@ class Typed:
     def _read(self) -> None:
         try:
             for line in sys.stdin:
-                self._lines.put(line.strip())
+                try:
+                    self._lines.put(outside.words(line.strip(), "this question"))
+                except ModelError as error:
+                    remark(str(error))
         except UnicodeDecodeError:
             err().print("what was typed is no text in UTF-8; no more questions are read.", highlight=False)
         finally:

@@ -9,7 +9,7 @@ from mmaccel.contract.kv import check_memory
 from mmaccel.contract.prune import check_pruner
 from mmaccel.contract.sparse import check_pattern
 from mmaccel.core.draft import DraftStrategy
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.sparse import SparsePattern
@@ -37,5 +37,5 @@ def check_policy(policy: Any, *, rounds: int = 12, seed: int = 0) -> None:
         check_draft(policy)
     else:
         raise RecipeError(
-            f"policy: {policy!r} is none; give an instance of a pattern, a memory, a draft or a pruner."
+            f"policy: {shown(policy)} is none; give an instance of a pattern, a memory, a draft or a pruner."
         )

@@ -27,6 +27,8 @@ YAML_NODES = 50_000
 """Most values of a YAML file, each alias counted as what it stands for."""
 DEPTH = 64
 """Most values within each other."""
+PATH = 240
+"""Characters of a path that an error shows."""
 DIGITS = 40
 """Most characters of a number."""
 
@@ -38,7 +40,7 @@ def regular(path: str | os.PathLike[str], what: str, failure: Failure, fix: str 
     try:
         found = os.stat(path)
     except (OSError, ValueError) as error:
-        raise failure(f"{what} cannot be read ({reason(error)}); {fix}.") from error
+        raise failure(f"{what} cannot be read ({reason(error)}: {_whole(path)}); {fix}.") from error
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
         raise failure(f"{what} is {kind} and no file; {fix}.")
@@ -87,7 +89,7 @@ def decoded(
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise failure(f"{what} is no text in UTF-8 (line {line}); {fix}.") from error
+        raise failure(f"{what} is no text in UTF-8: line {line} has other bytes; {fix}.") from error
 
 
 def read_json(
@@ -199,15 +201,10 @@ class _Limited(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def question(text: Any, what: str = "question") -> str:
-    """A question that a model can be asked: text, not empty, of characters that UTF-8 has.
-
-    Raises `ModelError`.
-    """
+def words(text: Any, what: str) -> str:
+    """Text that a tokenizer can take: of characters that UTF-8 has. Raises `ModelError`."""
     if not isinstance(text, str):
         raise ModelError(f"{what}: {shown(text)} is no text; ask in words.")
-    if not text.strip():
-        raise ModelError(f"{what}: it is empty; ask something.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -215,10 +212,21 @@ def question(text: Any, what: str = "question") -> str:
     return text
 
 
+def question(text: Any, what: str = "question") -> str:
+    """A question that can be asked: text that is not empty. Raises `ModelError`."""
+    if not words(text, what).strip():
+        raise ModelError(f"{what}: it is empty; ask something.")
+    return str(text)
+
+
 def reason(error: BaseException) -> str:
     """What the system says of a failure, in a few words."""
     told = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return _clipped(told).rstrip(".").lower()
+
+
+def _whole(path: str | os.PathLike[str]) -> str:
+    return shown(os.path.abspath(path), PATH)[1:-1]
 
 
 def _clipped(error: Any, most: int = 200) -> str:

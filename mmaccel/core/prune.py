@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, UnknownName
+from mmaccel.core.errors import RecipeError, UnknownName, shown
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.placed import Placed
 
@@ -220,7 +220,7 @@ def checked_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -
 def check_share(who: str, field: str, value: object, *, least: float = 0.0) -> None:
     """Raise `RecipeError` unless `value` is a share between `least` and 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 1:
-        raise RecipeError(f"{who}: {field} is {value!r}; give a share from {least:g} to 1.")
+        raise RecipeError(f"{who}: {field} is {shown(value)}; give a share from {least:g} to 1.")
 
 
 def quota(share: float, count: int) -> int:

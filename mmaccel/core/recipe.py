@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -12,9 +13,10 @@ from typing import Any
 import yaml
 
 from mmaccel.backends import select
+from mmaccel.core import outside
 from mmaccel.core.compose import check_pairs
 from mmaccel.core.draft import DraftStrategy
-from mmaccel.core.errors import RecipeError, UnknownName
+from mmaccel.core.errors import RecipeError, UnknownName, shown
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import BASES, policy, registry
@@ -22,6 +24,8 @@ from mmaccel.core.sparse import SparsePattern
 
 TABLE = ".json"
 """The ending of a table of head patterns, which alone is a recipe of `per_head`."""
+YAML_BYTES = 1 << 18
+"""Most bytes of a recipe's file."""
 
 
 def _default(kind: str, name: str) -> Any:
@@ -65,19 +69,19 @@ class Recipe:
                 continue
             if not isinstance(value, base):
                 raise RecipeError(
-                    f"{name}: {value!r} is no {base.__name__}; give a name, a mapping with a name, or an instance."
+                    f"{name}: {shown(value)} is no {base.__name__}; give a name, a mapping with a name, or an instance."
                 )
         if self.backend not in ("auto", *select.BACKENDS):
             raise UnknownName("backend", str(self.backend), ("auto", *select.BACKENDS))
-        if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 64):
+        if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 64):
             raise RecipeError(
-                f"chunk: {self.chunk!r}; give at least 64 tokens, or null for the whole prompt at once."
+                f"chunk: {shown(self.chunk)}; give at least 64 tokens, or null for the whole prompt at once."
             )
-        if not isinstance(self.dense_tail, int) or self.dense_tail < 0:
-            raise RecipeError(f"dense_tail: {self.dense_tail!r}; give a number of rows, 0 or more.")
+        if type(self.dense_tail) is not int or self.dense_tail < 0:
+            raise RecipeError(f"dense_tail: {shown(self.dense_tail)}; give a number of rows, 0 or more.")
         layers = self.dense_layers
-        if not isinstance(layers, list | tuple) or any(not isinstance(n, int) or n < 0 for n in layers):
-            raise RecipeError(f"dense_layers: {layers!r}; give a list of layer numbers, 0 or more.")
+        if not isinstance(layers, list | tuple) or any(type(n) is not int or n < 0 for n in layers):
+            raise RecipeError(f"dense_layers: {shown(layers)}; give a list of layer numbers, 0 or more.")
         object.__setattr__(self, "dense_layers", tuple(layers))
         check_pairs(self)
 
@@ -100,9 +104,9 @@ class Recipe:
             fields = dict(source)
         else:
             fields = fields_of(source)
-        for name in map(str, fields):
+        for name in fields:
             if name not in known:
-                raise UnknownName("recipe field", name, known)
+                raise UnknownName("recipe field", name if isinstance(name, str) else shown(name), known)
         return cls(**{**fields, **choices})
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,11 +151,14 @@ def fields_of(source: str | Path) -> dict[str, Any]:
     if isinstance(source, Path) or text.endswith((".yaml", ".yml")):
         path = Path(text)
         folder = path.parent
-        if not path.is_file():
+        if not os.path.exists(path):
             raise RecipeError(
-                f"recipe: there is no file {text!r}; give an existing YAML file, or a name (`mmaccel list` has them)."
+                f"recipe: there is no file {shown(text, outside.PATH)}; give an existing YAML file, or a name "
+                "(`mmaccel list` has them)."
             )
-        content = path.read_text()
+        content = outside.read_text(
+            path, f"recipe {shown(text, outside.PATH)}", RecipeError, most=YAML_BYTES, fix="give a YAML file"
+        )
     elif text in presets():
         content = resources.files("mmaccel").joinpath("recipes", f"{text}.yaml").read_text()
     else:
@@ -159,40 +166,22 @@ def fields_of(source: str | Path) -> dict[str, Any]:
             if text in registry(kind):
                 return {kind: text}
         raise UnknownName("recipe", text, names(), names(), own=True)
-    try:
-        fields = yaml.load(content, _Once)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"recipe {text!r} is no valid YAML: {' '.join(str(error).split())}.") from error
+    fields = outside.read_yaml(content, f"recipe {shown(text, outside.PATH)}")
     if fields is None:
         raise RecipeError(
-            f"recipe {text!r} is empty; write a mapping such as 'sparse: a_shape', or name 'dense'."
+            f"recipe {shown(text, outside.PATH)} is empty; write a mapping such as 'sparse: a_shape', or name 'dense'."
         )
     if not isinstance(fields, dict):
         raise RecipeError(
-            f"recipe {text!r} holds {type(fields).__name__}; write a mapping such as 'sparse: a_shape'."
+            f"recipe {shown(text, outside.PATH)} holds {type(fields).__name__}; write a mapping such as 'sparse: a_shape'."
         )
     if fields.get("draft") is False:
         fields["draft"] = "off"  # YAML reads a bare off as false
     for kind in BASES if folder is not None else ():
         given = fields.get(kind)
-        if isinstance(given, dict) and given.get("name") in registry(kind):
+        if isinstance(given, dict) and isinstance(given.get("name"), str) and given["name"] in registry(kind):
             fields[kind] = registry(kind)[given["name"]].placed(given, folder)  # type: ignore[attr-defined]
     return fields
-
-
-class _Once(yaml.SafeLoader):
-    """YAML in which no key of a mapping is given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            name, line = key.value, key.start_mark.line + 1
-            if isinstance(name, str) and name in lines:
-                raise yaml.YAMLError(
-                    f"{name!r} is given twice, in lines {lines[name]} and {line}; leave one out"
-                )
-            lines[str(name)] = line
-        return super().construct_mapping(node, deep)
 
 
 def _plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from mmaccel.core.draft import DraftStrategy
-from mmaccel.core.errors import RecipeError, UnknownName
+from mmaccel.core.errors import RecipeError, UnknownName, shown
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.sparse import SparsePattern
@@ -63,12 +63,13 @@ class Registry(Mapping[str, type]):
         known = [f.name for f in dataclasses.fields(cls) if f.init]
         for field in given:
             if field not in known:
-                raise UnknownName(f"field of {self.kind} {name!r}", field, known)
+                told = field if isinstance(field, str) else shown(field)
+                raise UnknownName(f"field of {self.kind} {name!r}", told, known)
         _check_types(f"{self.kind} {name!r}", cls, given)
         try:
             return cls(**given)
         except TypeError as error:
-            raise RecipeError(f"{self.kind} {name!r}: {error}.") from error
+            raise RecipeError(f"{self.kind} {name!r}: {str(error)[:200]}.") from error
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
@@ -85,7 +86,7 @@ def _check_types(who: str, cls: type, given: Mapping[str, Any]) -> None:
         if not fits:
             wanted = " or ".join(_WORDS[kind] for kind in kinds)
             text = "the text " if isinstance(value, str) else ""
-            raise RecipeError(f"{who}: {field} is {text}{value!r}; give {wanted}.")
+            raise RecipeError(f"{who}: {field} is {text}{shown(value)}; give {wanted}.")
 
 
 BASES: dict[str, type] = {

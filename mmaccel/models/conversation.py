@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from mmaccel.core import errors, outside
 from mmaccel.core.errors import ModelError
 
 
@@ -93,7 +94,7 @@ def _messages(content: Any, images: list[Any], videos: list[Any]) -> list[dict[s
     ]
     if not _listed(content) or any(not isinstance(piece, Mapping) for piece in content):
         raise ModelError(
-            f"content: {str(content)[:60]!r} is no prompt; give a text, or a list of pieces or messages; for a batch a "
+            f"content: {errors.shown(content)} is no prompt; give a text, or a list of pieces or messages; for a batch a "
             "list of these, and videos=[...] with an entry for each."
         )
     if not content and not ahead:
@@ -108,7 +109,9 @@ def _messages(content: Any, images: list[Any], videos: list[Any]) -> list[dict[s
     for message in content:
         inside = message.get("content")
         if not isinstance(inside, str) and not _listed(inside):
-            raise ModelError(f"content: a message holds {inside!r}; give it a text or pieces as 'content'.")
+            raise ModelError(
+                f"content: a message holds {errors.shown(inside)}; give it a text or pieces as 'content'."
+            )
         listed.append(
             {**message, "content": [{"type": "text", "text": inside}] if isinstance(inside, str) else inside}
         )
@@ -119,11 +122,15 @@ def _without(piece: Mapping[str, Any], shown: dict[str, list[Any]]) -> dict[str,
     """The piece as the template may see it; its image or video is put aside, in order."""
     kind = piece.get("type")
     if kind == "text":
-        return {"type": "text", "text": piece["text"]}
+        return {"type": "text", "text": outside.words(piece.get("text"), "content")}
     if kind not in shown:
-        raise ModelError(f"a piece of type {kind!r} is not known: use 'text', 'image' or 'video'.")
+        raise ModelError(
+            f"a piece of type {errors.shown(kind)} is not known: use 'text', 'image' or 'video'."
+        )
     held = [piece[name] for name in (kind, "path", "url") if name in piece]
     if not held:
-        raise ModelError(f"a piece of type {kind!r} holds no {kind}: give it under {kind!r}.")
+        raise ModelError(
+            f"a piece of type {errors.shown(kind)} holds no {kind}: give it under {errors.shown(kind)}."
+        )
     shown[kind].append(held[0])
     return {"type": kind}

@@ -11,7 +11,7 @@ from torch import nn
 
 from mmaccel.core.adapter import ModelView, Outline
 from mmaccel.core.attach import adapter_for, family_of, fitted
-from mmaccel.core.errors import ModelError, UnknownName
+from mmaccel.core.errors import ModelError, UnknownName, shown
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import tiny
 from mmaccel.models.hub import absent
@@ -45,7 +45,7 @@ def there(device: torch.device | str, field: str = "device") -> torch.device:
     except RuntimeError:
         found = None
     if found is None or found.type not in ("cpu", "cuda", "mps", "xpu"):
-        raise ModelError(f"{field}: {device!r} is no device; give cpu, cuda or cuda:1.")
+        raise ModelError(f"{field}: {shown(device)} is no device; give cpu, cuda or cuda:1.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found.type == "cuda" and (found.index or 0) >= count:
         told = f"{count} CUDA device{'' if count == 1 else 's'}"
@@ -68,7 +68,7 @@ def load_model(
     from transformers import AutoModelForImageTextToText
 
     if isinstance(devices, str):
-        raise ModelError(f"devices: {devices!r} is one; give a list, or device={devices!r}.")
+        raise ModelError(f"devices: {shown(devices)} is one; give a list, or device={shown(devices)}.")
     first = there(device)
     places = None if devices is None else [there(one, "devices") for one in devices]
     if (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, shown
 from mmaccel.media.preprocess import Pixels, anyres_tokens, to_frames, to_patches, to_square, to_tiles
 
 Batch = list[list[Tensor]]
@@ -172,5 +172,5 @@ def check_type(model_type: str) -> None:
     """Raise `ModelError` for a model type that is not among `STYLES`."""
     if model_type not in STYLES:
         raise ModelError(
-            f"model type {model_type!r} is not supported: there are {', '.join(sorted(STYLES))}."
+            f"model type {shown(model_type)} is not supported: there are {', '.join(sorted(STYLES))}."
         )

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core import outside
 from mmaccel.core.adapter import Clip, ModelView, StreamSeam, Tail
 from mmaccel.core.attach import adapter_for, attached
 from mmaccel.core.attention import StreamRun
@@ -148,10 +149,7 @@ class Seam(StreamSeam):
         return self._template()[0]
 
     def tail(self, question: str) -> Tail:
-        if not isinstance(question, str):
-            raise ModelError(f"question: {question!r} is no text; ask in words.")
-        if not question.strip():
-            raise ModelError("question: it is empty; ask something.")
+        outside.question(question)
         plain = self._template()[1]
         ids = self._chat(question)[1]
         begin = _alike(ids, plain)

@@ -118,6 +118,23 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
         ("ask", "CLIP", "what", "colour", "--model", "OV"),
         "'what' and 'colour' among them; put it in quotes.",
     ),
+    "a question in no UTF-8": (
+        ("ask", "CLIP", "what \udcff ?", "--model", "OV"),
+        "no UTF-8; write it in UTF-8.",
+    ),
+    "a question of watch in no UTF-8": (
+        ("watch", "CLIP", "--model", "OV", "--question", "what ?", "--question", "\udcff ?"),
+        "--question: '\\udcff ?' has bytes that are no UTF-8",
+    ),
+    "no name": (("ask", "", "what ?", "--model", "OV"), "check the path."),
+    "a recipe that is a folder": (
+        ("ask", "CLIP", "what ?", "--recipe", "FOLDER/a.yaml"),
+        "is a folder and no file",
+    ),
+    "a recipe in UTF-16": (
+        ("ask", "CLIP", "what ?", "--recipe", "FOLDER/16.yaml"),
+        "is no text in UTF-8: line 1 has",
+    ),
     "words": (("eval", "caption", "--model", "OV", "--words", "2"), "max_words must be 17 or more"),
 }
 
@@ -129,8 +146,11 @@ def test_a_users_error_is_one_sentence(
     arguments, words = ERRORS[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "a.yaml").mkdir()
+    (tmp_path / "16.yaml").write_text("sparse: a_shape", encoding="utf-16")
     stand = {"CLIP": clip, "OV": ov, "FOLDER": str(tmp_path)}
-    status, out, err = call(*(stand.get(one, one) for one in arguments))
+    given = (stand.get(one, one) for one in arguments)
+    status, out, err = call(*(one.replace("FOLDER/", f"{tmp_path}/") for one in given))
     assert (status, out) == (2, "")
     assert err.startswith("error: ") and words in err and err.count("\n") == 1, err
     assert err.rstrip().endswith((".", "?", ")")) and "Traceback" not in err

@@ -164,9 +164,17 @@ def test_a_file_of_questions(
             status, out, err = call(*base, *options)
         assert status == 0 and [one["question"] for one in json.loads(out)["answers"]] == asked
         assert said in err and err.count("\n") == 1
-    for content, match in ((b"a ?@soon\n", "standard input: 'soon' after"), (b"\xff\n", "is no text")):
+    for content, match in (
+        (b"a ?@soon\n", "standard input: 'soon' after"),
+        (
+            b"what is it ?\n\xff\xfe bad ?\n",
+            "no text in UTF-8: line 2 has other bytes; give one question a line",
+        ),
+        (b"x" * (1 << 20) + b"?", "standard input has more than 1 MiB"),
+    ):
         path.write_bytes(content)
-        with path.open(encoding="utf-8") as file:
+        # As where the locale is C: such bytes go through.
+        with path.open(encoding="utf-8", errors="surrogateescape") as file:
             monkeypatch.setattr("sys.stdin", file)
             status, out, err = call(*base)
         assert (status, out) == (2, "") and match in err and err.count("\n") == 1
@@ -326,6 +334,15 @@ def test_answers_given_are_not_lost_when_it_ends_early(
     assert status == (130 if "stopped" in stop else 2) and "how many ?" in out
     named = "not answered: 'what colour was the star ?' (for 60 s), 'what was first ?'\n"
     assert (named in err) == bool(left)
+
+
+def test_what_is_typed_and_is_no_text_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = io.TextIOWrapper(io.BytesIO(b"first ?\n\xff ?\nsecond ?\n"), "utf-8", errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", typed)
+    assert list(command.Typed(True).rest()) == ["first ?", "second ?"]
+    assert "has bytes that are no UTF-8; write it in UTF-8." in capsys.readouterr().err
 
 
 def test_what_is_typed_and_is_no_text_ends_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:

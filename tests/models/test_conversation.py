@@ -102,8 +102,8 @@ def test_frames_are_taken_evenly_of_whatever_a_video_is(folder: Path, tmp_path: 
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing": ({"content": None}, "content: 'None' is no prompt; give a text, or a list"),
-    "a number": ({"content": 5}, "content: '5' is no prompt"),
+    "nothing": ({"content": None}, "content: None is no prompt; give a text, or a list"),
+    "a number": ({"content": 5}, "content: 5 is no prompt"),
     "an empty text": ({"content": ""}, "content: the question is empty; ask something."),
     "a blank text": ({"content": "   "}, "content: the question is empty; ask something."),
     "a blank one of several": ({"content": ["what", " "]}, "content: the question is empty"),

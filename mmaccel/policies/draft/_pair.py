@@ -12,7 +12,7 @@ from torch import nn
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftStrategy
-from mmaccel.core.errors import DraftError, ModelError, RecipeError
+from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
 from mmaccel.core.placed import counted_from
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import policy
@@ -46,7 +46,7 @@ def check_model(name: str, model: object) -> None:
     """Raise `RecipeError` unless `model` is a folder's path or a module; `name` is the strategy's."""
     if not model or not isinstance(model, str | nn.Module):
         raise RecipeError(
-            f"{name}: model is {model!r}; give the draft model's folder, "
+            f"{name}: model is {shown(model)}; give the draft model's folder, "
             "a shipped name, 'beside' for the folder next to the target's, or the loaded model."
         )
 
@@ -93,7 +93,7 @@ def draft_pruner(name: str, prune: Any) -> TokenPruner | None:
     chosen = policy("prune", prune, f"{name}: prune")
     if not isinstance(chosen, TokenPruner):
         raise RecipeError(
-            f"{name}: prune is {prune!r}; give a pruner's name, a mapping with a name, or null."
+            f"{name}: prune is {shown(prune)}; give a pruner's name, a mapping with a name, or null."
         )
     if chosen.seat != "draft":
         raise RecipeError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView, Runner
 from mmaccel.core.attention import Probe, Run
 from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
-from mmaccel.core.errors import DraftError, ModelError, RecipeError
+from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
 from mmaccel.core.kv import KVPolicy, KVState, KVView
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.prune import best, question, quota
@@ -45,7 +45,7 @@ class SparseToDense(DraftStrategy):
             raise RecipeError(f"sparse_to_dense: window is {self.window}; give at least 1.")
         if isinstance(self.retention, bool) or not 0 < self.retention <= 1:
             raise RecipeError(
-                f"sparse_to_dense: retention is {self.retention!r}; give a share above 0, at most 1."
+                f"sparse_to_dense: retention is {shown(self.retention)}; give a share above 0, at most 1."
             )
 
     @property

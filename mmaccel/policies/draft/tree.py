@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.draft import Branches, DraftState, Prompt, Proposal
-from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.errors import DraftError, RecipeError, shown
 from mmaccel.core.registry import register
 from mmaccel.policies.draft._pair import PeerStrategy
 from mmaccel.policies.draft._read import PrunedReader, Reader, moved
@@ -48,7 +48,7 @@ class Tree(PeerStrategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.shape not in ("static", "dynamic"):
-            raise RecipeError(f"tree: shape is {self.shape!r}; give static or dynamic.")
+            raise RecipeError(f"tree: shape is {shown(self.shape)}; give static or dynamic.")
         for field in ("depth", "width", "nodes"):
             if getattr(self, field) < 1:
                 raise RecipeError(f"tree: {field} is {getattr(self, field)}; give at least 1.")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.kv import Piece, Stream, StreamPolicy
 from mmaccel.core.placed import counted_from
 from mmaccel.core.room import with_room
@@ -51,12 +51,12 @@ class StoredPolicy(WindowedPolicy):
         if self.frames < 1:
             raise RecipeError(f"{self.name}: frames is {self.frames}; give at least 1.")
         if self.similarity not in ("dot", "cosine"):
-            raise RecipeError(f"{self.name}: similarity is {self.similarity!r}; give 'dot' or 'cosine'.")
+            raise RecipeError(f"{self.name}: similarity is {shown(self.similarity)}; give 'dot' or 'cosine'.")
         if self.host_bytes is not None and self.host_bytes < 0:
             raise RecipeError(f"{self.name}: host_bytes is {self.host_bytes}; give at least 0, or null.")
         if self.spill not in ("refuse", "disk", "drop_oldest"):
             raise RecipeError(
-                f"{self.name}: spill is {self.spill!r}; give 'refuse', 'disk' or 'drop_oldest'."
+                f"{self.name}: spill is {shown(self.spill)}; give 'refuse', 'disk' or 'drop_oldest'."
             )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.errors import ModelError, RecipeError, shown
 from mmaccel.core.kv import MARGIN, KVView, Piece, Seen, Stream, StreamPolicy
 from mmaccel.policies.kv._evidence import attention
 from mmaccel.policies.kv._stream import StreamMemory, mean_query, weigh
@@ -59,7 +59,9 @@ class TokenPolicy(StreamPolicy):
         if self.frames < 1:
             raise RecipeError(f"{self.name}: frames is {self.frames}; give at least 1.")
         if self.positions not in ("original", "compact"):
-            raise RecipeError(f"{self.name}: positions is {self.positions!r}; give 'original' or 'compact'.")
+            raise RecipeError(
+                f"{self.name}: positions is {shown(self.positions)}; give 'original' or 'compact'."
+            )
 
 
 class TokenMemory(StreamMemory):

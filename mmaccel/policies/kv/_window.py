@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.kv import MARGIN, StreamPolicy
 from mmaccel.core.places import Places
 
@@ -45,7 +45,9 @@ class WindowedPolicy(StreamPolicy):
                 f"{self.name}: local is {self.local}; give 0 to window, which is {self.window}."
             )
         if self.positions not in ("compact", "original"):
-            raise RecipeError(f"{self.name}: positions is {self.positions!r}; give 'compact' or 'original'.")
+            raise RecipeError(
+                f"{self.name}: positions is {shown(self.positions)}; give 'compact' or 'original'."
+            )
 
 
 class Bases:

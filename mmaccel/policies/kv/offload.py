@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.kv import Piece, Stream, StreamPolicy, StreamState
 from mmaccel.core.placed import counted_from
 from mmaccel.core.registry import register
@@ -51,7 +51,7 @@ class Offload(StreamPolicy):
             raise RecipeError(f"{self.name}: host_bytes is {self.host_bytes}; give at least 0, or null.")
         if self.spill not in ("refuse", "disk"):
             raise RecipeError(
-                f"{self.name}: spill is {self.spill!r}; give 'refuse' or 'disk', for it keeps everything."
+                f"{self.name}: spill is {shown(self.spill)}; give 'refuse' or 'disk', for it keeps everything."
             )
 
     def stream(

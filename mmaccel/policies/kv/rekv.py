@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.kv import Stream, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._stored import StoredMemory, StoredPolicy
@@ -36,7 +36,7 @@ class ReKV(StoredPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.copies not in ("frame", "coalesced"):
-            raise RecipeError(f"{self.name}: copies is {self.copies!r}; give 'frame' or 'coalesced'.")
+            raise RecipeError(f"{self.name}: copies is {shown(self.copies)}; give 'frame' or 'coalesced'.")
 
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import ScorePruner, Stage
 from mmaccel.core.registry import register
@@ -41,7 +41,7 @@ class PyramidDrop(ScorePruner):
         shares = isinstance(at, list | tuple) and all(isinstance(x, float) and 0 < x < 1 for x in at)
         if not at or not shares or list(at) != sorted(set(at)):
             raise RecipeError(
-                f"pyramid_drop: stages_at is {at!r}; give rising shares of the depth between 0 and 1."
+                f"pyramid_drop: stages_at is {shown(at)}; give rising shares of the depth between 0 and 1."
             )
         object.__setattr__(self, "stages_at", tuple(at))
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import (
     Kept,
@@ -61,7 +61,7 @@ class SparseVLM(TokenPruner):
     def __post_init__(self) -> None:
         shares = self.retention
         if not isinstance(shares, list | tuple) or not shares:
-            raise RecipeError(f"sparsevlm: retention is {shares!r}; give a list of shares, one a stage.")
+            raise RecipeError(f"sparsevlm: retention is {shown(shares)}; give a list of shares, one a stage.")
         for share in shares:
             check_share(self.name, "retention", share)
         if list(shares) != sorted(shares, reverse=True):
@@ -77,7 +77,7 @@ class SparseVLM(TokenPruner):
             )
             if not fits or list(self.layers) != sorted(set(self.layers)) or len(self.layers) != len(shares):
                 raise RecipeError(
-                    f"sparsevlm: layers is {self.layers!r}; give rising layer numbers, one a share of retention."
+                    f"sparsevlm: layers is {shown(self.layers)}; give rising layer numbers, one a share of retention."
                 )
             object.__setattr__(self, "layers", tuple(self.layers))
         check_share(self.name, "recycle", self.recycle)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from mmaccel.core import errors
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
 from mmaccel.core.mix import HeadRun
@@ -31,7 +32,7 @@ def inner(value: Any, where: str, block: int) -> IntraPattern | None:
         known = [n for n in registry("sparse") if issubclass(registry("sparse")[n], IntraPattern)]
         told = getattr(pattern, "name", pattern)
         raise RecipeError(
-            f"{where} is {told!r}; give one of {', '.join(known)}, by name, as a mapping with a name, or null."
+            f"{where} is {errors.shown(told)}; give one of {', '.join(known)}, by name, as a mapping with a name, or null."
         )
     return replace(pattern, block=block)
 

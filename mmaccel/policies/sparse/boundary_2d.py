@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mmaccel.core.errors import RecipeError, UnknownName
+from mmaccel.core.errors import RecipeError, UnknownName, shown
 from mmaccel.core.layout import MODALITIES
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.boundaries import Boundary, Inner, inner
@@ -37,13 +37,13 @@ class Boundary2D(Boundary):
         object.__setattr__(self, "default", inner(self.default, f"{self.name}: default", self.block))
         if not isinstance(self.pairs, Mapping):
             raise RecipeError(
-                f"{self.name}: pairs is {self.pairs!r}; give a mapping such as {{video>text: grid}}."
+                f"{self.name}: pairs is {shown(self.pairs)}; give a mapping such as {{video>text: grid}}."
             )
         found = {}
         for pair, value in self.pairs.items():
             if pair not in PAIRS:
                 raise UnknownName(f"pair of {self.name}", str(pair), PAIRS)
-            found[pair] = inner(value, f"{self.name}: pairs[{pair!r}]", self.block)
+            found[pair] = inner(value, f"{self.name}: pairs[{shown(pair)}]", self.block)
         object.__setattr__(self, "pairs", found)
         if not any(self.pair(*pair.split(">")) for pair in PAIRS):
             raise RecipeError(f"{self.name}: every pair is left out; give one of them a pattern.")

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.plan import Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_toll
@@ -89,7 +89,7 @@ class Grid(IntraPattern):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stride not in ("frame", "free"):
-            raise RecipeError(f"grid: stride is {self.stride!r}; give 'frame' or 'free'.")
+            raise RecipeError(f"grid: stride is {shown(self.stride)}; give 'frame' or 'free'.")
         if self.min_stride < 2 or self.max_stride < self.min_stride:
             raise RecipeError(
                 f"grid: min_stride {self.min_stride} and max_stride {self.max_stride} are no range from 2 upwards."
@@ -109,7 +109,9 @@ class Grid(IntraPattern):
             known = get_args(kind)
             if getattr(self, name) not in known:
                 told = ", ".join(map(repr, known[:-1]))
-                raise RecipeError(f"grid: {name} is {getattr(self, name)!r}; give {told} or {known[-1]!r}.")
+                raise RecipeError(
+                    f"grid: {name} is {shown(getattr(self, name))}; give {told} or {shown(known[-1])}."
+                )
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         lines = self._lines(sight)

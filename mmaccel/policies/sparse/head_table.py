@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core import outside
+from mmaccel.core.errors import RecipeError, shown
 
 KIND, SCHEMA = "mmaccel heads", 1
 """What the file says it is, and the version of what it holds."""
+FIX = "give a file that `mmaccel search` wrote"
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
@@ -18,21 +19,13 @@ def read_table(path: str | Path) -> dict[str, Any]:
     `block`, `layers` (for each layer, for each head, a mapping with the `pattern` and what was measured), and whatever else
     the search wrote. Raises `RecipeError` in one sentence.
     """
-    where = f"table {str(path)!r}"
-    try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(
-            f"{where} cannot be read ({(error.strerror or type(error).__name__).lower()}: {Path(path).absolute()}); "
-            "give a file that `mmaccel search` wrote."
-        ) from error
-    except ValueError as error:
-        raise RecipeError(f"{where} is no JSON; give a file that `mmaccel search` wrote.") from error
+    where = f"table {shown(str(path), outside.PATH)}"
+    table = outside.read_json(path, where, RecipeError, fix=FIX)
     if not isinstance(table, dict) or table.get("kind") != KIND:
-        raise RecipeError(f"{where} holds no head patterns; give a file that `mmaccel search` wrote.")
+        raise RecipeError(f"{where} holds no head patterns; {FIX}.")
     if table.get("schema") != SCHEMA:
         raise RecipeError(
-            f"{where} has schema {table.get('schema')!r} and this version reads {SCHEMA}; search again."
+            f"{where} has schema {shown(table.get('schema'))} and this version reads {SCHEMA}; search again."
         )
     layers = table.get("layers")
     whole = isinstance(table.get("model"), dict) and isinstance(table.get("block"), int)
@@ -62,7 +55,7 @@ def difference(table: Mapping[str, Any], model: Mapping[str, Any]) -> str | None
     theirs = table["model"]
     for name in dict.fromkeys((*model, *theirs)):
         if theirs.get(name) != model.get(name):
-            return f"{name} {theirs.get(name)!r} there, {model.get(name)!r} here"
+            return f"{name} {shown(theirs.get(name))} there, {shown(model.get(name))} here"
     return None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from mmaccel.core.errors import MmaccelWarning, RecipeError
+from mmaccel.core.errors import MmaccelWarning, RecipeError, shown
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.mix import Share, mix, runs
 from mmaccel.core.placed import counted_from
@@ -62,7 +62,7 @@ class PerHead(SparsePattern):
             object.__setattr__(self, "table", self._patterns(self.table))
         elif not isinstance(self.table, str):
             raise RecipeError(
-                f"per_head: table is {self.table!r}; give 'shipped', a file, or a mapping of layers."
+                f"per_head: table is {shown(self.table)}; give 'shipped', a file, or a mapping of layers."
             )
         elif self.table != SHIPPED:
             _ = self._named
@@ -104,7 +104,7 @@ class PerHead(SparsePattern):
         for layer, heads in table.items():
             if not isinstance(heads, Mapping):
                 raise RecipeError(
-                    f"per_head: table[{layer!r}] is {heads!r}; give a mapping from head numbers to patterns."
+                    f"per_head: table[{shown(layer)}] is {shown(heads)}; give a mapping from head numbers to patterns."
                 )
             built[_number("layer", layer)] = {
                 _number("head", head): self._pattern(_place(file, layer, head), value)
@@ -124,7 +124,9 @@ class PerHead(SparsePattern):
                 raise
             raise RecipeError(f"per_head: {where}: {error}") from error
         if not isinstance(pattern, SparsePattern) or isinstance(pattern, PerHead):
-            raise RecipeError(f"per_head: {where} is {value!r}; give one pattern, by name or as a mapping.")
+            raise RecipeError(
+                f"per_head: {where} is {shown(value)}; give one pattern, by name or as a mapping."
+            )
         if pattern.block != self.block:
             raise RecipeError(
                 f"per_head: {where} has blocks of {pattern.block} and the rest of {self.block}; give them one size."
@@ -203,7 +205,7 @@ def _number(what: str, value: Any) -> int:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise RecipeError(f"per_head: {value!r} is no {what}; give its number, 0 or more.")
+        raise RecipeError(f"per_head: {shown(value)} is no {what}; give its number, 0 or more.")
     return value
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.layout import TEXT
 from mmaccel.policies.sparse.intra import Sight
 from mmaccel.policies.sparse.orders import whole_blocks
@@ -77,7 +77,9 @@ class Segments:
 def check_stride(name: str, stride: Stride, low: int, high: int) -> None:
     """Refuses what is no stride, and bounds that are no range."""
     if stride != "frame" and (not isinstance(stride, int) or isinstance(stride, bool) or stride < 1):
-        raise RecipeError(f"{name}: stride is {stride!r}; give 'frame' or a number of tokens, at least 1.")
+        raise RecipeError(
+            f"{name}: stride is {shown(stride)}; give 'frame' or a number of tokens, at least 1."
+        )
     if low < 1 or high < low:
         raise RecipeError(f"{name}: min_stride {low} and max_stride {high} are no range from 1 upwards.")
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.plan import FAR, KeySpan, Part, pad_rows, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
@@ -48,7 +48,7 @@ class SFFixed(IntraPattern):
         if self.summary < 0:
             raise RecipeError(f"sf_fixed: summary is {self.summary}; give 0 or more tokens of a segment.")
         if self.side not in ("last", "first"):
-            raise RecipeError(f"sf_fixed: side is {self.side!r}; give 'last' or 'first'.")
+            raise RecipeError(f"sf_fixed: side is {shown(self.side)}; give 'last' or 'first'.")
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         segments = Segments.of(sight, self.stride, self.min_stride, self.max_stride)

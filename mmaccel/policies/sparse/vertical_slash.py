@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.plan import FAR, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
@@ -54,7 +54,7 @@ class VerticalSlash(IntraPattern):
         if self.last_q < 1:
             raise RecipeError(f"vertical_slash: last_q is {self.last_q}; give at least 1 query.")
         if self.estimate not in ("head", "group"):
-            raise RecipeError(f"vertical_slash: estimate is {self.estimate!r}; give 'head' or 'group'.")
+            raise RecipeError(f"vertical_slash: estimate is {shown(self.estimate)}; give 'head' or 'group'.")
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         sample = sight.last(self.last_q, self.estimate == "group")

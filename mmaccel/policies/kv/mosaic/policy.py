@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.kv import Stream, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._stored import StoredPolicy
@@ -146,7 +146,7 @@ class Mosaic(StoredPolicy):
         for field, choices in CHOICES.items():
             if getattr(self, field) not in choices:
                 told = ", ".join(map(repr, choices))
-                raise RecipeError(f"mosaic: {field} is {getattr(self, field)!r}; give one of {told}.")
+                raise RecipeError(f"mosaic: {field} is {shown(getattr(self, field))}; give one of {told}.")
         for field, least in LEAST.items():
             if not getattr(self, field) >= least:
                 raise RecipeError(f"mosaic: {field} is {getattr(self, field)}; give at least {least}.")

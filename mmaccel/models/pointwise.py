@@ -129,7 +129,7 @@ def normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
 
 
 def gated(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
-    """What the gated block `module` makes of `hidden`, its gate by one kernel where there is one, else by its own `whole`."""
+    """What the gated block `module` makes of `hidden`, its gate by one kernel where there is one, else by its `whole`."""
     if not pointwise.fusible(hidden) or torch.is_grad_enabled():
         return whole(hidden)
     gate = module.gate_proj(hidden)

@@ -2,6 +2,7 @@
 
     python bench/memories.py --model tiny-ov --processes 12 --limit 480 --out memories.jsonl
     python bench/memories.py --plan levels --model tiny-ov --processes 12 --limit 120 --out levels.jsonl
+    python bench/memories.py --memory mosaic rekv livevlm streammem --call 1 --frames 256 --worlds 5 --out one.jsonl
     python bench/memories.py --rows one.jsonl other.jsonl --out all.jsonl --brief bench/results/memories_h200_202611.jsonl
 
 The last puts the answers of several runs together; --brief leaves them out (they are 14 MB at the sizes of the first).
@@ -164,6 +165,7 @@ class Asker:
             [World.generate(seed, frames)],
             kinds=options.kinds,
             still=options.still,
+            call=options.call,
             most=options.most,
             watched=seen.append,
         ):
@@ -311,6 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", type=int, default=16, help="frames of the encoding window")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--still", type=float, default=0.3, help="share of the frames in which nothing moves")
+    parser.add_argument("--call", type=int, help="frames a memory is given at a time (many)")
     parser.add_argument("--most", type=int, default=4, help="questions of a kind about a world, at most")
     parser.add_argument("--seed", type=int, default=0, help="training has seen none below 2**31")
     parser.add_argument(

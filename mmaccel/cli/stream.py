@@ -50,6 +50,9 @@ def stream(
     window: Annotated[int, typer.Option("--window", min=1, help="Frames of the encoding window.")] = 32,
     kind: Annotated[str, typer.Option("--kind", help="Kinds with commas, or all.")] = "all",
     still: Annotated[float, typer.Option("--still", help="Share of frames in which nothing moves.")] = 0.3,
+    call: Annotated[
+        int | None, typer.Option("--call", min=1, help="Frames a memory is given at a time (many).")
+    ] = None,
     seed: Seed = 0,
     output: Annotated[
         Path | None, typer.Option("--out", help="Write each answer, as JSON lines, to this file.")
@@ -86,8 +89,15 @@ def stream(
         with bars() as progress:
             bar = progress.add_task("stream", total=None, unit="frames")
             for shot in shots(
-                loaded, processor, compared, films, kinds=asked, still=still, progress=lambda n: progress.advance(bar, n)
-            ):  # fmt: skip
+                loaded,
+                processor,
+                compared,
+                films,
+                kinds=asked,
+                still=still,
+                call=call,
+                progress=lambda n: progress.advance(bar, n),
+            ):
                 found.append(shot)
                 if file is not None:
                     file.write(json.dumps(shot.to_dict()) + "\n")
@@ -104,7 +114,14 @@ def stream(
         # An error before the first answer is told alone.
         worth = whole or stopped or bool(found)
         if worth and as_json:
-            facts = {"model": model, "frames": frames, "worlds": worlds, "window": window, "still": still}
+            facts = {
+                "model": model,
+                "frames": frames,
+                "worlds": worlds,
+                "window": window,
+                "still": still,
+                "call": call,
+            }
             print_json({**facts, "seed": seed, "complete": whole, "rows": told, "paired": against})
         elif found or whole:
             out().print(_table(told))

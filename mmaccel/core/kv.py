@@ -195,8 +195,8 @@ class Piece:
     count    units of the pass ("units")
     times    seconds from the start of the stream at which each unit was shown ("units")
     look     [count, E] float32, the mean over each unit's tokens of its visual features, as the projector gave them
-    pending  the first rows of a question that are tokens of a unit not yet complete; it stands after all units, as one
-             more. 0 or P
+    pending  the first rows of a question that are tokens of units the memory has not taken in yet; they stand after all
+             units, as so many more. A multiple of P
     words    rows ``words[0] .. words[1]`` of a question are the user's own words; by their queries memories are searched
     room     columns that may follow a question as its answer
     weigh    whether `evidence` is asked for after a question, so that what weighs it has to be kept
@@ -310,8 +310,13 @@ class StreamState(KVState):
 
     def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
         """Asked before units are run, with their features [n, P, E]: the features to run, [m, P, E], and for each of the m
-        how many consecutive units it stands for. The m are what is numbered from then on."""
+        how many consecutive units it stands for. The m are what is numbered from then on; what may be merged with units
+        still to come is held back until then (`waiting`), so that calls of `watch` do not matter."""
         return features, [1] * features.shape[0]
+
+    def waiting(self) -> Tensor | None:
+        """Features [w, P, E] that `merge` holds back, as they would be run now: a question sees them after all units."""
+        return None
 
     def save(self, path: str | Path) -> None:
         """Write the stream into the folder `path`, which exists (`mmaccel.core.saving`); raises OSError."""

@@ -247,7 +247,8 @@ class Live:
         deadline = Deadline() if deadline is None else deadline
         meter = Meter(started=time.perf_counter())
         tail = seam.tail(question)
-        pending = 0 if film.pending is None else film.unit
+        waiting = state.waiting()
+        pending = film.unit * ((film.pending is not None) + (0 if waiting is None else len(waiting)))
         before = pending + film.marks.shape[0]
         piece = Piece(
             kind="question",
@@ -265,6 +266,8 @@ class Live:
         parts = [film.marks, seam.words(tail.ids)]
         if film.pending is not None:
             parts.insert(0, seam.features(filled(film.pending, seam.pace), film.size)[0][0])
+        if waiting is not None:
+            parts.insert(0, waiting.flatten(0, 1))
         turn = Turn(seam, state, self._hidden, deadline)
         with state.turn():
             logits = turn.prefill({"piece": piece, "embeds": torch.cat(parts)})

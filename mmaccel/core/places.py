@@ -69,10 +69,11 @@ class Places:
 
     def after(self, units: int, pending: int, start: int, count: int) -> Tensor:
         """[count] or [3, count]: columns ``start .. start + count`` of what follows `units` units: first the `pending`
-        columns of one that is not complete, if any, from their beginning or not at all; then the text."""
+        columns of units that are not among them, if any, from their beginning or not at all; then the text."""
+        more = pending // self._unit.shape[1]
         if start >= pending:
-            return self.tail(units + bool(pending), start - pending, count)
-        return torch.cat([self.units(units, 1), self.tail(units + 1, 0, count - pending)], -1)
+            return self.tail(units + more, start - pending, count)
+        return torch.cat([self.units(units, more), self.tail(units + more, 0, count - pending)], -1)
 
     def span(self, units: int) -> int:
         """The largest position that `units` units and their text's first token take."""
@@ -83,7 +84,7 @@ class Places:
     def ends(self, units: int, pending: int, rows: int) -> tuple[int, int]:
         """The position of the last of `rows` columns after `units` units, as `after` has them, and how many positions all
         take up to there: of three coordinates that of time may be further out than the text."""
-        whole = units + bool(pending)
+        whole = units + pending // self._unit.shape[1]
         last = self._text + (whole - 1) * self._slope + rows - pending - 1
         return last, max(last, self.span(whole)) + 1
 

@@ -66,15 +66,23 @@ class Viewing(VideoSession):
     def __enter__(self) -> Viewing:
         return self
 
-    def show(self, footage: Footage, fps: float, progress: Callable[[int], None] | None = None) -> float:
-        """Watch all of `footage`; the seconds that took. `progress` is told of each frame."""
+    def show(
+        self,
+        footage: Footage,
+        fps: float,
+        progress: Callable[[int], None] | None = None,
+        call: int | None = None,
+    ) -> float:
+        """Watch all of `footage`, `call` frames at a time (None: `PIECE`); the seconds that took. `progress` is told of each
+        frame."""
         own, self._seam = self._seam, footage.seam
         began = time.perf_counter()
         try:
             for piece in footage.pieces:
-                self.watch(piece, fps=fps)
-                if progress is not None:
-                    progress(len(piece))
+                for part in piece.split(call or PIECE):
+                    self.watch(part, fps=fps)
+                    if progress is not None:
+                        progress(len(part))
         finally:
             self._seam = own
         if own.device.type == "cuda":

@@ -143,14 +143,15 @@ def shots(
     still: float = 0.3,
     fps: float = 1.0,
     chunk: int | None = None,
+    call: int | None = None,
     most: int | None = None,
     progress: Callable[[int], None] | None = None,
     watched: Callable[[Watch], None] | None = None,
 ) -> Iterator[Shot]:
     """Every question of `kinds` about each world, to every memory. At most `most` questions of a kind and world.
 
-    `still` of the frames stand still; `progress` is told of each frame watched and each question asked, `watched` of each
-    watch when its questions are asked.
+    `still` of the frames stand still; a memory is given `call` frames at a time (None: many); `progress` is told of each
+    frame watched and each question asked, `watched` of each watch when its questions are asked.
     """
     wanted = checked_kinds(kinds, KINDS)
     watches = together(memories)
@@ -161,7 +162,7 @@ def shots(
         footage = Footage(model, processor, world, still)
         for entries in watches:
             with Viewing(model, processor, entries[0].kv, chunk) as session:
-                seconds = session.show(footage, fps, progress)
+                seconds = session.show(footage, fps, progress, call)
                 found = clusterings(world, session.clusters(), session.pace)
                 for entry in entries:
                     session.under(entry.kv)

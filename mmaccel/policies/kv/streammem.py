@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.kv import KVView, Piece, Stream, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
+
+MERGED = 8
+"""Units of the clips within which units are merged."""
 
 
 @register("kv", "streammem")
@@ -31,8 +36,9 @@ class StreamMem(TokenPolicy):
     together instead once original positions pass the model's limit.
 
     frames      kept, in tokens of each layer: 64 are 12 544 of LLaVA-OneVision (the paper: 6 000, 12 000 or 24 000)
-    similar     cosine of the features of frames, one after the other, from which on they are merged; None: never. Frames
-                are merged within what is watched together
+    similar     cosine of the features of frames, one after the other, from which on they are merged; None: never. Units are
+                merged within clips of 8, counted from the start of the stream; the last ones wait until it is known
+                with what they are merged, and a question sees them until then behind all others
     prototypes  whether frames leave them
     positions   where kept tokens stand: "original" as long as the model's limit allows, then compact; or "compact" always
     """
@@ -69,22 +75,33 @@ class ProxyMemory(TokenMemory):
         # Units at the last choice, and the first unit that has lost no token yet.
         self._chosen = self._whole = 0
         self._merged = self._left = 0.0
+        # Units that have come, and the last of them [n, P, E], one like the other, with which the next may be merged.
+        self._come = 0
+        self._open: Tensor | None = None
         self._blank = self.checkpoint()
 
     def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
-        if self.policy.similar is None or features.shape[0] < 2:
+        if self.policy.similar is None:
             return super().merge(features)
-        flat = features.flatten(1).float()
+        whole = features if self._open is None else torch.cat([self._open.to(features), features])
+        first = self._come - (whole.shape[0] - features.shape[0])
+        self._come += features.shape[0]
+        flat = whole.flatten(1).float()
         near = torch.cosine_similarity(flat[1:], flat[:-1], dim=1) > self.policy.similar
         counts = [1]
-        for same in near.tolist():
-            if same:
+        for number, same in enumerate(near.tolist(), first + 1):
+            if same and number % MERGED:
                 counts[-1] += 1
             else:
                 counts.append(1)
-        self._merged += features.shape[0] - len(counts)
-        means = [part.float().mean(0) for part in torch.split(features, counts)]
-        return torch.stack(means).to(features.dtype), counts
+        parts = list(torch.split(whole, counts))
+        # Copied: a slice would keep the whole.
+        self._open = parts.pop().clone() if self._come % MERGED else None
+        self._merged += sum(part.shape[0] - 1 for part in parts)
+        return torch.stack([_mean(part) for part in parts]) if parts else features[:0], counts[: len(parts)]
+
+    def waiting(self) -> Tensor | None:
+        return None if self._open is None else _mean(self._open)[None]
 
     def leave(self) -> None:
         piece = self._piece
@@ -141,15 +158,38 @@ class ProxyMemory(TokenMemory):
         return None, self._count
 
     def checkpoint(self) -> Any:
-        return super().checkpoint(), self._chosen, self._whole, self._merged, self._left
+        own = self._chosen, self._whole, self._merged, self._left, self._come, self._open
+        return super().checkpoint(), own
 
     def restore(self, mark: Any) -> None:
-        tokens, self._chosen, self._whole, self._merged, self._left = mark
+        tokens, own = mark
+        self._chosen, self._whole, self._merged, self._left, self._come, self._open = own
         self._scores = [None] * len(self._scores)
         super().restore(tokens)
 
     def counters(self) -> dict[str, float]:
         return {**super().counters(), "merged": self._merged, "prototypes": self._left}
+
+    def nbytes(self) -> int:
+        return super().nbytes() + (0 if self._open is None else self._open.nbytes)
+
+    def _save(self, folder: Path) -> None:
+        super()._save(folder)
+        rows = 0 if self._open is None else self._open.shape[0]
+        saving.write_json(folder / "open.json", {"come": self._come, "rows": rows})
+        if self._open is not None:
+            saving.write_tensors(folder / "open.safetensors", {"features": self._open})
+
+    def _load(self, folder: Path) -> None:
+        super()._load(folder)
+        if not (folder / "open.json").is_file():
+            return  # of a version that merged within one call of `watch`
+        told = saving.read_json(folder / "open.json", {"come": int, "rows": int})
+        self._come = told["come"]
+        if told["rows"]:
+            shape = (told["rows"], self.stream.unit, self.geometry.hidden)
+            wanted = {"features": (shape, self.stream.dtype)}
+            self._open = saving.read_tensors(folder / "open.safetensors", wanted, self.device)["features"]
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -165,3 +205,8 @@ class ProxyMemory(TokenMemory):
     def _recount(self, facts: dict[str, Any]) -> None:
         self._chosen, self._whole = facts["chosen"], facts["whole"]
         self._merged, self._left = facts["merged"], facts["prototypes"]
+
+
+def _mean(features: Tensor) -> Tensor:
+    """[P, E]: the mean over units [n, P, E]."""
+    return features.float().mean(0).to(features.dtype)

@@ -140,16 +140,24 @@ def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
 
 
 def test_frames_like_the_one_before_are_merged() -> None:
-    state = opened(StreamMem(similar=0.9))
+    """Within clips of eight; the last ones wait for those that may follow, however they come."""
     one, two = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
-    frames = torch.stack([one, 3 * one, one + 0.01, two, one, -one, -one])
-    features, counts = state.merge(frames)
-    assert counts == [3, 1, 1, 2]
-    expected = [torch.stack([one, 3 * one, one + 0.01]).mean(0), two, one, -one]
-    torch.testing.assert_close(features, torch.stack(expected))
-    assert state.counters()["merged"] == 3
+    frames = torch.stack([one, 3 * one, one + 0.01, two, one, -one, -one, -one, -one, two])
+    expected = [torch.stack([one, 3 * one, one + 0.01]).mean(0), two, one, -one, -one]
+    for step in (1, 2, 3, 10):
+        state = opened(StreamMem(similar=0.9))
+        made = [state.merge(part) for part in frames.split(step)]
+        assert [n for _, counts in made for n in counts] == [3, 1, 1, 3, 1], (
+            "the ninth begins a clip of its own"
+        )
+        torch.testing.assert_close(torch.cat([features for features, _ in made]), torch.stack(expected))
+        waiting = state.waiting()
+        assert waiting is not None and torch.equal(waiting, two[None])
+        assert state.counters()["merged"] == 4
     for other in (opened(StreamMem(similar=None)), opened(StreamMem(similar=1.0))):
-        assert other.merge(frames)[1][:1] == [1] and len(other.merge(frames[:1])[1]) == 1
+        features, counts = other.merge(frames[:8])
+        assert set(counts) <= {1, 2, 3} and len(counts) >= 7 and len(features) == len(counts)
+        assert other.waiting() is None
     assert opened(StreamMem(similar=None)).merge(frames)[0] is frames
     half, _ = state.merge(frames.half())
     assert half.dtype == torch.float16

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.console import bars, columns, counter, cut_short, many, number, out, print_json, size
+from mmaccel.cli.console import bars, columns, cut_short, many, number, out, print_json, size
+from mmaccel.cli.footage import MAX_FRAMES, Timeout, watch
 from mmaccel.core import outside
 from mmaccel.core.answer import MAX_NEW_TOKENS
-from mmaccel.core.errors import RecipeError, VideoError, VideoWarning
+from mmaccel.core.errors import RecipeError, VideoError
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
     from mmaccel.core.recipe import Recipe
     from mmaccel.eval.answer import Answer
     from mmaccel.media import Video
-    from mmaccel.media.preprocess import Pixels
 
-MAX_FRAMES = 4096
 ATTENTION = ("self_attn", "attn")
 """What the attention of a layer is called in language models and vision towers."""
 
@@ -34,19 +31,6 @@ LABELS, COLUMN = 32, 24
 """Characters of a table that its labels take, and that a recipe wants at least."""
 
 BY_HEAD = "layer by layer: the same with --json > FILE, then mmaccel draw FILE --out heads.svg"
-
-OPTIONS = (
-    (r"; max_side= or size= sets another size", ""),
-    (r", max_frames= or size=", " or max_frames="),
-    (r"\bfps and frames exclude", "--fps and --frames exclude"),
-    (r"\bframes=(?=\w|-)", "--frames "),
-    (r"\bfps=(?=\w|-)", "--fps "),
-    (r"\bmax_frames=(?=\w|-)", "--max-frames "),
-    (r"\bframes=", "--frames"),
-    (r"\bfps=", "--fps"),
-    (r"\bmax_frames=", "--max-frames"),
-)
-"""The arguments of `media.read`, as its sentences name them, and the options of the command that give them."""
 
 Model = Annotated[str, typer.Option("--model", help="A shipped model's name, a folder, or a hub name.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
@@ -77,6 +61,7 @@ def ask(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")
     ] = MAX_NEW_TOKENS,
+    timeout: Timeout = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -98,7 +83,9 @@ def ask(
         choices.check(one, model, place)
     processor = choices.processor(model)
     with bars() as progress:
-        seen = watch(video, processor, progress, fps=fps, frames=frames, max_frames=max_frames)
+        seen = watch(
+            video, processor, progress, fps=fps, frames=frames, max_frames=max_frames, timeout=timeout
+        )
         loaded = choices.load(model, place, kind)
         answers, tokens = compared(loaded, processor, seen, question, chosen, progress, max_new_tokens)
     facts = {"model": model, "video": video, "question": question, "frames": len(seen), "device": place}
@@ -106,68 +93,6 @@ def ask(
         print_json(as_object(answers, facts, tokens, compare))
     else:
         out().print(side_by_side(answers, facts, tokens))
-
-
-def watch(
-    path: str,
-    processor: Any,
-    progress: Progress,
-    *,
-    fps: float | None = None,
-    frames: int | None = None,
-    max_frames: int | None = None,
-) -> Video:
-    """The frames a model is to see: as asked, or at the rate of its processor, or every one."""
-    from mmaccel import media
-
-    if frames is not None and (fps is not None or max_frames is not None):
-        raise VideoError(
-            "--frames says how many frames, --fps and --max-frames bound them; give one or the other."
-        )
-    how: dict[str, Any] = {"frames": frames}
-    if frames is None:
-        how["max_frames"] = max_frames if max_frames is not None else processor.video.max_frames or MAX_FRAMES
-        how["fps"] = fps if fps is not None else processor.video.fps
-    with own_options(path):
-        return media.read(
-            path, **how, fit=fit(processor.video), progress=counter(progress, "decode", "frames")
-        )
-
-
-def fit(pixels: Pixels) -> Callable[[int, int, int], tuple[int, int]]:
-    """The size that a processor with these settings gives to (frames, height, width)."""
-    from mmaccel.media.preprocess import frame_size_of, patch_size_of
-
-    def size(frames: int, height: int, width: int) -> tuple[int, int]:
-        if not pixels.do_resize:
-            return height, width
-        if pixels.merge_size is not None:
-            return patch_size_of(pixels, frames, height, width, cap=True)
-        return frame_size_of(pixels, height, width)
-
-    return size
-
-
-@contextmanager
-def own_options(path: str) -> Iterator[None]:
-    """What `media.read` says of its arguments, in errors and warnings, said of the options of the command."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", VideoWarning)
-        try:
-            yield
-        except VideoError as error:
-            raise VideoError(_said(str(error), path)) from error
-    for one in caught:
-        told = _said(str(one.message), path) if issubclass(one.category, VideoWarning) else one.message
-        warnings.warn(told, one.category, stacklevel=3)
-
-
-def _said(told: str, path: str) -> str:
-    # A path may hold any of the words.
-    parts = told.split(path) if path else [told]
-    for words, option in OPTIONS:
-        parts = [re.sub(words, option, part) for part in parts]
-    return path.join(parts)
 
 
 def compared(

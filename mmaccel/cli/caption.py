@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model, watch
+from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model
 from mmaccel.cli.console import bars, cut_short, many, number, out, print_json
+from mmaccel.cli.footage import Timeout, watch
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import registry
 
@@ -39,6 +40,7 @@ def caption(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=2, help="Longest description.")
     ] = 512,
+    timeout: Timeout = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -55,7 +57,7 @@ def caption(
     choices.check(chosen, model, place)
     processor = choices.processor(model)
     with bars() as progress:
-        seen = watch(video, processor, progress, fps=fps, frames=frames)
+        seen = watch(video, processor, progress, fps=fps, frames=frames, timeout=timeout)
         loaded = choices.load(model, place, kind)
     text = {"type": "text", "text": request or CAPTION_REQUEST}
     inputs = prompt(processor, [{"type": "video", "video": seen}, text], loaded)

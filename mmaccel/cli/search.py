@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.ask import Device, Dtype, Json, watch
+from mmaccel.cli.ask import Device, Dtype, Json
 from mmaccel.cli.console import bars, many, out, print_json, size, steps
+from mmaccel.cli.footage import watch
 from mmaccel.core.errors import ModelError, RecipeError
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.ask import Device, Dtype, Json, Model, compared, side_by_side, watch
+from mmaccel.cli.ask import Device, Dtype, Json, Model, compared, side_by_side
 from mmaccel.cli.console import bars, columns, counter, err, many, number, out, print_json, steps, tell_stop
+from mmaccel.cli.footage import watch
 from mmaccel.core.errors import WorldError
 
 if TYPE_CHECKING:

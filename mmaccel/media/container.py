@@ -17,8 +17,13 @@ import av.stream
 
 from mmaccel.core.errors import VideoError
 from mmaccel.media.clock import Log
+from mmaccel.media.pipe import Pipe, is_pipe
 
 FOREVER = float("inf")
+PATIENCE_S = 30.0
+"""Seconds that an address or a pipe may be silent where nobody says how long."""
+CONCAT = b"ffconcat version 1.0"
+LIST = "is a list of other files, not a video: name the files one by one."
 BACK = 1.0
 """Seconds by which presentation times fall when a clock begins anew; less is a frame out of order."""
 AHEAD = 86400.0
@@ -36,7 +41,8 @@ class Source:
     header tells (0 unknown), `width` and `height` as stored; `damaged` counts the parts that could not be
     decoded so far, and `log` has what was uneven in the times. Times start at 0 with the stream.
 
-    `timeout`: seconds without data after which `wait(timeout)` is called; the source is opened anew if it returns True.
+    `timeout`: seconds without data from an address, a device or a pipe (None: `PATIENCE_S`) that end the reading, or
+    after which `wait(timeout)` is called; the source is opened anew if it returns True.
 
     Raises `VideoError` when there is nothing to read: no file, a folder, no permission, not a video, no video
     stream; and when a `live` source breaks off.
@@ -55,7 +61,13 @@ class Source:
     ) -> None:
         self.name = os.fspath(path)
         self.live = live
+        if timeout is not None and not timeout > 0:
+            raise VideoError(f"timeout={timeout:g} must be a positive number of seconds.")
         self.local = file is None and not is_url(path) and format is None and is_file(self.name)
+        if not self.local and timeout is None:
+            timeout = PATIENCE_S
+        if file is None and format is None and timeout is not None and is_pipe(self.name):
+            file = Pipe(self.name, timeout)
         self._timeout, self._wait = timeout, wait
         self._opened_anew = False
         self.damaged = 0
@@ -71,7 +83,7 @@ class Source:
             file if file is not None else self.name,
             format=format,
             options=options or {},
-            timeout=timeout,
+            timeout=None if self.local else timeout,
         )
         self._open()
         stream = self._stream
@@ -111,6 +123,8 @@ class Source:
     def _pick(self) -> Any:
         container = self._container
         videos = [stream for stream in container.streams.video if not _is_cover(stream)]
+        if container.format.name == "concat":
+            raise VideoError(f"{self.name} {LIST}")
         if container.format.name == "tty":
             # FFmpeg would draw the text as the picture of a terminal.
             raise VideoError(f"{self.name} is text, not a video: name a video file.")
@@ -349,16 +363,21 @@ def is_file(name: str, may_be_empty: bool = False) -> bool:
         mode = os.stat(name).st_mode
         if stat.S_ISDIR(mode):
             raise VideoError(f"{name} is a folder, not a video: name a file in it.")
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise VideoError(f"{name} is a device: name its format, such as v4l2, or name a video file.")
         if not stat.S_ISREG(mode):
             return False
         with open(name, "rb") as file:
-            if not may_be_empty and not file.read(1):
+            begin = file.read(len(CONCAT))
+            if not may_be_empty and not begin:
                 raise VideoError(f"{name} is empty: it has 0 bytes.")
+            if begin == CONCAT:
+                raise VideoError(f"{name} {LIST}")
     except FileNotFoundError as error:
         raise VideoError(f"there is no file {name}: check the path.") from error
     except PermissionError as error:
         raise VideoError(f"{name} may not be read: permission denied.") from error
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise VideoError(f"{name} cannot be read: {_reason(error)}.") from error
     return True
 
@@ -368,7 +387,7 @@ def _why_not_open(name: str, error: Exception) -> str:
         return f"{name} is no video that can be read: it is another kind of file, or was cut short."
     if isinstance(error, av.error.EOFError):
         return f"{name} has no frames: its data ends before the first."
-    if isinstance(error, (av.error.ExitError, av.error.TimeoutError)):
+    if isinstance(error, (av.error.ExitError, TimeoutError)):
         return f"{name} sent nothing in the time allowed: check the address, or raise timeout."
     return f"{name} cannot be opened: {_reason(error)}."
 

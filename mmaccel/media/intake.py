@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import VideoError
+from mmaccel.media.container import is_file
 from mmaccel.media.reader import read
 from mmaccel.media.sampling import uniform
 from mmaccel.media.video import Video
+
+FORMATS = {
+    *("AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "MPO"),
+    *("PCX", "PNG", "PPM", "QOI", "SGI", "TGA", "TIFF", "WEBP"),
+}
+"""Kinds of image, by Pillow's names, that it decodes by itself."""
+PIXELS = 1 << 26
+"""Most pixels of an image file."""
 
 
 def as_frames(
@@ -79,6 +88,8 @@ def _image(image: Any) -> Tensor:
         )
         raise VideoError(f"an image must be a path, a PIL image or an array [3, H, W], not {told}.")
     tensor = tensor[None] if tensor.ndim == 2 else tensor
+    if not tensor.numel():
+        raise VideoError(f"an image of shape {tuple(tensor.shape)} is empty; give at least one pixel.")
     if tensor.shape[0] not in (1, 3, 4):
         tensor = tensor.permute(2, 0, 1)
     if tensor.shape[0] not in (1, 3, 4):
@@ -105,9 +116,24 @@ def _checked(pixels: Tensor, what: str) -> Tensor:
 
 
 def _tensor(value: Any) -> Tensor | None:
+    """What holds numbers, as a tensor of pixels; None for what is no array."""
     if isinstance(value, Tensor):
-        return value
-    return torch.from_numpy(value) if type(value).__module__ == "numpy" and hasattr(value, "shape") else None
+        tensor = value
+    elif type(value).__module__ == "numpy" and hasattr(value, "shape"):
+        try:
+            tensor = torch.from_numpy(value.copy() if any(step < 0 for step in value.strides) else value)
+        except (TypeError, ValueError) as error:
+            raise VideoError(f"pixels are {value.dtype} of numpy; give bytes (uint8), 0 to 255.") from error
+    else:
+        return None
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = (
+            "sparse" if tensor.layout is not torch.strided else "on the meta device, where nothing is stored"
+        )
+    elif tensor.dtype in (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return tensor
+    raise VideoError(f"pixels are {kind}; give a dense tensor of bytes (uint8), 0 to 255.")
 
 
 def _open(path: str) -> Any:
@@ -118,11 +144,26 @@ def _open(path: str) -> Any:
     except ImportError as error:
         raise VideoError(f"{path} is an image file, and these need Pillow: install pillow.") from error
     try:
-        return PIL.ImageOps.exif_transpose(PIL.Image.open(path))
-    except OSError as error:
-        raise VideoError(
-            f"{path} cannot be read as an image: {error.strerror or 'no known format'}."
-        ) from error
+        if not is_file(path):
+            raise VideoError(f"{path} is no file: name an image file.")
+        with PIL.Image.open(path) as image:
+            if image.format not in FORMATS:
+                # Some are run by other programs, such as PostScript.
+                raise VideoError(f"{path} is an image of a kind that is not read: {image.format}.")
+            if image.width * image.height > PIXELS:
+                raise VideoError(
+                    f"{path} has {image.width} x {image.height} pixels, more than {PIXELS}: make it smaller."
+                )
+            image.load()
+            return PIL.ImageOps.exif_transpose(image)
+    except PIL.Image.DecompressionBombError as error:
+        raise VideoError(f"{path} has more than {PIXELS} pixels: make it smaller.") from error
+    except VideoError:
+        raise
+    except Exception as error:
+        # Pillow's plugins raise errors of many kinds for a damaged file.
+        told = getattr(error, "strerror", None) or "no known format, or damaged"
+        raise VideoError(f"{path} cannot be read as an image: {told}.") from error
 
 
 def _from_pil(image: Any) -> Tensor:

@@ -124,7 +124,8 @@ class Growing(io.RawIOBase):
         poll: float = 0.02,
     ) -> None:
         super().__init__()
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
+        # To open a pipe would wait for its writer.
+        self._file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
         self._timeout, self._wait, self._poll = timeout, wait, poll
         self._over = False
 

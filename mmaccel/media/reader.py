@@ -47,6 +47,7 @@ def read(
     options: dict[str, str] | None = None,
     timeout: float | None = None,
     gaps: Gaps = "hold",
+    faster: bool = True,
 ) -> Video:
     """Read a video: `fps` frames a second, `frames` evenly spaced frames, or, with neither, every frame.
 
@@ -61,8 +62,9 @@ def read(
     - `size` (height, width) scales while decoding; `max_side` only shrinks what is larger (None: no bound).
     - `fit(frames, height, width)` tells what the model will make of them: frames over four times that size
       are shrunk while decoding to twice it where they would together take more than `ROOM` bytes.
-    - `progress(done, total)` is called after each kept frame, those let go later among them; `options` and
-      `timeout` (seconds) go to the opener.
+    - `progress(done, total)` is called after each kept frame, those let go later among them; `options` go to the opener.
+    - `timeout`: seconds that an address or a pipe may be silent (None: 30).
+    - `faster`: whether `fps` may be more than the source has, so that frames are repeated; else that is refused.
 
     Sparse frames of a local file are reached by seeking. Raises `VideoError` when nothing can be read; warns
     `VideoWarning` when some of the asked frames could not be, and says how many.
@@ -70,6 +72,10 @@ def read(
     _check(fps, frames, start, stop, max_frames, size, max_side)
     check_gaps(gaps)
     with Source(path, options=options, timeout=timeout) as source:
+        if fps is not None and not faster and fps > 1.001 * source.rate > 0:
+            raise VideoError(
+                f"fps={fps:g} is more than the {source.rate:g} frames a second of {source.name}; give no more than it has."
+            )
         picture = Picture(size, max_side)
         plan = _plan(source, fps, frames, start or 0.0, stop, max_frames)
         expected = min((n for n in (plan.total, plan.most) if n is not None), default=None)

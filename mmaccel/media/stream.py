@@ -111,7 +111,7 @@ class _Opened:
     def _open(self, stack: ExitStack, wait: Callable[[float], bool]) -> Source:
         path, options = self.path, self.options
         if not self.live:
-            return stack.enter_context(Source(path, options=options))
+            return stack.enter_context(Source(path, options=options, timeout=self.timeout))
         if not self.follow:
             return stack.enter_context(
                 Source(path, live=True, format=self.format, options=options, timeout=self.timeout, wait=wait)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,6 +127,11 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
         ("watch", "CLIP", "--model", "OV", "--question", "what ?", "--question", "\udcff ?"),
         "--question: '\\udcff ?' has bytes that are no UTF-8",
     ),
+    "more frames than there are": (
+        ("ask", "CLIP", "what ?", "--model", "OV", "--fps", "1e9"),
+        "--fps 1e+09 is more than the 1 frames a second of",
+    ),
+    "no time at all": (("ask", "CLIP", "what ?", "--model", "OV", "--timeout", "0"), "--timeout 0 must be"),
     "no name": (("ask", "", "what ?", "--model", "OV"), "check the path."),
     "a recipe that is a folder": (
         ("ask", "CLIP", "what ?", "--recipe", "FOLDER/a.yaml"),
@@ -154,6 +160,19 @@ def test_a_users_error_is_one_sentence(
     assert (status, out) == (2, "")
     assert err.startswith("error: ") and words in err and err.count("\n") == 1, err
     assert err.rstrip().endswith((".", "?", ")")) and "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", [("ask", "ADDRESS", "what ?"), ("caption", "ADDRESS")], ids=str)
+def test_a_silent_server_is_told_in_time(command: tuple[str, ...], call: Call, ov: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/x.mp4"
+        given = (address if one == "ADDRESS" else one for one in command)
+        draft = ("--draft", ov) if command[0] == "caption" else ()
+        status, out, err = call(*given, "--model", ov, "--timeout", "0.3", *draft)
+    assert (status, out) == (2, "")
+    assert (
+        err == f"error: {address} sent nothing in the time allowed: check the address, or raise --timeout.\n"
+    )
 
 
 @pytest.mark.parametrize("question", ["What is written on the sign? " * 20, "What is shown after intro.mp4"])

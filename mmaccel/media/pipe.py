@@ -1,0 +1,41 @@
+"""A named pipe, read with a deadline: opening and reading one would wait for ever for a writer that does not come."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import stat
+
+
+def is_pipe(name: str) -> bool:
+    """Whether a named pipe is at `name`."""
+    try:
+        return stat.S_ISFIFO(os.stat(name).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+class Pipe(io.RawIOBase):
+    """A named pipe opened for reading; raises `TimeoutError` where nothing comes for `timeout` seconds."""
+
+    def __init__(self, path: str | os.PathLike[str], timeout: float) -> None:
+        super().__init__()
+        self._number, self._timeout = os.open(path, os.O_RDONLY | os.O_NONBLOCK), timeout
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+    def read(self, size: int = -1) -> bytes:
+        # Not ready before the first writer; ready, with nothing to read, once the last has gone.
+        if not select.select([self._number], [], [], self._timeout)[0]:
+            raise TimeoutError(f"nothing came for {self._timeout:g} s")
+        return os.read(self._number, size if size >= 0 else io.DEFAULT_BUFFER_SIZE)
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._number)
+        super().close()

@@ -1,0 +1,163 @@
+"""What comes from outside and is no video or image that can be taken: one sentence, in time, and nothing else is opened."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import PIL.Image
+import pytest
+import torch
+
+from mmaccel import media
+from mmaccel.core.errors import VideoError
+from mmaccel.media.intake import as_frames, as_image
+
+Film = Callable[[str], Path]
+
+FRAMES = torch.full((2, 3, 16, 16), 7)
+TENSORS: dict[str, Any] = {
+    "int16": FRAMES.to(torch.int16),
+    "int32": FRAMES.to(torch.int32),
+    "int64": FRAMES,
+    "bool": FRAMES.bool(),
+    "complex64": FRAMES.to(torch.complex64),
+    "the meta device": FRAMES.to("meta"),
+    "sparse": FRAMES.float().to_sparse(),
+    "<U4": numpy.full((2, 3, 16, 16), "word"),
+    "object": numpy.full((2, 3, 16, 16), None),
+    ">u4": numpy.full((2, 3, 16, 16), 7, ">u4"),
+    "datetime": numpy.zeros((2, 3, 16, 16), "datetime64[s]"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_pixels_of_a_type_that_pictures_have_not_are_refused(name: str) -> None:
+    for take, given in ((as_frames, TENSORS[name]), (as_image, TENSORS[name][0])):
+        with pytest.raises(VideoError, match=r"^pixels are .*uint8\), 0 to 255\.$") as caught:
+            take(given)
+        assert name in str(caught.value)
+
+
+def test_pixels_may_be_turned_around_and_an_image_has_some() -> None:
+    array = numpy.arange(2 * 3 * 4 * 5, dtype=numpy.uint8).reshape(2, 3, 4, 5)
+    assert torch.equal(as_frames(array[::-1])[0], torch.from_numpy(array[::-1].copy()))
+    with pytest.raises(VideoError, match="is empty; give at least one pixel"):
+        as_image(torch.zeros(3, 0, 7, dtype=torch.uint8))
+
+
+def test_an_image_is_refused_by_its_size_before_it_is_decoded(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.png"
+    for side, told in (
+        (60_000, "pixels: make it smaller"),
+        (9_000, "9000 x 9000 pixels, more than 67108864"),
+    ):
+        PIL.Image.new("1", (64, 64)).save(path)
+        data = bytearray(path.read_bytes())
+        data[16:24] = side.to_bytes(4, "big") * 2
+        import zlib
+
+        data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
+        path.write_bytes(data)
+        with pytest.raises(VideoError, match=told):
+            as_image(path)
+
+
+def test_a_damaged_image_and_one_that_another_program_would_draw(tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole.jpg", tmp_path / "part.jpg"
+    PIL.Image.effect_noise((64, 64), 50).save(whole)
+    part.write_bytes(whole.read_bytes()[:900])
+    with pytest.raises(
+        VideoError, match=r"part\.jpg cannot be read as an image: no known format, or damaged\.$"
+    ):
+        as_image(part)
+    drawn = tmp_path / "drawn.png"
+    PIL.Image.new("RGB", (8, 8)).save(drawn, "EPS")
+    with pytest.raises(VideoError, match="an image of a kind that is not read: EPS"):
+        as_image(drawn)
+    for path, told in ((tmp_path, "is a folder"), ("a\0b.png", "null byte"), ("/dev/zero", "is a device")):
+        with pytest.raises(VideoError, match=told):
+            as_image(path)
+
+
+def test_names_that_no_file_has(tmp_path: Path) -> None:
+    for name, told in (
+        ("clip.mp4\0", "null byte"),
+        ("/dev/zero", "is a device: name its format"),
+        ("", "no file"),
+    ):
+        with pytest.raises(VideoError, match=told) as caught:
+            media.read(name)
+        assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_a_list_of_files_opens_none_of_them(film: Film, tmp_path: Path, piped: bool) -> None:
+    whole = film("whole.ts")
+    path = whole.parent / "upload.mp4"
+    text = f"ffconcat version 1.0\nfile {whole.name}\n"
+    if piped:
+        path = tmp_path / "pipe.mp4"
+        os.mkfifo(path)
+        threading.Thread(target=path.write_text, args=(text,), daemon=True).start()
+    else:
+        path.write_text(text)
+    with pytest.raises(
+        VideoError, match=r"upload\.mp4 is a list of other files" if not piped else r"pipe\.mp4 "
+    ):
+        media.read(path)
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """An address that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("scheme", ["http", "tcp"])
+def test_a_silent_server_is_told_after_the_timeout(scheme: str) -> None:
+    with silent() as address:
+        begin = time.monotonic()
+        with pytest.raises(VideoError, match="sent nothing in the time allowed"):
+            media.read(f"{scheme}://{address}/x.mp4", timeout=0.3)
+        assert time.monotonic() - begin < 3
+
+
+def test_a_pipe_without_a_writer_is_told_after_the_timeout(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.ts"
+    os.mkfifo(path)
+    begin = time.monotonic()
+    with pytest.raises(VideoError, match=r"pipe\.ts sent nothing in the time allowed.* raise timeout\."):
+        media.read(path, timeout=0.3)
+    for follow in (False, True):
+        with pytest.raises(VideoError, match=r"sent nothing|nothing came|came for"):
+            next(media.clips(path, fps=5, frames_per_clip=4, follow=follow, timeout=0.3))
+    assert time.monotonic() - begin < 5
+    with pytest.raises(VideoError, match="timeout=0 must be a positive number"):
+        media.read(path, timeout=0)
+
+
+def test_a_pipe_with_a_writer_is_read_to_its_end(film: Film, tmp_path: Path) -> None:
+    whole, path = film("whole.ts"), tmp_path / "pipe.ts"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=(whole.read_bytes(),), daemon=True)
+    writer.start()
+    assert torch.equal(media.read(path, fps=5).frames, media.read(whole, fps=5).frames)
+    writer.join(5)
+
+
+def test_more_frames_than_there_are_can_be_refused(film: Film) -> None:
+    whole = film("whole.ts")
+    assert len(media.read(whole, fps=20)) > len(media.read(whole))
+    with pytest.raises(
+        VideoError, match=r"fps=1e\+09 is more than the 10 frames a second of .*; give no more than"
+    ):
+        media.read(whole, fps=1e9, faster=False)

@@ -63,7 +63,8 @@ class Speculation:
 
     `draft` has begun and `target` has run the prompt, with `first` [1, V] as logits. `stop` is asked once for each new
     token, in order, with all ids up to it [1, S']; the first True ends the sequence at that token, inside a verified window
-    too. `emit` gets new tokens [m'] as they are committed. At the end the target has run all ids but the last.
+    too. `emit` gets new tokens [m'] as they are committed; to `rows`, where given, the target's logits [m', V] float32 of
+    these are appended. At the end the target has run all ids but the last.
 
     A draft that raises is dropped, with a `MmaccelWarning` and a word to the meter, and the target goes on alone: no token
     is lost or changed. The meter counts what verification agreed to, before `stop` cuts.
@@ -79,10 +80,11 @@ class Speculation:
         stop: Callable[[Tensor], bool],
         emit: Callable[[Tensor], None] | None = None,
         meter: RoundMeter,
+        rows: list[Tensor] | None = None,
     ) -> None:
         self.ids, self.ended = prompt.ids, False
         self._target, self._prompt, self._meter = target, prompt, meter
-        self._stop, self._emit = stop, emit
+        self._stop, self._emit, self._rows = stop, emit, rows
         self._guard = _Guard(draft, meter)
         self._first: Tensor | None = first
         self._vocab = first.shape[-1]
@@ -95,9 +97,12 @@ class Speculation:
         if first is not None:
             prompt = self._prompt
             committed, kept = accept(Proposal.empty(), first, self.ids[0], prompt.warp, prompt.generator)
+            judged = first
         else:
-            committed, kept = self._round()
+            committed, kept, judged = self._round()
         committed, self.ended = _cut(self.ids, committed, self._stop)
+        if self._rows is not None:
+            self._rows.append(judged[: committed.numel()].to(torch.float32, copy=True))
         self.ids = torch.cat([self.ids, committed.to(self.ids.device)[None]], 1)
         run = self._origin + self.ids.shape[1] - 1
         if run < self._target.length():
@@ -113,8 +118,9 @@ class Speculation:
         if self.ended:
             self.close()
 
-    def _round(self) -> tuple[Tensor, int]:
-        """What the target commits of the draft's next proposal, and how many of these tokens stood in it."""
+    def _round(self) -> tuple[Tensor, int, Tensor]:
+        """What the target commits of the draft's next proposal, how many of these tokens stood in it, and the logits [m, V]
+        that each was judged by, first of all."""
         target, guard, prompt = self._target, self._guard, self._prompt
         ids = self.ids
         proposal = guard.propose()
@@ -124,9 +130,10 @@ class Speculation:
         if proposal.parents is not None:
             logits = target.step(rows, proposal.branches())[0]
             committed, path = guard.accept_tree(proposal, logits, ids[0], prompt)
-            target.accept(torch.cat([path.new_zeros(1), path + 1]))
+            taken = torch.cat([path.new_zeros(1), path + 1])
+            target.accept(taken)
             self._meter.round(drafted.numel(), path.numel())
-            return committed, path.numel()
+            return committed, path.numel(), logits[taken.to(logits.device)]
         logits = target.step(rows)[0]
         tail = guard.tail()
         committed, kept = guard.accept(proposal, logits, ids[0], prompt)
@@ -134,7 +141,7 @@ class Speculation:
         if tail is not None and kept == drafted.numel() and int(committed[-1]) == tail:
             kept += 1
         self._meter.round(drafted.numel() + (tail is not None), kept)
-        return committed, kept
+        return committed, kept, logits
 
     def _show(self, committed: Tensor) -> None:
         if self._emit is not None:

@@ -19,6 +19,7 @@ from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.generate import Speculation, lockstep
 from mmaccel.core.report import SequenceMeter
+from mmaccel.models.arguments import LOOPS, OUTPUTS, asked, wants
 from mmaccel.models.decode import admits, open_runner
 from mmaccel.models.runner import unpadded
 from mmaccel.models.sampling import allowed_to, check_processors, of_one, warp
@@ -28,55 +29,27 @@ if TYPE_CHECKING:
     from mmaccel.models.hf import Attachment
 
 
-ELSEWHERE = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "output_scores": False,
-    "output_logits": False,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "use_cache": True,
-    "guidance_scale": 1.0,
-    "assistant_model": None,
-    "custom_generate": None,
-    "inputs_embeds": None,
-    "prompt_lookup_num_tokens": None,
-    "penalty_alpha": None,
-    "dola_layers": None,
-    "constraints": None,
-    "force_words_ids": None,
-}
-"""Arguments of `generate`, and the one value (beside None) with which decoding may be ours: what else asks for a loop, or an
-output, of transformers' own."""
-
-
 def captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call without a draft is decoded in our loop: where steps are captured, which one row after the other gains
     most from, and nothing is asked for that the loop has not."""
-    ids, cache = kwargs.get("input_ids"), kwargs["past_key_values"]
-    if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache.get_seq_length():
+    ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
+    if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
         return False
-    config = kwargs.get("generation_config") or attachment.model.generation_config
-    asked = ((kwargs.get(name, getattr(config, name, None)), own) for name, own in ELSEWHERE.items())
-    ours = all(value is None or value == own for value, own in asked)
+    default = attachment.model.generation_config
+    ours = not any(wants(name, asked(name, kwargs, default)) for name in (*LOOPS, *OUTPUTS))
     return ours and admits(attachment.model, attachment.family, cache)
 
 
 def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     """Run the model's own `generate` up to its decoding loop, and there our own; one beam.
 
-    The sequences of a batch are prepared one after the other, without their padding, and decoded in `lockstep`, each as it
-    would be alone, with a cache of its own (so that no `past_key_values` come back). Where tokens are drawn each has random
-    numbers of its own, seeded from torch's: they do not depend on the other sequences. What follows an answer's end is the
-    padding token, 0 where the model has none.
+    The sequences of a batch, or the several of one prompt, are prepared one after the other, without their padding, and
+    decoded in `lockstep`, each as it would be alone, with a cache of its own (so that no `past_key_values` come back). Where
+    tokens are drawn each has random numbers of its own, seeded from torch's: they do not depend on the other sequences.
+    What follows an answer's end is the padding token, 0 where the model has none.
     """
     if kwargs.get("input_ids") is None:
         raise DraftError(f"draft {attachment.owner.recipe.draft.name!r} reads token ids; give input_ids.")
-    if kwargs.get("custom_generate") is not None:
-        name = attachment.owner.recipe.draft.name
-        raise DraftError(
-            f"custom_generate: draft {name!r} has a decoding loop of its own; leave one of both out."
-        )
     _read_stop_strings(attachment, kwargs)
     begun: list[_Sequence] = []
     try:
@@ -86,17 +59,39 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     finally:
         for sequence in begun:
             sequence.end()
+    return _outputs(attachment, begun, asked("use_cache", kwargs, attachment.model.generation_config))
+
+
+def _outputs(attachment: Attachment, begun: list[_Sequence], keeps: bool | None) -> Any:
+    """What `generate` returns of sequences that have ended; `keeps` is the argument use_cache."""
     rows = [torch.cat([one.given, one.decoding.ids[:, one.read :]], 1) for one in begun]
     width = max(row.shape[1] for row in rows)
     options = begun[0].options
     last = 0 if options._pad_token_tensor is None else int(options._pad_token_tensor)
     ids = torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[1]), value=last) for row in rows])
-    if options.return_dict_in_generate:
-        from transformers.generation import GenerateDecoderOnlyOutput
+    if not options.return_dict_in_generate:
+        return ids
+    from transformers.generation import GenerateDecoderOnlyOutput
 
-        cache = begun[0].cache if len(begun) == 1 else None
-        return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache)  # type: ignore[arg-type]
-    return ids
+    cache = begun[0].cache if keeps is not False else None
+    if len(begun) > 1 and cache is not None:
+        cache = None
+        told = "past_key_values is None: under a draft each sequence of a batch has a cache of its own"
+        attachment.owner.road.meter.note(f"draft: {told}")
+        warnings.warn(
+            f"{told}; set use_cache=False, or give prompts one by one.", MmaccelWarning, stacklevel=2
+        )
+    return GenerateDecoderOnlyOutput(
+        sequences=ids,  # type: ignore[arg-type]
+        scores=_steps([one.scores() for one in begun]) if options.output_scores else None,  # type: ignore[arg-type]
+        logits=_steps([one.logits() for one in begun]) if options.output_logits else None,  # type: ignore[arg-type]
+        past_key_values=cache,
+    )
+
+
+def _steps(rows: list[Tensor]) -> tuple[Tensor, ...]:
+    """[n, V] of each sequence as [B, V] of each step; zeros after a sequence's end."""
+    return torch.nn.utils.rnn.pad_sequence(rows).unbind(0)
 
 
 def _sequences(
@@ -104,7 +99,10 @@ def _sequences(
 ) -> list[tuple[dict[str, Any], torch.Generator | None]]:
     """The arguments of `generate` for each sequence of a batch by itself, and where its random numbers come from."""
     ids, name = kwargs["input_ids"], attachment.owner.recipe.draft.name
-    if ids.shape[0] == 1:
+    default, times = attachment.model.generation_config, 1
+    if asked("do_sample", kwargs, default):  # else transformers says what is wrong with more than one
+        times = asked("num_return_sequences", kwargs, default) or 1
+    if ids.shape[0] * times == 1:
         return [(kwargs, None)]
     if kwargs.get("streamer") is not None:
         raise DraftError(
@@ -116,10 +114,13 @@ def _sequences(
             f"draft {name!r} keeps a cache for each sequence of a batch; leave past_key_values out."
         )
     mask = kwargs.get("attention_mask")
-    attachment.owner.road.meter.prompt_tokens = ids.numel() if mask is None else int(mask.sum())
+    attachment.owner.road.meter.prompt_tokens = times * (ids.numel() if mask is None else int(mask.sum()))
     device = attachment.owner.view.device
-    seeds = torch.randint(1 << 62, (ids.shape[0],)).tolist()
-    rows = attachment.family.split(attachment.model, kwargs)
+    seeds = torch.randint(1 << 62, (ids.shape[0] * times,)).tolist()
+    if times > 1:
+        kwargs["num_return_sequences"] = 1
+    prompts = attachment.family.split(attachment.model, kwargs)
+    rows = [dict(row) for row in prompts for _ in range(times)]
     if (allowed := kwargs.get("prefix_allowed_tokens_fn")) is not None:
         for number, row in enumerate(rows):
             row["prefix_allowed_tokens_fn"] = partial(allowed_to, allowed, number)
@@ -130,8 +131,9 @@ def _sequences(
 class _Sequence:
     """One prompt of the call: read by the target and told to its draft, `decoding` from there on.
 
-    given [1, S] is the prompt as it came, padding and all, of which `read` tokens were run; options is the generation config
-    as transformers prepared it.
+    given [1, S] is the prompt as it came, padding and all, of which `read` tokens were run; rows, where they were asked for,
+    are the logits [m, V] of each round's tokens, and processors what transformers makes scores of them with; options is the
+    generation config as transformers prepared it.
     """
 
     decoding: Speculation
@@ -141,6 +143,8 @@ class _Sequence:
     cache: Any
     given: Tensor
     read: int
+    rows: list[Tensor] | None
+    processors: Any
     options: Any
     listener: Any
 
@@ -153,6 +157,16 @@ class _Sequence:
             self.meter.kv = state.counters()
         if self.listener is not None and self.decoding.ended:
             self.listener.end()
+
+    def logits(self) -> Tensor:
+        """[n, V] float32: the target's logits of each token generated."""
+        return torch.cat(self.rows or [])
+
+    def scores(self) -> Tensor:
+        """[n, V] float32: these logits, processed and warped."""
+        ids, read = self.decoding.ids, self.read
+        rows = self.logits().split(1)
+        return torch.cat([self.processors(ids[:, : read + n], row) for n, row in enumerate(rows)])
 
     def _read_draft(self) -> None:
         """The draft's figures and notes; none, with a warning, where it cannot give them: the answer is there by now."""
@@ -185,20 +199,6 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
         generation_config: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        if input_ids.shape[0] != 1 or generation_config.num_beams > 1:
-            raise DraftError(
-                f"draft {name!r} decodes each sequence with one beam; set num_beams and num_return_sequences to 1."
-            )
-        if (
-            generation_config.output_scores
-            or generation_config.output_logits
-            or generation_config.output_attentions
-            or generation_config.output_hidden_states
-        ):
-            raise DraftError(
-                f"draft {name!r} returns tokens only; set output_scores, output_logits, output_attentions and "
-                "output_hidden_states to False."
-            )
         if owner.recipe.draft.active:
             check_processors(logits_processor, name)
         cache = model_kwargs.pop("past_key_values")
@@ -213,6 +213,9 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
             generator=generator,
             max_new_tokens=generation_config.max_length - input_ids.shape[1],
         )
+        given_back = generation_config.return_dict_in_generate
+        scored = given_back and (generation_config.output_scores or generation_config.output_logits)
+        rows: list[Tensor] | None = [] if scored else None
         meter = owner.road.meter.sequence()
         guarded = _Careful(owner.recipe.draft, owner.view, meter)
 
@@ -237,11 +240,12 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
                 stop=lambda ids: bool(of_one("stopping_criteria", stopping_criteria(ids, None)).all()),
                 emit=emit,
                 meter=meter,
+                rows=rows,
             )
         except BaseException:
             guarded.close()
             raise
-        held = given, input_ids.shape[1]
+        held = given, input_ids.shape[1], rows, logits_processor
         return _Sequence(decoding, runner, guarded.state, meter, cache, *held, generation_config, listener)
 
     try:

@@ -28,7 +28,8 @@ _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
 PLAIN_ROTARY = {"Qwen2RotaryEmbedding"}
 """Classes whose angles are those of `pointwise.angles`, unless they are stretched."""
 _TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids")
-_VISUAL = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
+_VISUAL = {IMAGE: ("pixel_values", "image"), VIDEO: ("pixel_values_videos", "video")}
+"""The pixels of each kind of visual, and the name of what the tower made of them among `mm_encoder_outputs`."""
 
 
 def _given(value: Any) -> bool:
@@ -67,6 +68,15 @@ class Family(ModelAdapter):
     def grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Grid], list[Grid]]:
         """The images and the videos of a prompt, each in order of appearance over the batch."""
         raise ModelError(f"{self.name}: this family does not say how its visual tokens are laid out.")
+
+    def shown(self, inputs: Mapping[str, Any]) -> set[int]:
+        """Which of IMAGE and VIDEO a prompt shows. A placeholder of another kind is a word, as one that the model wrote."""
+        encoded = inputs.get("mm_encoder_outputs") or {}
+        return {
+            kind
+            for kind, (pixels, name) in _VISUAL.items()
+            if _given(inputs.get(pixels)) or encoded.get(name) is not None
+        }
 
     def geometry(self, model: nn.Module) -> Geometry:
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
@@ -139,11 +149,8 @@ class Family(ModelAdapter):
         ids: Tensor = inputs["input_ids"]
         config: Any = model.config
         modality = torch.zeros_like(ids)
-        if any(
-            _given(inputs.get(name)) for name in _VISUAL
-        ):  # a placeholder the model itself wrote is a word
-            modality[ids == config.image_token_id] = IMAGE
-            modality[ids == config.video_token_id] = VIDEO
+        for kind in self.shown(inputs):
+            modality[ids == (config.image_token_id if kind == IMAGE else config.video_token_id)] = kind
         mask = inputs.get("attention_mask")
         valid = mask[:, -ids.shape[1] :].bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
         if not bool((modality != TEXT).any()):

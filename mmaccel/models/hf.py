@@ -28,8 +28,12 @@ from mmaccel.core.attach import Accelerated
 from mmaccel.core.attention import NOTE, Note, Run, StreamRun
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.packed import PackedRun
 from mmaccel.models import drafting
+from mmaccel.models.arguments import asked, check_forward, check_generate, packed_in, wants
+from mmaccel.models.attention_weights import watched
 from mmaccel.models.cache import Columns, KVCache
+from mmaccel.models.clock import Clock
 from mmaccel.models.family import Family
 from mmaccel.models.gradients import OneWay
 from mmaccel.models.limit import limited, positions_of
@@ -49,12 +53,15 @@ def attention(
     attention_mask: Any,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The registered attention function: the `Run` travels in the place of the mask."""
-    if not isinstance(attention_mask, Run | StreamRun):
+) -> tuple[Tensor, Tensor | None]:
+    """The registered attention function: the `Run` travels in the place of the mask. It gives weights if asked for."""
+    if not isinstance(attention_mask, Run | PackedRun | StreamRun):
         raise ModelError(
             "a layer of an accelerated model was called by itself; call the model, or detach the recipe first."
         )
+    weights = None
+    if kwargs.get("output_attentions") and not isinstance(attention_mask, StreamRun):
+        attention_mask, weights = watched(attention_mask)
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     layer: int = module.layer_idx  # type: ignore[assignment]
     # Whoever plans and attends chooses the types: under autocast they come mixed, and are not to be changed on the way.
@@ -64,28 +71,10 @@ def attention(
             out = OneWay.apply(attention_mask, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
         else:
             out = attention_mask.attend(layer, query, key, value, scale)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous(), None if weights is None else weights()
 
 
 AttentionInterface.register(ATTENTION, attention)
-
-
-class _Clock:
-    """A streamer that notes when tokens reach the host, and passes them on."""
-
-    def __init__(self, token: Callable[[int], None], inner: Any) -> None:
-        self.token, self.inner, self.prompt = token, inner, True
-
-    def put(self, value: Tensor) -> None:
-        if not self.prompt:
-            self.token(1)
-        self.prompt = False
-        if self.inner is not None:
-            self.inner.put(value)
-
-    def end(self) -> None:
-        if self.inner is not None:
-            self.inner.end()
 
 
 class Attachment:
@@ -170,7 +159,7 @@ class Attachment:
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         ids = kwargs.get("input_ids")
         note: Note = kwargs.pop(NOTE, None) or Note()
-        if kwargs.get("past_key_values") is None and kwargs.get("use_cache", True) is not False:
+        if kwargs.get("past_key_values") is None and self._caches(kwargs):
             kwargs["past_key_values"] = self.cache()
         if ids is None:
             return (), {**kwargs, NOTE: note}
@@ -187,6 +176,11 @@ class Attachment:
             kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
         return (), {**kwargs, NOTE: replace(note, layout=layout)}
 
+    def _caches(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a forward pass keeps what it reads: as asked, or else as the model's config says."""
+        asked = kwargs.get("use_cache")
+        return (asked if asked is not None else getattr(self.text.config, "use_cache", None)) is not False
+
     def _known(self, cache: Cache | None) -> Columns | None:
         if isinstance(cache, KVCache):
             return cache.sequence
@@ -197,13 +191,14 @@ class Attachment:
         self.promised.held = inputs["input_ids"], self.family.layout(self.model, inputs)
 
     def _promised(self, ids: Tensor) -> TokenLayout | None:
-        """The layout read when `generate` was called, for each beam or sample: by now the grids may be gone."""
+        """The layout read when `generate` was called, for each beam or sample, and with guesses behind it: by now the grids
+        may be gone."""
         held: tuple[Tensor, TokenLayout] | None = getattr(self.promised, "held", None)
-        if held is None or held[0].shape[1] != ids.shape[1] or ids.shape[0] % held[1].batch:
+        if held is None or held[0].shape[1] > ids.shape[1] or ids.shape[0] % held[1].batch:
             return None
-        times = ids.shape[0] // held[1].batch
-        same = torch.equal(held[0].repeat_interleave(times, 0), ids)
-        return held[1].repeat(times) if same else None
+        times, length = ids.shape[0] // held[1].batch, held[0].shape[1]
+        same = torch.equal(held[0].repeat_interleave(times, 0), ids[:, :length])
+        return held[1].repeat(times).extend(ids.shape[1] - length) if same else None
 
     def _continued(self, known: Columns, past: int, layout: TokenLayout, kwargs: Mapping[str, Any]) -> Tensor:
         held = known.layout.take(slice(0, past))
@@ -219,8 +214,8 @@ class Attachment:
     def limited(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of `generate`, ended where the model's positions are: see `limit.limited`."""
         ids, most = kwargs.get("input_ids"), positions_of(self.text.config)
-        cache = kwargs["past_key_values"]
-        past, known = cache.get_seq_length(), self._known(cache)
+        cache = kwargs.get("past_key_values")
+        past, known = 0 if cache is None else cache.get_seq_length(), self._known(cache)
         if not isinstance(ids, Tensor) or most is None:
             return kwargs
         if not past:
@@ -233,6 +228,9 @@ class Attachment:
                 if isinstance(new.get(name), Tensor):
                     new[name] = new[name][:, past:]
             positions = self._continued(known, past, self.family.layout(self.model, new), new)
+            if self.family.mrope and kwargs.get("position_ids") is None:
+                # transformers goes on from the last prompt that it read, which may have been another.
+                kwargs = {**kwargs, "position_ids": positions}
         return limited(kwargs, positions, most, self.model.generation_config)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,6 +241,9 @@ class Attachment:
             raise ModelError(
                 "attn_implementation: it was set while a recipe is attached; detach the recipe, set it, and attach again."
             )
+        if getattr(self.configs[0][1], "output_attentions", False):
+            kwargs.setdefault("output_attentions", True)
+        check_forward(self.owner.recipe, kwargs)
         mask = kwargs.pop("attention_mask", None)
         if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim != 2):
             raise ModelError(
@@ -260,8 +261,10 @@ class Attachment:
             new = TokenLayout.build(
                 torch.zeros(batch, count, dtype=torch.long, device=entry.device), valid=valid
             )
+        lent = cache is None
+        packed = packed_in(kwargs, mask, self.family.mrope) if lent else None
         if not self.owner.recipe.kv.exact or self.pruning is not None:
-            cache = self._own(cache, kwargs, new)
+            cache = self._own(cache, kwargs, new, packed)
         known = self._known(cache)
         if start and known is None:
             if isinstance(cache, KVCache):
@@ -290,17 +293,21 @@ class Attachment:
         run = Run(self.owner.road, layout, start, state, prefill, branches=note.branches, probes=note.probes)
         if start == 0 or self.owner.road.meter.prompt_tokens == 0:
             self.owner.road.meter.enter(int(new.valid.sum()), start)
-        if self.pruning is not None:
-            return self.pruning.forward(run, kwargs, self._go)
-        return self._go(run, kwargs)
+        if packed is not None:
+            return self._pass(PackedRun.of(run, packed), kwargs)
+        out = self._go(run, kwargs) if self.pruning is None else self.pruning.forward(run, kwargs, self._go)
+        if lent and not self._caches(kwargs):
+            out.past_key_values = None
+        return out
 
     def _go(self, run: Run, kwargs: dict[str, Any]) -> Any:
-        chunk, count = self.owner.recipe.chunk, run.layout.length - run.start
-        if chunk is None or count <= chunk:
+        count = run.layout.length - run.start
+        chunk = getattr(self.promised, "chunk", None) or self.owner.recipe.chunk
+        if chunk is None or count <= chunk or kwargs.get("output_attentions"):
             return self._pass(run, kwargs)
         return self._chunks(run, chunk, count, kwargs)
 
-    def _own(self, cache: Any, kwargs: dict[str, Any], new: TokenLayout) -> KVCache:
+    def _own(self, cache: Any, kwargs: dict[str, Any], new: TokenLayout, packed: Tensor | None) -> KVCache:
         """A memory that forgets decides what is seen: it takes in every pass, and only its own cache will do. So too for one
         whose layers hold less than the prompt."""
         prune, kv = self.owner.recipe.prune, self.owner.recipe.kv
@@ -309,6 +316,10 @@ class Attachment:
             cache = kwargs["past_key_values"] = self.cache()
         if not isinstance(cache, KVCache):
             raise ModelError(f"past_key_values: {name} keeps a cache of its own; leave past_key_values out.")
+        if packed is not None:
+            raise ModelError(
+                f"position_ids: they start anew, and {name} knows no packed sequences; give them one by one."
+            )
         if new.padded:
             raise ModelError(
                 f"attention_mask: {name} counts columns, so padding would take the place of tokens; "
@@ -326,7 +337,7 @@ class Attachment:
             positions = positions[-3:].amax(0)
         return positions.amax(1, keepdim=True).to(end.device) + 1 - end
 
-    def _pass(self, run: Run, kwargs: dict[str, Any]) -> Any:
+    def _pass(self, run: Run | PackedRun, kwargs: dict[str, Any]) -> Any:
         cache = kwargs.get("past_key_values")
         serving = nullcontext() if not isinstance(cache, KVCache) else cache.at_work()
         with serving:
@@ -355,36 +366,28 @@ class Attachment:
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         names = list(inspect.signature(self.generate).parameters)
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-        config = kwargs.get("generation_config") or self.model.generation_config
-        if kwargs.get("prefill_chunk_size") or getattr(config, "prefill_chunk_size", None):
-            raise ModelError(
-                "prefill_chunk_size: leave it out and set chunk in the recipe, which does the same."
-            )
-        if kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None):
-            raise ModelError(
-                "cache_implementation: an accelerated model keeps its own cache; leave it out and choose kv in the recipe."
-            )
-        if (
-            kwargs.get("use_cache") if "use_cache" in kwargs else getattr(config, "use_cache", None)
-        ) is False:
-            # The recipe's memory is there all the same: a loop without one would have it take in the prompt at every step.
-            kwargs["use_cache"] = True
-        if kwargs.get("past_key_values") is None:
+        default = self.model.generation_config
+        check_generate(self.owner.recipe, kwargs, default)
+        if kwargs.get("input_ids") is None and isinstance(kwargs.get("inputs"), Tensor):
+            kwargs["input_ids"] = kwargs.pop("inputs")
+        ids, draft = kwargs.get("input_ids"), self.owner.recipe.draft.active
+        keeps = asked("use_cache", kwargs, default) is not False or draft or not isinstance(ids, Tensor)
+        if kwargs.get("past_key_values") is None and keeps:
             kwargs["past_key_values"] = self.cache()
         meter = self.owner.road.meter
         meter.begin(self.owner.view.device)
-        if kwargs.get("input_ids") is None and isinstance(kwargs.get("inputs"), Tensor):
-            kwargs["input_ids"] = kwargs.pop("inputs")
-        ids = kwargs.get("input_ids")
-        if isinstance(ids, Tensor) and not kwargs["past_key_values"].get_seq_length():
+        cache, outer = kwargs.get("past_key_values"), dict(self.promised.__dict__)
+        if chunk := asked("prefill_chunk_size", kwargs, default):
+            self.promised.chunk, kwargs["prefill_chunk_size"] = chunk, None
+        if isinstance(ids, Tensor) and (cache is None or not cache.get_seq_length()):
             self.promise(kwargs)
         try:
-            if self.owner.recipe.draft.active or drafting.captures(self, kwargs):
+            if draft or drafting.captures(self, kwargs):
                 return drafting.generate(self, kwargs)
-            beams = kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
-            if beams == 1:
-                kwargs["streamer"] = _Clock(meter.token, kwargs.get("streamer"))
+            if not wants("num_beams", asked("num_beams", kwargs, default)):
+                kwargs["streamer"] = Clock(meter.token, kwargs.get("streamer"))
             return self.generate(**self.limited(kwargs))
         finally:
-            self.promised.held = None
+            # A model may be its own assistant, and be asked while it is at work.
+            self.promised.__dict__.update({"held": None, "chunk": None, **outer})
             meter.end()

@@ -38,7 +38,7 @@ class LlavaOnevision(Family):
             count, tokens = encoded.pooler_output.shape[:2]
             videos = [Grid((tokens - 1) // pooled**2, pooled, pooled, marks=1)] * count
         images = []
-        for row in ids.tolist():
+        for row in ids.tolist() if IMAGE in self.shown(inputs) else ():
             for token, group in groupby(row):
                 if token == config.image_token_id:
                     length = len(list(group))

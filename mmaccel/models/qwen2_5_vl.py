@@ -26,6 +26,11 @@ class Qwen25VL(Family):
         "pixel_values_videos": "video_grid_thw",
     }
 
+    def shown(self, inputs: Mapping[str, Any]) -> set[int]:
+        # Features that come encoded and without their grid have no frames that anyone knows of.
+        grids = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
+        return {kind for kind in super().shown(inputs) if inputs.get(grids[kind]) is not None}
+
     def pace(self, model: nn.Module) -> int:
         return int(model.config.vision_config.temporal_patch_size)  # type: ignore[union-attr, arg-type]
 
@@ -91,6 +96,9 @@ class Qwen25VL(Family):
         if kinds is None:
             config: Any = model.config
             kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+        # A placeholder without a grid is a word.
+        for kind, grids in ((1, images), (2, videos)):
+            kinds = kinds if grids is not None else kinds.masked_fill(kinds == kind, 0)
         mask = inputs.get("attention_mask")
         positions, _ = self.multimodal(model).get_rope_index(  # type: ignore[operator]
             ids,

@@ -1,0 +1,123 @@
+"""A pytest plugin: transformers' own tests, with each model that they make accelerated. `make test-stock` uses it.
+
+    python -m pytest -p stock_plugin --stock-recipe dense --stock-out dense.json CHECKOUT/tests/models/...
+
+It attaches after `__init__` and after `from_pretrained`, and writes what each test came to as JSON. Recipe "plain" attaches
+nothing: its failures are transformers' own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import mmaccel
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "full budget": {"sparse": {"name": "a_shape", "sink": 1 << 20, "window": 1 << 20}, "chunk": 64},
+    "window": {"kv": {"name": "window", "sinks": 4, "window": 4096}},
+    "prompt_lookup": {"draft": "prompt_lookup"},
+    "sequential": {"draft": {"name": "sequential"}},
+}
+"""What is attached under each name; "sequential" gets a copy of the model for its draft."""
+
+CLASSES = ("LlavaOnevisionForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+
+LEFT_OUT = (
+    "compil", "export", "get_image_features", "get_video_features", "get_audio_features", "get_text_features",
+    "Integration", "recompile",
+)  # fmt: skip
+"""Parts of the names of tests that are not run: they are about other things than a model's calls, or too slow."""
+
+REASONS = {
+    "no gradient": r"no gradient; detach the recipe to train",
+    "static cache": r"cache_implementation: an accelerated|past_key_values: an accelerated model takes no static",
+    "4-D mask": r"attention_mask: an accelerated model takes a mask of shape",
+    "private config copy": r"attn_implementation: it was set while|subconfig_are_same|attention_dynamically"
+    r"|attn_implementation_composite|can_dispatch_composite",
+    "class of the exception": r"build the inputs with the model's (own )?processor",
+}
+"""The five reasons for which an accelerated model may fail a test that the plain one passes, and what tells them: a part of
+the test's name or of what it raised."""
+
+
+def reason(test: str, error: str) -> str | None:
+    """The reason of a failure, of `REASONS`; None when it has none of these."""
+    return next((name for name, found in REASONS.items() if re.search(found, f"{test} {error}")), None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--stock-recipe", default="plain", choices=["plain", *RECIPES])
+    parser.addoption("--stock-out", type=Path, required=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left = [item for item in items if any(part in item.nodeid for part in LEFT_OUT)]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Log(config.getoption("--stock-out")))
+    name = config.getoption("--stock-recipe")
+    if name != "plain":
+        for model in CLASSES:
+            _attach_all(getattr(transformers, model), name)
+
+
+def _attach_all(model: Any, name: str) -> None:
+    """From here on whatever is made of the class `model` is accelerated."""
+    init, load, busy = model.__init__, model.from_pretrained.__func__, []
+
+    def attach(made: Any) -> None:
+        recipe = copy.deepcopy(RECIPES[name])
+        if name == "sequential":
+            recipe["draft"]["model"] = copy.deepcopy(made).eval()
+        mmaccel.accelerate(made, **recipe)
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if not busy and all(p.device.type != "meta" for p in self.parameters()):
+            attach(self)
+
+    @functools.wraps(load)
+    def loaded(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        busy.append(None)
+        try:
+            found = load(cls, *args, **kwargs)
+        finally:
+            busy.pop()
+        if not busy:
+            attach(found[0] if isinstance(found, tuple) else found)
+        return found
+
+    model.__init__, model.from_pretrained = made, classmethod(loaded)
+
+
+class _Log:
+    """What each test came to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.results = path, {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = "::".join(report.nodeid.split("::")[-2:])
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.results[name] = ["failed", str(crash.message if crash else report.longrepr)[:600]]
+        elif report.skipped:
+            self.results.setdefault(name, ["skipped", ""])
+        elif report.when == "call":
+            self.results.setdefault(name, ["passed", ""])
+
+    def pytest_sessionfinish(self) -> None:
+        self.path.write_text(json.dumps(self.results, indent=1), encoding="utf-8")

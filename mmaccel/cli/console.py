@@ -35,6 +35,11 @@ def err() -> Console:
     return Console(stderr=True)
 
 
+def remark(told: str) -> None:
+    """A line on standard error, as it is."""
+    err().print(told, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_json(result: Mapping[str, Any]) -> None:
     """One JSON object on standard output; the numbers of a list stand on one line."""
     text = json.dumps(result, indent=2, allow_nan=False)

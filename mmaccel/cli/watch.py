@@ -8,7 +8,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +17,10 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, counter, err, many, out, print_json, sentence
+from mmaccel.cli.console import bars, counter, err, many, out, print_json, remark, sentence
 from mmaccel.cli.evidence import as_object, below, evidence_table
+from mmaccel.cli.journal import EVERY_S, Keeper, Reading, point_of
+from mmaccel.cli.source import described, ended, rated, until_broken
 from mmaccel.cli.stopping import shielded
 from mmaccel.core import outside
 from mmaccel.core.answer import MAX_NEW_TOKENS
@@ -59,7 +61,15 @@ def watch(
     clip: Annotated[int, typer.Option("--clip", min=1, help="Frames taken in at a time.")] = 16,
     follow: Annotated[bool, typer.Option("--follow", help="The file is still being written.")] = False,
     format: Annotated[str | None, typer.Option("--format", help="Of a device, such as v4l2.")] = None,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds of silence that end a source.")] = 10.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds of silence after which a live source has stalled.")
+    ] = 10.0,
+    gaps: Annotated[
+        str, typer.Option("--gaps", help="A frame that stands: hold (taken again), skip, mark (and listed).")
+    ] = "hold",
+    every: Annotated[
+        float, typer.Option("--save-every", min=0, help="Seconds between two saves; 0 saves at the end.")
+    ] = EVERY_S,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")
     ] = MAX_NEW_TOKENS,
@@ -77,12 +87,16 @@ def watch(
 
     On a terminal, questions are typed while it watches; Ctrl-D ends them, Ctrl-C or SIGTERM ends the watching. From a
     pipe or a file on standard input they are read first, one a line, unless --question gives them.
+
+    With --save the session is saved while it watches too. After one that was stopped or killed, --load goes on with the
+    same file behind the last frame that was saved.
     """
     from mmaccel import media
     from mmaccel.core.folder import writable
     from mmaccel.core.recipe import Recipe
     from mmaccel.core.record import recipe_of
     from mmaccel.core.session import VideoSession
+    from mmaccel.media.clock import Log
     from mmaccel.media.container import is_url
 
     if video is None and load is None:
@@ -95,15 +109,23 @@ def watch(
     chosen = choices.memory(recipe or RECIPE) if load is None else Recipe.load(recipe_of(load))
     place, kept_in = choices.where(device), choices.dtype(dtype)
     clips: Iterator[Video] = iter(())
+    reading, point, broken = None, None, list[VideoError]()
     if video is not None:
-        how: dict[str, Any] = {"follow": follow, "timeout": timeout, "format": format}
-        clips = media.clips(video, fps=fps, frames_per_clip=clip, **how)
+        # What is live runs away while a model is loaded, and cannot be gone on with.
+        live = format is not None or is_url(video)
+        if not live and os.path.isfile(video):
+            reading = Reading.of(video, follow, fps, gaps)
+            point = point_of(load, reading) if load is not None else None
+        how: dict[str, Any] = {"follow": follow, "timeout": timeout, "format": format, "gaps": gaps}
+        start = 0.0 if point is None else point.until
+        clips = media.clips(video, fps=fps, frames_per_clip=clip, start=start, **how)
         # Of a camera, or of a file that grows, the rate is a guess.
         clips = rated(clips, video, fps, guess=follow or format is not None, quiet=as_json)
+        clips = until_broken(clips, broken)
+        if not live and not follow:
+            # Opened before a model is loaded.
+            clips = chain([one for one in [next(clips, None)] if one is not None], clips)
     processor = choices.processor(model)
-    if video is not None and not (follow or format is not None or is_url(video)):
-        # What does not run away while a model is loaded is opened before.
-        clips = chain([next(clips)], clips)
     asked += piped(question or [])
     terminal = sys.stdin is not None and sys.stdin.isatty() and not as_json
     if video is None and not asked and not terminal:
@@ -116,22 +138,27 @@ def watch(
     told: list[dict[str, Any]] = []
     left = list(asked)
     stopped, kept, failed = False, False, list[Exception]()
+    uneven = Log()
 
     def answer(text: str, at: float | None = None) -> None:
         told.append(_ask(session, text, at, max_new_tokens, evidence, as_json))
 
     with session:
         begin = session.seconds if len(session) else None
+        keeper, whole = Keeper(session, save, reading, point, every), False
         try:
             with bars() as progress:
                 seen = counter(progress, "watch", "frames")
-                shift: float | None = None
                 for part in clips:
-                    if shift is None:
+                    if keeper.shift is None:
                         # What is watched after a saved session follows it.
                         first = float(part.clock[0])
-                        shift = begin + 1 / fps - first if begin is not None and first <= begin else 0.0
-                    part = replace(part, clock=part.clock + shift)
+                        keeper.shift = (
+                            begin + 1 / fps - first if begin is not None and first <= begin else 0.0
+                        )
+                    part = replace(part, clock=part.clock + keeper.shift)
+                    for one in part.events:
+                        uneven.add(one.kind, one.time, one.seconds)
                     for piece, due in cut(part, asked):
                         if piece is not None:
                             session.watch(piece)
@@ -141,8 +168,11 @@ def watch(
                                 asked_there(text, f"{at:g} s, before the saved session's end at {begin:g} s")
                             answer(text, at)
                             left.remove((at, text))
+                    keeper.now_and_then()
                     for text in typed.so_far():
                         answer(text)
+            # What was seen before a stall or a fault is asked about all the same.
+            whole = not broken
             for at, text in asked:
                 if at is not None and at > session.seconds + 1 / fps:
                     asked_there(text, f"{at:g} s, past the last frame at {session.seconds:g} s")
@@ -154,16 +184,16 @@ def watch(
             stopped = True
         except Exception as error:
             failed.append(known(error))
-        if save is not None and len(session):
-            # Also when a camera fell silent, or a memory is full, after hours of watching.
-            try:
-                with shielded():
-                    session.save(save)
-                    kept = True
-            except KeyboardInterrupt:
-                stopped = True
-            except Exception as error:
-                failed.append(known(error))
+        failed = [*broken, *failed]
+        # Also when a camera fell silent, or a memory is full, after hours of watching.
+        try:
+            with shielded():
+                kept = keeper.save(whole)
+        except KeyboardInterrupt:
+            stopped = True
+        except Exception as error:
+            failed.append(known(error))
+        events = uneven.give()
         facts: dict[str, Any] = {
             "video": video,
             "model": model,
@@ -174,6 +204,8 @@ def watch(
             "counters": session.counters(),
             "saved": str(save) if kept else None,
             "complete": not stopped and not failed,
+            "ended": "stopped" if stopped else ended(broken, failed),
+            "events": [asdict(one) for one in events],
             "error": " ".join(str(sentence(error)) for error in failed) or None,
             "unanswered": [{"question": text, "at": at} for at, text in left],
         }
@@ -181,6 +213,8 @@ def watch(
     if as_json:
         print_json({**facts, "answers": told})
     else:
+        for one in events:
+            remark(described(one))
         if left:
             remark(
                 "not answered: "
@@ -189,6 +223,7 @@ def watch(
         if not failed:
             end = "stopped after" if stopped else "watched"
             closing = f"{end} {frames}, {facts['seconds']:.0f} s"
+            closing += "; the source is over" if follow and not stopped else ""
             err().print(closing + (f"; saved to {save}" if kept else ""), highlight=False)
     if failed:
         if kept:
@@ -205,33 +240,6 @@ def known(error: Exception) -> Exception:
     if sentence(error) is None:
         raise error
     return error
-
-
-def rated(clips: Iterator[Video], video: str, fps: float, *, guess: bool, quiet: bool) -> Iterator[Video]:
-    """The same clips; before the first, a line on how many frames a second are read, and of how many.
-
-    Raises `VideoError` where the source has fewer; `guess` says that its own rate is not known.
-    """
-    for number, part in enumerate(clips):
-        if number == 0:
-            own = None if guess or not part.source_fps > 0 else part.source_fps
-            if own is not None and fps > 1.001 * own:
-                raise VideoError(
-                    f"--fps: {fps:g} is more than the {own:g} frames a second of {video}; give no more than it has."
-                )
-            if not quiet:
-                err().print(rate(fps, own), highlight=False, soft_wrap=True)
-        yield part
-
-
-def rate(fps: float, own: float | None) -> str:
-    """What is read of a source with `own` frames a second, None where that is not known."""
-    if own is not None and fps > 0.999 * own:
-        return f"reads all {own:g} frames a second (--fps)."
-    of = "" if own is None else f" of {own:g}"
-    return (
-        f"reads {fps:g}{of} frames a second (--fps); what is shown for less than {1 / fps:g} s may be missed."
-    )
 
 
 def parsed(text: str, source: str = "--question") -> Asked:
@@ -296,11 +304,6 @@ def piped(given: Sequence[str]) -> list[Asked]:
 def asked_there(text: str, when: str) -> None:
     """Say that a question is not asked at its time."""
     remark(f"{text!r} is for {when}; it is asked there.")
-
-
-def remark(told: str) -> None:
-    """A line on standard error, as it is."""
-    err().print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def cut(part: Video, asked: list[Asked]) -> Iterator[tuple[Video | None, list[Asked]]]:

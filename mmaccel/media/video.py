@@ -27,7 +27,7 @@ Gaps = Literal["hold", "skip", "mark"]
 class Event:
     """Something uneven in the times of a source, at `time` seconds of `Video.clock`, for `seconds`.
 
-    - "gap": no new frame was shown at the ticks from `time` on, for `seconds`.
+    - "gap": no new frame was shown at the ticks from `time` on, for `seconds`; of clips, each tells its own part.
     - "repeat": a frame came with the presentation time of the frame before it, or an earlier one.
     - "restart": the presentation times jumped by `seconds` (back, below 0; or more than a day ahead).
       `Video.times` runs on.

@@ -1,0 +1,179 @@
+"""How far a video was read into a saved session, so that a `watch` that was killed goes on where its last save was.
+
+The journal of a session saved to the folder S is the file .S.mmaccel-journal beside it: one JSON object a line, of the save
+that is there and of the one under way. It is written before the session is, and says after it which session it is of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmaccel.cli.console import remark, sentence
+from mmaccel.cli.stopping import shielded
+from mmaccel.core.errors import MmaccelError
+from mmaccel.core.folder import FACTS
+
+if TYPE_CHECKING:
+    from mmaccel.core.session import VideoSession
+
+EVERY_S = 300.0
+"""Seconds between two saves, unless saving takes more than a tenth of them."""
+LIMIT = 1 << 16
+"""Bytes of a journal that are read."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A video that is read: its absolute path, its bytes (None: it grows), the rate and what becomes of gaps."""
+
+    video: str
+    bytes: int | None
+    fps: float
+    gaps: str
+
+    @classmethod
+    def of(cls, video: str, follow: bool, fps: float, gaps: str) -> Reading:
+        """A file to be read now."""
+        return cls(os.path.abspath(video), None if follow else os.path.getsize(video), fps, gaps)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a reading is: `until` seconds of the video are taken in, `shift` seconds later on the session's clock.
+
+    frames   frames of the session, and `session` the CRC-32 of its facts (None: its save was not seen to end)
+    whole    whether the video was read to its end
+    """
+
+    reading: Reading
+    until: float
+    shift: float
+    whole: bool
+    frames: int
+    session: int | None = None
+
+
+def journal_of(folder: Path) -> Path:
+    """The journal of a session saved to `folder`."""
+    place = folder.resolve()
+    return place.with_name(f".{place.name}.mmaccel-journal")
+
+
+def point_of(folder: Path, reading: Reading) -> Point | None:
+    """Where to go on with a reading that was not done when `folder` was saved; None where it was, or of another video."""
+    last = _of_session(folder)
+    if last is None or last.whole or last.reading.video != reading.video:
+        return None
+    sizes = {last.reading.bytes, reading.bytes} - {None}
+    if replace(last.reading, bytes=reading.bytes) != reading or len(sizes) > 1:
+        remark(
+            f"{reading.video} is read from its beginning: when the session was saved it was read to {last.until:g} s with "
+            f"--fps {last.reading.fps:g} --gaps {last.reading.gaps}, or the file was another."
+        )
+        return None
+    remark(f"goes on at {last.until:g} s of {reading.video}, where the saved session's reading of it ended.")
+    return last
+
+
+def _of_session(folder: Path) -> Point | None:
+    """The line of a journal that is of the session there."""
+    points = _points(folder)
+    try:
+        facts = (folder / FACTS).read_bytes()
+        frames = json.loads(facts)["frames"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    sealed = [one for one in points if one.session == zlib.crc32(facts)]
+    # One that was killed between its save and its second line.
+    unsealed = [one for one in points if one.session is None and one.frames == frames]
+    return next(iter(sealed + unsealed), None)
+
+
+def _points(folder: Path) -> list[Point]:
+    """What a journal says; nothing of one that is damaged."""
+    found = []
+    try:
+        with journal_of(folder).open(encoding="utf-8") as file:
+            lines = file.read(LIMIT).splitlines()
+        for line in lines:
+            told = json.loads(line)
+            found.append(Point(**told | {"reading": Reading(**told["reading"])}))
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+    return found
+
+
+def _write(folder: Path, points: list[Point]) -> None:
+    place = journal_of(folder)
+    part = place.with_name(f"{place.name}-part")
+    part.write_text("".join(json.dumps(asdict(one)) + "\n" for one in points), encoding="utf-8")
+    part.replace(place)
+
+
+class Keeper:
+    """Saves a session to `folder` now and then, with its journal; without a folder it does nothing.
+
+    reading   what is read into the session, None of what cannot be gone on with, as a camera
+    point     where it began, None at the beginning
+    every     seconds between two saves, 0 for none but the last
+    """
+
+    def __init__(
+        self,
+        session: VideoSession,
+        folder: Path | None,
+        reading: Reading | None,
+        point: Point | None,
+        every: float,
+    ) -> None:
+        self._session, self._folder, self._reading = session, folder, reading
+        self._every, self._last, self._cost = every, time.monotonic(), 0.0
+        self._begun, self._until = len(session), 0.0 if point is None else point.until
+        self.shift: float | None = None if point is None else point.shift
+
+    def now_and_then(self) -> None:
+        """Save when it is time; a save that fails is told, and tried again later."""
+        if self._folder is None or not self._every:
+            return
+        if time.monotonic() - self._last < max(self._every, 10 * self._cost):
+            return
+        begun = time.monotonic()
+        try:
+            self.save(whole=False)
+        except (MmaccelError, OSError) as error:
+            remark(f"not saved meanwhile: {sentence(error)}")
+        self._last = time.monotonic()
+        self._cost = self._last - begun
+
+    def save(self, whole: bool) -> bool:
+        """Save the session and how far its video was read; `whole`: to the end. False without a folder or frames."""
+        session, folder = self._session, self._folder
+        if folder is None or not len(session):
+            return False
+        with shielded():
+            before = _of_session(folder)
+            point = self._point(whole)
+            if point is not None:
+                _write(folder, [one for one in (point, before) if one is not None])
+            session.save(folder)
+            if point is not None:
+                sealed = replace(point, session=zlib.crc32((folder / FACTS).read_bytes()))
+                _write(folder, [sealed])
+            else:
+                journal_of(folder).unlink(missing_ok=True)
+        return True
+
+    def _point(self, whole: bool) -> Point | None:
+        if self._reading is None:
+            return None
+        until, shift = self._until, self.shift or 0.0
+        if len(self._session) > self._begun:
+            # Half a tick later, so that rounding does not bring a frame twice.
+            until = self._session.seconds - shift + 0.5 / self._reading.fps
+        return Point(self._reading, until, shift, whole, len(self._session))

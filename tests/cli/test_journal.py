@@ -1,0 +1,191 @@
+"""A watch that was killed goes on where its last save was; one that stalls or breaks off says so and keeps what it has."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmaccel import media
+from mmaccel.cli import main
+from mmaccel.core import record
+from mmaccel.media import Video
+from tests.media.films import write_film
+
+Call = Callable[..., tuple[int, str, str]]
+QUESTIONS = ("--question", "what was first ?@9", "--question", "how many ?")
+
+
+class Killed(BaseException):
+    """The process is gone: nothing handles it."""
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Frames 0.2 s apart with still moments of 2.5, 4 and 9 s: 22.5 s."""
+    times = [0, 0.2, 2.7, 2.9, 6.9, 7.1, 16.1, *(16.3 + n / 5 for n in range(31))]
+    return write_film(tmp_path_factory.mktemp("slides") / "slides.mkv", len(times), times=times)
+
+
+def memory(folder: Path) -> dict[str, Any]:
+    """The sizes and checksums of a saved session's files, whatever folder they lie in."""
+    files: dict[str, Any] = json.loads((folder / "session.json").read_text())["files"]
+    return {
+        name[name.find("memory/") :] if "memory/" in name else Path(name).name: one
+        for name, one in files.items()
+    }
+
+
+def killed_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next watch is killed when it asks for clip `count`."""
+    inner = media.clips
+
+    def clips(*given: Any, **how: Any) -> Iterator[Video]:
+        for number, part in enumerate(inner(*given, **how)):
+            if number == count:
+                raise Killed
+            yield part
+
+    monkeypatch.setattr(media, "clips", clips)
+
+
+@pytest.mark.parametrize(
+    ("kv", "when"),
+    [
+        ("mosaic", "between two saves"),
+        ("rekv", "before a save"),
+        ("mosaic", "after a save"),
+        ("rekv", "stopped"),
+    ],
+)
+def test_a_killed_watch_goes_on(
+    call: Call, ov: str, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, when: str
+) -> None:
+    folder = tmp_path / "killed"
+    base = (
+        "watch",
+        slides,
+        "--model",
+        ov,
+        "--recipe",
+        kv,
+        "--fps",
+        1,
+        "--clip",
+        5,
+        "--max-new-tokens",
+        3,
+        "--json",
+    )
+    status, out, _ = call(*base, *QUESTIONS, "--save", tmp_path / "whole")
+    whole = json.loads(out)
+    assert (status, whole["frames"], whole["ended"]) == (0, 23, "end")
+    words = [str(one) for one in (*base, *QUESTIONS, "--save", folder, "--save-every", 1e-9)]
+    with monkeypatch.context() as broken:
+        broken.setattr("mmaccel.cli.journal.Keeper.now_and_then", lambda keeper: keeper.save(False))
+        if when == "between two saves":
+            killed_after(3, broken)
+        elif when == "stopped":
+            broken.setattr(f"{__name__}.Killed", KeyboardInterrupt)
+            killed_after(3, broken)
+        else:
+            inner, saves = record.save, [0]
+
+            def save(*given: Any) -> None:
+                saves[0] += 1
+                if saves[0] == 3 and when == "before a save":
+                    raise Killed
+                inner(*given)
+                if saves[0] == 3:
+                    raise Killed
+
+            broken.setattr(record, "save", save)
+        with pytest.raises((Killed, SystemExit)):
+            main(words)
+    kept = json.loads((folder / "session.json").read_text())["frames"]
+    assert kept == (10 if when == "before a save" else 15)
+    # The recipe is that of the saved session.
+    again = [one for one in base if one not in ("--recipe", kv)]
+    status, out, err = call(*again, *QUESTIONS[2:], "--load", folder, "--save", folder)
+    after = json.loads(out)
+    assert (status, after["frames"], after["seconds"]) == (0, 23, 22.0)
+    assert f"goes on at {kept - 0.5:g} s of {slides}" in err
+    assert after["answers"][-1]["answer"] == whole["answers"][-1]["answer"]
+    assert after["answers"][-1]["evidence"] == whole["answers"][-1]["evidence"]
+    assert memory(folder) == memory(tmp_path / "whole")
+    # What was read to its end is watched anew, behind what there is.
+    status, out, err = call(*again, "--load", folder)
+    assert (status, err, json.loads(out)["frames"]) == (0, "", 46)
+
+
+def test_another_reading_of_the_file_begins_at_its_beginning(
+    call: Call, ov: str, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = ("watch", slides, "--model", ov, "--json")
+    with monkeypatch.context() as broken:
+        broken.setattr(f"{__name__}.Killed", KeyboardInterrupt)
+        killed_after(1, broken)
+        call(*base, "--recipe", "recent", "--fps", 1, "--clip", 5, "--save", tmp_path / "s")
+    status, out, err = call(*base, "--fps", 2, "--load", tmp_path / "s")
+    assert status == 0 and json.loads(out)["frames"] == 5 + 45
+    assert err == (
+        f"{slides} is read from its beginning: when the session was saved it was read to 4.5 s with --fps 1 --gaps hold, "
+        "or the file was another.\n"
+    )
+
+
+def test_a_stall_is_told_and_what_came_is_kept(call: Call, ov: str, tmp_path: Path) -> None:
+    data, path = write_film(tmp_path / "whole.ts", 60).read_bytes(), tmp_path / "camera.ts"
+    over = threading.Event()
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            file.write(data[: len(data) // 2])
+            over.wait(60)
+            file.write(data[len(data) // 2 :])
+
+    path.touch()
+    camera = threading.Thread(target=write)
+    camera.start()
+    words = ("watch", path, "--model", ov, "--fps", 5, "--clip", 8, "--follow", "--timeout", 0.5, "--json")
+    words += ("--question", "how many ?", "--max-new-tokens", 1)
+    try:
+        status, out, err = call(*words, "--recipe", "recent", "--save", tmp_path / "s")
+    finally:
+        over.set()
+        camera.join()
+    told = json.loads(out)
+    taken = told["frames"]
+    assert status == 2 and 0 < taken < 30
+    assert (told["ended"], told["complete"], told["unanswered"], len(told["answers"])) == (
+        "stall",
+        False,
+        [],
+        1,
+    )
+    stall = (
+        f"{path} stalled: nothing came for 0.5 s after {taken} frames, and it is not over; raise --timeout."
+    )
+    assert told["error"] == stall and err == f"saved {taken} frames to {tmp_path / 's'}\nerror: {stall}\n"
+    status, out, err = call(*words, "--load", tmp_path / "s")
+    assert (status, json.loads(out)["frames"], json.loads(out)["ended"]) == (0, 30, "end")
+    assert f"goes on at {taken / 5 - 0.1:g} s of" in err
+
+
+def test_gaps_are_skipped_or_listed(call: Call, ov: str, slides: Path) -> None:
+    base = ("watch", slides, "--model", ov, "--recipe", "recent", "--fps", 1)
+    status, out, _ = call(*base, "--gaps", "skip", "--json")
+    assert status == 0 and json.loads(out)["frames"] == 13 and json.loads(out)["events"] == []
+    status, out, err = call(*base, "--gaps", "mark")
+    assert status == 0 and "watched 23 frames, 22 s" in err
+    assert [line for line in err.splitlines() if line.startswith("gap")] == [
+        "gap at 4 s, 1 s", "gap at 6 s, 2 s", "gap at 9 s, 3 s", "gap at 13 s, 4 s",
+    ]  # fmt: skip
+    status, out, err = call(*base, "--gaps", "wait")
+    assert (status, out) == (2, "") and err.startswith(
+        "error: gaps='wait' must be one of 'hold', 'skip', 'mark'."
+    )

@@ -18,6 +18,8 @@ ratios    a step of the target after all columns, and of a draft that keeps 1, 0
 prune     a step after all columns and after a tenth of them, beside the ratio of the bytes that they read; and eagerly
 flash     a step of the model by transformers' own code without and with a flash kernel, beside the captured one
 prefill   seconds to read a video and to say a token after it, at several lengths
+lossy     the same of a target under each lossy pruner, as it comes and without one, vision tower and all: the first token, a
+          captured step and one through the modules, in turns, the most memory beyond the weights, and what is held
 batch     several sequences in turns
 
 A target that fills one device and some of a second, the draft beside it there: --device cuda:0 cuda:0 cuda:0 cuda:1
@@ -34,6 +36,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,10 +49,13 @@ from pair import SEATS, SELF, Bench, read_and_say, tell, timed_step
 from pipeline import pipeline_part, sharded_part
 from replayed import after, decode, warm
 from steps import Step, run_steps
-from timing import Log, measure
+from timing import Log, compare, measure
 
-from mmaccel.core.attach import adapter_for
+from mmaccel.core.attach import accelerate, adapter_for
+from mmaccel.core.registry import registry
 from mmaccel.eval import simulate
+from mmaccel.models import shapes
+from mmaccel.models.cache import KVCache
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off
 
@@ -183,6 +189,66 @@ def prefill_part(bench: Bench) -> Iterator[Step]:
         yield Step(f"prefill:{length}", 8.0, at(length))
 
 
+def lossy_part(bench: Bench) -> Iterator[Step]:
+    """The whole shape, on its own: other parts have one layer of vision."""
+    given = bench.given
+    names = [None, *(name for name, kind in registry("prune").items() if kind.lossy)]
+    build = {"layers": given.layers, "vision_layers": given.layers, "dtype": torch.bfloat16}
+    models: list[torch.nn.Module] = []
+
+    def under(name: str | None) -> Callable[[argparse.Namespace, Log], None]:
+        def run(options: argparse.Namespace, log: Log) -> None:
+            if not models:
+                models.append(shapes.build(given.target, device=given.device, **build))
+            inputs = replayed.question(given.target, bench.columns, given.device)
+            row = read_under(models[0], name, inputs, bench.device, given.repeats)
+            tell(log, case="lossy", shape=given.target, prune=name or "none", **row)
+
+        return run
+
+    for name in names:
+        yield Step(f"lossy:{name or 'none'}", 25.0 if name is None else 10.0, under(name))
+
+
+def read_under(
+    model: torch.nn.Module,
+    name: str | None,
+    inputs: dict[str, torch.Tensor],
+    device: torch.device,
+    repeats: int,
+) -> dict[str, Any]:
+    """The figures of one prompt under the pruner `name`."""
+    ids, taken, cuda = torch.ones(1, 1, dtype=torch.long, device=device), [], device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if cuda else 0
+    with accelerate(model, prune=name) as fast:
+        for _ in range(3):
+            runner = fast.view.runner()
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(device)
+            replayed.wait(device)
+            began = time.perf_counter()
+            runner.prefill(inputs)
+            replayed.wait(device)
+            taken.append(time.perf_counter() - began)
+        peak = torch.cuda.max_memory_allocated(device) - before if cuda else None
+        held = runner.cache.state.counters()
+        modules = HFRunner(model, fast.adapter, KVCache(fast.open_state(), fast.view.geometry.layers))
+        modules.prefill(inputs)
+        length = runner.length()
+
+        def step(one: HFRunner) -> Callable[[], None]:
+            def run() -> None:
+                one.step(ids)
+                one.truncate(length)
+
+            return run
+
+        both = {"step": step(runner), "modules": step(modules)}
+        times = compare(both, warmup=4, repeats=repeats, device=device)
+    told = {"columns": length, "first_s": min(taken), "first_runs_s": taken, "peak_bytes": peak, "held": held}
+    return {**told, **times["step"].row("step_"), **times["modules"].row("modules_")}
+
+
 def batch_part(bench: Bench) -> Iterator[Step]:
     def run(options: argparse.Namespace, log: Log) -> None:
         tokens = max(24, bench.tokens // 4)
@@ -213,6 +279,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Step]]] = {
     "prune": prune_part,
     "flash": flash_part,
     "prefill": prefill_part,
+    "lossy": lossy_part,
     "batch": batch_part,
 }
 

@@ -8,10 +8,11 @@ Steps, most telling first: `layer:*` are the cases of `bench/attend.py`; `model:
 shape (random weights) from embeddings, sparse and dense, with the peak of memory; `short:*` what "auto" makes of prompts
 of 4k to 16k tokens, in turns with dense; `vision:*` that shape's vision tower alone, all its layers, on the frames of so
 many tokens, some patches at a time as in an accelerated model (`--patches`, else its default), and at 128k also in one
-call, with the peak of memory and what was held before. A step whose row is in the file already is not run again, and none
-is begun that would not end within `--limit` seconds by its own estimate: run the same command again for the rest. Dense
-attention that would take too long is timed on some layers, or on the heads of one group, and scaled; its row says so
-(`layers_timed`, `groups_timed`). `--shrink` divides all lengths: a smoke test.
+call, with the peak of memory and what was held before; and of an hour at a frame a second (3,600 frames of 252 x 224
+pixels), in turns with the modules' own products, norms, gates and rotations ("modules"). A step whose row is in the file
+already is not run again, and none is begun that would not end within `--limit` seconds by its own estimate: run the same
+command again for the rest. Dense attention that would take too long is timed on some layers, or on the heads of one group,
+and scaled; its row says so (`layers_timed`, `groups_timed`). `--shrink` divides all lengths: a smoke test.
 """
 
 from __future__ import annotations
@@ -249,46 +250,49 @@ def short_step(name: str, tokens: int, seconds: float) -> Step:
     return Step(name, seconds, run)
 
 
-def vision_step(name: str, tokens: int, seconds: float) -> Step:
+def vision_step(name: str, tokens: int, seconds: float, ways: Sequence[str], size: tuple[int, int]) -> Step:
+    """The tower on frames of `size` rows and columns of patches; the ways take turns."""
+
     def run(options: argparse.Namespace, log: Log) -> None:
         small = options.shrink > 1
         model = (
             mmaccel.load_model("tiny-qwen") if small else shapes.build(SHAPE, layers=1, device=options.device)
         )
         tower = model.config.vision_config
-        side = math.isqrt(FRAME) * tower.spatial_merge_size
-        count = max(2, tokens // options.shrink // FRAME)
+        each = math.prod(size) // tower.spatial_merge_size**2
+        count = max(2, tokens // options.shrink // each)
         first = next(model.parameters())
         values = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
-        pixels = torch.empty(count * side**2, values, dtype=first.dtype, device=first.device)
+        pixels = torch.empty(count * math.prod(size), values, dtype=first.dtype, device=first.device)
         pixels.normal_(generator=torch.Generator(first.device).manual_seed(0))
-        for way in ("parts", "whole") if tokens == 1 << 17 else ("parts",):
-            most = options.patches or vision.PATCHES
+        most, none = options.patches or vision.PATCHES, lambda *_: lambda: None
+        for way in ways:
             with (
                 patch.object(vision, "PATCHES", len(pixels) if way == "whole" else most),
+                patch.object(vision, "lighter", none if way == "modules" else vision.lighter),
                 mmaccel.accelerate(model, "dense"),
             ):
-                row = timed_tower(model, pixels, side)
-            told = dict(case=name, way=way, tokens=count * FRAME, patches=len(pixels), model=SHAPE)
+                row = timed_tower(model, pixels, size)
+            told = dict(case=name, way=way, tokens=count * each, patches=len(pixels), model=SHAPE)
             log.row(**told, layers=tower.depth, most=None if way == "whole" else most, **row)
             peak = row["peak_bytes"]
             held = (
                 "" if peak is None else f", {(peak - row['held_bytes']) / 2**30:.2f} GB more held at the peak"
             )
-            print(f"{name:24} {count * FRAME} tokens, {row['median_s']:8.2f} s {way}{held}", flush=True)
+            print(f"{name:24} {count * each} tokens, {row['median_s']:8.2f} s {way}{held}", flush=True)
 
     return Step(name, seconds, run)
 
 
 @torch.no_grad()
-def timed_tower(model: Any, pixels: Tensor, side: int) -> dict[str, Any]:
-    """Seconds and peak of memory of the tower on frames of `side` x `side` patches, after a run on a sixteenth of them."""
+def timed_tower(model: Any, pixels: Tensor, size: tuple[int, int]) -> dict[str, Any]:
+    """Seconds and peak of memory of the tower on frames of `size` patches, after a run on a sixteenth of them."""
 
     def run(count: int) -> Callable[[], Any]:
-        grid = torch.tensor([[count, side, side]], device=pixels.device)
-        return lambda: model.model.get_video_features(pixels[: count * side**2], grid)
+        grid = torch.tensor([[count, *size]], device=pixels.device)
+        return lambda: model.model.get_video_features(pixels[: count * math.prod(size)], grid)
 
-    count, device = len(pixels) // side**2, pixels.device
+    count, device = len(pixels) // math.prod(size), pixels.device
     before = seconds(run(max(1, count // 16)), device)
     cuda = device.type == "cuda"
     if cuda:
@@ -309,10 +313,12 @@ def steps() -> list[Step]:
         model_step("model:512k", 1 << 19, 80.0),
     ]
     short = [short_step(f"short:{n}k", n << 10, 25.0) for n in (4, 8, 16)]
+    side = 2 * math.isqrt(FRAME)
     tower = [
-        vision_step("vision:128k", 1 << 17, 40.0),
-        vision_step("vision:512k", 1 << 19, 60.0),
-        vision_step("vision:1m", 1 << 20, 110.0),
+        vision_step("vision:128k", 1 << 17, 40.0, ("parts", "whole"), (side, side)),
+        vision_step("vision:512k", 1 << 19, 60.0, ("parts",), (side, side)),
+        vision_step("vision:1m", 1 << 20, 110.0, ("parts",), (side, side)),
+        vision_step("vision:hour", 1800 * 72, 60.0, ("modules", "parts") * 3, (18, 16)),
     ]
     return [*first, *models, *short, *tower]
 

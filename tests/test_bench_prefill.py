@@ -57,7 +57,8 @@ def test_steps_run_and_are_not_run_again(tmp_path: Path) -> None:
 def test_the_tower_alone_is_timed(tmp_path: Path) -> None:
     rows = run(tmp_path / "rows.jsonl", "vision:")
     assert [row for row in rows if "failed" in row] == []
-    assert [row["done"] for row in rows if "done" in row] == ["vision:128k", "vision:512k", "vision:1m"]
+    done = ["vision:128k", "vision:512k", "vision:1m", "vision:hour"]
+    assert [row["done"] for row in rows if "done" in row] == done
     ways = [(row["case"], row["way"], row["most"], row["patches"]) for row in rows if "way" in row]
     # Frames of 196 tokens, of four patches each: two of them at least, and a call has at most 16 384.
     assert ways == [
@@ -65,6 +66,7 @@ def test_the_tower_alone_is_timed(tmp_path: Path) -> None:
         ("vision:128k", "whole", None, 2 * 784),
         ("vision:512k", "parts", 16384, 2 * 784),
         ("vision:1m", "parts", 16384, 2 * 784),
+        *[("vision:hour", way, 16384, 2 * 288) for way in ("modules", "parts") * 3],
     ]
     assert all(row["median_s"] > 0 for row in rows if "way" in row)
 

@@ -78,7 +78,10 @@ silu_times_ = torch.library.custom_op(
 rotate_ = torch.library.custom_op(
     "mmaccel::rotate_", _rotate_, mutates_args=("x",), schema="(Tensor(a!) x, Tensor cos, Tensor sin) -> ()"
 )
-"""x [B, H, n, D], in place: turned by cos and sin [B or 1, n, D], the halves of a head paired (RoPE, arXiv 2104.09864)."""
+"""x [B, H, n, D], in place: turned by cos and sin [B or 1, n, D], the halves of a head paired (RoPE, arXiv 2104.09864).
+
+Angles in the type of x round each product, as decoder layers do; angles in float32 round x once, as vision towers do.
+"""
 
 
 rms_norm_now, rotate_now_ = _rms_norm, _rotate_

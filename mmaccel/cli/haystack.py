@@ -254,6 +254,7 @@ def methods_of(
     level = level or list(fixed)[-1]
     if level not in fixed:
         raise UnknownName("recipe of --level", level, fixed)
+    tail = {"dense_tail": fixed[level].dense_tail}
     known = {name: one for name, one in RIVALS.items() if compress is None or name not in PRUNERS}
     known |= _less(fixed[level], model)
     chosen = known if list(rivals) == ["all"] else {}
@@ -268,7 +269,9 @@ def methods_of(
             )
     for recipe in fixed.values():
         choices.check(recipe, model, device)
-    return Methods({name: Recipe.load(one, **more) for name, one in fixed.items()}, chosen, level, more)
+    return Methods(
+        {name: Recipe.load(one, **more) for name, one in fixed.items()}, chosen, level, {**more, **tail}
+    )
 
 
 def _less(recipe: Recipe, model: str) -> dict[str, Rival]:

@@ -49,7 +49,7 @@ class KVState(ABC):
     in_place  it is buffers of columns of which a query sees the first ones, all of them; see `buffers`
     """
 
-    in_place: ClassVar[bool] = False
+    in_place: bool = False
 
     @abstractmethod
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -109,6 +109,10 @@ class KVState(ABC):
     def wrote(self, count: int) -> None:
         """The `count` columns after those held were written to the `buffers` of all layers."""
         raise ModelError(f"{type(self).__name__} is not written in place.")
+
+    def lacks(self, layer: int) -> int:
+        """How many of the columns of the sequence `layer` does not hold, all of them of the prompt."""
+        return 0
 
     def save(self, path: str | Path) -> None:
         """Write the state (safetensors and JSON); raises `ModelError` for policies that keep nothing worth saving."""

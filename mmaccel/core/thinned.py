@@ -27,6 +27,7 @@ class ThinnedState(KVState):
         ends = [*self.starts[1:], depth]
         self._parts = [part(end - start) for start, end in zip(self.starts, ends, strict=True)]
         self._owner = [k for k, start in enumerate(self.starts) for _ in range(ends[k] - start)]
+        self.in_place = all(one.in_place for one in self._parts)
         self._forget()
 
     def _forget(self) -> None:
@@ -96,7 +97,7 @@ class ThinnedState(KVState):
         if self._watched is None or query.shape[2] > 1 or self._seen <= self.prompt:
             return view
         if layer == self.pruner.glance:
-            self._recall(query, view.key)
+            self.recall(query, view.key)
         elif self._shown is not None and layer > (self.pruner.glance or 0):
             end = view.key.shape[2]
             fresh = torch.arange(self.size(part, self.prompt), end, device=self._shown.device)
@@ -109,8 +110,11 @@ class ThinnedState(KVState):
             )
         return view
 
-    def _recall(self, query: Tensor, key: Tensor) -> None:
-        assert self._watched is not None
+    def recall(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """[n] ascending: the columns of the prompt that a decoded token sees after the layer `glance`, where it looks with
+        `query` [1, H, 1, D] at `key` [1, G, N, D], its own among them; None: all."""
+        if self._watched is None:
+            return None
         groups = key.shape[1]
         rows = torch.unflatten(query[0, :, 0].float(), 0, (groups, -1))
         scores = (rows @ key[0].float().mT) / query.shape[-1] ** 0.5
@@ -122,6 +126,23 @@ class ThinnedState(KVState):
             stays[self._watched] = False
             stays[chosen] = True
             self._shown = stays.nonzero()[:, 0]
+        return self._shown
+
+    def lacks(self, layer: int) -> int:
+        kept = self.kept[self._owner[layer]]
+        return 0 if kept is None else self.prompt - kept.numel()
+
+    def renumbers(self, layer: int) -> bool:
+        """Whether the columns that `layer` holds stand at the places 0, 1, 2, ..."""
+        return self.pruner.compact and self.kept[self._owner[layer]] is not None
+
+    def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
+        return [pair for part in self._parts for pair in part.buffers(room)]
+
+    def wrote(self, count: int) -> None:
+        for part in self._parts:
+            part.wrote(count)
+        self._seen, self._last = self._seen + count, count
 
     def accept(self, keep: int | Tensor) -> None:
         count = keep if isinstance(keep, int) else keep.numel()

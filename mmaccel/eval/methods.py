@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from mmaccel.eval.rivals import Fields, Rival, computed, left, level
 
 @dataclass(frozen=True)
 class Methods:
-    """Recipes by name, rivals by name, the recipe whose share rivals get, and fields that every rival has beside its own."""
+    """Recipes by name, rivals by name, the recipe whose share rivals get, and fields that every rival has unless it gives
+    them itself."""
 
     fixed: Mapping[str, Recipe]
     rivals: Mapping[str, Rival]
@@ -28,7 +29,7 @@ class Methods:
 
     def recipe(self, fields: Fields) -> Recipe:
         """A rival's recipe."""
-        return Recipe.load({**fields, **self.more})
+        return Recipe.load({**self.more, **fields})
 
     def wanted(self, model: nn.Module, processor: Any, inputs: Mapping[str, Tensor], seen: Encoded) -> float:
         """The share of attention that the yardstick computes on a prompt."""
@@ -70,13 +71,16 @@ def share(
 
 
 def listed(recipe: Recipe, layout: TokenLayout) -> float | None:
-    """The share of attention that a recipe of one pattern on every row of every layer computes, by planning once; None where
-    the plan hangs on queries and keys, or where some rows or layers are dense beside it."""
-    if recipe.sparse.adaptive or recipe.sparse.name == "dense" or recipe.dense_tail or recipe.dense_layers:
+    """The share of attention that a recipe of one pattern on every layer computes, the dense rows at the end included, by
+    planning once; None where the plan hangs on queries and keys, some layers are dense beside it, or prompts are padded."""
+    pattern, n = recipe.sparse, layout.length
+    if pattern.adaptive or pattern.name == "dense" or recipe.dense_layers or layout.padded:
         return None
-    blank = torch.zeros(layout.batch, 1, layout.length, 16, device=layout.position.device)
-    plan = recipe.sparse.plan(blank, blank, layout, layout)
+    blank = torch.zeros(layout.batch, 1, n, 16, device=layout.position.device)
+    plan = pattern.plan(blank, blank, layout, layout)
     if plan is None:
         return 1.0
-    causal = ((layout.position + 1) * layout.valid).double().sum(1, keepdim=True)
-    return float((plan.listed_pairs() / causal).mean())
+    first = max(0, n - recipe.dense_tail)
+    parts = tuple(replace(one, q_row=one.q_row.where(one.q_row < first, -1)) for one in plan.parts)
+    pairs = replace(plan, parts=parts).listed_pairs() + sum(range(first + 1, n + 1))
+    return float(pairs.mean()) / (n * (n + 1) / 2)

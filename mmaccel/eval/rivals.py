@@ -2,9 +2,9 @@
 
 The rows of MMInference's Table 2, whose budgets stand for 128k tokens and more, and two that compute less by dropping
 tokens: here the budgets of a method grow or shrink together until a prompt takes as much attention as it should. A method
-without a budget (the strided pattern) stays as it is, and says what it computes. Rivals run as their papers have them: no
-row is dense beside what the pattern itself sees (`dense_tail` is 0). What a searched table loses without its boundaries, or
-without that tail, is a rival too (`ablated`).
+without a budget (the strided pattern) stays as it is, and says what it computes. The last rows of a prompt are dense for
+all methods alike: a rival leaves `dense_tail` to whoever compares (`Methods.more`). What a searched table loses without its
+boundaries, or without that tail, is a rival too (`ablated`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAST, MOST = math.log(1 / 256), math.log(64.0)
 NEAR = 0.02
 """A budget is good when the share it gives is this close, relative to the share wanted."""
 BUDGETS = ("sink", "window", "vertical", "slash")
-"""The fields of a searched pattern that grow and shrink; a grid has none."""
+"""The fields of a searched pattern that grow and shrink; the lines of a grid are on or off."""
 
 
 def _tokens(count: float) -> int:
@@ -35,7 +35,7 @@ def _tokens(count: float) -> int:
 
 
 def _sparse(name: str, **fields: Any) -> Fields:
-    return {"sparse": {"name": name, **fields}, "dense_tail": 0}
+    return {"sparse": {"name": name, **fields}}
 
 
 def _a_shape(m: float) -> Fields:
@@ -52,7 +52,9 @@ def _sf_fixed(m: float) -> Fields:
 
 
 def _minference(m: float) -> Fields:
-    return _sparse("vertical_slash", vertical=_tokens(1000 * m), slash=_tokens(6144 * m))
+    # The released code keeps the first 30 columns and the nearest 100 diagonals, and no fewer than 30 and 50 of each.
+    vertical, slash = max(30, _tokens(1000 * m)), max(50, _tokens(6144 * m))
+    return _sparse("vertical_slash", vertical=vertical, slash=slash, sink=30, nearest=100)
 
 
 def _block_topk(m: float) -> Fields:

@@ -21,11 +21,14 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.replay import captured
 from mmaccel.core.room import with_room
+from mmaccel.core.thinned import ThinnedState
 from mmaccel.models import layers as layers_of
 from mmaccel.models import spread
+from mmaccel.models.pruning import Entering
 from mmaccel.models.runner import HFRunner
 from mmaccel.models.signals import Ear
 from mmaccel.models.spread import Handed
+from mmaccel.models.step import Held, Step
 
 if TYPE_CHECKING:
     from mmaccel.models.family import Family
@@ -34,59 +37,14 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
 
 
-class Step(nn.Module):
-    """Layers of a Qwen2-like family over new rows, as one function of tensors of fixed shapes, on one device.
-
-    layers   the decoder layers that this device computes; a model on one device has all of them in one step
-    buffers  keys and values [B, G, capacity, D] of each layer, which the step writes to
-    angles   cosines and sines [2, B, capacity, D] of each place of the text
-    words    the embedding; None: what comes in are hidden states
-    ends     the last norm and the head; None: what goes out are hidden states
-
-    The weights are the model's own.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[Any],
-        scale: float,
-        buffers: Sequence[tuple[Tensor, Tensor]],
-        angles: Tensor,
-        words: Any = None,
-        ends: tuple[Any, Any] | None = None,
-    ) -> None:
-        super().__init__()
-        self.scale = scale
-        self.angles = angles
-        self.buffers_of = list(buffers)
-        # Held in a tuple: these are the model's own modules, not parts of this one.
-        self.parts: tuple[Any, ...] = (words, list(layers), ends)
-
-    def forward(self, given: Tensor, columns: Tensor, places: Tensor, sees: Tensor | None = None) -> Tensor:
-        """Logits [B, n, V], or hidden states [B * n, E], of `given`, which are ids [B, n] or hidden states.
-
-        The rows take the columns `columns` [B, n] and stand at `places` [B, n]; `sees` [n] is that of `ops.decode_attend`.
-        """
-        words, layers, ends = self.parts
-        B, n = columns.shape
-        x: Tensor | layers_of.Weighed = given if words is None else words(given).flatten(0, 1)
-        turn = self.angles.take_along_dim(places[None, ..., None], 2)
-        for number, (layer, (key, value)) in enumerate(zip(layers, self.buffers_of, strict=True)):
-            query = layers_of.entering_turned(layer, x, turn, columns, key, value)
-            out = ops.decode_attend(query, key, value, columns, self.scale, sees)
-            follows = layers[number + 1].input_layernorm if number + 1 < len(layers) else ends and ends[0]
-            x = layers_of.leaving(layer, x, out.transpose(1, 2).reshape(B * n, -1), follows)
-        if ends is None:
-            return layers_of.bare(x)
-        return layers_of.project(x, [ends[1]], ends[0]).view(B, n, -1)
-
-
 class Memory(Protocol):
-    """What a static step needs of a memory: `KVState` says what the two do, where it is `in_place`."""
+    """What a static step needs of a memory: `KVState` says what these do, where it is `in_place`."""
 
     def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]: ...
 
     def wrote(self, count: int) -> None: ...
+
+    def lacks(self, layer: int) -> int: ...
 
 
 class Moved:
@@ -129,6 +87,9 @@ class Moved:
         assert self.count is not None
         self.count += count
 
+    def lacks(self, layer: int) -> int:
+        return 0
+
     def accept(self, start: int, path: Tensor) -> None:
         """Of the columns from `start` on keep those at `path`, counted from there."""
         for buffer in (buffer for pair in self._buffers for buffer in pair):
@@ -146,7 +107,8 @@ class Moved:
 
 def admits(model: nn.Module, family: Family, cache: Any) -> bool:
     """Whether the steps of `model` after `cache` can be captured: on CUDA devices, each layer on one of them and the ends on
-    one, layers that are `known`, with no module that others put or hooked in, and a memory that is written in place."""
+    one, layers that are `known`, with no module that others put or hooked in, and a memory that is written in place. A
+    pruner's hooks serve the prompt; what they do to a step is in the memory."""
     from transformers import DynamicCache
 
     if any(p.device.type not in layers_of.DEVICES for p in model.parameters()):
@@ -154,7 +116,7 @@ def admits(model: nn.Module, family: Family, cache: Any) -> bool:
     owner, state = attached(model), getattr(cache, "state", None)
     if state is None and (type(cache) is not DynamicCache or _mixed(model)):
         return False
-    if state is not None and (not state.in_place or owner is None or owner.recipe.prune is not None):
+    if state is not None and (not state.in_place or owner is None):
         return False
     layers: list[Any] = list(family.layers(model))
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
@@ -166,7 +128,9 @@ def admits(model: nn.Module, family: Family, cache: Any) -> bool:
         and len({p.device for end in ends for p in end.parameters()}) == 1
         and all(isinstance(hook, Ear) for module in inner for hook in module._forward_hooks.values())
         and all(
-            isinstance(hook, Handed | Ear) for module in inner for hook in module._forward_pre_hooks.values()
+            isinstance(hook, Handed | Ear | Entering)
+            for module in inner
+            for hook in module._forward_pre_hooks.values()
         )
     )
 
@@ -197,7 +161,10 @@ class StaticRunner(HFRunner):
         self.rows = sorted(set(rows))
         state = getattr(cache, "state", None)
         self.memory: Memory = Moved(cache) if state is None else state
+        self.thinned = state if isinstance(state, ThinnedState) else None
         self.modules: list[Step] = []
+        self.laid: list[int] = []
+        self.biases: list[Tensor] = []
         self.graphs: dict[tuple[int, bool], list[_Graph]] = {}
         self.pool: Any = None
 
@@ -220,6 +187,8 @@ class StaticRunner(HFRunner):
         out = ids
         for graph in self.graphs[key]:
             out = graph(out, held, count, branches)
+            if graph.step.looks is not None:
+                self._look(graph.step, held, count)
         self.memory.wrote(count)
         return out[:, :count].clone()
 
@@ -227,34 +196,53 @@ class StaticRunner(HFRunner):
         """The steps, device after device, over buffers with room for `room` more columns; captures do not outlive the
         buffers they were made of."""
         buffers = self.memory.buffers(room)
+        lacks = [self.memory.lacks(layer) for layer in range(len(buffers))]
         laid = [pair for step in self.modules for pair in step.buffers_of]
-        if laid and all(a[0] is b[0] for a, b in zip(buffers, laid, strict=True)):
+        same = laid and all(a[0] is b[0] for a, b in zip(buffers, laid, strict=True))
+        if same and lacks == self.laid:
             return self.modules
         self.graphs.clear()
+        self.laid = lacks
         # One for all captures: none is at work beside another, and what each gives is copied at once.
         self.pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
         family, model = self.family, self.model
         words, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-        home, like = words.weight.device, buffers[0][0]
-        # Text after the prompt stands at the same place on every axis.
-        places = torch.arange(like.shape[2], device=home) + self.delta
-        axes = places.expand(3, -1) if family.mrope else places
-        angles = torch.stack([angle[0] for angle in family.angles(model, axes, like.dtype)])
+        home = words.weight.device
         scale = family.geometry(model).head_dim ** -0.5
-        laid_out = spread.runs([key.device for key, _ in buffers], home)
+        glance = None if self.thinned is None else self.thinned.pruner.glance
+        laid_out = [
+            (device, some)
+            for device, numbers in spread.runs([key.device for key, _ in buffers], home)
+            for some in _cut_after(numbers, glance)
+        ]
         layers: list[Any] = list(family.layers(model))
+        held = _Holds(self, buffers, glance, home)
         self.modules = [
             Step(
+                device,
                 [layers[number] for number in numbers],
                 scale,
                 [buffers[number] for number in numbers],
-                angles.to(device),
+                [held(number) for number in numbers],
                 words if place == 0 else None,
                 (family.text(model).norm, head) if place == len(laid_out) - 1 else None,
+                held.looks() if glance is not None and numbers[-1:] == [glance] else None,
             )
             for place, (device, numbers) in enumerate(laid_out)
         ]
+        self.biases = held.biases
         return self.modules
+
+    def _look(self, step: Step, held: int, count: int) -> None:
+        """Between the layer at which a pruner glances and the next one: what a token sees of the video from there on."""
+        thinned = self.thinned
+        assert thinned is not None and step.looks is not None
+        key = step.buffers_of[-1][0][:, :, : held + 1 - step.held[-1].lacks]
+        shown = thinned.recall(step.looks, key) if count == 1 else None
+        for bias in self.biases:
+            bias.fill_(0.0 if shown is None else -torch.inf)
+            if shown is not None:
+                bias[shown.to(bias.device)] = 0.0
 
     def accept(self, path: Tensor) -> None:
         if self._moved is None:
@@ -288,6 +276,60 @@ class StaticRunner(HFRunner):
             self.cache.sequence = replace(known, layout=known.layout.append(TokenLayout.build(kinds)))
 
 
+class _Holds:
+    """How each layer holds the sequence of a runner, told once for all layers that hold it alike on one device."""
+
+    def __init__(
+        self,
+        runner: StaticRunner,
+        buffers: list[tuple[Tensor, Tensor]],
+        glance: int | None,
+        home: torch.device,
+    ) -> None:
+        self.runner, self.buffers, self.glance, self.home = runner, buffers, glance, home
+        self.known: dict[tuple[Any, ...], Held] = {}
+
+    @property
+    def biases(self) -> list[Tensor]:
+        return [held.bias for held in self.known.values() if held.bias is not None]
+
+    def looks(self) -> Tensor:
+        assert self.glance is not None
+        key = self.buffers[self.glance][0]
+        shape = self.runner.family.geometry(self.runner.model)
+        return key.new_zeros(1, shape.heads, 1, shape.head_dim)
+
+    def __call__(self, layer: int) -> Held:
+        runner, like = self.runner, self.buffers[layer][0]
+        lacks, thinned, after = (
+            runner.laid[layer],
+            runner.thinned,
+            self.glance is not None and layer > self.glance,
+        )
+        anew = thinned is not None and thinned.renumbers(layer)
+        key = like.device, like.shape[2], lacks, anew, after
+        if key not in self.known:
+            # Text after the prompt stands at the same place on every axis.
+            begin = 0 if anew else lacks + runner.delta
+            places = torch.arange(like.shape[2], device=self.home) + begin
+            axes = places.expand(3, -1) if runner.family.mrope else places
+            angles = torch.stack([angle[0] for angle in runner.family.angles(runner.model, axes, like.dtype)])
+            bias = None
+            if after:
+                assert thinned is not None
+                bias = torch.zeros(thinned.prompt - lacks, device=like.device)
+            self.known[key] = Held(lacks, angles.to(like.device), bias)
+        return self.known[key]
+
+
+def _cut_after(numbers: list[int], layer: int | None) -> list[list[int]]:
+    """`numbers` in two where `layer` is one of them and not the last."""
+    if layer not in numbers[:-1]:
+        return [numbers]
+    end = numbers.index(layer) + 1  # type: ignore[arg-type]
+    return [numbers[:end], numbers[end:]]
+
+
 class _Graph:
     """A step of `width` rows, of a chain or a tree. The first is run as it is written; on CUDA the second is captured.
 
@@ -295,7 +337,7 @@ class _Graph:
     """
 
     def __init__(self, step: Step, width: int, tree: bool, pool: Any) -> None:
-        device = step.angles.device
+        device = step.device
         self.step, self.width, self.tree, self.pool = step, width, tree, pool
         self.given: Tensor | None = None
         self.start = torch.zeros(1, 1, dtype=torch.long, device=device)

@@ -30,20 +30,22 @@ def in_chunks(modules: Sequence[nn.Module]) -> Callable[[], None]:
 
     def by_rows(module: nn.Module) -> Callable[..., Any]:
         whole: Callable[..., Any] = module.forward
-        if _is_norm(module):
-            return functools.partial(_normed, module, functools.partial(_by_rows, whole))
-        if _is_gated(module):
-            whole = functools.partial(_gated, module, whole)
+        if is_norm(module):
+            return functools.partial(normed_or, module, functools.partial(_by_rows, whole))
+        if is_gated(module):
+            whole = functools.partial(gated, module, whole)
         return functools.partial(_by_rows, whole)
 
-    return _replaced(modules, by_rows)
+    return replaced(modules, by_rows)
 
 
 def turning(
-    modules: Sequence[nn.Module], turned: Callable[..., tuple[Tensor, Tensor]] | None = None
+    modules: Sequence[nn.Module],
+    turned: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    name: str = TURN,
 ) -> Callable[[], None]:
     """Let attention `modules` turn queries and keys in place, or by `turned`, which is given their own function and what
-    that is given; the returned call puts them back as they were.
+    that is given; the returned call puts them back as they were. `name`: what they call their own function.
 
     Their forward is the same code, in which one name means another function: what is theirs is not touched.
     """
@@ -52,7 +54,7 @@ def turning(
     def with_ours(module: nn.Module) -> Callable[..., Any]:
         whole: Any = module.forward
         known: FunctionType = whole.__func__
-        names = {**known.__globals__, TURN: functools.partial(ours_turns, known.__globals__[TURN])}
+        names = {**known.__globals__, name: functools.partial(ours_turns, known.__globals__[name])}
         ours = FunctionType(known.__code__, names, known.__name__, known.__defaults__, known.__closure__)
         ours.__kwdefaults__ = known.__kwdefaults__
         # What is compiled around it goes by the names of the module, which ours has a copy of.
@@ -60,14 +62,15 @@ def turning(
 
     def calls(module: nn.Module) -> bool:
         code = getattr(getattr(module.forward, "__func__", None), "__code__", None)
-        return code is not None and TURN in code.co_names
+        return code is not None and name in code.co_names
 
-    return _replaced([module for module in modules if calls(module)], with_ours)
+    return replaced([module for module in modules if calls(module)], with_ours)
 
 
-def _replaced(
+def replaced(
     modules: Sequence[nn.Module], by: Callable[[nn.Module], Callable[..., Any]]
 ) -> Callable[[], None]:
+    """Give each of `modules` the forward that `by` makes for it; the returned call puts them back as they were."""
     before = [(module, module.__dict__.get("forward")) for module in modules]
     for module in modules:
         module.__dict__["forward"] = functools.wraps(module.forward)(by(module))
@@ -96,12 +99,12 @@ def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: An
     return out
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
     """Whether it is a norm by the root mean square, with a weight and no more."""
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
-def _is_gated(module: nn.Module) -> bool:
+def is_gated(module: nn.Module) -> bool:
     """Whether it is a feed-forward block of three products, gated by a SiLU."""
     names = ("gate_proj", "up_proj", "down_proj")
     silu = isinstance(getattr(module, "act_fn", None), nn.SiLU) or (
@@ -112,19 +115,21 @@ def _is_gated(module: nn.Module) -> bool:
 
 def normed(module: Any, hidden: Tensor) -> Tensor:
     """What the norm `module` makes of `hidden`, by one kernel where there is one; for code that nobody compiles."""
-    if not (_is_norm(module) and module.weight.dtype == hidden.dtype and pointwise.fusible(hidden)):
+    if not (is_norm(module) and module.weight.dtype == hidden.dtype and pointwise.fusible(hidden)):
         return module(hidden)  # type: ignore[no-any-return]
     return pointwise.rms_norm_now(hidden, module.weight, module.variance_epsilon)
 
 
-def _normed(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
+def normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
+    """What the norm `module` makes of `hidden`, by one kernel where there is one; `whole` is its own forward."""
     fits = module.weight.dtype == hidden.dtype and pointwise.fusible(hidden)
     if not fits or _wants_gradients(hidden, module.weight):
         return whole(hidden)
     return pointwise.rms_norm(hidden, module.weight, module.variance_epsilon)
 
 
-def _gated(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
+def gated(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:
+    """What the gated block `module` makes of `hidden`, its gate by one kernel where there is one, else by its `whole`."""
     if not pointwise.fusible(hidden) or torch.is_grad_enabled():
         return whole(hidden)
     gate = module.gate_proj(hidden)

@@ -46,6 +46,19 @@ class _PrunedRun(Run):
     work: _Work | None = None
 
 
+class Entering:
+    """A pre-hook of the decoder layer `index`: `enter` is called with what a pass of a pruned sequence gives the layer."""
+
+    def __init__(self, index: int, enter: Callable[..., Any]) -> None:
+        self.index, self.enter = index, enter
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = kwargs.get("attention_mask")
+        if not isinstance(run, _PrunedRun) or run.work is None:
+            return None
+        return self.enter(self.index, module, args, kwargs, run.work)
+
+
 class Pruning:
     """The pruner of one accelerated model."""
 
@@ -64,7 +77,7 @@ class Pruning:
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
             for index, layer in enumerate(self.family.layers(self.model)):
                 if index >= first:
-                    hook = self._hook(index)
+                    hook = Entering(index, self._enter)
                     self.handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
     def remove(self) -> None:
@@ -128,19 +141,8 @@ class Pruning:
         run = self._thin(run, state, 0)
         if self.pruner.compact and kwargs.get("position_ids") is not None:
             old = kwargs["position_ids"]
-            kwargs["position_ids"] = torch.arange(
-                run.start, run.start + old.shape[-1], device=old.device
-            ).expand_as(old)
+            kwargs["position_ids"] = _numbered(run).to(old.device).expand_as(old)
         return run, kwargs
-
-    def _hook(self, index: int) -> Callable[..., Any]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            run = kwargs.get("attention_mask")
-            if not isinstance(run, _PrunedRun) or run.work is None:
-                return None
-            return self._enter(index, module, args, kwargs, run.work)
-
-        return enter
 
     def _enter(
         self, index: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], work: _Work
@@ -197,8 +199,7 @@ class Pruning:
         given = {"attention_mask": run, "position_embeddings": kwargs["position_embeddings"]}
         given["position_ids"] = kwargs.get("position_ids")
         if self.pruner.compact:
-            rows = run.layout.length - run.start
-            flat = torch.arange(run.start, run.start + rows, device=run.layout.device)[None]
+            flat = _numbered(run)[None]
             flat = flat.expand(3, -1, -1) if self.family.mrope else flat
             given["position_embeddings"] = self.family.rotary(self.model)(
                 kwargs["position_embeddings"][0], flat
@@ -237,3 +238,11 @@ class Pruning:
     def _thin(run: Run, state: ThinnedState, part: int) -> Run:
         """The run as the layers of `part` see it."""
         return replace(run, layout=state.thinned(part, run.layout), start=state.size(part, run.start))
+
+
+def _numbered(run: Run) -> Tensor:
+    """[n]: the places of the new columns of a thinned run, its columns numbered anew; a tree's by their depth."""
+    rows, device = run.layout.length - run.start, run.layout.device
+    if run.branches is None:
+        return torch.arange(run.start, run.start + rows, device=device)
+    return run.branches.depth.to(device) + run.start - (run.branches.sees.shape[1] - rows)

@@ -9,7 +9,8 @@ Not cut are a step of time and an image with its tiles; nor where one call is ne
 for states, attention or a tuple, or brings lengths and places of all patches with him. What is cut gives `pooler_output`
 alone, which is all that a model takes of it; the states of a million tokens' patches would stay until its answer.
 
-Within a call, cut or not, a tower with windows attends to those of one length at once (`windows.py`).
+Within a call, cut or not, a tower with windows attends to those of one length at once (`windows.py`), and its rows go
+through fewer kernels (`tower.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.layout import IMAGE, VIDEO
+from mmaccel.models.tower import lighter
 from mmaccel.models.windows import by_length
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ WHOLE = ("cu_seqlens", "cu_window_seqlens", "max_seqlen", "max_window_seqlen", "
 
 @contextmanager
 def in_parts(family: Family, model: nn.Module) -> Iterator[None]:
-    """While inside, the model's tower sees at most `PATCHES` patches a call, and windows of one length at once."""
+    """While inside, the model's tower runs as `by_parts` lets it."""
     undo = by_parts(family, model)
     try:
         yield
@@ -51,8 +53,8 @@ def in_parts(family: Family, model: nn.Module) -> Iterator[None]:
 
 
 def by_parts(family: Family, model: nn.Module) -> Callable[[], None]:
-    """Let the model's tower see at most `PATCHES` patches a call, and windows of one length at once; the returned call puts
-    it back as it was. A tower that does so already is left as it is."""
+    """Let the model's tower see at most `PATCHES` patches a call, windows of one length at once, and run in fewer kernels;
+    the returned call puts it back as it was. A tower that does so already is left as it is."""
     multimodal = family.multimodal(model)
     undone: dict[str, Any] = {}
     # Here, not where it is written: what compiles is imported by that, when a model is there.
@@ -67,9 +69,10 @@ def by_parts(family: Family, model: nn.Module) -> Callable[[], None]:
         )
         ours.by_parts = True  # type: ignore[attr-defined]
         multimodal.__dict__[name] = ours
-    apart = by_length(family, model)
+    apart, heavier = by_length(family, model), lighter(family, model)
 
     def undo() -> None:
+        heavier()
         apart()
         for name, before in undone.items():
             multimodal.__dict__.pop(name, None)

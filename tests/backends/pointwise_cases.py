@@ -70,6 +70,18 @@ def test_rotation(dtype: torch.dtype, heads: int, size: int, batch: int) -> None
     assert torch.equal(found[:, :, heads].cpu(), whole[:, :, heads])
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_angles_in_float32_round_once(dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randn(1, 3, 9, 80, generator=rng).to(dtype)
+    cos, sin = (torch.randn(1, 9, 80, generator=rng) for _ in range(2))
+    turned = torch.cat([-x[..., 40:], x[..., :40]], -1)
+    wanted = (x.float() * cos[:, None] + turned.float() * sin[:, None]).to(dtype)
+    found = x.to(DEVICE)
+    pointwise.rotate_(found, cos.to(DEVICE), sin.to(DEVICE))
+    close(found, wanted, units=1)
+
+
 def test_heads_that_lie_far_apart() -> None:
     """A head begins more than 2^31 elements after the first; no more than three rows of that memory are touched."""
     far = 1 << 30

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mmaccel import load_model, load_processor
+from mmaccel.cli.haystack import methods_of
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.recipe import Recipe
@@ -67,9 +68,20 @@ def test_every_budget_makes_a_recipe(name: str, m: float) -> None:
     assert name in (recipe.sparse.name, recipe.prune.name if recipe.prune is not None else "minference")
 
 
-def test_rivals_have_no_dense_rows_of_ours() -> None:
+@pytest.mark.parametrize("tail", [0, 16, 64])
+def test_rivals_have_the_dense_rows_of_the_yardstick(tmp_path: Path, tail: int) -> None:
     assert PRUNERS == ("visionzip", "fastv")
-    assert all(RIVALS[name].make(1.0).get("dense_tail") == 0 for name in RIVALS if name not in PRUNERS)
+    yardstick = tmp_path / "yardstick.yaml"
+    yardstick.write_text(f"sparse: {{name: a_shape, window: 64}}\ndense_tail: {tail}\n")
+    methods = methods_of("tiny-ov", "cpu", ["dense", str(yardstick)], ["all"], "yardstick")
+    assert len(methods.rivals) == len(RIVALS)
+    assert {methods.recipe(one.make(1.0)).dense_tail for one in methods.rivals.values()} == {tail}
+
+
+def test_minference_keeps_what_its_released_code_keeps() -> None:
+    """minference/modules/minference_forward.py: 30 columns and 100 diagonals always, 30 and 50 at least."""
+    least = RIVALS["minference"].make(1 / 256)["sparse"]
+    assert (least["vertical"], least["slash"], least["sink"], least["nearest"]) == (30, 50, 30, 100)
 
 
 def test_ours_less_something() -> None:
@@ -200,11 +212,12 @@ def test_what_a_pruner_leaves_is_counted(asked: tuple[Any, Any, Any], name: str,
 @pytest.mark.parametrize("name", ["a_shape", "tri_shape", "sf_fixed", "sf_strided"])
 def test_what_a_layout_alone_decides_is_counted(asked: tuple[Any, Any, Any], name: str) -> None:
     model, processor, inputs = asked
-    recipe = Recipe.load(RIVALS[name].make(0.01))
-    measured = computed(ask(model, processor, inputs, recipe, max_new_tokens=1).report)
-    layout = adapter_for(model).layout(model, inputs)
-    assert listed(recipe, layout) == pytest.approx(measured) and measured != 1
-    assert listed(Recipe.load({**RIVALS[name].make(0.01), "dense_tail": 64}), layout) is None
+    layout, found = adapter_for(model).layout(model, inputs), []
+    for tail in (0, 64):
+        recipe = Recipe.load({**RIVALS[name].make(0.01), "dense_tail": tail})
+        found.append(computed(ask(model, processor, inputs, recipe, max_new_tokens=1).report))
+        assert listed(recipe, layout) == pytest.approx(found[-1]) and found[-1] != 1
+    assert found[1] != found[0]
     assert listed(Recipe.load(RIVALS["minference"].make(0.01)), layout) is None
 
 

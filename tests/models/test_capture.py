@@ -33,7 +33,7 @@ def test_a_failed_capture_is_none(fails: bool, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
     for name in ("stream", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
-    step = _Graph(SimpleNamespace(angles=torch.zeros(1)), 1, False, None)  # type: ignore[arg-type]
+    step = _Graph(SimpleNamespace(device=torch.device("cpu")), 1, False, None)  # type: ignore[arg-type]
     step.out = before = torch.zeros(1)
 
     def run() -> torch.Tensor:

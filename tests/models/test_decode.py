@@ -146,7 +146,7 @@ def test_room_grows(family, monkeypatch):
     for token in range(12):
         ids = torch.tensor([[token + 3]])
         assert torch.allclose(plain.step(ids), static.step(ids), atol=1e-4)
-        laid.append(static.modules[0].angles.shape[2])
+        laid.append(static.modules[0].held[0].angles.shape[2])
     assert len(set(laid)) > 1 and laid == sorted(laid)
 
 

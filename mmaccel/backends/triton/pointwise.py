@@ -62,6 +62,8 @@ def rotate_kernel(
     b, s = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     d, h = tl.arange(0, BLOCK), tl.arange(0, HEADS)
     kind = X.dtype.element_ty
+    # Each product is rounded to the type of the angles, as PyTorch does.
+    product = COS.dtype.element_ty
     angle = b * angle_b + s * angle_s + d
     inside = d < HALF
     cos_1 = tl.load(COS + angle, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -72,9 +74,8 @@ def rotate_kernel(
     there = (h < H)[:, None] & inside[None, :]
     x_1 = tl.load(at, mask=there, other=0.0).to(tl.float32)
     x_2 = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
-    # Each product is rounded, as PyTorch does.
-    first = (x_1 * cos_1).to(kind).to(tl.float32) + (-x_2 * sin_1).to(kind).to(tl.float32)
-    second = (x_2 * cos_2).to(kind).to(tl.float32) + (x_1 * sin_2).to(kind).to(tl.float32)
+    first = (x_1 * cos_1).to(product).to(tl.float32) + (-x_2 * sin_1).to(product).to(tl.float32)
+    second = (x_2 * cos_2).to(product).to(tl.float32) + (x_1 * sin_2).to(product).to(tl.float32)
     tl.store(at, first.to(kind), mask=there)
     tl.store(at + HALF, second.to(kind), mask=there)
 

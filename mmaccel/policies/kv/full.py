@@ -49,7 +49,7 @@ class Full(StreamPolicy):
 class FullState(LayeredState):
     """Buffers [B, G, capacity, D] for each layer, of which the counted columns are in use."""
 
-    in_place: ClassVar[bool] = True
+    in_place = True
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)

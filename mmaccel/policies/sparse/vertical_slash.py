@@ -30,6 +30,9 @@ class VerticalSlash(IntraPattern):
     sink: so many first keys are among the columns whatever the last queries think of them, 0 in the paper; MInference's
     released code has 30. Rows before may look at the first tokens where the last ones do not.
 
+    nearest: so many of the nearest diagonals are among those kept, 1 (the main one) in the paper; MInference's released code
+    has 100.
+
     estimate="head" weighs each query head by itself, "group" the heads that share a key head together. Within a modality
     boundary diagonals count in keys of the modality.
     """
@@ -40,6 +43,7 @@ class VerticalSlash(IntraPattern):
     vertical: int = 1000
     slash: int = 1024
     sink: int = 0
+    nearest: int = 1
     last_q: int = 64
     estimate: Literal["head", "group"] = "head"
 
@@ -51,6 +55,10 @@ class VerticalSlash(IntraPattern):
             raise RecipeError(f"vertical_slash: slash is {self.slash}; give at least 1, the main diagonal.")
         if self.sink < 0:
             raise RecipeError(f"vertical_slash: sink is {self.sink}; give 0 or more columns.")
+        if self.nearest < 1:
+            raise RecipeError(
+                f"vertical_slash: nearest is {self.nearest}; give at least 1, the main diagonal."
+            )
         if self.last_q < 1:
             raise RecipeError(f"vertical_slash: last_q is {self.last_q}; give at least 1 query.")
         if self.estimate not in ("head", "group"):
@@ -86,8 +94,11 @@ class VerticalSlash(IntraPattern):
     def _strongest(self, columns: Tensor, diagonals: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """[B, H, K] kept columns and diagonals, the main one among them, ascending, n where a sequence has fewer."""
         if self.sink:
-            first = torch.arange(columns.shape[-1], device=columns.device) < self.sink
+            first = torch.arange(columns.shape[-1], device=columns.device) < min(self.sink, self.vertical)
             columns = columns.masked_fill(first, torch.inf)
+        if self.nearest > 1:
+            near = torch.arange(diagonals.shape[-1], device=diagonals.device) < min(self.nearest, self.slash)
+            diagonals = diagonals.masked_fill(near, torch.inf)
         found: tuple[Tensor, Tensor] = ops.strongest_now(
             columns, diagonals, at[:, -1], self.vertical, self.slash
         )

@@ -97,6 +97,7 @@ def vertical_slash(
     slash: int,
     block: int,
     sink: int = 0,
+    nearest: int = 1,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The element mask, and its closure: slashes rounded to the blocks they touch in these orders.
 
@@ -104,9 +105,9 @@ def vertical_slash(
     """
     last = rows[-1][0] if rows else -1
     columns, diagonals = columns_and_diagonals(rows, len(keys))
-    columns[:sink] = np.inf
+    columns[: min(sink, vertical)] = np.inf
     kept_columns = strongest(columns[: last + 1], vertical)
-    diagonals[:1] = np.inf
+    diagonals[: min(nearest, slash)] = np.inf
     kept_diagonals = strongest(diagonals[: last + 1], slash)
     place = [place_of(i, keys) for i in queries]
     touched = {

@@ -67,18 +67,28 @@ def test_a_shape(scene: Scene, extent: tuple[int, int]) -> None:
     scenes(),
     st.sampled_from([(0, 1), (7, 5), (16, 3), (40, 2), (3, 40), (200, 200)]),
     st.sampled_from(["head", "group"]),
-    st.sampled_from([0, 5, 20]),
+    st.sampled_from([(0, 1), (5, 1), (20, 4), (0, 40)]),
 )
-def test_vertical_slash(scene: Scene, budget: tuple[int, int], estimate: str, sink: int) -> None:
-    vertical, slash = budget
-    pattern = VerticalSlash(vertical=vertical, slash=slash, sink=sink, last_q=16, block=16, estimate=estimate)
+def test_vertical_slash(scene: Scene, budget: tuple[int, int], estimate: str, kept: tuple[int, int]) -> None:
+    (vertical, slash), (sink, nearest) = budget, kept
+    pattern = VerticalSlash(
+        vertical=vertical, slash=slash, sink=sink, nearest=nearest, last_q=16, block=16, estimate=estimate
+    )
     got = planned(pattern, scene)
     for b, tokens in enumerate(scene.sequences):
         n = len(tokens)
         for h in range(scene.heads):
             rows, first = weights_of(scene, b, h, 16, pooled=estimate == "group")
             element, closure = masks.vertical_slash(
-                n, range(first, n), range(n), rows, vertical=vertical, slash=slash, block=16, sink=sink
+                n,
+                range(first, n),
+                range(n),
+                rows,
+                vertical=vertical,
+                slash=slash,
+                block=16,
+                sink=sink,
+                nearest=nearest,
             )
             assert (got[b, h] >= place(scene, b, element)).all()
             assert (got[b, h] <= place(scene, b, closure)).all()

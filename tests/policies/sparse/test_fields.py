@@ -21,6 +21,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("vertical_slash", dict(slash=0), "slash is 0"),
     ("vertical_slash", dict(sink=-1), "sink is -1"),
     ("vertical_slash", dict(last_q=0), "last_q is 0"),
+    ("vertical_slash", dict(nearest=0), "nearest is 0; give at least 1, the main diagonal"),
     ("grid", dict(stride="frames"), "'frame' or 'free'"),
     ("grid", dict(min_stride=1), "min_stride 1"),
     ("grid", dict(min_stride=9, max_stride=8), "no range"),

@@ -1,0 +1,190 @@
+"""Qwen2.5-VL's vision tower in fewer kernels: the same features, products of good sizes, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import mmaccel
+from mmaccel.backends import pointwise
+from mmaccel.models import tower
+from tests.models.test_vision_windows import pixels_of
+from tests.models.tiny_random import prompt, qwen
+
+GRID = [[5, 10, 14], [1, 4, 4]]
+INNER = 62
+"""Of the tower's feed-forward blocks: no multiple of 16 bytes in any type."""
+
+
+@pytest.fixture
+def model() -> Any:
+    made = qwen()
+    for block in made.model.visual.blocks:
+        for name, shape in (("gate_proj", (INNER, 32)), ("up_proj", (INNER, 32)), ("down_proj", (32, INNER))):
+            setattr(block.mlp, name, torch.nn.Linear(*shape[::-1]))
+    for name, one in made.model.visual.named_parameters():
+        if "norm" in name:
+            one.data.uniform_(0.5, 1.5)
+    return made
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators in their plain form, in the place of the modules' own steps."""
+    monkeypatch.setattr(pointwise, "fusible", lambda x: True)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """Shapes of the weights of products that are ours."""
+    seen: list[tuple[int, ...]] = []
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen.append(tuple(weight.shape))
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(tower, "linear", counted)
+    yield seen
+
+
+def encoded(model: Any, grid: list[list[int]] = GRID) -> Tensor:
+    pixels, told = pixels_of(grid)
+    kind = model.model.visual.get_dtype() if hasattr(model.model.visual, "get_dtype") else model.dtype
+    return torch.cat(model.model.get_video_features(pixels.to(kind), told).pooler_output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_features_are_the_same(model: Any, fused: None, products: list[Any], dtype: torch.dtype) -> None:
+    exact = encoded(model)
+    model.to(dtype)
+    plain = encoded(model)
+    with mmaccel.accelerate(model, "dense"):
+        got = encoded(model)
+    wide = 64
+    assert products == [(wide, 32), (wide, 32), (32, wide)] * 2
+    if dtype == torch.float32:
+        torch.testing.assert_close(got, plain, rtol=0, atol=1e-5)
+    else:
+        assert (got.float() - exact).norm() <= 1.05 * (plain.float() - exact).norm()
+    del products[:]
+    assert torch.equal(encoded(model), plain) and not products
+
+
+@torch.no_grad()
+def test_each_step_is_one_kernel(model: Any, fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: dict[str, int] = {}
+
+    def counted(name: str) -> Any:
+        op = getattr(pointwise, name)
+
+        def call(*args: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            return op(*args)
+
+        return call
+
+    for name in ("rms_norm", "silu_times_", "rotate_"):
+        monkeypatch.setattr(pointwise, name, counted(name))
+    with mmaccel.accelerate(model, "dense"):
+        encoded(model)
+        # Two blocks, and the norm of the merger.
+        assert calls == {"rms_norm": 5, "silu_times_": 2, "rotate_": 4}
+        calls.clear()
+        with torch.enable_grad():
+            encoded(model)
+        assert calls == {}
+
+
+@torch.no_grad()
+def test_the_model_s_weights_are_its_own(model: Any, fused: None, tmp_path: Path) -> None:
+    """While attached: where they lie, what is saved, and what is changed in place is heard."""
+    before = {name: (one.data_ptr(), one.clone()) for name, one in model.state_dict().items()}
+    mlp = model.model.visual.blocks[0].mlp
+    with mmaccel.accelerate(model, "dense"):
+        first = encoded(model)
+        model.save_pretrained(tmp_path)
+        now = model.state_dict()
+        assert {name: one.data_ptr() for name, one in now.items()} == {n: at for n, (at, _) in before.items()}
+        assert all(torch.equal(one, before[name][1]) for name, one in now.items())
+        mlp.down_proj.weight.mul_(2)
+        changed = encoded(model)
+        mlp.up_proj.weight = torch.nn.Parameter(mlp.up_proj.weight / 2)
+        mlp.up_proj.bias = torch.nn.Parameter(mlp.up_proj.bias / 2)
+        back = encoded(model)
+    assert not torch.allclose(first, changed, atol=1e-4)
+    torch.testing.assert_close(first, back, rtol=0, atol=1e-4)
+    saved = load_file(tmp_path / "model.safetensors")
+    shapes = {tuple(one.shape) for name, one in saved.items() if "visual.blocks.0.mlp" in name}
+    assert shapes == {(INNER, 32), (INNER,), (32, INNER), (32,)}
+
+
+@torch.no_grad()
+def test_the_copies_go_with_the_recipe(model: Any, fused: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Any] = []
+    weights = tower.Filled.weights
+
+    def noted(self: Any, hidden: Tensor) -> Any:
+        found = weights(self, hidden)
+        held.extend(weakref.ref(one) for one in found[:3])
+        return found
+
+    monkeypatch.setattr(tower.Filled, "weights", noted)
+    fast = mmaccel.accelerate(model, "dense")
+    encoded(model)
+    assert len(held) == 6 and all(one() is not None for one in held)
+    encoded(model)
+    assert all(held[n]() is held[n + 6]() for n in range(6))
+    fast.detach()
+    gc.collect()
+    assert all(one() is None for one in held)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@torch.no_grad()
+def test_what_others_put_there_stays(model: Any, fused: None, products: list[Any]) -> None:
+    """A hook or another module in the place of a product is called."""
+    heard: list[int] = []
+    first, second = (block.mlp for block in model.model.visual.blocks)
+    handle = first.up_proj.register_forward_hook(lambda *_: heard.append(1))
+    second.gate_proj = torch.nn.Sequential(second.gate_proj)
+    plain = encoded(model)
+    del heard[:]
+    with mmaccel.accelerate(model, "dense"):
+        torch.testing.assert_close(encoded(model), plain, rtol=0, atol=1e-5)
+        assert heard == [1] and products == []
+    handle.remove()
+
+
+@torch.no_grad()
+def test_without_such_a_device_nothing_changes(model: Any, products: list[Any]) -> None:
+    inputs = prompt("qwen", [("text", 5), ("video", 6), ("text", 9)])
+    want, features = model(**inputs).logits, encoded(model)
+    with mmaccel.accelerate(model, "dense"):
+        # Windows of one length are one call, which is another order of the same sums.
+        torch.testing.assert_close(model(**inputs).logits, want, rtol=0, atol=1e-5)
+        torch.testing.assert_close(encoded(model), features, rtol=0, atol=1e-5)
+    assert products == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.no_grad()
+def test_on_a_device(model: Any, products: list[Any]) -> None:
+    exact = encoded(model)
+    model.to("cuda", torch.bfloat16)
+    pixels, told = (one.cuda() for one in pixels_of(GRID))
+    features = model.model.get_video_features
+    plain = torch.cat(features(pixels.bfloat16(), told).pooler_output)
+    with mmaccel.accelerate(model, "dense"):
+        got = torch.cat(model.model.get_video_features(pixels.bfloat16(), told).pooler_output)
+    assert products == [(64, 32), (64, 32), (32, 64)] * 2
+    assert (got.cpu().float() - exact).norm() <= 1.05 * (plain.cpu().float() - exact).norm()

@@ -30,3 +30,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def own_code(name: str, error: Exception) -> str | None:
+    """What is said of a model whose code comes with it, and is not run; None for another error."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return f"model {name!r} brings code of its own, which is not run; give a model of a family that transformers has."

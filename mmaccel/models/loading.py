@@ -14,7 +14,7 @@ from mmaccel.core.attach import adapter_for, family_of, fitted
 from mmaccel.core.errors import ModelError, UnknownName, shown
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import tiny
-from mmaccel.models.hub import absent
+from mmaccel.models.hub import absent, own_code
 from mmaccel.models.spread import spread
 
 
@@ -82,12 +82,13 @@ def load_model(
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(f"model {source!r} has no config.json; give a folder written by save_pretrained.")
     try:
-        model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype)
+        model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, SafetensorError) as error:
         told = " ".join(str(error).split())
         known = ", ".join(tiny.NAMES)
         raise ModelError(
             absent(source, error)
+            or own_code(source, error)
             or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({told[:200]})."
         ) from error
     if places is not None:
@@ -109,10 +110,12 @@ def outline(name: str | Path) -> ModelView:
     folder = folder_of(source)
     family = family_of(str(config_of(folder).get("model_type")))
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         told = " ".join(str(error).split())
-        raise ModelError(f"model {source!r}: its config.json cannot be read ({told[:200]}).") from error
+        raise ModelError(
+            own_code(source, error) or f"model {source!r}: its config.json cannot be read ({told[:200]})."
+        ) from error
     return ModelView(Outline(config), family, adapter_for)
 
 
@@ -121,8 +124,12 @@ def check_recipe(recipe: Recipe | str | Path | Mapping[str, Any], name: str | Pa
     fitted(Recipe.load(recipe), outline(name))
 
 
-def load_processor(name: str | Path) -> Any:
-    """Our processor for the model `name` (see `mmaccel.models.processor.Processor`)."""
+def load_processor(name: str | Path, *, special_tokens: bool = True) -> Any:
+    """Our processor for the model `name` (see `mmaccel.models.processor.Processor`).
+
+    special_tokens  whether special tokens in the texts that `chat` and a session are given are such, as they are for stock;
+                    give False where other people ask: they are then text
+    """
     from mmaccel.models.processor import Processor
 
-    return Processor.from_pretrained(resolve(known_model(name)))
+    return Processor.from_pretrained(resolve(known_model(name)), special_tokens=special_tokens)

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.core import outside
 from mmaccel.core.errors import ModelError
 from mmaccel.media.intake import as_frames, as_image
 from mmaccel.models.conversation import bared, conversations, image_rows, is_path, video_list
 from mmaccel.models.processor_files import read_folder, write_folder
 from mmaccel.models.processor_styles import STYLES, check_type, cuts_of, extra_of
+from mmaccel.models.templates import Written, ids_of, written
 
 
 class Processor:
@@ -39,12 +41,15 @@ class Processor:
         extra: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        special_tokens: bool = True,
     ) -> None:
         """`image` and `video` hold what differs from the stock settings, `extra` the entries of
         processor_config.json.
 
         `config` (that of the model) fills what these leave open. Raises `ModelError` for a model type
-        without a style and for a tokenizer that lacks the placeholders.
+        without a style and for a tokenizer that lacks the placeholders. `special_tokens` says what `chat` and a session do
+        with special tokens written in the texts they are given: True, the default, takes them as such, as stock does;
+        False takes them as text, so that nobody who only asks a question can end a turn or begin another.
         """
         check_type(model_type)
         self.model_type, self.style, self.tokenizer = model_type, STYLES[model_type], tokenizer
@@ -55,12 +60,13 @@ class Processor:
             video if video is not None else image or {}
         )
         self.extra = {**extra_of(config, vision), **{k: v for k, v in (extra or {}).items() if v is not None}}
+        self.special_tokens = special_tokens
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self.image_token, self.image_token_id = self._token("image", config)
         self.video_token, self.video_token_id = self._token("video", config)
 
     @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str]) -> Processor:
+    def from_pretrained(cls, folder: str | os.PathLike[str], *, special_tokens: bool = True) -> Processor:
         """Read a model folder (or the name of one on the hub), in any layout that transformers saves.
 
         Raises `ModelError` naming the file that is missing or broken.
@@ -74,6 +80,7 @@ class Processor:
             extra=files.extra,
             config=files.config,
             chat_template=files.chat_template,
+            special_tokens=special_tokens,
         )
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -118,7 +125,7 @@ class Processor:
 
         Raises `ModelError` when placeholders and visuals do not match.
         """
-        texts = [text] if isinstance(text, str) else list(text)
+        texts = [outside.words(one, "text") for one in ([text] if isinstance(text, str) else text)]
         if not texts:
             raise ModelError("text is an empty list: give at least one text.")
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -162,6 +169,9 @@ class Processor:
         one prompt each; `images` and `videos` are then lists with an entry for each: one, a list of them, or
         None. `options` go to the call: `frames` takes as many frames of each video, which LLaVA-OneVision needs
         of a batch.
+
+        Raises `ModelError` also for a chat template that fails. What special tokens in the texts are: `special_tokens` of
+        the class.
         """
         texts, rows, clips = [], [], []
         for messages in conversations(content, images, videos):
@@ -179,18 +189,15 @@ class Processor:
         `content` holds pieces in order; those of type "video" and "image" need nothing but their type.
         """
         text, special = self._written([{"role": "user", "content": list(content)}])
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
-        return ids
+        return ids_of(self.tokenizer, text, add_special_tokens=special)
 
-    def _written(self, messages: list[dict[str, Any]]) -> tuple[str, bool]:
+    def _written(self, messages: list[dict[str, Any]]) -> tuple[Written, bool]:
         """A conversation as text up to where the answer begins, and whether the tokenizer has to add special tokens."""
         if self.chat_template is None:
             raise ModelError(
                 "this folder has no chat template: add chat_template.jinja, or call the processor with text."
             )
-        text = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
-        )
+        text = written(self.tokenizer, self.chat_template, messages, special_tokens=self.special_tokens)
         start = getattr(self.tokenizer, "bos_token", None)
         return text, not (start and text.startswith(start))
 
@@ -246,7 +253,7 @@ class Processor:
         and spares the tokenizer a text of megabytes.
         """
         rows = [
-            torch.tensor(self.tokenizer(text, add_special_tokens=special)["input_ids"], dtype=torch.long)
+            torch.tensor(ids_of(self.tokenizer, text, add_special_tokens=special), dtype=torch.long)
             for text in texts
         ]
         for place, row in enumerate(rows):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmaccel.core import outside
 from mmaccel.core.errors import ModelError
 from mmaccel.models.hub import absent
 from mmaccel.models.processor_styles import check_type
@@ -101,10 +102,7 @@ def folder_of(name: str | os.PathLike[str]) -> Path:
 def _json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}.") from error
+    content = outside.read_json(path, str(path), ModelError, fix="save it anew")
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold one JSON object.")
     return content
@@ -117,8 +115,9 @@ def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        # The library raises errors of many kinds for a file that is not as it should be.
         raise ModelError(f"{folder} has no tokenizer that can be read: save it there.") from error
 
 
@@ -127,4 +126,4 @@ def _template(folder: Path) -> str | None:
     if old is not None:
         return old.get("chat_template")
     new = folder / "chat_template.jinja"
-    return new.read_text(encoding="utf-8") if new.is_file() else None
+    return outside.read_text(new, str(new), ModelError, fix="save it anew") if new.is_file() else None

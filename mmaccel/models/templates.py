@@ -1,0 +1,169 @@
+"""Chat templates, which are code of a model's folder, and texts in them that may look like special tokens."""
+
+from __future__ import annotations
+
+import functools
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from mmaccel.core import outside
+from mmaccel.core.errors import ModelError
+
+SECONDS = 5.0
+"""Longest that a template may take."""
+NUMBER = 1_000_000
+"""Largest number in a template."""
+CHARACTERS = 1 << 24
+"""Longest text that a template may make of a conversation."""
+
+
+class Written(str):
+    """What a template wrote. `plain` has what stands for special tokens that are text: its mark -> the token's text."""
+
+    plain: Mapping[str, str]
+
+    def __new__(cls, text: str, plain: Mapping[str, str]) -> Written:
+        made = super().__new__(cls, text)
+        made.plain = plain
+        return made
+
+
+def written(
+    tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], *, special_tokens: bool = True
+) -> Written:
+    """A conversation as text up to where the answer begins; raises `ModelError` for a template that fails.
+
+    special_tokens  whether special tokens in the texts of `messages` are such, as they are for stock; else they are text
+    """
+    plain: dict[str, str] = {}
+    if not special_tokens:
+        messages, plain = _marked(tokenizer, messages)
+    if not isinstance(template, str):
+        raise ModelError("chat template: it is no text; mend chat_template.jinja of the model.")
+    try:
+        _check(template)
+        with _deadline():
+            text = tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+    except ModelError:
+        raise
+    except Exception as error:
+        # A template is a program: it may fail in any way.
+        told = outside.reason(error) if str(error) else type(error).__name__
+        raise ModelError(
+            f"chat template: it fails ({told}); mend chat_template.jinja of the model."
+        ) from error
+    if not isinstance(text, str) or len(text) > CHARACTERS:
+        raise ModelError(
+            f"chat template: it makes more than {CHARACTERS} characters; mend chat_template.jinja of the model."
+        )
+    return Written(text, plain)
+
+
+def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text; in one that is `Written`, what is marked as plain is split as any other text is."""
+    ids: list[int]
+    plain = text.plain if isinstance(text, Written) else {}
+    if not plain:
+        ids = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+    marks = re.compile("|".join(map(re.escape, plain)))
+    ids = []
+    for place, piece in enumerate(_special(tokenizer).split(text)):
+        if place % 2:
+            ids.append(tokenizer.convert_tokens_to_ids(piece))
+        elif piece:
+            piece = marks.sub(lambda found: plain[found[0]], piece)
+            ids += tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    if add_special_tokens:
+        bare, framed = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
+        begin = next(n for n in range(len(framed)) if framed[n : n + len(bare)] == bare)
+        ids = [*framed[:begin], *ids, *framed[begin + len(bare) :]]
+    return ids
+
+
+def _marked(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The messages with a mark that nobody can guess for each special token in their texts."""
+    plain: dict[str, str] = {}
+    special, secret = _special(tokenizer), secrets.token_hex(8)
+
+    def mark(found: re.Match[str]) -> str:
+        name = f"\ue000{secret}{len(plain)}\ue001"
+        plain[name] = found[0]
+        return name
+
+    def without(piece: Mapping[str, Any]) -> dict[str, Any]:
+        return {**piece, "text": special.sub(mark, piece["text"])} if "text" in piece else dict(piece)
+
+    return [{**one, "content": [without(piece) for piece in one["content"]]} for one in messages], plain
+
+
+def _special(tokenizer: Any) -> re.Pattern[str]:
+    """What finds a special token."""
+    known = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    longest_first = sorted(known, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+@functools.lru_cache(maxsize=16)
+def _check(template: str) -> None:
+    """Raise what is wrong with a template before it is run."""
+    import jinja2
+    import jinja2.ext
+
+    if len(template) > outside.TEXT_BYTES:
+        raise ModelError(f"chat template: it has more than {outside.TEXT_BYTES} characters.")
+    tree = jinja2.Environment(extensions=[_generation(), jinja2.ext.loopcontrols]).parse(template)
+    for number in tree.find_all(jinja2.nodes.Const):
+        if isinstance(number.value, int | float) and not -NUMBER <= number.value <= NUMBER:
+            raise ModelError(f"chat template: line {number.lineno} has a number above {NUMBER}.")
+    if power := tree.find(jinja2.nodes.Pow):
+        raise ModelError(f"chat template: line {power.lineno} has a power, which can be of any size.")
+
+
+@functools.cache
+def _generation() -> Any:
+    """The block that templates of transformers may have beside those of jinja2, parsed and not run."""
+    import jinja2.ext
+
+    class Generation(jinja2.ext.Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    return Generation
+
+
+@contextmanager
+def _deadline() -> Iterator[None]:
+    """Raise `TimeoutError` in what runs inside and is a template for longer than `SECONDS`."""
+    if sys.gettrace() is not None:
+        yield  # a debugger is at work
+        return
+    end = time.monotonic() + SECONDS
+
+    def line(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.monotonic() > end:
+            raise TimeoutError(f"it takes more than {SECONDS:g} s")
+        return line
+
+    def call(frame: FrameType, event: str, argument: Any) -> Any:
+        return line if frame.f_code.co_filename in ("<template>", "<unknown>") else None
+
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(None)

@@ -111,6 +111,7 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
     def batch(options: argparse.Namespace, log: Log) -> None:
         bench.drop("runner")
         for count in SEATS:
+            step = measure(replayed.batched(bench.target, bench.columns, count), device=bench.device).median
             runners = [after(bench.target, bench.columns, keep=given.keep) for _ in range(count)]
             for runner in runners:
                 warm(runner, (*WIDTHS, *given.windows[:1]), bench.device)
@@ -121,6 +122,7 @@ def pipeline_part(bench: Bench) -> Iterator[Step]:
                 for seed in seeds(given)
             ]
             row = pooled(rows, bench.found["alone"])
+            row |= {"batched_per_s": count / step, "over_batched": row["tokens_per_s"] * step / count}
             tell(log, case="batch", **shape, sequences=count, window=window, **row)
 
     yield Step("pipeline:steps", 70.0, steps)

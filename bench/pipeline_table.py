@@ -2,8 +2,9 @@
 
     python bench/pipeline_table.py --rows bench/results/pipeline_h200x2_202611.jsonl
 
-Tokens a second are all tokens of a row's draws over all their seconds, with the standard error; where a row has no draws of
-its own, what it says.
+Sequences in turns are held against plain steps of a batch of as many (`over_batched`), and against nothing in rows that have
+none. Tokens a second are all tokens of a row's draws over all their seconds, with the standard error; where a row has
+no draws of its own, what it says.
 """
 
 from __future__ import annotations
@@ -83,13 +84,16 @@ def decoding(row: Row) -> tuple[str, ...]:
     """The cells of a way of decoding."""
     over, error = gain(row)
     alone = alone_per_s(row)
+    held = plus_minus(over, error, 2) + " x"
+    if row["case"] == "batch":
+        held = f"{row['over_batched']:.2f} x of a plain batch" if "over_batched" in row else ""
     return (
         row["tree"],
         name(row),
         window(row),
         str(len(row["each_per_s"])) if "each_per_s" in row else "",
         plus_minus(over * alone, None if error is None else error * alone, 1),
-        plus_minus(over, error, 2) + " x",
+        held,
         f"{over / row['simulated']:.2f}" if "simulated" in row else "",
         f"{row['kept_share']:.3f}" if "kept_share" in row else "",
     )

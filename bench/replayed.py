@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,16 +85,33 @@ def model_of(shape: str, device: str, layers: int | None = None, devices: Sequen
     return shapes.build(shape, layers=layers, vision_layers=1, dtype=torch.bfloat16, **more)
 
 
-def after(model: nn.Module, columns: int, rows: Sequence[int] = ROWS, **choices: Any) -> Counting:
-    """`model` at work after `columns` assumed columns: its cache is filled with small numbers."""
+def after(
+    model: nn.Module, columns: int, rows: Sequence[int] = ROWS, count: int = 1, **choices: Any
+) -> Counting:
+    """`model` at work after `columns` assumed columns of `count` sequences: its cache is filled with small numbers."""
     family, cache = adapter_for(model), DynamicCache()
     shape = family.geometry(model)
-    size = (1, shape.kv_heads, columns, shape.head_dim)
+    size = (count, shape.kv_heads, columns, shape.head_dim)
     for number, layer in enumerate(family.layers(model)):
         like = next(layer.parameters())
         pair = (torch.empty(size, dtype=like.dtype, device=like.device).normal_(0, 0.02) for _ in range(2))
         cache.update(*pair, number)
     return Counting(model, family, cache, rows, **choices)
+
+
+def batched(model: nn.Module, columns: int, count: int) -> Callable[[], object]:
+    """A plain step of a batch: a token for each of `count` sequences after `columns` assumed columns, without a draft."""
+    runner, family = after(model, columns, count=count), adapter_for(model)
+    ids = torch.ones(count, 1, dtype=torch.long, device=next(model.parameters()).device)
+    places = torch.full_like(ids, columns)
+    places = places.expand(3, -1, -1) if family.mrope else places
+
+    @torch.no_grad()
+    def step() -> None:
+        model(input_ids=ids, past_key_values=runner.cache, position_ids=places, use_cache=True)
+        runner.cache.crop(-1)
+
+    return step
 
 
 def cache_bytes(model: nn.Module, columns: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import DraftError
+from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.core.placed import Placed
 
 if TYPE_CHECKING:
@@ -132,11 +132,22 @@ class DraftStrategy(Placed, ABC):
             "memory" that it holds every column of an accelerated model, for the draft to read; "prompt" asks for the
             prompt's own inputs, pixels included, which a stream has not
     place   where it runs: in line ("same"), on a second stream of the device ("stream"), in a second process ("process")
+
+    in_batches  whether the sequences of a batch are drafted for, each in its turn: "always"; "never"; or "measured": where
+                that was measured to be faster than plain steps of the whole batch, and never where tokens are sampled
     """
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
     place: ClassVar[Literal["same", "stream", "process"]] = "same"
+
+    in_batches: str = "measured"
+
+    def __post_init__(self) -> None:
+        if self.in_batches not in ("measured", "always", "never"):
+            raise RecipeError(
+                f"{self.name}: in_batches is {self.in_batches!r}; give measured, always or never."
+            )
 
     @property
     def lookback(self) -> int:

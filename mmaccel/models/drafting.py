@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -55,7 +56,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     try:
         for row, generator in _sequences(attachment, kwargs):
             begun.append(_begin(attachment, row, generator))
-        lockstep([sequence.decoding for sequence in begun])
+        _in_turns(attachment, [sequence.decoding for sequence in begun])
     finally:
         for sequence in begun:
             sequence.end()
@@ -92,6 +93,14 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], keeps: bool | None)
 def _steps(rows: list[Tensor]) -> tuple[Tensor, ...]:
     """[n, V] of each sequence as [B, V] of each step; zeros after a sequence's end."""
     return torch.nn.utils.rnn.pad_sequence(rows).unbind(0)
+
+
+def _in_turns(attachment: Attachment, sequences: list[Speculation]) -> None:
+    """Decode, and time what a token takes."""
+    began, before = time.perf_counter(), sum(one.ids.shape[1] for one in sequences)
+    lockstep(sequences)
+    after = sum(one.ids.shape[1] for one in sequences)
+    attachment.turns.drafted(time.perf_counter() - began, after - before)
 
 
 def _sequences(

@@ -40,6 +40,7 @@ from mmaccel.models.limit import limited, positions_of
 from mmaccel.models.pointwise import in_chunks, turning
 from mmaccel.models.pruning import Pruning
 from mmaccel.models.signals import hearing
+from mmaccel.models.turns import Turns, sequences
 from mmaccel.models.vision import by_parts
 
 ATTENTION = "mmaccel"
@@ -86,6 +87,7 @@ class Attachment:
         self.depth = owner.view.geometry.layers
         self.sequences: WeakKeyDictionary[Cache, Columns] = WeakKeyDictionary()
         self.promised = threading.local()
+        self.turns = Turns()
         self.before = {
             "forward": self.text.__dict__.get("forward"),
             "generate": model.__dict__.get("generate"),
@@ -382,11 +384,15 @@ class Attachment:
         if isinstance(ids, Tensor) and (cache is None or not cache.get_seq_length()):
             self.promise(kwargs)
         try:
-            if draft or drafting.captures(self, kwargs):
+            rests = draft and self.turns.rests(self, kwargs)
+            if (draft and not rests) or drafting.captures(self, kwargs):
                 return drafting.generate(self, kwargs)
             if not wants("num_beams", asked("num_beams", kwargs, default)):
                 kwargs["streamer"] = Clock(meter.token, kwargs.get("streamer"))
-            return self.generate(**self.limited(kwargs))
+            out = self.generate(**self.limited(kwargs))
+            if rests:
+                self.turns.plain(sequences(self, kwargs), meter)
+            return out
         finally:
             # A model may be its own assistant, and be asked while it is at work.
             self.promised.__dict__.update({"held": None, "chunk": None, **outer})

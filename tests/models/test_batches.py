@@ -17,6 +17,7 @@ from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 
 KINDS = ("two videos", "text", "interleaved")
 TOKENS = 24
+ALWAYS = {"in_batches": "always"}
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
@@ -52,16 +53,16 @@ def new(ids: torch.Tensor, inputs: dict) -> list[int]:
 
 def strategies(model) -> dict:
     return {
-        "sequential": Sequential(model=model, window=3),
-        "pruned": Sequential(model=model, window=3, prune={"name": "uniform", "retention": 0.5}),
-        "parallel": Parallel(model=model, window=3, process=False),
+        "sequential": Sequential(**ALWAYS, model=model, window=3),
+        "pruned": Sequential(**ALWAYS, model=model, window=3, prune={"name": "uniform", "retention": 0.5}),
+        "parallel": Parallel(**ALWAYS, model=model, window=3, process=False),
         "pruned parallel": Parallel(
-            model=model, window=4, process=False, prune={"name": "attention", "retention": 0.5}
+            **ALWAYS, model=model, window=4, process=False, prune={"name": "attention", "retention": 0.5}
         ),
-        "tree": Tree(model=model),
-        "text_only": TextOnly(model=model, window=2),
-        "prompt_lookup": PromptLookup(),
-        "sparse_to_dense": SparseToDense(window=4, retention=0.5),
+        "tree": Tree(**ALWAYS, model=model),
+        "text_only": TextOnly(**ALWAYS, model=model, window=2),
+        "prompt_lookup": PromptLookup(**ALWAYS),
+        "sparse_to_dense": SparseToDense(**ALWAYS, window=4, retention=0.5),
     }
 
 
@@ -109,7 +110,7 @@ def test_a_measured_window_of_each_sequence(family):
     name, model, other, prompts, ends = family
     options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
     plain = model.generate(**batch(name, prompts), **options)
-    with mmaccel.accelerate(model, draft=Parallel(model=other, process=False)) as fast:
+    with mmaccel.accelerate(model, draft=Parallel(**ALWAYS, model=other, process=False)) as fast:
         assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
         assert all(one["rounds"] for one in fast.report().draft["sequences"])
 
@@ -123,7 +124,7 @@ def test_each_sequence_is_what_it_is_alone_under_other_recipes(family, recipe):
     options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
     with mmaccel.accelerate(model, **recipe):
         plain = [new(model.generate(**one, **options), one) for one in prompts]
-    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3), **recipe) as fast:
+    with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3), **recipe) as fast:
         together = batch(name, prompts)
         ids = model.generate(**together, **options)[:, together["input_ids"].shape[1] :].tolist()
         told = fast.report().draft["sequences"]
@@ -145,7 +146,7 @@ def test_each_sequence_is_what_it_is_alone_in_static_steps(family, monkeypatch):
 
     monkeypatch.setattr(layers, "DEVICES", ("cpu",))
     monkeypatch.setattr(decode.StaticRunner, "lay", seen)
-    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)) as fast:
+    with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)) as fast:
         assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
         assert all(one["accepted"] > 0 for one in fast.report().draft["sequences"])
     assert len(runners) == 2 * len(prompts)
@@ -173,7 +174,7 @@ def test_lengths_and_outputs_of_a_batch(family, how):
     )
     options["return_dict_in_generate"] = how == "returned"
     plain = model.generate(**together, do_sample=False, **options)
-    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)):
+    with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)):
         ids = model.generate(**together, do_sample=False, **options)
     if how == "returned":
         assert ids.past_key_values is None
@@ -195,7 +196,7 @@ def test_a_draft_that_fails_on_one_sequence_goes_on_for_the_others(family, monke
         return propose(self)
 
     monkeypatch.setattr(Drafter, "propose", fail)
-    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)) as fast:
+    with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)) as fast:
         with pytest.warns(MmaccelWarning, match="out of cheese"):
             assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
         told = fast.report().draft["sequences"]
@@ -243,7 +244,7 @@ def test_what_is_drawn_has_the_target_s_distribution():
         firsts = p.nonzero()[:, 0]
         joint = torch.zeros(len(p), len(p), dtype=torch.float64)
         joint[firsts] = p[firsts, None] * law(torch.cat([ids.expand(top, -1), firsts[:, None]], 1)).double()
-    draft = Sequential(model=other, window=2)
+    draft = Sequential(**ALWAYS, model=other, window=2)
     rows = 600
     with mmaccel.accelerate(model, draft=draft) as fast:
         torch.manual_seed(3)
@@ -269,7 +270,7 @@ def test_what_a_batch_cannot_have_is_told(family):
 
     from transformers import DynamicCache
 
-    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)):
+    with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)):
         with pytest.raises(DraftError, match="streamer"):
             model.generate(**together, **options, streamer=Listener())
         with pytest.raises(DraftError, match="past_key_values"):
@@ -287,7 +288,7 @@ def test_what_may_follow_is_asked_of_each_sequence_by_its_number(family):
         return list(range(10 + 50 * number, 40 + 50 * number))
 
     plain = model.generate(**together, **options, prefix_allowed_tokens_fn=allowed)
-    with mmaccel.accelerate(model, draft=Sequential(model=other, window=3)):
+    with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)):
         assert torch.equal(model.generate(**together, **options, prefix_allowed_tokens_fn=allowed), plain)
 
 
@@ -310,7 +311,7 @@ def test_what_is_made_for_the_rows_of_a_batch_is_refused(family, field, sample):
         "stopping_criteria": transformers.StoppingCriteriaList([Ends()]),
     }
     options = {"max_new_tokens": 4, "do_sample": sample, field: given[field]}
-    draft = Sequential(model=other, window=3)
+    draft = Sequential(**ALWAYS, model=other, window=3)
     with mmaccel.accelerate(model, draft=draft), pytest.raises(DraftError, match=f"^{field}.* one by one"):
         model.generate(**batch(name, prompts), **options)
 
@@ -319,7 +320,7 @@ def test_what_is_made_for_the_rows_of_a_batch_is_refused(family, field, sample):
 def test_a_prompt_padded_elsewhere_is_given_back_as_it_was(family, draft):
     """On its right, or within: the answer is that of the prompt alone, behind the prompt that was given."""
     name, model, other, _, _ = family
-    strategy = {"prompt_lookup": PromptLookup(), "tree": Tree(model=other)}[draft]
+    strategy = {"prompt_lookup": PromptLookup(**ALWAYS), "tree": Tree(**ALWAYS, model=other)}[draft]
     one = prompt(name, PROMPTS["text"])["input_ids"]
     S = one.shape[1]
     holes = [place for place in range(S + 3) if place not in (2, 7, 12)]

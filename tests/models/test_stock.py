@@ -9,7 +9,7 @@ import mmaccel
 from mmaccel.core.errors import DraftError, ModelError
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VID, batch, prompt
 
-DRAFT = "prompt_lookup"
+DRAFT = {"name": "prompt_lookup", "in_batches": "always"}
 FULL = {"sparse": {"name": "a_shape", "sink": 512, "window": 512}}
 RECIPES = {
     "dense": {},

@@ -99,7 +99,9 @@ def test_three_captions_of_one_process_are_the_plain_ones(spoken):
     )
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": end}
     plain = model.generate(**rows, **options)
-    choice = Parallel(model="beside", window=4, threads=1, prune={"name": "uniform", "retention": 0.5})
+    choice = Parallel(
+        in_batches="always", model="beside", window=4, threads=1, prune={"name": "uniform", "retention": 0.5}
+    )
     with mmaccel.accelerate(model, draft=choice) as fast:
         assert torch.equal(model.generate(**rows, **options), plain)
         told = fast.report().draft

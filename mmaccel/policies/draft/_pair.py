@@ -127,6 +127,7 @@ class PeerStrategy(DraftStrategy):
         return counted_from(folder.absolute(), fields, "model") if there else fields
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_model(self.name, self.model)
         object.__setattr__(self, "prune", draft_pruner(self.name, self.prune))
 

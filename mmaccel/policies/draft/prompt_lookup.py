@@ -32,6 +32,7 @@ class PromptLookup(DraftStrategy):
     ngram: int = 3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.window < 1:
             raise RecipeError(f"prompt_lookup: window is {self.window}; give at least 1.")
         if self.ngram < 1:

@@ -41,6 +41,7 @@ class SparseToDense(DraftStrategy):
     retention: float = 0.1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.window < 1:
             raise RecipeError(f"sparse_to_dense: window is {self.window}; give at least 1.")
         if isinstance(self.retention, bool) or not 0 < self.retention <= 1:

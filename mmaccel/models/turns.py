@@ -1,0 +1,104 @@
+"""Whether a batch is drafted for: in turns each sequence takes target steps of its own, and a plain step is one for all."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.report import Meter
+from mmaccel.models.arguments import asked
+
+if TYPE_CHECKING:
+    from mmaccel.models.hf import Attachment
+
+MARGIN = 1.1
+"""So many times faster a draft must be than plain steps of the batch."""
+STEPS = 4
+"""Fewer steps of a call are no measure."""
+TIMED = 2
+"""Plain calls of a batch's size that are timed before a draft may act there: the first step may be compiled or captured."""
+
+
+@dataclass
+class Turns:
+    """What was measured of one accelerated model, and what follows for a batch.
+
+    drafted_s  seconds that a token of one sequence takes with the draft, from the last call that drafted, of any batch
+    plain_s    for each size of a batch the seconds of its plain steps, each of which gives every sequence a token, by call
+    """
+
+    drafted_s: float | None = None
+    plain_s: dict[int, list[float]] = field(default_factory=dict)
+    warned: bool = False
+
+    def drafted(self, seconds: float, tokens: int) -> None:
+        """Sequences that were drafted for in turns took `seconds` for `tokens` of all of them."""
+        if tokens >= STEPS:
+            self.drafted_s = seconds / tokens
+
+    def plain(self, batch: int, meter: Meter) -> None:
+        """A plain call of `batch` sequences has ended."""
+        steps = meter.new_tokens - 1
+        if steps >= STEPS and meter.first is not None and meter.last is not None:
+            self.plain_s[batch] = [*self.plain_s.get(batch, []), (meter.last - meter.first) / steps][-TIMED:]
+
+    def why_not(self, batch: int) -> str | None:
+        """Why a draft would not pay in a batch of so many; None: it does."""
+        timed, own = self.plain_s.get(batch, []), self.drafted_s
+        if own is None:
+            return "what a drafted token takes is measured when a prompt is given alone, and none was"
+        if len(timed) < TIMED:
+            return f"plain steps of {batch} sequences are timed in {TIMED} calls first"
+        turns, step = own * batch, min(timed)
+        if turns * MARGIN <= step:
+            return None
+        return f"a token of each takes {turns * 1e3:.3g} ms drafted in turns, {step * 1e3:.3g} ms in plain steps of all"
+
+    def rests(self, attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the draft stays out of a call of `generate`, with a note and, the first time, a warning.
+
+        Never where the recipe or the call cannot do without our loop. What is sampled is never drafted for in a batch by
+        measure: what is drawn must not hang on the clock.
+        """
+        owner, count = attachment.owner, sequences(attachment, kwargs)
+        choice = owner.recipe.draft.in_batches
+        if count == 1 or choice == "always":
+            return False
+        # A memory that counts columns takes no padding, a pruned target no batch; the rest is refused under a draft.
+        ours = (
+            not owner.recipe.kv.exact or owner.recipe.prune is not None or kwargs.get("streamer") is not None
+        )
+        if ours or kwargs["past_key_values"].get_seq_length():
+            return False
+        sampled = asked("do_sample", kwargs, attachment.model.generation_config)
+        if choice == "never":
+            why: str | None = "in_batches is 'never'"
+        elif sampled:
+            why = "its tokens are sampled, and what is drawn must not hang on what is measured"
+        else:
+            why = self.why_not(count)
+        if why is None:
+            return False
+        told = f"it rests in a batch of {count}: {why}"
+        owner.road.meter.note(f"draft: {told}")
+        if not self.warned and choice != "never":
+            self.warned = True
+            warnings.warn(
+                f"draft {owner.recipe.draft.name!r}: {told}; set in_batches to 'always' to have it draft.",
+                MmaccelWarning,
+                stacklevel=4,
+            )
+        return True
+
+
+def sequences(attachment: Attachment, kwargs: Mapping[str, Any]) -> int:
+    """How many sequences a call of `generate` writes."""
+    ids, default = kwargs.get("input_ids"), attachment.model.generation_config
+    return (len(ids) if isinstance(ids, Tensor) else 1) * (
+        asked("num_return_sequences", kwargs, default) or 1
+    )

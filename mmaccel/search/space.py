@@ -6,7 +6,8 @@ local tokens; strides, which are sizes of frames, stay. Levelling then changes w
 attention of all heads takes as long as the target's, on the device: the sinks of an A-shape, whose row is its window,
 columns and diagonals of a vertical-slash alike, whose row is their ratio, and the local window of a grid, whose row is its
 lines. The last figure of Table 3's grids, 1024, is that window (microsoft/MInference, `minference/ops/grid_attention.py`,
-`n_local`). A grid whose lines alone cost more than the target is left out.
+`n_local`). Each grid stands without its window too, as Algorithm 1 has it: it costs what its lines cost, often less than
+the target. Rows whose smallest budget costs more than the target are left out.
 
 In a scale that is `extended` rows are ours, and named so, where they differ from the table's: each vertical-slash keeps a
 few first tokens, and one row more follows, at several shares of the target: rows are level on the mean of heads, and a head
@@ -90,10 +91,12 @@ class Scale:
     def _made(self, name: str, **fields: Any) -> dict[str, Any]:
         return {"name": name, "block": self.block, **fields}
 
-    def grid(self, lines: Sequence[int], stride: str, step: int) -> dict[str, Any]:
-        """A grid of Table 3, its window `step` powers of budget larger."""
+    def grid(self, lines: Sequence[int], stride: str, step: int | None) -> dict[str, Any]:
+        """A grid of Table 3, its window `step` powers of budget larger; None: its lines alone."""
         on = {line: bool(flag) for line, flag in zip(LINES, lines, strict=True)}
-        near = {"window": self.tokens(LOCAL * STEP**step), "sink": self.tokens(FIRST_OF_GRID)}
+        near = {}
+        if step is not None:
+            near = {"window": self.tokens(LOCAL * STEP**step), "sink": self.tokens(FIRST_OF_GRID)}
         return self._made("grid", stride=stride, max_stride=1024, **on, **near)
 
 
@@ -108,11 +111,13 @@ class Row:
 
 
 def rows(scale: Scale) -> list[Row]:
-    """The 24 rows of Table 3, 12 grids, 3 A-shapes, 9 vertical-slashes; and ours where the scale has them."""
+    """The 24 rows of Table 3, 12 grids, 3 A-shapes, 9 vertical-slashes; the lines of each grid alone; and ours where the
+    scale has them."""
     found = []
     for stride in ("frame", "free"):
         for lines in _GRIDS:
             on = "+".join(line for line, flag in zip(LINES, lines, strict=True) if flag)
+            found.append(Row(f"grid ({stride}, {on})", _fixed(scale.grid(lines, stride, None))))
             found.append(Row(f"grid ({stride}, {on}, {LOCAL})", partial(scale.grid, lines, stride)))
     for sink, window in _WINDOWS:
         found.append(Row(f"a_shape ({sink}, {window})", _a_shape(scale, sink, window)))
@@ -125,6 +130,10 @@ def rows(scale: Scale) -> list[Row]:
             label = f"ours: first block and slash ({TARGET[1]}), {share:.0%}"
             found.append(Row(label, _first_and_slash(scale), aim=share))
     return found
+
+
+def _fixed(pattern: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
+    return lambda step: pattern
 
 
 def _a_shape(scale: Scale, sink: int, window: int) -> Callable[[int], dict[str, Any]]:

@@ -60,7 +60,7 @@ def test_a_table_is_whole_and_says_what_it_is_about(found: Any) -> None:
             count = len(table["space"][head["kind"]])
             assert all(len(slot) == count for slot in head["scores"][head["kind"]].values())
     for kind_of, candidates in table["space"].items():
-        assert sum(len(c["rows"]) for c in candidates) == 24, kind_of
+        assert sum(len(c["rows"]) for c in candidates) == 36, kind_of
         assert all(c["cost"] <= 1.05 for c in candidates if c["state"] != "dear")
 
 

@@ -50,6 +50,10 @@ class Deadline:
             return "cancelled"
         return "timeout" if self._end is not None and monotonic() >= self._end else None
 
+    def left(self) -> float | None:
+        """Seconds until the end; None where there is none."""
+        return None if self._end is None else max(0.0, self._end - monotonic())
+
     def check(self) -> None:
         """Raise `Ended` when the call has to end."""
         if (reason := self.over()) is not None:
@@ -60,8 +64,8 @@ class Deadline:
         """With `lock` held; raises `Ended` when the call has to end before it is free."""
         while True:
             self.check()
-            wait = WAIT_S if self._end is None else min(WAIT_S, max(0.0, self._end - monotonic()))
-            if lock.acquire(timeout=wait):
+            left = self.left()
+            if lock.acquire(timeout=WAIT_S if left is None else min(WAIT_S, left)):
                 break
         try:
             yield

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.attention import Probe
+from mmaccel.core.deadline import Ended
 from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.generate import Speculation, lockstep
 from mmaccel.core.report import SequenceMeter
+from mmaccel.models import timed
 from mmaccel.models.arguments import LOOPS, OUTPUTS, asked, wants
 from mmaccel.models.decode import admits, open_runner
 from mmaccel.models.runner import unpadded
@@ -53,19 +55,27 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         raise DraftError(f"draft {attachment.owner.recipe.draft.name!r} reads token ids; give input_ids.")
     _read_stop_strings(attachment, kwargs)
     begun: list[_Sequence] = []
+    prompts: Tensor = kwargs["input_ids"]
     try:
-        for row, generator in _sequences(attachment, kwargs):
-            begun.append(_begin(attachment, row, generator))
+        try:
+            for row, generator in _sequences(attachment, kwargs):
+                begun.append(_begin(attachment, timed.left(attachment, row), generator))
+        except Ended:
+            if not begun:
+                raise
         _in_turns(attachment, [sequence.decoding for sequence in begun])
     finally:
         for sequence in begun:
             sequence.end()
-    return _outputs(attachment, begun, asked("use_cache", kwargs, attachment.model.generation_config))
+    unread = prompts[len(begun) :]
+    return _outputs(attachment, begun, unread, asked("use_cache", kwargs, attachment.model.generation_config))
 
 
-def _outputs(attachment: Attachment, begun: list[_Sequence], keeps: bool | None) -> Any:
-    """What `generate` returns of sequences that have ended; `keeps` is the argument use_cache."""
+def _outputs(attachment: Attachment, begun: list[_Sequence], unread: Tensor, keeps: bool | None) -> Any:
+    """What `generate` returns of sequences that have ended, and of prompts `unread` [b, S], whose time was over; `keeps` is
+    the argument use_cache."""
     rows = [torch.cat([one.given, one.decoding.ids[:, one.read :]], 1) for one in begun]
+    rows += unread.split(1)
     width = max(row.shape[1] for row in rows)
     options = begun[0].options
     last = 0 if options._pad_token_tensor is None else int(options._pad_token_tensor)
@@ -75,7 +85,7 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], keeps: bool | None)
     from transformers.generation import GenerateDecoderOnlyOutput
 
     cache = begun[0].cache if keeps is not False else None
-    if len(begun) > 1 and cache is not None:
+    if len(rows) > 1 and cache is not None:
         cache = None
         told = "past_key_values is None: under a draft each sequence of a batch has a cache of its own"
         attachment.owner.road.meter.note(f"draft: {told}")
@@ -84,15 +94,15 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], keeps: bool | None)
         )
     return GenerateDecoderOnlyOutput(
         sequences=ids,  # type: ignore[arg-type]
-        scores=_steps([one.scores() for one in begun]) if options.output_scores else None,  # type: ignore[arg-type]
-        logits=_steps([one.logits() for one in begun]) if options.output_logits else None,  # type: ignore[arg-type]
+        scores=_steps([one.scores() for one in begun], len(unread)) if options.output_scores else None,  # type: ignore[arg-type]
+        logits=_steps([one.logits() for one in begun], len(unread)) if options.output_logits else None,  # type: ignore[arg-type]
         past_key_values=cache,
     )
 
 
-def _steps(rows: list[Tensor]) -> tuple[Tensor, ...]:
-    """[n, V] of each sequence as [B, V] of each step; zeros after a sequence's end."""
-    return torch.nn.utils.rnn.pad_sequence(rows).unbind(0)
+def _steps(rows: list[Tensor], unread: int) -> tuple[Tensor, ...]:
+    """[n, V] of each sequence as [B, V] of each step; zeros after a sequence's end, and of the last `unread` ones."""
+    return torch.nn.utils.rnn.pad_sequence([*rows, *([rows[0][:0]] * unread)]).unbind(0)
 
 
 def _in_turns(attachment: Attachment, sequences: list[Speculation]) -> None:

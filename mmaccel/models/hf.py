@@ -29,7 +29,7 @@ from mmaccel.core.attention import NOTE, Note, Run, StreamRun
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.packed import PackedRun
-from mmaccel.models import drafting
+from mmaccel.models import drafting, timed
 from mmaccel.models.arguments import asked, check_forward, check_generate, packed_in, wants
 from mmaccel.models.attention_weights import watched
 from mmaccel.models.cache import Columns, KVCache
@@ -107,7 +107,7 @@ class Attachment:
         self.in_one = in_chunks(family.pointwise(model))
         self.unturn = turning([layer.self_attn for layer in family.layers(model)])  # type: ignore[misc]
         self._wrap(self.text, "forward", self.forward, self._forward)
-        self._wrap(model, "generate", self.generate, self._generate)
+        self._wrap(model, "generate", self.generate, functools.partial(timed.generate, self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Told where it is asked for: what is laid through a model cannot go with a copy of it."""
@@ -352,6 +352,7 @@ class Attachment:
             run = replace(run, state=kwargs["past_key_values"].state)
         outputs = []
         for begin in range(0, count, chunk):
+            timed.check(self)
             end = min(begin + chunk, count)
             piece = self.family.slice(kwargs, begin, end)
             outputs.append(self._pass(run.part(begin, end), piece))
@@ -365,9 +366,8 @@ class Attachment:
             whole.past_key_values = None
         return whole
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        names = list(inspect.signature(self.generate).parameters)
-        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    def generated(self, **kwargs: Any) -> Any:
+        """`generate`, without a deadline of its own."""
         default = self.model.generation_config
         check_generate(self.owner.recipe, kwargs, default)
         if kwargs.get("input_ids") is None and isinstance(kwargs.get("inputs"), Tensor):

@@ -1,0 +1,81 @@
+"""`max_time` of `generate`: it holds inside a prompt that is read in pieces, and for a batch as a whole."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mmaccel.core.deadline import Deadline, Ended
+from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.models.arguments import asked
+from mmaccel.models.cache import KVCache
+
+if TYPE_CHECKING:
+    from mmaccel.models.hf import Attachment
+
+
+def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
+    """`generate` of an attached model, with a deadline where `max_time` is given.
+
+    transformers looks at the time after each token. A prompt in pieces is broken off between two of them too: no token is
+    said then, which a warning tells, and a cache that the caller gave is as it was.
+    """
+    names = list(inspect.signature(attachment.generate).parameters)
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    default = attachment.model.generation_config
+    seconds = asked("max_time", kwargs, default)
+    if not seconds or seconds < 0:
+        return attachment.generated(**kwargs)
+    cache = kwargs.get("past_key_values")
+    before = None
+    if isinstance(cache, KVCache) and cache.state is not None:
+        before = cache.sequence, cache.state.length()
+    outer = getattr(attachment.promised, "deadline", None)
+    attachment.promised.deadline = Deadline(seconds)
+    try:
+        return attachment.generated(**kwargs)
+    except Ended:
+        if isinstance(cache, KVCache) and before is not None and cache.state is not None:
+            # A memory that forgets may not reach back so far; the next call then says so itself.
+            with suppress(ModelError):
+                cache.state.truncate(before[1])
+                cache.sequence = before[0]
+        warnings.warn(
+            "max_time: it was over before the prompt was read, and no token was said; give more seconds.",
+            MmaccelWarning,
+            stacklevel=2,
+        )
+        return _nothing(kwargs, default)
+    finally:
+        attachment.promised.deadline = outer
+
+
+def check(attachment: Attachment) -> None:
+    """Raise `Ended` where the time of the `generate` that this thread is in is over."""
+    deadline: Deadline | None = getattr(attachment.promised, "deadline", None)
+    if deadline is not None:
+        deadline.check()
+
+
+def left(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` for one sequence of a call, with the seconds left of the call; raises `Ended` for none."""
+    deadline: Deadline | None = getattr(attachment.promised, "deadline", None)
+    check(attachment)
+    return kwargs if deadline is None else {**kwargs, "max_time": deadline.left()}
+
+
+def _nothing(kwargs: dict[str, Any], default: Any) -> Any:
+    """What `generate` gives when no token was said."""
+    ids: Tensor = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs"]
+    ids = ids.repeat_interleave(asked("num_return_sequences", kwargs, default) or 1, 0)
+    if (streamer := kwargs.get("streamer")) is not None:
+        streamer.end()
+    if not asked("return_dict_in_generate", kwargs, default):
+        return ids
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]

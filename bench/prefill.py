@@ -265,7 +265,7 @@ def vision_step(name: str, tokens: int, seconds: float, ways: Sequence[str], siz
         values = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
         pixels = torch.empty(count * math.prod(size), values, dtype=first.dtype, device=first.device)
         pixels.normal_(generator=torch.Generator(first.device).manual_seed(0))
-        most, none = options.patches or vision.PATCHES, lambda *_: lambda: None
+        most, none = options.patches or vision.PATCHES, lambda *_: None
         for way in ways:
             with (
                 patch.object(vision, "PATCHES", len(pixels) if way == "whole" else most),

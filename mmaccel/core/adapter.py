@@ -268,7 +268,8 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
-        """Lay the road of `owner` through `model`; the returned call takes it up again and leaves no trace."""
+        """Lay the road of `owner` through `model`, then call `owner.joined`; what is returned calls `owner.left` and leaves
+        no trace. Both wait for calls of the model under way, and leave the model as it was where they fail."""
 
     @abstractmethod
     def runner(self, model: nn.Module, kv: KVPolicy | None = None) -> Runner:

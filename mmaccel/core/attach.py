@@ -80,12 +80,12 @@ class Accelerated:
             device = self.view.device
             choice = choose_backend(recipe, self.view)
             self.road = Road(recipe, choice.backend, select.get(choice.backend, device), choice=choice)
-            self._detach: Callable[[], None] | None = self.adapter.attach(model, self)
+            self._detach: Callable[[], None] | None = None
+            self._detach = self.adapter.attach(model, self)
         except BaseException:
             # What the draft holds, such as a process, is not left to whoever keeps the error.
             self.view.release()
             raise
-        _attached[model] = ref(self)
 
     def __repr__(self) -> str:
         state = "attached" if self._detach is not None else "detached"
@@ -130,15 +130,28 @@ class Accelerated:
         why = self.road.choice.why if self.road.choice is not None else ""
         return self.road.meter.report(self.recipe.to_dict(), self.road.backend, kv, self.view.device, why)
 
+    def joined(self) -> None:
+        """Told by the adapter, last of what it does to attach: from now on `attached` gives this."""
+        _attached[self.model] = ref(self)
+
+    def left(self) -> None:
+        """Told by the adapter, first of what it does to detach."""
+        _attached.pop(self.model, None)
+
     def detach(self) -> None:
-        """Leave the model as it was before; a second call does nothing."""
-        if self._detach is not None:
-            self._detach()
+        """Leave the model as it was before, once the calls of other threads have ended; a second call does nothing.
+
+        Raises `ModelError` inside a call of the model in this thread, such as a logits processor or a streamer.
+        """
+        detach = self._detach
+        if detach is not None:
+            detach()
             self._detach = None
             self.view.release()
-            _attached.pop(self.model, None)
 
     def __enter__(self) -> Accelerated:
+        if self._detach is None:
+            raise ModelError("this recipe is detached; call accelerate again, and use what it returns.")
         return self
 
     def __exit__(
@@ -153,8 +166,8 @@ def accelerate(
     """Attach a recipe to an unmodified Hugging Face model; `model.generate(...)` stays the user's call.
 
     recipe: a preset's or policy's name, a YAML path, a mapping or a `Recipe`; `choices` set its fields (``sparse=...``,
-    ``kv=...``, ``draft=...``). Use the result as a context manager, or call its `detach`. Raises `RecipeError` or
-    `ModelError` in one sentence before anything is changed.
+    ``kv=...``, ``draft=...``). Use the result as a context manager, or call its `detach`. Waits until calls of the model in
+    other threads have ended. Raises `RecipeError` or `ModelError` in one sentence; the model is then as it was before.
     """
     chosen = Recipe.load(recipe, **choices)
     if attached(model) is not None:

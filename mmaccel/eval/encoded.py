@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -42,11 +42,11 @@ class Encoded:
         family: Any = adapter_for(model)
         multimodal = family.multimodal(model)
         # Parts are cut within what is shared: a recipe laid outside finds a tower that sees some frames at a time.
-        undo = by_parts(family, model)
+        undo = ExitStack()
+        by_parts(undo, family, model)
         encode = multimodal.get_video_features
-        probe = VisionProbe(model, family)
-        listened = probe.tower.attention
-        probe.remove()
+        with ExitStack() as brief:
+            listened = VisionProbe(brief, model, family).tower.attention
 
         @functools.wraps(encode)
         def once(pixel_values_videos: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ class Encoded:
             multimodal.__dict__.pop("get_video_features")
             if before is not None:
                 multimodal.__dict__["get_video_features"] = before
-            undo()
+            undo.close()
 
 
 def _features(out: Any, copies: int = 1) -> Any:

@@ -1,9 +1,9 @@
 """The seam to transformers: our attention, and the calls that are wrapped on the instance (our cache: cache.py).
 
 Nothing global is patched. One attention name is registered for the process; it serves only models whose text modules hold
-our copy of their config. What an attached model carries is: that copy, a forward pre-hook on the multimodal module, and
-instance wrappers of the text model's `forward`, of what encodes images and videos (vision.py), and of `generate`.
-`Attachment.remove` takes all of it away.
+our copy of their config. What an attached model carries is: that copy, and instance wrappers of the `forward` of the
+multimodal and of the text model, of what encodes images and videos (vision.py), and of `generate`. attaching.py
+lays all of it or nothing, and takes all of it away.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +31,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.packed import PackedRun
 from mmaccel.models import drafting, timed
 from mmaccel.models.arguments import asked, check_forward, check_generate, packed_in, wants
+from mmaccel.models.attaching import Attaching, gate_of, put
 from mmaccel.models.attention_weights import watched
 from mmaccel.models.cache import Columns, KVCache
 from mmaccel.models.clock import Clock
@@ -39,7 +40,7 @@ from mmaccel.models.gradients import OneWay
 from mmaccel.models.limit import limited, positions_of
 from mmaccel.models.pointwise import in_chunks, turning
 from mmaccel.models.pruning import Pruning
-from mmaccel.models.signals import hearing
+from mmaccel.models.signals import hear
 from mmaccel.models.turns import Turns, sequences
 from mmaccel.models.vision import by_parts
 
@@ -78,74 +79,60 @@ def attention(
 AttentionInterface.register(ATTENTION, attention)
 
 
-class Attachment:
+class Attachment(Attaching):
     """A recipe laid through one model."""
 
     def __init__(self, model: nn.Module, family: Family, owner: Accelerated) -> None:
-        self.model, self.family, self.owner = model, family, owner
+        super().__init__(model, gate_of(family.text(model)))
+        self.family, self.owner = family, owner
         self.multimodal, self.text = family.multimodal(model), family.text(model)
         self.depth = owner.view.geometry.layers
         self.sequences: WeakKeyDictionary[Cache, Columns] = WeakKeyDictionary()
         self.promised = threading.local()
         self.turns = Turns()
-        self.before = {
-            "forward": self.text.__dict__.get("forward"),
-            "generate": model.__dict__.get("generate"),
-            "rope_deltas": self.multimodal.__dict__.get("rope_deltas"),
-        }
-        self.forward: Callable[..., Any] = self.text.forward
-        self.generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
-        self.configs = self._give_config()
         self.opened: Any = torch.compiler.disable(owner.opened)
-        self.hook = self.multimodal.register_forward_pre_hook(self._notice, with_kwargs=True)
+        self.pruning: Pruning | None = None
+        self.attach(self._lay)
+
+    def _lay(self) -> None:
+        model, family, recipe, undo = self.model, self.family, self.owner.recipe, self.undo
+        # First what keeps calls waiting, then, once the others have ended, all that these would meet.
+        self.wrap(model, "generate", "generate", functools.partial(timed.generate, self))
+        self.wrap(self.multimodal, "forward", "whole", self._whole)
+        for module in (model, self.multimodal, self.text):
+            # Asked of the instance by copy and pickle, before they look at what is in it.
+            put(undo, module, "__reduce_ex__", self.__reduce_ex__)
+        self.gate.drain("accelerate", (model, self.multimodal, self.text))
+        undo.callback(self._rope_back, self.multimodal.__dict__.get("rope_deltas"))
+        self._give_config()
         # Inside a pruner that listens to the tower: it hears of all frames at once.
-        self.whole_tower = by_parts(family, model)
-        self.pruning = Pruning(self) if owner.recipe.prune is not None else None
-        self.ears = ExitStack()
-        if owner.recipe.draft.pruner is not None:
-            self.ears.enter_context(hearing(family.layers(model), owner.recipe.draft.pruner))
-        self.in_one = in_chunks(family.pointwise(model))
-        self.unturn = turning([layer.self_attn for layer in family.layers(model)])  # type: ignore[misc]
-        self._wrap(self.text, "forward", self.forward, self._forward)
-        self._wrap(model, "generate", self.generate, functools.partial(timed.generate, self))
+        by_parts(undo, family, model)
+        if recipe.prune is not None:
+            self.pruning = Pruning(self)
+        if recipe.draft.pruner is not None:
+            hear(undo, family.layers(model), recipe.draft.pruner)
+        in_chunks(undo, family.pointwise(model))
+        turning(undo, [layer.self_attn for layer in family.layers(model)])  # type: ignore[misc]
+        self.wrap(self.text, "forward", "forward", self._forward)
+        self.generate, self.forward = self.plain["generate"], self.plain["forward"]
+        undo.callback(self.owner.left)
+        self.owner.joined()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Told where it is asked for: what is laid through a model cannot go with a copy of it."""
-        raise ModelError(
-            "a model with a recipe can neither be copied nor pickled; detach the recipe, and attach it to the copy."
-        )
-
-    @staticmethod
-    def _wrap(module: nn.Module, name: str, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        """Put `after` on the instance, with the signature of `before`; the class is not touched."""
-        module.__dict__[name] = functools.wraps(before)(functools.partial(after))
-
-    def remove(self) -> None:
-        """Leave no trace."""
-        self.hook.remove()
-        self.in_one()
-        self.unturn()
-        self.ears.close()
-        if self.pruning is not None:
-            self.pruning.remove()
-        self.whole_tower()
-        for module, config in self.configs:
-            module.config = config
-        for module, name in ((self.text, "forward"), (self.model, "generate")):
-            module.__dict__.pop(name, None)
-            if self.before[name] is not None:
-                module.__dict__[name] = self.before[name]
+    def _rope_back(self, before: Any) -> None:
         if "rope_deltas" in self.multimodal.__dict__:
-            self.multimodal.__dict__["rope_deltas"] = self.before["rope_deltas"]
+            self.multimodal.__dict__["rope_deltas"] = before
 
-    def _give_config(self) -> list[tuple[nn.Module, Any]]:
-        shared: Any = self.text.config
-        own = copy.copy(shared)
+    def _give_config(self) -> None:
+        self.shared: Any = self.text.config
+        own: Any = copy.copy(self.shared)
         own._attn_implementation = ATTENTION
-        changed = [m for m in self.text.modules() if getattr(m, "config", None) is shared]
-        for module in changed:
-            module.config = own
-        return [(module, shared) for module in changed]
+        for module in self.text.modules():
+            if getattr(module, "config", None) is self.shared:
+                put(self.undo, module, "config", own)
+
+    def _whole(self, *args: Any, **kwargs: Any) -> Any:
+        """The multimodal model's forward."""
+        return self.plain["whole"](**self._notice(args, kwargs))
 
     def cache(self) -> KVCache:
         """A fresh cache of the recipe's memory."""
@@ -153,18 +140,16 @@ class Attachment:
         self.opened(cache.state, cache)
         return cache
 
-    def _notice(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _notice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Before the multimodal model: note the layout of the new columns; give positions and cache explicitly."""
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        names = list(inspect.signature(type(self.multimodal).forward).parameters)[1:]
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         ids = kwargs.get("input_ids")
         note: Note = kwargs.pop(NOTE, None) or Note()
         if kwargs.get("past_key_values") is None and self._caches(kwargs):
             kwargs["past_key_values"] = self.cache()
         if ids is None:
-            return (), {**kwargs, NOTE: note}
+            return {**kwargs, NOTE: note}
         cache = kwargs.get("past_key_values")
         past = cache.get_seq_length() if cache is not None else 0
         known = self._known(cache)
@@ -176,7 +161,7 @@ class Attachment:
                 kwargs["position_ids"] = self.family.positions(self.model, kwargs)
         elif known is not None and kwargs.get("position_ids") is None:
             kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
-        return (), {**kwargs, NOTE: replace(note, layout=layout)}
+        return {**kwargs, NOTE: replace(note, layout=layout)}
 
     def _caches(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a forward pass keeps what it reads: as asked, or else as the model's config says."""
@@ -243,7 +228,7 @@ class Attachment:
             raise ModelError(
                 "attn_implementation: it was set while a recipe is attached; detach the recipe, set it, and attach again."
             )
-        if getattr(self.configs[0][1], "output_attentions", False):
+        if getattr(self.shared, "output_attentions", False):
             kwargs.setdefault("output_attentions", True)
         check_forward(self.owner.recipe, kwargs)
         mask = kwargs.pop("attention_mask", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import FunctionType
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends import pointwise
+from mmaccel.models.attaching import put
 
 ROWS = 1 << 15
 """Rows at a time; a shorter prompt goes through at once, and meets no other arithmetic than without us."""
@@ -25,8 +27,8 @@ TURN = "apply_rotary_pos_emb"
 """What attention modules call to turn queries and keys."""
 
 
-def in_chunks(modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows; the returned call puts them back as they were."""
+def in_chunks(undo: ExitStack, modules: Sequence[nn.Module]) -> None:
+    """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows; `undo` puts them back as they were."""
 
     def by_rows(module: nn.Module) -> Callable[..., Any]:
         whole: Callable[..., Any] = module.forward
@@ -36,16 +38,17 @@ def in_chunks(modules: Sequence[nn.Module]) -> Callable[[], None]:
             whole = functools.partial(gated, module, whole)
         return functools.partial(_by_rows, whole)
 
-    return replaced(modules, by_rows)
+    replace(undo, modules, by_rows)
 
 
 def turning(
+    undo: ExitStack,
     modules: Sequence[nn.Module],
     turned: Callable[..., tuple[Tensor, Tensor]] | None = None,
     name: str = TURN,
-) -> Callable[[], None]:
+) -> None:
     """Let attention `modules` turn queries and keys in place, or by `turned`, which is given their own function and what
-    that is given; the returned call puts them back as they were. `name`: what they call their own function.
+    that is given; `undo` puts them back as they were. `name`: what they call their own function.
 
     Their forward is the same code, in which one name means another function: what is theirs is not touched.
     """
@@ -64,24 +67,15 @@ def turning(
         code = getattr(getattr(module.forward, "__func__", None), "__code__", None)
         return code is not None and name in code.co_names
 
-    return replaced([module for module in modules if calls(module)], with_ours)
+    replace(undo, [module for module in modules if calls(module)], with_ours)
 
 
-def replaced(
-    modules: Sequence[nn.Module], by: Callable[[nn.Module], Callable[..., Any]]
-) -> Callable[[], None]:
-    """Give each of `modules` the forward that `by` makes for it; the returned call puts them back as they were."""
-    before = [(module, module.__dict__.get("forward")) for module in modules]
+def replace(
+    undo: ExitStack, modules: Sequence[nn.Module], by: Callable[[nn.Module], Callable[..., Any]]
+) -> None:
+    """Give each of `modules` the forward that `by` makes for it; `undo` puts them back as they were."""
     for module in modules:
-        module.__dict__["forward"] = functools.wraps(module.forward)(by(module))
-
-    def undo() -> None:
-        for module, forward in before:
-            module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.__dict__["forward"] = forward
-
-    return undo
+        put(undo, module, "forward", functools.wraps(module.forward)(by(module)))
 
 
 def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -67,9 +67,8 @@ class Pruning:
         assert pruner is not None
         self.pruner, self.family, self.model = pruner, attachment.family, attachment.model
         self.stages = {stage.layer: stage for stage in pruner.stages(attachment.depth)}
-        self.handles: list[Any] = []
         self.vision = (
-            VisionProbe(self.model, self.family)
+            VisionProbe(attachment.undo, self.model, self.family)
             if pruner.needs & {"vision_attention", "vision_key"}
             else None
         )
@@ -78,13 +77,7 @@ class Pruning:
             for index, layer in enumerate(self.family.layers(self.model)):
                 if index >= first:
                     hook = Entering(index, self._enter)
-                    self.handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        if self.vision is not None:
-            self.vision.remove()
+                    attachment.undo.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def forward(self, run: Run, kwargs: dict[str, Any], go: Go) -> Any:
         """The text model's pass over new columns, pruned; `go` runs it as it is."""

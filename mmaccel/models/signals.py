@@ -17,6 +17,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prune import Signals, TokenPruner, candidates, checked_columns, question, thin
 from mmaccel.core.thinned import ThinnedState
+from mmaccel.models.attaching import put
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
@@ -78,18 +79,14 @@ class Ear:
             probe.entering(run, self.index, hidden if isinstance(hidden, Tensor) else hidden[0])
 
 
-@contextmanager
-def hearing(layers: nn.ModuleList, *pruners: TokenPruner) -> Iterator[None]:
-    """While inside, each hidden state that the draft's `pruners` read has its `Ear`."""
+def hear(undo: ExitStack, layers: nn.ModuleList, *pruners: TokenPruner) -> None:
+    """Hook an `Ear` where each hidden state is that the draft's `pruners` read; `undo` takes them off."""
     wanted = {index for pruner in pruners for stage in pruner.stages(len(layers)) for index in stage.hidden}
-    with ExitStack() as handles:
-        for index in sorted(wanted):
-            if index < len(layers):
-                hook = layers[index].register_forward_pre_hook(Ear(index), with_kwargs=True)
-            else:
-                hook = layers[-1].register_forward_hook(Ear(index), with_kwargs=True)
-            handles.callback(hook.remove)
-        yield
+    for index in sorted(wanted):
+        if index < len(layers):
+            undo.callback(layers[index].register_forward_pre_hook(Ear(index), with_kwargs=True).remove)
+        else:
+            undo.callback(layers[-1].register_forward_hook(Ear(index), with_kwargs=True).remove)
 
 
 class Listener(Probe):
@@ -223,13 +220,13 @@ class Listener(Probe):
 
 
 class VisionProbe:
-    """While installed, computes for each video token the attention it receives in the vision tower, and its key there.
+    """Until `undo` is closed, computes of each video token the attention it receives in the vision tower and its key there.
 
     The tower keeps its own kernels: the one layer's queries and keys are made once more from what enters it, and scores are
     held for a few frames at a time. What was caught stays with the thread until `take`.
     """
 
-    def __init__(self, model: nn.Module, family: Family) -> None:
+    def __init__(self, undo: ExitStack, model: nn.Module, family: Family) -> None:
         towers: dict[str, Any] = {"llava_onevision": _Siglip, "qwen2_5_vl": _Windowed}
         if family.name not in towers:
             raise ModelError(
@@ -238,19 +235,11 @@ class VisionProbe:
         self.multimodal: Any = family.multimodal(model)
         self.tower: Any = towers[family.name](self.multimodal)
         self.local = threading.local()
-        self.before = self.multimodal.__dict__.get("get_video_features")
         encode: Any = self.multimodal.get_video_features
         self.encode = encode
-        self.multimodal.__dict__["get_video_features"] = functools.wraps(encode)(
-            functools.partial(self._encode)
-        )
-        self.handle = self.tower.attention.register_forward_pre_hook(self._catch, with_kwargs=True)
-
-    def remove(self) -> None:
-        self.handle.remove()
-        self.multimodal.__dict__.pop("get_video_features", None)
-        if self.before is not None:
-            self.multimodal.__dict__["get_video_features"] = self.before
+        ours = functools.wraps(encode)(functools.partial(self._encode))
+        put(undo, self.multimodal, "get_video_features", ours)
+        undo.callback(self.tower.attention.register_forward_pre_hook(self._catch, with_kwargs=True).remove)
 
     def _encode(self, *args: Any, **kwargs: Any) -> Any:
         self.local.caught = []

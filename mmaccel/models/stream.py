@@ -14,21 +14,21 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from mmaccel.core import outside
 from mmaccel.core.adapter import Clip, ModelView, StreamSeam, Tail
-from mmaccel.core.attach import adapter_for, attached
+from mmaccel.core.attach import adapter_for
 from mmaccel.core.attention import StreamRun
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import StreamState
 from mmaccel.core.places import Places
 from mmaccel.core.windowed import kernel_for
+from mmaccel.models.attaching import gate_of, put
 from mmaccel.models.family import Family
 from mmaccel.models.layers import FewRows
 from mmaccel.models.limit import positions_of
@@ -40,15 +40,6 @@ READ_FPS = 0.5
 
 READ_FRAMES = 64
 """Frames of a file that are held at a time."""
-
-_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-_guard = threading.Lock()
-
-
-def lock_of(model: nn.Module) -> Any:
-    """The lock under which streams take turns on a model."""
-    with _guard:
-        return _locks.setdefault(model, threading.RLock())
 
 
 class Seam(StreamSeam):
@@ -78,7 +69,7 @@ class Seam(StreamSeam):
         self.text = family.text(model)
         shared: Any = self.text.config
         self._holders = [m for m in self.text.modules() if getattr(m, "config", None) is shared]
-        self._shared = shared
+        self._gate = gate_of(self.text)
         self._split: tuple[Tensor, list[int]] | None = None
         self._units: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
 
@@ -275,20 +266,22 @@ class Seam(StreamSeam):
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
-        if attached(self.model) is not None:
-            raise ModelError(
-                "the model is accelerated; detach the recipe before a session uses it, or give the session its own copy."
-            )
-        with lock_of(self.model), torch.inference_mode(False), torch.no_grad():
-            yield
+        with self._gate.call():
+            if self._gate.taken:
+                raise ModelError(
+                    "the model is accelerated; detach the recipe before a session uses it, or give the session its own copy."
+                )
+            with self._gate.turns, torch.inference_mode(False), torch.no_grad():
+                yield
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
         from mmaccel.models.hf import ATTENTION
 
         thread = threading.get_ident()
-        own = copy.copy(self._shared)
-        kind: Any = type(self._shared)
+        shared: Any = self.text.config
+        own = copy.copy(shared)
+        kind: Any = type(shared)
         own.__class__ = _for_one_thread(kind)
         own.mmaccel_attention = thread, ATTENTION
 
@@ -301,22 +294,15 @@ class Seam(StreamSeam):
         def left(whole: Any, query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
             return (query, key) if threading.get_ident() == thread else whole(query, key, *rest, **named)
 
-        before = [(module, module.config) for module in self._holders]
-        hook = self.family.rotary(self.model).register_forward_hook(unturned)
-        # Where a module's own code can be told so, it does not even multiply by one.
         layers: list[Any] = list(self.family.layers(self.model))
-        undo = turning([layer.self_attn for layer in layers], left)
-        unfuse = in_chunks(self.family.pointwise(self.model))
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.family.rotary(self.model).register_forward_hook(unturned).remove)
+            # Where a module's own code can be told so, it does not even multiply by one.
+            turning(undo, [layer.self_attn for layer in layers], left)
+            in_chunks(undo, self.family.pointwise(self.model))
             for module in self._holders:
-                module.config = own
+                put(undo, module, "config", own)
             yield
-        finally:
-            unfuse()
-            undo()
-            hook.remove()
-            for module, config in before:
-                module.config = config  # type: ignore[assignment]
 
     @contextmanager
     def _told(self, state: StreamState, hidden: bool) -> Iterator[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from mmaccel.backends import pointwise
-from mmaccel.models.pointwise import gated, is_gated, is_norm, normed_or, replaced, turning
+from mmaccel.models.pointwise import gated, is_gated, is_norm, normed_or, replace, turning
 
 if TYPE_CHECKING:
     from mmaccel.models.family import Family
@@ -34,25 +35,18 @@ _AT_WORK: WeakSet[nn.Module] = WeakSet()
 """Towers that run so already."""
 
 
-def lighter(family: Family, model: nn.Module) -> Callable[[], None]:
-    """Let the model's tower run in fewer kernels where there are such; the returned call puts it back as it was, and frees
-    the copies of weights. A tower of a family without windows, or one that runs so already, is left as it is."""
+def lighter(undo: ExitStack, family: Family, model: nn.Module) -> None:
+    """Let the model's tower run in fewer kernels where there are such; `undo` puts it back as it was, and frees the copies
+    of weights. A tower of a family without windows, or one that runs so already, is left as it is."""
     tower = family.windowed(model)
     if tower is None or tower in _AT_WORK:
-        return lambda: None
+        return
+    undo.callback(_AT_WORK.discard, tower)
     _AT_WORK.add(tower)
     modules = list(tower.modules())
-    norms = replaced([one for one in modules if is_norm(one)], _normed)
-    gates = replaced([one for one in modules if is_gated(one)], _gate)
-    turns = turning(modules, _turned, TURN)
-
-    def undo() -> None:
-        turns()
-        gates()
-        norms()
-        _AT_WORK.discard(tower)
-
-    return undo
+    replace(undo, [one for one in modules if is_norm(one)], _normed)
+    replace(undo, [one for one in modules if is_gated(one)], _gate)
+    turning(undo, modules, _turned, TURN)
 
 
 def _normed(module: nn.Module) -> Callable[..., Any]:

@@ -18,13 +18,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mmaccel.core.layout import IMAGE, VIDEO
+from mmaccel.models.attaching import lent, put
 from mmaccel.models.tower import lighter
 from mmaccel.models.windows import by_length
 
@@ -45,41 +46,27 @@ WHOLE = ("cu_seqlens", "cu_window_seqlens", "max_seqlen", "max_window_seqlen", "
 @contextmanager
 def in_parts(family: Family, model: nn.Module) -> Iterator[None]:
     """While inside, the model's tower runs as `by_parts` lets it."""
-    undo = by_parts(family, model)
-    try:
+    with lent(family.multimodal(model), "in_parts", lambda undo: by_parts(undo, family, model)):
         yield
-    finally:
-        undo()
 
 
-def by_parts(family: Family, model: nn.Module) -> Callable[[], None]:
+def by_parts(undo: ExitStack, family: Family, model: nn.Module) -> None:
     """Let the model's tower see at most `PATCHES` patches a call, windows of one length at once, and run in fewer kernels;
-    the returned call puts it back as it was. A tower that does so already is left as it is."""
+    `undo` puts it back as it was. A tower that does so already is left as it is."""
     multimodal = family.multimodal(model)
-    undone: dict[str, Any] = {}
     # Here, not where it is written: what compiles is imported by that, when a model is there.
     joined = torch.compiler.disable(_joined, recursive=False)
     for kind, name in METHODS.items():
         encode = getattr(multimodal, name)
         if getattr(encode, "by_parts", False):
             continue
-        undone[name] = multimodal.__dict__.get(name)
         ours = functools.wraps(encode)(
             functools.partial(_encode, family, model, kind, encode, _names(encode), joined)
         )
         ours.by_parts = True  # type: ignore[attr-defined]
-        multimodal.__dict__[name] = ours
-    apart, heavier = by_length(family, model), lighter(family, model)
-
-    def undo() -> None:
-        heavier()
-        apart()
-        for name, before in undone.items():
-            multimodal.__dict__.pop(name, None)
-            if before is not None:
-                multimodal.__dict__[name] = before
-
-    return undo
+        put(undo, multimodal, name, ours)
+    by_length(undo, family, model)
+    lighter(undo, family, model)
 
 
 def _names(encode: Callable[..., Any]) -> list[str]:

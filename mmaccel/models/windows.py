@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from mmaccel.models.attaching import lent, put
 
 if TYPE_CHECKING:
     from mmaccel.models.family import Family
@@ -107,33 +109,26 @@ def _register() -> None:
     AttentionInterface.register(WINDOWS, torch.compiler.disable(attention))
 
 
-def by_length(family: Family, model: nn.Module) -> Callable[[], None]:
-    """Let the windows of one length go through the model's vision tower in one call; the returned call puts it back as it
-    was. A tower without windows, with an attention of the user's choice, or that does so already is left as it is."""
+def by_length(undo: ExitStack, family: Family, model: nn.Module) -> None:
+    """Let the windows of one length go through the model's vision tower in one call; `undo` puts it back as it was.
+
+    A tower without windows, with an attention of the user's choice, or that does so already is left as it is.
+    """
     tower: Any = family.windowed(model)
     if tower is None or getattr(tower.config, "_attn_implementation", None) != "sdpa":
-        return lambda: None
+        return
     _register()
     # A copy, so that whoever builds another model of this config, or sends it away, does not meet the name.
     shared = tower.config
     own = copy.copy(shared)
     own._attn_implementation = WINDOWS
-    changed: list[Any] = [m for m in tower.modules() if getattr(m, "config", None) is shared]
-    for module in changed:
-        module.config = own
-
-    def undo() -> None:
-        for module in changed:
-            module.config = shared
-
-    return undo
+    for module in tower.modules():
+        if getattr(module, "config", None) is shared:
+            put(undo, module, "config", own)
 
 
 @contextmanager
 def in_batches(family: Family, model: nn.Module) -> Iterator[None]:
     """While inside, the windows of one length go through the model's vision tower in one call."""
-    undo = by_length(family, model)
-    try:
+    with lent(family.multimodal(model), "in_batches", lambda undo: by_length(undo, family, model)):
         yield
-    finally:
-        undo()

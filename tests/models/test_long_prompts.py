@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 
@@ -55,10 +57,11 @@ def test_pieces_of_a_batch_and_with_gradients(
     hidden = torch.randn(3, 100, 64, generator=torch.Generator().manual_seed(0))
     whole = norm(hidden)
     monkeypatch.setattr(pointwise, "ROWS", 33)
-    undo = pointwise.in_chunks([norm])
+    undo = ExitStack()
+    pointwise.in_chunks(undo, [norm])
     with torch.no_grad():
         torch.testing.assert_close(norm(hidden), whole, rtol=0, atol=1e-6)
     norm(hidden.requires_grad_()).sum().backward()
     assert hidden.grad is not None and "forward" in norm.__dict__
-    undo()
+    undo.close()
     assert "forward" not in norm.__dict__

@@ -97,7 +97,7 @@ def watch(
     from mmaccel.core.record import recipe_of
     from mmaccel.core.session import VideoSession
     from mmaccel.media.clock import Log
-    from mmaccel.media.container import is_url
+    from mmaccel.media.place import is_url
 
     if video is None and load is None:
         raise VideoError("watch: there is no video; name one, or a saved session with --load.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import stat
 from collections.abc import Callable, Iterator
 from io import RawIOBase
 from types import TracebackType
@@ -14,24 +13,20 @@ from typing import Any
 import av
 import av.error
 import av.stream
+from av.format import Flags
 
 from mmaccel.core.errors import VideoError
 from mmaccel.media.clock import Log
 from mmaccel.media.pipe import Pipe, is_pipe
+from mmaccel.media.place import LIST, is_file, is_url, reason
 
 FOREVER = float("inf")
 PATIENCE_S = 30.0
 """Seconds that an address or a pipe may be silent where nobody says how long."""
-CONCAT = b"ffconcat version 1.0"
-LIST = "is a list of other files, not a video: name the files one by one."
 BACK = 1.0
 """Seconds by which presentation times fall when a clock begins anew; less is a frame out of order."""
 AHEAD = 86400.0
 """Seconds between two frames that are no gap: the clock was set anew, or its counter ran over."""
-
-
-def is_url(path: str | os.PathLike[str]) -> bool:
-    return "://" in os.fspath(path)
 
 
 class Source:
@@ -71,6 +66,7 @@ class Source:
         self._timeout, self._wait = timeout, wait
         self._opened_anew = False
         self.damaged = 0
+        self.restarted = False
         self.log = Log()
         # Seconds between key frames, the longest seen; None before two were, infinite where seeking fails.
         self.gap: float | None = None
@@ -83,12 +79,15 @@ class Source:
             file if file is not None else self.name,
             format=format,
             options=options or {},
-            timeout=None if self.local else timeout,
+            timeout=None if self.local or file is not None else timeout,
         )
         self._open()
         stream = self._stream
-        self._joined = self._container.format.name in ("mpegts", "mpeg")
-        self._steady: bool | None = None if self._joined else True
+        flags = self._container.format.flags
+        # Recordings may be joined; and in a stream without times nobody knows where a seek ends.
+        self._joined = bool(flags & Flags.ts_discont.value)
+        timeless = bool(flags & Flags.no_timestamps.value)
+        self._steady: bool | None = False if timeless else None if self._joined else True
         self.width, self.height = int(stream.codec_context.width), int(stream.codec_context.height)
         self.rate = float(stream.average_rate or stream.guessed_rate or 0)
         self.count = int(stream.frames or 0)
@@ -232,6 +231,7 @@ class Source:
                     continue
                 settled = True
                 if restarted:
+                    self.restarted = True
                     # A camera that restarts, or joined recordings, begin their clock anew; ours goes on.
                     self.log.add("restart", last + self.length(frame), time - last)
                     shift += last + self.length(frame) - time
@@ -277,6 +277,10 @@ class Source:
         if frame.duration:
             return float(frame.duration * self._unit)
         return 1.0 / self.rate if self.rate else 0.04
+
+    def reaches(self, end: float) -> bool:
+        """Whether frames up to `end` seconds are all there are, but for rounding."""
+        return self.duration is not None and end > self.duration - 1.5 / (self.rate or 25.0)
 
     def until(self, time: float, frame: av.VideoFrame) -> float:
         """When a frame shown at `time` ends: the last of a file may claim more than the file lasts."""
@@ -336,7 +340,7 @@ class Source:
         """The packets of a live source that fell silent, opened anew; raises `VideoError` where it broke off instead."""
         silent = isinstance(error, (av.error.ExitError, av.error.TimeoutError))
         if not silent or self._wait is None:
-            raise VideoError(f"{self.name} broke off: {_reason(error)}.") from error
+            raise VideoError(f"{self.name} broke off: {reason(error)}.") from error
         if not self._wait(self._timeout or 0.0):
             return iter(())
         self._container.close()
@@ -357,31 +361,6 @@ def _is_cover(stream: Any) -> bool:
     return bool(stream.disposition & av.stream.Disposition.attached_pic)
 
 
-def is_file(name: str, may_be_empty: bool = False) -> bool:
-    """True for a plain file that can be opened; raises `VideoError` for what can never be read."""
-    try:
-        mode = os.stat(name).st_mode
-        if stat.S_ISDIR(mode):
-            raise VideoError(f"{name} is a folder, not a video: name a file in it.")
-        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-            raise VideoError(f"{name} is a device: name its format, such as v4l2, or name a video file.")
-        if not stat.S_ISREG(mode):
-            return False
-        with open(name, "rb") as file:
-            begin = file.read(len(CONCAT))
-            if not may_be_empty and not begin:
-                raise VideoError(f"{name} is empty: it has 0 bytes.")
-            if begin == CONCAT:
-                raise VideoError(f"{name} {LIST}")
-    except FileNotFoundError as error:
-        raise VideoError(f"there is no file {name}: check the path.") from error
-    except PermissionError as error:
-        raise VideoError(f"{name} may not be read: permission denied.") from error
-    except (OSError, ValueError) as error:
-        raise VideoError(f"{name} cannot be read: {_reason(error)}.") from error
-    return True
-
-
 def _why_not_open(name: str, error: Exception) -> str:
     if isinstance(error, av.error.InvalidDataError):
         return f"{name} is no video that can be read: it is another kind of file, or was cut short."
@@ -389,9 +368,4 @@ def _why_not_open(name: str, error: Exception) -> str:
         return f"{name} has no frames: its data ends before the first."
     if isinstance(error, (av.error.ExitError, TimeoutError)):
         return f"{name} sent nothing in the time allowed: check the address, or raise timeout."
-    return f"{name} cannot be opened: {_reason(error)}."
-
-
-def _reason(error: Exception) -> str:
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return str(text).rstrip(".").lower()
+    return f"{name} cannot be opened: {reason(error)}."

@@ -197,6 +197,8 @@ def _by_number(
     there, due = 0, 0
     if times is not None:
         there, due = len(times), source.count or len(times) + _missing(source, times)
+        # A header counts frames that an edit list hides, too.
+        due = there if source.reaches(source.end or 0.0) else due
         times = [time for time in times if start - TIE <= time and (stop is None or time < stop - TIE)]
         if not times:
             raise VideoError(_nothing(source, start, stop))
@@ -260,11 +262,17 @@ def warn_of_loss(source: Source, plan: Plan, kept: int, end: float) -> None:
     told, lost = f"{kept} frames could be read", True
     if plan.due - plan.there > plan.slack:
         told = f"only {plan.there} of its {plan.due} frames are in the file, {plan.due - plan.there} are lost"
+    elif source.restarted:
+        # The length is that of a clock that began anew.
+        lost = False
     elif plan.end is not None:
         # Two frames' time may be rounding, or a last frame that does not tell how long it stands.
         lost = (missing := (plan.end - end) * source.rate) > 2
         told += f" up to {end:.2f} of {plan.end:.2f} s, about {missing:.0f} were lost" if lost else ""
-    elif lost := (plan.total or kept) - kept > plan.slack:
+    elif lost := (plan.total or kept) - kept > plan.slack and not (
+        source.reaches(end) and not source.damaged
+    ):
+        # A header counts frames that an edit list hides, too.
         told = f"{kept} of {plan.total} frames could be read, {(plan.total or 0) - kept} were lost"
     if lost or source.damaged:
         if source.damaged:

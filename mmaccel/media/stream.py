@@ -12,9 +12,11 @@ import torch
 
 from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.clock import Log, Ticks
-from mmaccel.media.container import Source, is_file, is_url
+from mmaccel.media.container import Source
 from mmaccel.media.live import Growing, Pump, Stall
 from mmaccel.media.picture import Picture
+from mmaccel.media.pipe import is_pipe
+from mmaccel.media.place import is_file, is_url
 from mmaccel.media.reader import Plan, check_gaps, pile, warn_of_loss, warn_of_shrinking
 from mmaccel.media.sampling import TIE, grid, nearest
 from mmaccel.media.video import Event, Gaps, Progress, Video
@@ -42,14 +44,14 @@ def clips(
     takes none, and "mark" is as "hold" and lists in `Video.events` what was uneven (`media.Event`). Ticks before
     `start` seconds are left out; the others come in the same clips as without it, the first of which may be shorter.
 
-    `source` is a file, a file still being written (`follow=True`), a URL, or a device with its `format` (for instance
-    "v4l2"). A file is followed as fragmented mp4, MPEG-TS or Matroska: a plain mp4 has no index until it is finished.
-    Times run on from clip to clip; at most two clips are held at a time. `progress(done, None)` counts frames. Arguments
-    are checked at the call, the source is opened at the first clip.
+    `source` is a file, a file still being written (`follow=True`), a pipe, a URL, or a device with its `format` (for
+    instance "v4l2"). A file is followed as fragmented mp4, MPEG-TS or Matroska: a plain mp4 has no index until it is
+    finished. Times run on from clip to clip; at most two clips are held at a time. `progress(done, None)` counts frames.
+    Arguments are checked at the call, the source is opened at the first clip.
 
-    How it ends tells why. At the end the clips end: of a file that is followed, when it has not grown for `timeout`
-    seconds and nobody has it open for writing. A stall raises `VideoStalled`, after a clip of what there is: nothing came
-    for `timeout` seconds from a URL, a device or a file that is still open (or where the system does not tell); to ask
+    How it ends tells why. At the end the clips end: of a file that is followed or a pipe, when nothing has come for
+    `timeout` seconds and nobody has it open for writing. A stall raises `VideoStalled`, after a clip of what there is:
+    nothing came for `timeout` seconds from what is still open (or where the system does not tell); to ask
     for the next clip waits on, and opens a URL or device anew. A fault raises `VideoError`, as when a connection breaks
     or when not one frame can be read. Damaged parts of a file are left out, and a `VideoWarning` at the end tells of them.
     """
@@ -67,7 +69,16 @@ def clips(
             f"follow=True is for a file that grows, and {os.fspath(source)} is none: leave it out."
         )
     opened = _Opened(
-        source, fps, frames_per_clip, follow, timeout, Picture(size, max_side), format, options, gaps, start
+        source,
+        fps,
+        frames_per_clip,
+        follow or is_pipe(os.fspath(source)),
+        timeout,
+        Picture(size, max_side),
+        format,
+        options,
+        gaps,
+        start,
     )
     return Clips(opened, progress)
 
@@ -116,11 +127,13 @@ class _Opened:
             return stack.enter_context(
                 Source(path, live=True, format=self.format, options=options, timeout=self.timeout, wait=wait)
             )
-        is_file(os.fspath(path), may_be_empty=True)
+        regular = is_file(os.fspath(path), may_be_empty=True)
         try:
             file = stack.enter_context(Growing(path, self.timeout, wait))
             return stack.enter_context(Source(path, file=file, live=True, options=options))
         except VideoError as error:
+            if not regular:
+                raise
             try:
                 # A finished plain mp4 has its index at the end: it can be read, only not followed.
                 return stack.enter_context(Source(path, options=options))

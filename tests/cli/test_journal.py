@@ -15,6 +15,7 @@ from mmaccel.cli import main
 from mmaccel.core import record
 from mmaccel.media import Video
 from tests.media.films import write_film
+from tests.media.odd import CASES
 
 Call = Callable[..., tuple[int, str, str]]
 QUESTIONS = ("--question", "what was first ?@9", "--question", "how many ?")
@@ -189,3 +190,16 @@ def test_gaps_are_skipped_or_listed(call: Call, ov: str, slides: Path) -> None:
     assert (status, out) == (2, "") and err.startswith(
         "error: gaps='wait' must be one of 'hold', 'skip', 'mark'."
     )
+
+
+@pytest.mark.parametrize("name", ["slides, mkv", "screen recording at 0.2 fps", "joined recordings", "gif"])
+def test_an_odd_file_is_watched(call: Call, ov: str, tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    path = tmp_path / f"odd.{case.suffix}"
+    case.make(path)
+    fps = min(case.fps, 0.2) if "0.2" in name else case.fps
+    words = ("--question", "how many ?", "--max-new-tokens", 1, "--json")
+    status, out, err = call("watch", path, "--model", ov, "--recipe", "recent", "--fps", fps, *words)
+    told = json.loads(out)
+    assert (status, err, told["ended"]) == (0, "", "end") and len(told["answers"]) == 1
+    assert told["frames"] == len(media.read(path, fps=fps)) and told["seconds"] == (told["frames"] - 1) / fps

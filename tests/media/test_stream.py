@@ -145,12 +145,13 @@ def test_a_stream_that_is_left_in_a_stall_ends_its_thread(film: Film, tmp_path: 
         assert not [one for one in threading.enumerate() if one.name == "mmaccel-media" and one.is_alive()]
 
 
-def test_a_pipe_is_over_when_its_writer_closes_it(film: Film, tmp_path: Path) -> None:
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_pipe_is_over_when_its_writer_closes_it(film: Film, tmp_path: Path, follow: bool) -> None:
     data, path = film("whole.ts").read_bytes(), tmp_path / "pipe.ts"
     os.mkfifo(path)
     writer = threading.Thread(target=path.write_bytes, args=(data,))
     writer.start()
-    parts = list(media.clips(path, fps=5, frames_per_clip=8, follow=True, timeout=0.3))
+    parts = list(media.clips(path, fps=5, frames_per_clip=8, follow=follow, timeout=0.3))
     writer.join()
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(0, 60, 2))
 

@@ -1,0 +1,47 @@
+"""What is at a path or an address, before anything is opened."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from mmaccel.core.errors import VideoError
+
+CONCAT = b"ffconcat version 1.0"
+LIST = "is a list of other files, not a video: name the files one by one."
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether it is an address."""
+    return "://" in os.fspath(path)
+
+
+def is_file(name: str, may_be_empty: bool = False) -> bool:
+    """True for a plain file that can be opened; raises `VideoError` for what can never be read."""
+    try:
+        mode = os.stat(name).st_mode
+        if stat.S_ISDIR(mode):
+            raise VideoError(f"{name} is a folder, not a video: name a file in it.")
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise VideoError(f"{name} is a device: name its format, such as v4l2, or name a video file.")
+        if not stat.S_ISREG(mode):
+            return False
+        with open(name, "rb") as file:
+            begin = file.read(len(CONCAT))
+            if not may_be_empty and not begin:
+                raise VideoError(f"{name} is empty: it has 0 bytes.")
+            if begin == CONCAT:
+                raise VideoError(f"{name} {LIST}")
+    except FileNotFoundError as error:
+        raise VideoError(f"there is no file {name}: check the path.") from error
+    except PermissionError as error:
+        raise VideoError(f"{name} may not be read: permission denied.") from error
+    except (OSError, ValueError) as error:
+        raise VideoError(f"{name} cannot be read: {reason(error)}.") from error
+    return True
+
+
+def reason(error: Exception) -> str:
+    """What the system says of an error, in small letters."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).rstrip(".").lower()

@@ -62,6 +62,13 @@ def ways(windows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
         **found,
         "parallel measured": {"name": "parallel", "threads": 1, **one},
         "parallel uv": {"name": "parallel", "threads": 1, "prune": UV, **one},
+        "parallel uv chosen": {
+            "name": "parallel",
+            "threads": 1,
+            "prune": UV,
+            "prune_when": "measured",
+            **one,
+        },
         "parallel inline": {"name": "parallel", "window": 4, "process": False, **one},
         "sequential uv": {"name": "sequential", "window": 5, "prune": UV, **one},
         "tree": {"name": "tree", **one},

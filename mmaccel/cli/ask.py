@@ -263,9 +263,10 @@ def video_tokens(answer: Answer, whole: int) -> dict[str, int]:
     for name, count in answer.report.kv.items():
         if name.startswith("video "):
             told[name.removeprefix("video ")] = int(count)
-    pruner = answer.report.recipe["draft"].get("prune")
-    if pruner is not None:
-        # Every pruner of drafts leaves its quota.
+    draft = answer.report.recipe["draft"]
+    pruner = draft.get("prune")
+    if pruner is not None and draft.get("prune_when") != "measured":
+        # Every pruner of drafts leaves its quota; what is measured says in the draft's notes which share it was.
         told["in the draft"] = quota(pruner["retention"], whole)
     return told
 

@@ -86,6 +86,11 @@ class DraftState(ABC):
     def begin(self, prompt: Prompt) -> None:
         """Called once, before the target's prefill."""
 
+    def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
+        """What chooses the columns of this prompt that the draft reads, `given` being the strategy's; asked after `begin`.
+        None: it reads all of them."""
+        return given
+
     def keep(self, columns: Tensor) -> None:
         """The columns [n] of the prompt that the strategy's pruner leaves to the draft.
 

@@ -20,6 +20,7 @@ from mmaccel.core.deadline import Ended
 from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.generate import Speculation, lockstep
+from mmaccel.core.prune import TokenPruner
 from mmaccel.core.report import SequenceMeter
 from mmaccel.models import timed
 from mmaccel.models.arguments import LOOPS, OUTPUTS, asked, wants
@@ -340,6 +341,12 @@ class _Careful:
         self._try(lambda: found.append(self.state.probe()))
         return [probe for probe in found if probe is not None]
 
+    def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
+        """What chooses the columns of the prompt that the draft reads."""
+        found: list[TokenPruner | None] = []
+        self._try(lambda: found.append(self.state.pruner(given)))
+        return None if isinstance(self.state, _Silent) else found[0]
+
     def keep(self, columns: Tensor) -> None:
         if not isinstance(self.state, _Silent):
             self._try(lambda: self.state.keep(columns))
@@ -366,7 +373,7 @@ class _Careful:
 
 def _listeners(attachment: Attachment, raw: Mapping[str, Any], draft: _Careful) -> list[Listener]:
     """What reads the target's prefill for the draft's pruner, if it has one."""
-    pruner = attachment.owner.recipe.draft.pruner
+    pruner = draft.pruner(attachment.owner.recipe.draft.pruner)
     if pruner is None:
         return []
     layout = attachment.family.layout(attachment.model, raw)

@@ -60,6 +60,7 @@ def test_presets_have_the_windows_and_the_tenth_of_the_paper(name: str, window: 
     assert draft.window == window
     if draft.name == "parallel":
         assert (draft.pruner.name, draft.pruner.retention) == ("uv", 0.1)
+        assert draft.prune_when == "measured", "a tenth where that is faster"
     if draft.name == "sparse_to_dense":
         assert draft.retention == 0.1
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from mmaccel.core.adapter import ModelView
@@ -40,6 +41,21 @@ def folder_of(name: str, target: ModelView, model: str) -> str:
             "(--draft on the command line)."
         )
     return str(beside)
+
+
+def devices_of(model: nn.Module) -> list[torch.device]:
+    """Where the weights of a model lie, which may be spread over several devices."""
+    return list(dict.fromkeys(p.device for p in model.parameters()))
+
+
+def free_device(taken: Sequence[torch.device]) -> str:
+    """The device for a second process: the first CUDA device that the target leaves free, from its own first one on."""
+    first = taken[0]
+    if first.type != "cuda":
+        return str(first)
+    count, numbers = torch.cuda.device_count(), {device.index or 0 for device in taken}
+    after = [(n + (first.index or 0)) % count for n in range(count)]
+    return next((f"cuda:{n}" for n in after if n not in numbers), str(first))
 
 
 def check_model(name: str, model: object) -> None:

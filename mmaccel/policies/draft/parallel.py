@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.draft import DraftState, Prompt, Proposal, Warp
+from mmaccel.core.draft import DraftState, Prompt, Proposal
 from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import register
 from mmaccel.core.worker import READY, Worker
 from mmaccel.policies.draft import _remote
+from mmaccel.policies.draft._engine import Engine, Local
 from mmaccel.policies.draft._gain import Pace, best_window, told
-from mmaccel.policies.draft._pair import PeerStrategy, check_vocabulary, folder_of
-from mmaccel.policies.draft._writer import Writer, Written
+from mmaccel.policies.draft._pair import (
+    PeerStrategy,
+    check_vocabulary,
+    devices_of,
+    folder_of,
+    free_device,
+)
+from mmaccel.policies.draft._share import Reading, Shares
 
 FIRST_WINDOW = 4
 """Tokens of the start-up window, and of windows until both times are known."""
@@ -54,6 +62,8 @@ class Parallel(PeerStrategy):
               with: give one where a seed is to say the same text again
     most      the longest measured window
     prune     a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
+    prune_when  "always"; or "measured": answer by answer the draft reads the whole video or what `prune` leaves of it,
+              whichever is expected to be faster by the steps and the share kept that were measured
     process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second stream
     device    where the second process computes; None: the CUDA device after the target's where there is one, else its own
     threads   of the second process on a CPU; None: as many as here
@@ -64,6 +74,7 @@ class Parallel(PeerStrategy):
 
     window: int | None = None
     most: int = 16
+    prune_when: str = "always"
     process: bool = True
     device: str | None = None
     threads: int | None = None
@@ -78,6 +89,10 @@ class Parallel(PeerStrategy):
             )
         if self.most < 1:
             raise RecipeError(f"parallel: most is {self.most}; give at least 1.")
+        if self.prune_when not in ("always", "measured"):
+            raise RecipeError(f"parallel: prune_when is {self.prune_when!r}; give always or measured.")
+        if self.prune_when == "measured" and self.prune is None:
+            raise RecipeError("parallel: prune_when is 'measured' and prune is null; give a pruner.")
         if self.threads is not None and self.threads < 1:
             raise RecipeError(f"parallel: threads is {self.threads}; give at least 1, or null.")
         if self.start_s <= 0 or self.timeout_s <= 0:
@@ -107,7 +122,9 @@ class Parallel(PeerStrategy):
             engine = _remote.Remote(self._worker(target), vocab)
         else:
             engine = Local(self.peer(target), vocab, target.device)
-        return Pipeline(engine, self, _devices(target.model))
+        measured = self.prune_when == "measured"
+        shares = target.hold("parallel shares", Shares) if measured else None
+        return Pipeline(engine, self, devices_of(target.model), shares)
 
     def _worker(self, target: ModelView) -> Worker:
         first = next(target.model.parameters())
@@ -115,7 +132,7 @@ class Parallel(PeerStrategy):
             "model": folder_of(self.name, target, str(self.model)),
             "family": target.adapter.name,
             "dtype": str(first.dtype).removeprefix("torch."),
-            "device": self.device or _beside(_devices(target.model)),
+            "device": self.device or free_device(devices_of(target.model)),
             "vocab": target.geometry.vocab,
             "threads": self.threads or torch.get_num_threads(),
         }
@@ -135,84 +152,6 @@ class Parallel(PeerStrategy):
         return held
 
 
-def _devices(model: nn.Module) -> list[torch.device]:
-    """Where the weights of a model lie, which may be spread over several devices."""
-    return list(dict.fromkeys(p.device for p in model.parameters()))
-
-
-def _beside(taken: Sequence[torch.device]) -> str:
-    """The device for a second process: the first CUDA device that the target leaves free, from its own first one on."""
-    first = taken[0]
-    if first.type != "cuda":
-        return str(first)
-    count, numbers = torch.cuda.device_count(), {device.index or 0 for device in taken}
-    after = [(n + (first.index or 0)) % count for n in range(count)]
-    return next((f"cuda:{n}" for n in after if n not in numbers), str(first))
-
-
-class Engine(Protocol):
-    """Who writes: here (`Local`) or in another process (`Remote`). One request is out at a time."""
-
-    def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None: ...
-
-    def keep(self, columns: Tensor) -> None: ...
-
-    def ask(self, length: int, fix: list[int], count: int) -> None: ...
-
-    def collect(self, limit_s: float) -> Written | None: ...
-
-    def close(self) -> None: ...
-
-
-class Local:
-    """A writer in this process. On a CPU it works when its window is collected; on CUDA on a stream of its own."""
-
-    def __init__(self, peer: ModelView, vocab: int, device: torch.device) -> None:
-        self._writer = Writer(peer.runner(), peer.device, vocab)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._asked: tuple[int, list[int], int] | None = None
-
-    def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None:
-        self._prompt, self._compact = inputs, compact
-        self._warp = None if warp is None else _at(warp, inputs["input_ids"].device)
-        self._columns: Tensor | None = None
-        self._read = False
-        self._told: list[torch.cuda.Event] = []
-        self._mark()
-
-    def keep(self, columns: Tensor) -> None:
-        self._columns = columns
-        self._mark()
-
-    def _mark(self) -> None:
-        """What is told may still be on its way there on the target's stream; what comes later on it is not waited for."""
-        if self._stream is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._stream.device))
-            self._told.append(event)
-
-    def ask(self, length: int, fix: list[int], count: int) -> None:
-        self._asked = length, fix, count
-
-    def collect(self, limit_s: float) -> Written | None:
-        assert self._asked is not None
-        with torch.cuda.stream(self._stream):
-            if not self._read:
-                for event in self._told:
-                    event.wait(self._stream)
-                self._writer.read(self._prompt, self._columns, self._compact, self._warp)
-                self._read = True
-            return self._writer.write(*self._asked)
-
-    def close(self) -> None:
-        pass
-
-
-def _at(warp: Warp, device: torch.device) -> Warp:
-    """`warp` on the device that its own tensors are on, for a draft on another."""
-    return lambda ids, logits: warp(ids.to(device), logits.to(device))
-
-
 class Pipeline(DraftState):
     """Algorithm 1, seen from the draft.
 
@@ -220,8 +159,16 @@ class Pipeline(DraftState):
     written ahead. While a window is out (`_busy`) the line is as it was when it was asked for. `devices` are the target's.
     """
 
-    def __init__(self, engine: Engine, choice: Parallel, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        choice: Parallel,
+        devices: Sequence[torch.device],
+        shares: Shares | None = None,
+    ) -> None:
         self._engine, self._choice = engine, choice
+        self._shares, self._pruner = shares, choice.pruner
+        self._reading: Reading | None = None
         self._waited = [device for device in devices if device.type == "cuda" and choice.process]
         self._said: list[int] = []
         self._line: list[int] = []
@@ -240,12 +187,19 @@ class Pipeline(DraftState):
 
     def begin(self, prompt: Prompt) -> None:
         self._left = prompt.max_new_tokens or None
-        pruner = self._choice.pruner
+        choice, pruner = self._choice, self._pruner
+        if self._shares is not None and pruner is not None:
+            length, sampled = prompt.ids.shape[1], prompt.warp is not None
+            self._reading = self._shares.reading(pruner, length, choice.window, choice.most, sampled)
+            pruner = self._pruner = self._reading.pruner
         self._engine.begin(
             prompt.inputs, prompt.warp, pruner is not None, pruner.compact if pruner is not None else False
         )
         if pruner is None:
             self._ask()
+
+    def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
+        return self._pruner
 
     def keep(self, columns: Tensor) -> None:
         self._engine.keep(columns)
@@ -363,6 +317,8 @@ class Pipeline(DraftState):
         silent = time.perf_counter() - self._asked if self._busy and self._late else 0.0
         self._busy = False
         self._broken()
+        if self._reading is not None:
+            self._reading.end(self._pace)
         self._engine.close()
         if silent >= QUIET_S:
             raise DraftError(
@@ -371,7 +327,8 @@ class Pipeline(DraftState):
             )
 
     def notes(self) -> list[str]:
-        return told(self.counters())
+        read = [] if self._reading is None else [self._reading.note()]
+        return [*read, *told(self.counters())]
 
     def counters(self) -> dict[str, float]:
         """Rounds of each mode; streaks: drafted tokens kept in a row over windows, the paper's adaptive length."""

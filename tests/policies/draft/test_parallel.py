@@ -19,7 +19,7 @@ from mmaccel.core.draft import Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning, RecipeError
 from mmaccel.core.generate import speculate
 from mmaccel.core.verify import accept
-from mmaccel.policies.draft import parallel
+from mmaccel.policies.draft import _pair, parallel
 from mmaccel.policies.draft._gain import Pace, best_window, tokens_per_round
 from mmaccel.policies.draft._writer import Writer, Written
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
@@ -214,7 +214,7 @@ def test_the_second_process_takes_a_device_that_the_target_leaves_free(
         ("cuda:2 cuda:3 cuda:0", "cuda:1"),
         ("cuda:1 cuda:2 cuda:3 cuda:0", "cuda:1"),
     ):
-        assert parallel._beside([torch.device(name) for name in taken.split()]) == place
+        assert _pair.free_device([torch.device(name) for name in taken.split()]) == place
 
 
 V = 3

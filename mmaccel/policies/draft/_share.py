@@ -1,0 +1,104 @@
+"""How much of the video a draft reads: all of it or what its pruner leaves, whichever was measured to be faster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mmaccel.core.prune import TokenPruner
+from mmaccel.policies.draft._gain import ASSUMED, TOKENS_KNOWN, Pace, best_window, tokens_per_round
+
+KNOWN = 24
+"""Drafted tokens that were judged before the share kept is believed."""
+ANSWERS = 2
+"""Answers after which a way counts as measured all the same: one that was never ready in time gains nothing."""
+
+
+@dataclass
+class Way:
+    """What was measured of drafts that read all of the video, or a part of it."""
+
+    judged: float = 0.0
+    kept: float = 0.0
+    step_s: float = 0.0
+    draft_s: float = 0.0
+    answers: int = 0
+
+    def add(self, pace: Pace) -> None:
+        """An answer has ended, whose figures are `pace`."""
+        self.answers += 1
+        self.judged += pace.judged - TOKENS_KNOWN
+        self.kept += pace.kept - TOKENS_KNOWN * ASSUMED
+        if pace.known:
+            self.step_s, self.draft_s = pace.step_s, pace.draft_s
+
+    @property
+    def known(self) -> bool:
+        return self.judged >= KNOWN or self.answers >= ANSWERS
+
+    def gain(self, window: int | None, most: int) -> float:
+        """The expected speed-up over decoding alone, at `window` or, where that is None, at the best one up to `most`."""
+        if not self.step_s or not self.draft_s or self.judged < 1:
+            return 0.0
+        keep = self.kept / self.judged
+        if window is None:
+            return best_window(self.step_s, self.draft_s, keep, most)[1]
+        return tokens_per_round(keep, window) * self.step_s / max(window * self.draft_s, self.step_s)
+
+
+@dataclass
+class Reading:
+    """How the draft of one answer reads its prompt: by `pruner`, or None for all of it; `why`, for the report."""
+
+    way: Way
+    pruner: TokenPruner | None
+    why: str
+    ended: bool = False
+
+    def end(self, pace: Pace) -> None:
+        """The answer has ended, whose figures are `pace`; a second call does nothing."""
+        if not self.ended:
+            self.way.add(pace)
+        self.ended = True
+
+    def note(self) -> str:
+        """A sentence for the report."""
+        return f"it read {part(self.pruner)}: {self.why}"
+
+
+@dataclass
+class Shares:
+    """The two ways of one accelerated model, apart for prompts of each power of two of tokens: costs hang on the length."""
+
+    ways: dict[int, tuple[Way, Way]] = field(default_factory=dict)
+
+    def reading(
+        self, pruner: TokenPruner, length: int, window: int | None, most: int, sampled: bool
+    ) -> Reading:
+        """How to read a prompt of `length` tokens: the whole video first, once pruned to measure that, then the faster.
+
+        Where tokens are `sampled` at a given window it is always the whole: what is drawn must not hang on the clock.
+        """
+        whole, less = self.ways.setdefault(length.bit_length(), (Way(), Way()))
+        if sampled and window is not None:
+            return Reading(
+                whole, None, "tokens are sampled, and what is drawn must not hang on what is measured"
+            )
+        if not whole.known:
+            return Reading(whole, None, f"that is measured before {part(pruner)} is")
+        if not less.known:
+            return Reading(less, pruner, "to measure it")
+        gains = whole.gain(window, most), less.gain(window, most)
+        told = f"expected {gains[0]:.2f} x with the whole video, {gains[1]:.2f} x with {part(pruner)}"
+        return Reading(less, pruner, told) if gains[1] > gains[0] else Reading(whole, None, told)
+
+    def close(self) -> None:
+        """Nothing is held that has to be freed."""
+
+
+def part(pruner: Any) -> str:
+    """The share of the video that `pruner` leaves, in words."""
+    if pruner is None:
+        return "the whole video"
+    share = getattr(pruner, "retention", None)
+    return "a part of the video" if share is None else f"{share:g} of the video"

@@ -158,9 +158,9 @@ class Listener(Probe):
 
     def _note(self, run: Run, layer: int) -> None:
         """Which columns a pruner of the target has left `layer`."""
-        state = run.state
-        pruned = isinstance(state, ThinnedState)
-        held = state.kept[state.part_of(min(layer, self.depth - 1))] if pruned else None
+        held, state = None, run.state
+        if isinstance(state, ThinnedState):
+            held = state.kept[state.part_of(min(layer, self.depth - 1))]
         self.held[layer] = None if held is None else held.to(self.layout.device)
 
     def _hear(self, start: int, layer: int, query: Tensor, key: Tensor, scale: float) -> None:

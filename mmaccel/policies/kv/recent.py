@@ -19,8 +19,9 @@ from mmaccel.policies.kv._stream import StreamMemory, WindowedPolicy
 class Recent(WindowedPolicy):
     """Encode under a sliding window as the other memories do; a question sees the head and the last frames alone.
 
-    After SimpleStream (arXiv 2604.02317), which answers from the last four frames and asks every memory to do better.
-    Nothing but the window is kept.
+    SimpleStream (arXiv 2604.02317) asks every memory to beat an answer from the last four frames. This is not SimpleStream:
+    that runs the plain model afresh on those frames, and this shows keys and values that were encoded under the window,
+    which know of the frames before. Nothing but the window is kept.
 
     local  frames a question sees
     """

@@ -55,10 +55,10 @@ def test_a_share_that_no_setting_keeps_is_refused() -> None:
 
 
 def test_a_share_seen_leaves_out_what_is_before_the_first_cut() -> None:
-    told = {"video": 100.0, "video from layer 1": 30.0, "video from layer 3": 10.0}
+    told = {"visual": 100.0, "visual from layer 1": 30.0, "visual from layer 3": 10.0}
     assert average_share(told, 5) == pytest.approx((1 + 0.3 + 0.3 + 0.1 + 0.1) / 5)
     fast = lossy(0.1, 5)["fastv"]
     assert seen_share(told, fast, 5) == pytest.approx((0.3 + 0.3 + 0.1 + 0.1) / 4)
-    shown = {"video": 100.0, "video from layer 0": 25.0, "video seen decoding": 5.0}
+    shown = {"visual": 100.0, "visual from layer 0": 25.0, "visual seen decoding": 5.0}
     assert seen_share(shown, lossy(0.1, 5)["dycoke"], 5) == pytest.approx((0.25 + 4 * 0.05) / 5)
     assert seen_share({"video": 0.0}, fast, 5) == 1.0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
-from mmaccel.core.prune import Signals, Stage, question
+from mmaccel.core.prune import Signals, Stage, observers
 
 FIELDS = ("modality", "segment", "frame", "row", "column")
 
@@ -41,9 +41,9 @@ def _sequence(rng: Random, length: int) -> list[tuple[int, ...]]:
 
 
 def signals_for(layout: TokenLayout, stage: Stage, seed: int = 0, asked: int | None = None) -> Signals:
-    """Random signals of the shapes a stage declares; attention rows add up to one, `asked` of them or the question's."""
+    """Random signals of the shapes a stage declares; attention rows add up to one, `asked` of them or the observers'."""
     g = torch.Generator().manual_seed(seed)
-    S, asked = layout.length, question(layout).numel() if asked is None else asked
+    S, asked = layout.length, observers(layout).numel() if asked is None else asked
     told: dict[str, Tensor] = {
         "hidden": torch.randn(max(len(stage.hidden), 1), S, 8, generator=g),
         "attention": torch.rand(max(len(stage.attention), 1), asked, S, generator=g).softmax(-1),

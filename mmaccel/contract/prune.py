@@ -9,7 +9,7 @@ import torch
 from mmaccel.contract.prompts import layout, signals_for
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import TokenPruner, candidates, checked_columns, checked_stages, thin
+from mmaccel.core.prune import TokenPruner, checked_columns, checked_stages, thin
 
 DEPTH = 32
 
@@ -22,7 +22,7 @@ def check_pruner(pruner: TokenPruner, rounds: int, seed: int) -> None:
 
 def check_cuts(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
     """Raise `RecipeError` where the cuts of one prompt break the contract."""
-    who, total, left = f"prune {pruner.name!r}", candidates(layout).numel(), layout
+    who, total, left = f"prune {pruner.name!r}", pruner.candidates(layout).numel(), layout
     if pruner.lossy != (pruner.seat != "draft"):
         raise RecipeError(f"{who}: lossy is {pruner.lossy}; give True, unless seat is 'draft'.")
     for stage in checked_stages(pruner, DEPTH):
@@ -42,7 +42,7 @@ def check_cuts(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
                 f"{who}: cut gives states {list(kept.states.shape)}; give a row for each of {len(columns)} columns."
             )
         left = thin(left, columns)
-    at = candidates(left)
+    at = pruner.candidates(left)
     if pruner.glance is not None and at.numel():
         shown = pruner.recall(torch.rand(at.numel()).softmax(0), at, None)
         if shown is not None and not (

@@ -25,6 +25,10 @@ class TokenLayout:
     row, column  cell of the token in its frame's grid
     position   rank of the token among the valid tokens of its sequence; causality is measured in it
     valid      bool, False on padding
+    asked      bool, True on the words of the question, where they are known to stand elsewhere than after the last image or
+               video; all False: they stand there, or it is not known (`core.prune.question`)
+
+    A token of an image that lies in no frame, a finer tile's, has a cell too: that of the picture that the tiles make.
     """
 
     modality: Tensor
@@ -34,6 +38,7 @@ class TokenLayout:
     column: Tensor
     position: Tensor
     valid: Tensor
+    asked: Tensor
 
     @classmethod
     def build(
@@ -45,6 +50,7 @@ class TokenLayout:
         row: Tensor | None = None,
         column: Tensor | None = None,
         valid: Tensor | None = None,
+        asked: Tensor | None = None,
     ) -> TokenLayout:
         """A layout from the modality of each token [B, S]; what is not given is derived (segments, positions) or -1."""
         none = torch.full_like(modality, -1)
@@ -63,6 +69,7 @@ class TokenLayout:
             column=none if column is None else column,
             position=position,
             valid=valid,
+            asked=torch.zeros_like(valid) if asked is None else asked,
         )
 
     @classmethod

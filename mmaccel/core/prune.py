@@ -1,12 +1,13 @@
-"""The contract of a token pruner: which video tokens are worth keeping, judged by signals of a model's prefill.
+"""The contract of a token pruner: which visual tokens are worth keeping, judged by signals of a model's prefill.
 
-Letters: S columns, m video tokens that may go, n rows of the question, E hidden size.
+Visual tokens are those of images and of videos. Letters: S columns, m visual tokens that may go, n rows of text, E hidden
+size.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -14,16 +15,16 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, UnknownName, shown
-from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.placed import Placed
 
 SIGNALS = ("hidden", "attention", "vision_attention", "vision_key")
 """What a pruner may need; all float, without a batch axis.
 
 hidden            [k, S, E]: what enters the decoder after `Stage.hidden[k]` layers (0: the input embeddings)
-attention         [k, n, S]: the attention that the question's rows (`question`) pay to every column, a mean over heads and
-                  over the layers of the group `Stage.attention[k]`
-vision_attention  [S]: the attention a video token receives within its frame in the vision tower; 0 elsewhere
+attention         [k, n, S]: the attention that the rows which see all visual tokens (`observers`) pay to every column, a
+                  mean over heads and over the layers of the group `Stage.attention[k]`
+vision_attention  [S]: the attention a visual token receives within its frame or tile in the vision tower; 0 elsewhere
 vision_key        [S, D]: its key there, a mean over heads; 0 elsewhere
 """
 
@@ -64,12 +65,13 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPruner(Placed, ABC):
-    """Chooses the columns to keep, from signals it declares. Text, images and marks (such as LLaVA's newline) always stay.
+    """Chooses the columns to keep, from signals it declares. Text and marks (such as LLaVA's newline) always stay.
 
     seat    whose columns go: those of the target before its language model ("frames") or between its layers ("layer"), or
             those of a "draft"'s prompt, by signals of the target
     needs   names of `SIGNALS` it reads
     lossy   whether the target's own output may change
+    prunes  the modalities it prunes: images, videos or both; tokens of others stay
 
     compact  number the kept tokens anew, 0, 1, 2, ... on every rotary axis; otherwise each keeps its own position, so that
              M-RoPE's time and place stay true, and text stands where it stood
@@ -79,8 +81,14 @@ class TokenPruner(Placed, ABC):
     seat: ClassVar[Literal["frames", "layer", "draft"]]
     needs: ClassVar[frozenset[str]] = frozenset()
     lossy: ClassVar[bool] = False
+    prunes: ClassVar[frozenset[int]] = frozenset({IMAGE, VIDEO})
 
     compact: bool = False
+
+    def candidates(self, layout: TokenLayout) -> Tensor:
+        """[m] the columns of `layout` (batch 1) that it may drop; none: it does nothing to such a prompt."""
+        at = candidates(layout)
+        return at[_of(layout.modality[0, at], self.prunes)]
 
     @abstractmethod
     def stages(self, depth: int) -> tuple[Stage, ...]:
@@ -111,7 +119,7 @@ class TokenPruner(Placed, ABC):
         return None
 
     def recall(self, attention: Tensor, columns: Tensor, before: Tensor | None) -> Tensor | None:
-        """The cached video columns a decoded token sees: [n] long, ascending, out of `columns` [m].
+        """The cached columns of candidates that a decoded token sees: [n] long, ascending, out of `columns` [m].
 
         attention [m]: the token's attention to them at `glance`, a mean over heads. before [m]: the same at the step before,
         or None at the first. None: those chosen last stay.
@@ -208,7 +216,7 @@ def checked_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -
         (
             f"gives a column that is not there; give columns below {layout.length}",
             "gives columns that do not ascend; sort them, and give each once",
-            "drops columns that are no video's; keep every column but those of `candidates` (`staying` does)",
+            "drops columns that are not visual; keep every column but those of `candidates` (`staying` does)",
         ),
         strict=True,
     ):
@@ -229,18 +237,25 @@ def quota(share: float, count: int) -> int:
 
 
 def candidates(layout: TokenLayout) -> Tensor:
-    """[m] the columns that may go: the tokens of video frames, of a layout of one sequence."""
+    """[m] the columns that may go: the tokens of images and video frames, of a layout of one sequence."""
     return _may_go(layout).nonzero()[:, 0]
 
 
 def _may_go(layout: TokenLayout) -> Tensor:
-    return (layout.modality[0] == VIDEO) & (layout.frame[0] >= 0) & layout.valid[0]
+    """Tokens of a frame, or of the finer tiles of an image: those with a cell. Marks have none."""
+    celled = (layout.frame[0] >= 0) | (layout.row[0] >= 0)
+    return (layout.modality[0] != TEXT) & celled & layout.valid[0]
+
+
+def _of(modality: Tensor, kinds: Collection[int]) -> Tensor:
+    return torch.isin(modality, torch.tensor(sorted(kinds), device=modality.device))
 
 
 def frames(layout: TokenLayout) -> list[Tensor]:
-    """The candidates of each frame, in order."""
+    """The candidates of each frame, in order; an image is a frame, and its finer tiles together are one more."""
     at = candidates(layout)
-    sizes = torch.unique_consecutive(layout.frame[0, at], return_counts=True)[1]
+    number = torch.stack([layout.segment[0, at], layout.frame[0, at]])
+    sizes = torch.unique_consecutive(number, return_counts=True, dim=1)[1]
     return list(torch.split(at, sizes.tolist()))
 
 
@@ -273,16 +288,36 @@ def others(chosen: Tensor, among: int) -> Tensor:
 
 
 def question(layout: TokenLayout) -> Tensor:
-    """[n] the columns of the question: the text after the last video token; all text where none follows.
+    """[n] the columns of the question.
 
-    A sequence without text is asked by its last column.
+    The text after the last visual token, and what stands of the same message before it; that alone where nothing but the
+    markup of the chat follows. Where the chat's markup is not known (`TokenLayout.asked` is empty) the text after the last
+    visual token, all text where none follows. A sequence without text is asked by its last column.
     """
-    text = (layout.modality[0] == TEXT) & layout.valid[0]
-    video = (layout.modality[0] == VIDEO).nonzero()[:, 0]
-    rows = text.nonzero()[:, 0]
-    if video.numel() and bool((rows > video[-1]).any()):
-        rows = rows[rows > video[-1]]
+    rows = (layout.asked[0] & layout.valid[0]).nonzero()[:, 0]
+    if rows.numel():
+        return rows
+    text, after = _text(layout)
+    rows = text[after] if bool(after.any()) else text
     return rows if rows.numel() else everything(layout)[-1:]
+
+
+def observers(layout: TokenLayout) -> Tensor:
+    """[n] the columns whose attention to the visual tokens is read: the text after the last of them, which has read the
+    question wherever that stands; the last column where no text follows, for none before it sees them all.
+
+    All text where there is no visual token.
+    """
+    text, after = _text(layout)
+    rows = text[after]
+    return rows if rows.numel() else everything(layout)[-1:]
+
+
+def _text(layout: TokenLayout) -> tuple[Tensor, Tensor]:
+    """[n] the columns of text, and whether each comes after the last visual token."""
+    rows = ((layout.modality[0] == TEXT) & layout.valid[0]).nonzero()[:, 0]
+    visual = (layout.modality[0] != TEXT).nonzero()[:, 0]
+    return rows, rows > (visual[-1] if visual.numel() else -1)
 
 
 def best(score: Tensor, count: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState, KVView
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import TokenPruner, candidates, thin
+from mmaccel.core.prune import TokenPruner, thin
 
 
 class ThinnedState(KVState):
@@ -33,7 +33,7 @@ class ThinnedState(KVState):
     def _forget(self) -> None:
         self.kept: list[Tensor | None] = [None] * len(self._parts)
         self.prompt = 0
-        self._video: list[int] = [0]
+        self._visual: list[int] = [0]
         self._seen = self._coming = self._last = 0
         self._watched: Tensor | None = None
         self._shown: Tensor | None = None
@@ -46,7 +46,7 @@ class ThinnedState(KVState):
     def begin(self, layout: TokenLayout) -> None:
         """A prompt of this layout is about to be cut."""
         self.prompt = layout.length
-        self._video = [candidates(layout).numel()]
+        self._visual = [self.pruner.candidates(layout).numel()]
 
     def cut(self, part: int, columns: Tensor | None, layout: TokenLayout) -> None:
         """Layers from ``starts[part]`` on hold `columns` of what the part before holds (None: all), which are `layout`."""
@@ -54,8 +54,8 @@ class ThinnedState(KVState):
             before = self.kept[part - 1] if part else None
             held = columns if before is None else before[columns]
             self.kept[part:] = [held] * (len(self.kept) - part)
-        at = candidates(layout)
-        self._video.append(at.numel())
+        at = self.pruner.candidates(layout)
+        self._visual.append(at.numel())
         if self.pruner.glance is not None:
             self._watched = at
 
@@ -184,15 +184,15 @@ class ThinnedState(KVState):
         return sum(part.nbytes() for part in self._parts)
 
     def counters(self) -> dict[str, float]:
-        """Beside the usual ones: `held_mean` over the layers (`held` is the most of one), `video`, the video tokens of the
-        prompt, and those left from each cut's layer on."""
+        """Beside the usual ones: `held_mean` over the layers (`held` is the most of one), `visual`, the tokens of the
+        prompt that may go, and those left from each cut's layer on."""
         told = super().counters()
         told["held_mean"] = sum(self._parts[part].held() for part in self._owner) / len(self._owner)
-        told["video"] = float(self._video[0])
+        told["visual"] = float(self._visual[0])
         cuts = [stage.layer for stage in self.pruner.stages(len(self._owner))]
-        for layer, count in zip(cuts, self._video[1:], strict=False):
-            told[f"video from layer {layer}"] = float(count)
+        for layer, count in zip(cuts, self._visual[1:], strict=False):
+            told[f"visual from layer {layer}"] = float(count)
         if self._shown is not None and self._watched is not None:
             shown = int(torch.isin(self._watched, self._shown).sum())
-            told["video seen decoding"] = float(shown)
+            told["visual seen decoding"] = float(shown)
         return told

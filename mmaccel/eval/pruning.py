@@ -118,27 +118,27 @@ def left(
 def average_share(told: Mapping[str, float], depth: int) -> float:
     """The share of the prompt's video tokens that layers hold, a mean over `depth` layers, from a report's `kv`."""
     held = _held(told, depth)
-    return sum(held) / depth / told["video"] if told["video"] else 1.0
+    return sum(held) / depth / told["visual"] if told["visual"] else 1.0
 
 
 def seen_share(told: Mapping[str, float], pruner: TokenPruner, depth: int) -> float:
     """The share of the prompt's video tokens that a decoded token sees, a mean over the layers from the pruner's first cut
     on, from the `kv` of a report of a generation by a target of `depth` layers."""
-    if not told["video"]:
+    if not told["visual"]:
         return 1.0
     first, glance = pruner.stages(depth)[0].layer, pruner.glance
     seen = 0.0
     for layer, held in enumerate(_held(told, depth)):
         if layer >= first:
-            seen += held if glance is None or layer <= glance else told.get("video seen decoding", held)
-    return seen / (depth - first) / told["video"]
+            seen += held if glance is None or layer <= glance else told.get("visual seen decoding", held)
+    return seen / (depth - first) / told["visual"]
 
 
 def _held(told: Mapping[str, float], depth: int) -> list[float]:
     """How many of the prompt's video tokens each layer holds, from a report's `kv`."""
-    now, held = told["video"], []
+    now, held = told["visual"], []
     for layer in range(depth):
-        now = told.get(f"video from layer {layer}", now)
+        now = told.get(f"visual from layer {layer}", now)
         held.append(now)
     return held
 

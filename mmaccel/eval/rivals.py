@@ -135,8 +135,8 @@ def computed(report: Report) -> float | None:
     whole = report.prompt_tokens
     left, area = float(whole), 0.0
     for layer in range(len(report.patterns)):
-        if (video := report.kv.get(f"video from layer {layer}")) is not None:
-            left = whole - report.kv["video"] + video
+        if (video := report.kv.get(f"visual from layer {layer}")) is not None:
+            left = whole - report.kv["visual"] + video
         area += (left / whole) ** 2
     return report.kept * area / len(report.patterns) if report.patterns else report.kept
 

@@ -6,8 +6,7 @@ Importing this file does not import transformers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +21,9 @@ from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.models import weights
+from mmaccel.models.grids import Grid, fill
 from mmaccel.models.pointwise import normed
+from mmaccel.models.asked import asked
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
 PLAIN_ROTARY = {"Qwen2RotaryEmbedding"}
@@ -34,20 +35,6 @@ _VISUAL = {IMAGE: ("pixel_values", "image"), VIDEO: ("pixel_values_videos", "vid
 
 def _given(value: Any) -> bool:
     return value is not None and (isinstance(value, Tensor) or bool(value))
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The tokens of one image or video: `frames` x `rows` x `columns` in order, then `marks` tokens of no frame."""
-
-    frames: int
-    rows: int
-    columns: int
-    marks: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.frames * self.rows * self.columns + self.marks
 
 
 class Family(ModelAdapter):
@@ -159,14 +146,14 @@ class Family(ModelAdapter):
         queue = {IMAGE: iter(images), VIDEO: iter(videos)}
         fields = {name: torch.full_like(ids, -1) for name in ("segment", "frame", "row", "column")}
         for b in range(len(ids)):
-            _fill(b, modality[b], queue, fields)
+            fill(b, modality[b], queue, fields)
         for kind, rest in queue.items():
             if next(rest, None) is not None:
                 raise ModelError(
                     f"input_ids has fewer {'image' if kind == IMAGE else 'video'} placeholders than the pixels given; "
                     "build the inputs with the model's processor."
                 )
-        return TokenLayout.build(modality, valid=valid, **fields)
+        return TokenLayout.build(modality, valid=valid, asked=asked(model, ids, modality), **fields)
 
     def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
         """For each of `inputs` that tells of images (IMAGE) or of videos (VIDEO): how much of its first axis each takes."""
@@ -355,34 +342,3 @@ class Family(ModelAdapter):
             return outline(path).model
         first = next(like.parameters())
         return load_model(path, dtype=first.dtype, device=first.device)
-
-
-def _fill(b: int, modality: Tensor, queue: dict[int, Iterator[Grid]], fields: dict[str, Tensor]) -> None:
-    """Write the segments, frames and cells of sequence `b`, taking its images and videos from `queue` in order."""
-    kinds = modality.tolist()
-    device = modality.device
-    column, segment, frame = 0, 0, 0
-    while column < len(kinds):
-        kind = kinds[column]
-        if kind == TEXT:
-            stop = column
-            while stop < len(kinds) and kinds[stop] == TEXT:
-                stop += 1
-        else:
-            grid = next(queue[kind], None)
-            if grid is None or kinds[column : column + grid.tokens].count(kind) != grid.tokens:
-                what = "image" if kind == IMAGE else "video"
-                raise ModelError(
-                    f"input_ids has {what} placeholders that do not match the pixels given; "
-                    "build the inputs with the model's processor."
-                )
-            stop = column + grid.tokens
-            cells = torch.arange(grid.tokens - grid.marks, device=device)
-            inside = slice(column, stop - grid.marks)
-            fields["frame"][b, inside] = frame + cells // (grid.rows * grid.columns)
-            fields["row"][b, inside] = cells // grid.columns % grid.rows
-            fields["column"][b, inside] = cells % grid.columns
-            frame += grid.frames
-        fields["segment"][b, column:stop] = segment
-        segment += 1
-        column = stop

@@ -17,7 +17,7 @@ from mmaccel.models.family import Family, Grid
 
 @register("model", "llava_onevision")
 class LlavaOnevision(Family):
-    """``LlavaOnevisionForConditionalGeneration``. An image's base view is its frame; its finer tiles are marks."""
+    """``LlavaOnevisionForConditionalGeneration``. An image's base view is its frame; its tiles are marks with cells."""
 
     model_types = ("llava_onevision",)
     facts = frozenset({"image_sizes", "image_sizes_videos", "batch_num_images"})
@@ -37,13 +37,39 @@ class LlavaOnevision(Family):
         elif encoded is not None:
             count, tokens = encoded.pooler_output.shape[:2]
             videos = [Grid((tokens - 1) // pooled**2, pooled, pooled, marks=1)] * count
-        images = []
+        images: list[Grid] = []
         for row in ids.tolist() if IMAGE in self.shown(inputs) else ():
             for token, group in groupby(row):
                 if token == config.image_token_id:
-                    length = len(list(group))
-                    images.append(Grid(1, side, side, marks=length - side * side))
+                    marks = len(list(group)) - side * side
+                    images.append(Grid(1, side, side, marks, self._tiles(config, inputs, len(images), marks)))
         return images, videos
+
+    def _tiles(
+        self, config: Any, inputs: Mapping[str, Any], number: int, marks: int
+    ) -> tuple[int, int] | None:
+        """Rows and columns of what the finer tiles of image `number` make together, `marks` tokens with the rows' ends; None
+        where it has none, or where its size is not told."""
+        from transformers.models.llava_onevision import modeling_llava_onevision as theirs
+
+        sizes, side = (
+            inputs.get("image_sizes"),
+            config.vision_config.image_size // config.vision_config.patch_size,
+        )
+        if sizes is None or number >= len(sizes) or marks <= 1:
+            return None
+        size = [int(x) for x in sizes[number]]
+        tiles = theirs.get_anyres_image_grid_shape(
+            size, config.image_grid_pinpoints, config.vision_config.image_size
+        )
+        whole = torch.empty(1, *(count * side for count in tiles), device="meta")
+        rows, columns = theirs.unpad_image(whole, size).shape[1:]
+        aspect = inputs.get("vision_aspect_ratio") or config.vision_aspect_ratio
+        most = int(aspect.removeprefix("anyres_max_"))
+        ratio = math.sqrt(rows * columns / (most * side**2))
+        if ratio > 1.1:
+            rows, columns = int(rows // ratio), int(columns // ratio)
+        return (rows, columns) if rows * (columns + 1) == marks else None
 
     def frames(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         rows = super().frames(model, inputs)

@@ -7,6 +7,7 @@ for each, zero where it was dropped, and `ThinnedState` counts all of them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attention import Run
-from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import Kept, Signals, Stage, candidates, checked_columns, question, thin
+from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.layout import MODALITIES, TokenLayout
+from mmaccel.core.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
-from mmaccel.models.signals import VisionProbe, peek
+from mmaccel.models.signals import peek
+from mmaccel.models.vision_probe import VisionProbe
 
 if TYPE_CHECKING:
+    from mmaccel.core.report import Meter
     from mmaccel.models.hf import Attachment
 
 Go = Callable[[Run, dict[str, Any]], Any]
@@ -44,6 +47,14 @@ class _Work:
 @dataclass(frozen=True, eq=False)
 class _PrunedRun(Run):
     work: _Work | None = None
+
+
+def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
+    """Say that `pruner` does nothing to the prompt at hand: by a warning, and in the report that `meter` gives."""
+    what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
+    sentence = f"prune {pruner.name!r} did nothing: the prompt has no {what}"
+    meter.note(sentence)
+    warnings.warn(f"{sentence}.", MmaccelWarning, stacklevel=2)
 
 
 class Entering:
@@ -99,7 +110,10 @@ class Pruning:
         state.expect(count)
         if prompt:
             state.begin(run.layout)
-        work = _Work(run, state, prompt, run.layout, total=candidates(run.layout).numel() if prompt else 0)
+        total = self.pruner.candidates(run.layout).numel() if prompt else 0
+        if prompt and not total:
+            tell_idle(self.pruner, run.road.meter)
+        work = _Work(run, state, prompt, run.layout, total)
         if 0 in self.stages:
             run, kwargs = self._before(work, run, kwargs)
         else:
@@ -160,7 +174,7 @@ class Pruning:
 
     def _peek(self, module: Any, hidden: Tensor, kwargs: dict[str, Any], work: _Work) -> Tensor:
         return peek(
-            self.family, self.model, module, hidden, kwargs["position_embeddings"], question(work.layout)
+            self.family, self.model, module, hidden, kwargs["position_embeddings"], observers(work.layout)
         )
 
     def _between(

@@ -1,12 +1,9 @@
-"""What pruners read of a prefill: states between layers, the question's attention, the vision tower's own attention."""
+"""What pruners read of a prefill: states between layers, the text's attention, the vision tower's own attention."""
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,17 +11,13 @@ from torch import Tensor, nn
 
 from mmaccel.core.attention import Probe, Run
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import VIDEO, TokenLayout
-from mmaccel.core.prune import Signals, TokenPruner, candidates, checked_columns, question, thin
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prune import Signals, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
-from mmaccel.models.attaching import put
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
     from mmaccel.models.family import Family
-
-SCORES = 1 << 24
-"""So many scores of a vision tower are held at a time, unless one frame has more."""
 
 
 def paid(query: Tensor, key: Tensor, at: Tensor, scale: float) -> Tensor:
@@ -118,8 +111,8 @@ class Listener(Probe):
         (self.stage,) = pruner.stages(self.depth)
         self.held: dict[int, Tensor | None] = {}
         """The columns of the prompt that a layer holds, for each layer that was heard; None: all."""
-        self.total = candidates(layout).numel()
-        self.asked = question(layout)
+        self.total = pruner.candidates(layout).numel()
+        self.asked = observers(layout)
         self.hidden: dict[int, list[Tensor]] = {index: [] for index in self.stage.hidden}
         self.waiting = {index for group in self.stage.attention for index in group}
         self.heard = dict.fromkeys(self.waiting, 0)
@@ -165,7 +158,7 @@ class Listener(Probe):
 
     def _hear(self, start: int, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
         count, held = query.shape[2], self.held[layer]
-        # Text is never dropped: each row of the question is among what is held.
+        # Text is never dropped, nor is the last column: each of these rows is among what is held.
         rows = self.asked if held is None else torch.searchsorted(held, self.asked)
         here = ((rows >= start) & (rows < start + count)).nonzero()[:, 0]
         if here.numel():
@@ -217,152 +210,3 @@ class Listener(Probe):
         if not self.told:
             with self._failing():
                 raise ModelError(f"prune {self.pruner.name!r} was told nothing by the target's prefill.")
-
-
-class VisionProbe:
-    """Until `undo` is closed, computes of each video token the attention it receives in the vision tower and its key there.
-
-    The tower keeps its own kernels: the one layer's queries and keys are made once more from what enters it, and scores are
-    held for a few frames at a time. What was caught stays with the thread until `take`.
-    """
-
-    def __init__(self, undo: ExitStack, model: nn.Module, family: Family) -> None:
-        towers: dict[str, Any] = {"llava_onevision": _Siglip, "qwen2_5_vl": _Windowed}
-        if family.name not in towers:
-            raise ModelError(
-                f"prune: the vision tower of {family.name} cannot be asked; choose a pruner without vision."
-            )
-        self.multimodal: Any = family.multimodal(model)
-        self.tower: Any = towers[family.name](self.multimodal)
-        self.local = threading.local()
-        encode: Any = self.multimodal.get_video_features
-        self.encode = encode
-        ours = functools.wraps(encode)(functools.partial(self._encode))
-        put(undo, self.multimodal, "get_video_features", ours)
-        undo.callback(self.tower.attention.register_forward_pre_hook(self._catch, with_kwargs=True).remove)
-
-    def _encode(self, *args: Any, **kwargs: Any) -> Any:
-        self.local.caught = []
-        try:
-            out = self.encode(*args, **kwargs)
-            caught, self.local.caught = self.local.caught, None
-            self.local.told = self.tower.tokens(caught, *args, **kwargs)
-        finally:
-            self.local.caught = None
-        return out
-
-    def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caught = getattr(self.local, "caught", None)
-        if caught is not None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            caught.append(self.tower.look(hidden, kwargs))
-
-    def take(self, layout: TokenLayout) -> dict[str, Tensor]:
-        """`vision_attention` [S] and `vision_key` [S, D] of a prompt of one sequence, from the videos encoded last."""
-        at = (layout.modality[0] == VIDEO).nonzero()[:, 0]
-        told: Tensor | None = getattr(self.local, "told", None)
-        self.local.told = None
-        if not at.numel():
-            return {}
-        if told is None or len(told) != len(at):
-            raise ModelError(
-                "pixel_values_videos: the pruner reads the vision tower at work; give the pixels of the prompt's videos."
-            )
-        whole = told.new_zeros(layout.length, told.shape[1]).index_copy(0, at, told)
-        return {"vision_attention": whole[:, 0], "vision_key": whole[:, 1:]}
-
-
-def _received(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """[n, P]: the attention each of the P patches of n frames receives, a mean over heads and queries; query and key are
-    [n, H, P, D]. The scores of as many frames as `SCORES` admits are held at a time, and of one at least."""
-    each = query.shape[1] * query.shape[2] ** 2
-    some = max(1, SCORES // max(each, 1))
-    return torch.cat(
-        [
-            ((q.float() @ k.float().transpose(-1, -2)) * scale).softmax(-1).mean((1, 2))
-            for q, k in zip(query.split(some), key.split(some), strict=True)
-        ]
-    )
-
-
-def _runs(sizes: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of equal sizes, as (where the first begins, how many, their size)."""
-    start = 0
-    for size, same in groupby(sizes):
-        count = len(list(same))
-        yield start, count, size
-        start += count * size
-
-
-class _Siglip:
-    """LLaVA-OneVision: frames of P patches, each a batch entry, pooled by two after the tower; a mark ends each video."""
-
-    def __init__(self, multimodal: Any) -> None:
-        self.multimodal = multimodal
-        layer = multimodal.config.vision_feature_layer
-        layer = layer[-1] if isinstance(layer, list | tuple) else layer
-        blocks = next(m for m in multimodal.vision_tower.modules() if isinstance(m, nn.ModuleList))
-        # hidden_states[0] is what enters the first layer, so that state n comes out of layer n - 1.
-        self.attention: Any = blocks[layer if layer < 0 else layer - 1].self_attn
-
-    def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        module = self.attention
-        query, key = (
-            made(hidden).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
-            for made in (module.q_proj, module.k_proj)
-        )
-        score = _received(query, key, query.shape[-1] ** -0.5)
-        return torch.cat([score[..., None], key.float().mean(1)], -1)
-
-    def tokens(self, caught: list[Tensor], pixel_values_videos: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        pooled = self.multimodal.apply_pooling(torch.cat(caught))
-        videos = pooled.reshape(pixel_values_videos.shape[0], -1, pooled.shape[-1])
-        return torch.cat([videos, torch.zeros_like(videos[:, :1])], 1).flatten(0, 1)
-
-
-class _Windowed:
-    """Qwen2.5-VL: all patches in a row in the order of windows, frames told apart by their lengths, merged four to one."""
-
-    def __init__(self, multimodal: Any) -> None:
-        self.visual = multimodal.visual
-        self.attention: Any = self.visual.blocks[-1].attn
-
-    def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        module, found = self.attention, []
-        query, key = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1)).permute(1, 2, 0, 3)[:2]
-        cos, sin = (angle.float() for angle in kwargs["position_embeddings"])
-        query, key = _turned(query.float(), cos, sin), _turned(key.float(), cos, sin)
-        ends = kwargs["cu_seqlens"].tolist()
-        for start, count, size in _runs([stop - begin for begin, stop in pairwise(ends)]):
-            q, k = (
-                x[:, start : start + count * size].unflatten(1, (count, size)).transpose(0, 1)
-                for x in (query, key)
-            )
-            score = _received(q, k, q.shape[-1] ** -0.5)
-            found.append(torch.cat([score[..., None], k.mean(1)], -1).flatten(0, 1))
-        return torch.cat(found)
-
-    def tokens(self, caught: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        grid = kwargs["video_grid_thw"] if "video_grid_thw" in kwargs else args[1]
-        merged = torch.cat(caught).unflatten(0, (-1, self.visual.spatial_merge_size**2)).mean(1)
-        return merged[torch.argsort(self._order(grid))]
-
-    def _order(self, grid: Tensor) -> Tensor:
-        """Where each merged token, in the order of windows, stands in the order of reading."""
-        if hasattr(self.visual, "get_window_index"):
-            order: Tensor = self.visual.get_window_index(grid)[0]
-        else:
-            from transformers.vision_utils import get_vision_window_index
-
-            order = get_vision_window_index(
-                grid,
-                spatial_merge_size=self.visual.spatial_merge_size,
-                window_size=self.visual.window_size,
-                patch_size=self.visual.patch_size,
-            )[0]
-        return order
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin

@@ -152,7 +152,7 @@ def test_dropped_tokens_are_attention_not_computed() -> None:
     told = replace(report, kept=0.5, patterns=(("dense",),) * 4, prompt_tokens=100)
     assert computed(report) is None and computed(told) == 0.5
     # From layer 2 on 20 of 80 video tokens are left: 40 of 100 tokens, 0.16 of the pairs, in half the layers.
-    dropped = replace(told, kv={"video": 80.0, "video from layer 2": 20.0})
+    dropped = replace(told, kv={"visual": 80.0, "visual from layer 2": 20.0})
     assert computed(dropped) == pytest.approx(0.5 * (1 + 1 + 0.16 + 0.16) / 4)
 
 

@@ -106,7 +106,7 @@ def test_average_share_is_a_mean_over_layers(family: str) -> None:
     assert share == pytest.approx((1 + 3 * (m // 2) / m) / 4)
     assert len(columns) == layout.length - m + m // 2 == layout.length - m + sum(by_frame(layout, columns))
     assert left(model, inputs, VisionZip(retention=1.0))[2] == 1.0
-    told = {"video": 100.0, "video from layer 2": 50.0, "video from layer 3": 10.0}
+    told = {"visual": 100.0, "visual from layer 2": 50.0, "visual from layer 3": 10.0}
     assert average_share(told, 5) == pytest.approx((1 + 1 + 0.5 + 0.1 + 0.1) / 5)
 
 

@@ -149,7 +149,8 @@ def test_a_captured_step_is_the_written_one(family: str, name: str) -> None:
     inputs = {key: one.cuda() for key, one in prompt(family, PROMPTS["long"]).items()}
     with mmaccel.accelerate(model, prune=PRUNERS[name]) as fast:
         plain, static = runners(fast, (1, 4))
-        assert torch.equal(plain.prefill(inputs), static.prefill(inputs))
+        # SparseVLM adds up what it merges in an order that a device does not promise.
+        torch.testing.assert_close(static.prefill(inputs), plain.prefill(inputs), atol=1e-4, rtol=0)
         for ids in ([7], [9], [4], [1, 2, 3], [4, 2, 3], [1, 9], [5], [6], [8]):
             rows = torch.tensor([ids], device="cuda")
             torch.testing.assert_close(static.step(rows), plain.step(rows), atol=1e-3, rtol=0)

@@ -15,7 +15,7 @@ from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
 from mmaccel.core.kv import KVPolicy, KVState, KVView
 from mmaccel.core.layout import VIDEO
-from mmaccel.core.prune import best, question, quota
+from mmaccel.core.prune import best, observers, quota
 from mmaccel.core.registry import register
 
 FEWEST = 1
@@ -148,7 +148,7 @@ class _Sparse(DraftState, Probe):
         self._prompt = prompt
         self._left = prompt.max_new_tokens or None
         self._layout = self._target.adapter.layout(self._target.model, prompt.inputs)
-        self._asked = question(self._layout)
+        self._asked = observers(self._layout)
 
     def probe(self) -> Probe:
         return self

@@ -28,12 +28,13 @@ from mmaccel.core.registry import register
 class AttentionPrune(TokenPruner):
     """Keep what the target's question attends to, then fill up evenly.
 
-    A token's score is the attention it gets from the text after the video, a mean over the question's tokens, heads and
-    layers. First the tokens of the highest scores are taken until they hold `mass` of the total, at most the quota; the rest
-    of the quota is spread evenly over what is left, in order. After SpecVLM (arXiv 2508.16201); its even spread takes the
-    ends of the video first, ours the middles of equal stretches, and LLaVA's newline always stays.
+    A token's score is the attention it gets from the text after the last image or video, a mean over these rows, heads and
+    layers. A question that stands before is read through them: no row sees what comes after it. First the tokens of the
+    highest scores are taken until they hold `mass` of the total, at most the quota; the rest of the quota is spread evenly
+    over what is left, in order. After SpecVLM (arXiv 2508.16201); its even spread takes the ends of the video first, ours
+    the middles of equal stretches, and LLaVA's newline always stays.
 
-    retention  share of the video tokens that stays, rounded down
+    retention  share of the visual tokens that stays, rounded down
     mass       share of the attention that the first, guided part holds; 1 is the attention alone
     variation  score by the last layer's attention less the first layer's (ParallelVLM's ablation, Figure 9)
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.prune import Stage, TokenPruner, best, check_share, everything, frames, quota, staying
 from mmaccel.core.registry import register
 
@@ -25,6 +25,8 @@ class DyCoke(TokenPruner):
     the attention of the newest token in the layer before, a mean over heads; they are chosen anew when that attention has a
     cosine below `refresh` with the one before it. What is not seen stays cached and can come back.
 
+    Images stay whole in both parts: they have no frame before them.
+
     Lossy. After Tao et al. (arXiv 2411.15024). What a frame loses is rounded so that (1 - drop) of it, rounded down, stays;
     frames at the end that make no four are thinned as far as they go; frames of unlike grids are left alone. In the released
     code a step that does not choose anew runs unpruned; here the choice stands.
@@ -33,6 +35,7 @@ class DyCoke(TokenPruner):
     seat: ClassVar = "frames"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
     lossy: ClassVar[bool] = True
+    prunes: ClassVar[frozenset[int]] = frozenset({VIDEO})
 
     drop: float = 0.7
     forget: float = 0.7
@@ -59,6 +62,7 @@ class DyCoke(TokenPruner):
     ) -> Tensor:
         states = signals["hidden"][0].float()
         blocks = frames(layout)
+        kinds = [int(layout.modality[0, block[0]]) for block in blocks]
         videos = [int(layout.segment[0, block[0]]) for block in blocks]
         kept = list(blocks)
         first = 0
@@ -66,7 +70,7 @@ class DyCoke(TokenPruner):
             if i and videos[i] != videos[i - 1]:
                 first = i
             back = {0: 0, 1: 1, 2: 2, 3: 1}[(i - first) % 4]
-            if back:
+            if back and kinds[i] == VIDEO:
                 kept[i] = self._thinned(states, layout, blocks[i], blocks[i - back])
         return staying(layout, torch.cat(kept) if kept else everything(layout)[:0])
 

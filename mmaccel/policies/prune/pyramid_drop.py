@@ -1,4 +1,4 @@
-"""PyramidDrop: fewer and fewer video tokens, stage by stage."""
+"""PyramidDrop: fewer and fewer visual tokens, stage by stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PyramidDrop(ScorePruner):
     """At each stage keep the share `retention` of what the stage before kept, by the attention of the prompt's last token.
 
     The attention is that of the layer about to run, a mean over heads, computed for that one row. Counts are shares of the
-    whole prompt's video tokens (a half, a quarter, an eighth), each rounded down, so that rounding does not add up.
+    whole prompt's visual tokens (a half, a quarter, an eighth), each rounded down, so that rounding does not add up.
 
     Lossy. After Xing et al. (arXiv 2410.17247): λ is `retention`. The released code numbers what is left anew at every
     stage; `compact` does so too, but as it would take time and place from M-RoPE it is off by default.

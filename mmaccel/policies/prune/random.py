@@ -1,4 +1,4 @@
-"""Video tokens by lot, the same lot every time."""
+"""Visual tokens by lot, the same lot every time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmaccel.core.registry import register
 @register("prune", "random")
 @dataclass(frozen=True, kw_only=True)
 class RandomPrune(ScorePruner):
-    """Keep a random share of the video tokens, drawn without replacement from a generator seeded by `seed`.
+    """Keep a random share of the visual tokens, drawn without replacement from a generator seeded by `seed`.
 
     The draw is made on the host, so that every device and process keeps the same. Baseline of ParallelVLM (Figure 7).
     """

@@ -19,6 +19,7 @@ from mmaccel.core.prune import (
     candidates,
     check_share,
     everything,
+    observers,
     others,
     question,
     quota,
@@ -32,14 +33,16 @@ LAYERS, DEPTH = (2, 6, 15), 32
 @register("prune", "sparsevlm")
 @dataclass(frozen=True, kw_only=True)
 class SparseVLM(TokenPruner):
-    """Text raters score the video tokens after three layers; the best stay, the better of the rest are merged into a few.
+    """Text raters score the visual tokens after three layers; the best stay, the better of the rest are merged into a few.
 
-    Raters are chosen once, from the input embeddings: for each video token a softmax of its products with the question's
-    tokens, averaged over the video tokens; a rater is a token above the mean. A video token's score is the attention the
-    raters pay it in the layer just run, a mean over heads and raters. The count left by a stage is a share of the whole
-    prompt's video tokens, rounded down. Of the best `recycle` of the dropped, t tokens, t // 10 + 1
-    cluster centres are found by density peaks over the `neighbours` nearest (states scaled by the root of their size); each
-    cluster becomes the mean of its members and stands where its centre stood, beyond the count.
+    Raters are chosen once, from the input embeddings: for each visual token a softmax of its products with the tokens of the
+    text after the last image or video, averaged over the visual tokens; a rater is a token above the mean. A visual token's
+    score is the attention the raters pay it in the layer just run, a mean over heads and raters. Words before the visual
+    tokens cannot look at them; where the question stands there, all rows after them, which have read it, are raters. The
+    count left by a stage is a share of the whole prompt's visual tokens, rounded down. Of the best `recycle` of
+    the dropped, t tokens, t // 10 + 1 cluster centres are found by density peaks over the `neighbours` nearest (states
+    scaled by the root of their size); each cluster becomes the mean of its members and stands where its centre stood,
+    beyond the count.
 
     Lossy. After Zhang et al. (arXiv 2410.04417), first version; its layers 2, 6 and 15 of 32 and its counts of 300, 200 and
     110 of 576 tokens are the defaults. Not taken over: the rank test that skips a stage, the noise against equal densities
@@ -123,10 +126,12 @@ class SparseVLM(TokenPruner):
 
     def _score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
         """[m] the attention of the raters."""
-        embeddings, rows = signals["hidden"][0].float(), question(layout)
+        embeddings, rows = signals["hidden"][0].float(), observers(layout)
+        judged = signals["attention"][0][:, at].float()
+        if not bool(torch.isin(rows, question(layout)).any()):
+            return judged.mean(0)
         relation = (embeddings[at] @ embeddings[rows].T).softmax(-1).mean(0)
         raters = relation > relation.mean()
-        judged = signals["attention"][0][:, at].float()
         return (judged[raters] if bool(raters.any()) else judged).mean(0)
 
 

@@ -1,4 +1,4 @@
-"""Every so many-th video token: pruning that knows nothing."""
+"""Every so many-th visual token: pruning that knows nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmaccel.core.registry import register
 @register("prune", "uniform")
 @dataclass(frozen=True, kw_only=True)
 class UniformPrune(TokenPruner):
-    """Keep video tokens at even steps through all videos, the middle of each of `retention` x m equal stretches.
+    """Keep visual tokens at even steps through all images and videos, the middle of each of `retention` x m equal stretches.
 
     The baseline without guidance of ParallelVLM (arXiv 2603.19610, Figure 7).
     """

@@ -20,15 +20,16 @@ from mmaccel.core.registry import register
 @register("prune", "uv")
 @dataclass(frozen=True, kw_only=True)
 class UVPrune(ScorePruner):
-    """Unbiased verifier-guided pruning: keep the video tokens whose likeness to the question grew most up to `layer`.
+    """Unbiased verifier-guided pruning: keep the visual tokens whose likeness to the question grew most up to `layer`.
 
-    The likeness S of a video token and the question is the sum of the cosines between its state and the states of the
-    question's tokens; the question is the text after the video. The sum over layers of Eq. 3 telescopes to S^L - S^base, so
-    two layers are read, and no attention scores: it works with every attention kernel. After ParallelVLM (arXiv 2603.19610,
+    The likeness S of a visual token and the question is the sum of the cosines between its state and the states of the
+    question's tokens; the question is the text after the last image or video, and the words of the same message before
+    it, where the chat's markup can be told from these. The sum over layers of Eq. 3 telescopes to S^L - S^base, so two
+    layers are read, and no attention scores: it works with every attention kernel. After ParallelVLM (arXiv 2603.19610,
     §4.1), which leaves S^0 open: here it is the first layer's output. To take the likeness of the input embeddings away
-    instead changes little on the tiny models, on one of them next to nothing.
+    instead changes little on the tiny models, on one of them next to nothing. The paper's sum is over all text.
 
-    retention  share of the video tokens that stays, 1 - alpha of the paper
+    retention  share of the visual tokens that stays, 1 - alpha of the paper
     layer      L; None: min(20, three tenths of the target's depth, rounded up)
     base       the layer whose likeness is taken away: 0 the embeddings, 1 the first layer's output; None: 1, and 0 where
                `layer` is 1
@@ -71,7 +72,7 @@ class UVPrune(ScorePruner):
 
 
 def _likeness(state: Tensor, at: Tensor, rows: Tensor) -> Tensor:
-    """[m]: for each video token the sum of its cosines with the question's tokens; O(m E)."""
+    """[m]: for each visual token the sum of its cosines with the question's tokens; O(m E)."""
     text = normalize(state[rows].float(), dim=-1).sum(0)
     return normalize(state[at].float(), dim=-1) @ text
 

@@ -34,7 +34,8 @@ class VisionZip(TokenPruner):
     Dominant: those that the other tokens of the frame attend to most in the vision tower's last layer, a mean over heads and
     queries (towers without a class token have no other measure). Contextual: of the rest, some at even steps; every token
     that is neither joins the one whose vision key is most like its own (cosine), and the group becomes its mean. Both
-    stand in their own cells, so layouts stay true. Images are untouched.
+    stand in their own cells, so layouts stay true. An image is a frame; the finer tiles of one, which are scored each within
+    itself, are one more together.
 
     Lossy. After Yang et al. (arXiv 2412.04467). The paper counts 54 dominant and 10 contextual tokens; as frames of models
     differ, the fields are shares; the defaults give 54 and 10 of LLaVA-OneVision's 196. Scores and keys are pooled as the

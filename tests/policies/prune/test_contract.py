@@ -17,7 +17,7 @@ from mmaccel.core.errors import RecipeError
 from mmaccel.core.prune import TokenPruner, best, checked_stages, quota, spread
 from mmaccel.core.recipe import policy
 from mmaccel.core.registry import registry
-from tests.policies.prune.layouts import frames_of, layout_of, layouts, videos
+from tests.policies.prune.layouts import frames_of, layout_of, layouts, visual
 
 NAMES = sorted(registry("prune"))
 EVERYTHING: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ def build(name: str, **fields: Any) -> TokenPruner:
 @pytest.mark.parametrize("name", NAMES)
 @given(layout=layouts(), seed=st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
-def test_text_images_and_marks_stay(name: str, layout, seed: int) -> None:
+def test_text_and_marks_stay(name: str, layout, seed: int) -> None:
     check_cuts(build(name), layout, seed)
     check_policy(build(name), rounds=1, seed=seed)
 
@@ -47,7 +47,7 @@ def test_text_images_and_marks_stay(name: str, layout, seed: int) -> None:
 @given(layout=layouts())
 @settings(max_examples=10, deadline=None)
 def test_everything_and_nothing(name: str, layout) -> None:
-    for fields, want in ((EVERYTHING, layout.length), (NOTHING, layout.length - len(videos(layout)))):
+    for fields, want in ((EVERYTHING, layout.length), (NOTHING, layout.length - len(visual(layout)))):
         pruner = build(name, **fields.get(name, {"retention": 1.0 if fields is EVERYTHING else 0.0}))
         stage = pruner.stages(DEPTH)[-1]
         signals = signals_for(layout, stage)

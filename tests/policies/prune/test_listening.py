@@ -24,7 +24,7 @@ from mmaccel.policies.draft import Sequential, SparseToDense
 from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
-from tests.policies.prune.layouts import asked
+from tests.policies.prune.layouts import looking
 
 PRUNERS: dict[str, TokenPruner] = {
     "uv": UVPrune(retention=0.3, layer=2),
@@ -88,7 +88,7 @@ def test_signals_are_the_model_s_own(family: str, model: Any, name: str, kind: s
     told: list[Tensor] = []
     with torch.no_grad(), listening(model, pruner) as fast:
         layout = fast.adapter.layout(model, inputs)
-        rows = asked(layout)
+        rows = looking(layout)
         embeds = fast.adapter.embed(model, inputs)
         places = fast.adapter.positions(model, inputs)
         S = layout.length

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmaccel.contract.prompts import signals_for
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import Stage, thin
-from mmaccel.models.signals import _received
+from mmaccel.models.vision_probe import _received
 from mmaccel.policies.prune import (
     AttentionPrune,
     DyCoke,
@@ -26,7 +26,7 @@ from mmaccel.policies.prune import (
     UVPrune,
     VisionZip,
 )
-from tests.policies.prune.layouts import LAYOUTS, asked, frames_of, layout_of, top, videos, whole
+from tests.policies.prune.layouts import LAYOUTS, asked, frames_of, layout_of, looking, top, visual, whole
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -62,7 +62,7 @@ def test_uv_is_equation_three(layout: TokenLayout, variation: bool, base: int, c
         return sum(cosine(states[layer, i], states[layer, j]) for j in words)
 
     score = {}
-    for i in videos(layout):
+    for i in visual(layout):
         steps = [likeness(layer, i) - likeness(layer - 1, i) for layer in range(base + 1, L + 1)]
         score[i] = sum(steps) if variation else likeness(L, i)
     if contrast:
@@ -85,7 +85,7 @@ def test_attention_takes_a_share_of_the_mass_then_spreads(
     (stage,) = pruner.stages(4)
     assert stage.attention == ((0, 1, 2, 3),)
     signals = signals_for(layout, stage, asked=5)
-    score = {c: float(signals["attention"][0, :, c].mean()) for c in videos(layout)}
+    score = {c: float(signals["attention"][0, :, c].mean()) for c in visual(layout)}
     quota, total = down(retention, len(score)), sum(score.values())
     taken: list[int] = []
     held = 0.0
@@ -106,7 +106,7 @@ def test_attention_by_variation_is_the_gain_from_first_to_last_layer(layout: Tok
     (stage,) = pruner.stages(6)
     assert stage.attention == ((0,), (5,))
     a = (signals := signals_for(layout, stage, asked=3))["attention"]
-    score = {c: float(a[1, :, c].mean() - a[0, :, c].mean()) for c in videos(layout)}
+    score = {c: float(a[1, :, c].mean() - a[0, :, c].mean()) for c in visual(layout)}
     assert pruner.keep(signals, layout, stage).tolist() == whole(layout, top(score, down(0.4, len(score))))
 
 
@@ -114,7 +114,7 @@ def test_attention_by_variation_is_the_gain_from_first_to_last_layer(layout: Tok
 def test_uniform_takes_the_middles_of_equal_stretches(layout: TokenLayout, retention: float) -> None:
     pruner = UniformPrune(retention=retention)
     (stage,) = pruner.stages(4)
-    columns = videos(layout)
+    columns = visual(layout)
     n, m = down(retention, len(columns)), len(columns)
     middles = [columns[math.floor((Fraction(k) + Fraction(1, 2)) * m / n)] for k in range(n)]
     assert pruner.keep({}, layout, stage).tolist() == whole(layout, middles)
@@ -129,7 +129,7 @@ def test_random_is_a_fair_lot_of_its_seed() -> None:
         kept = pruner.keep({}, layout, stage)
         assert torch.equal(kept, pruner.keep({}, layout, stage))
         draws[kept] += 1
-    share = draws[videos(layout)] / 600
+    share = draws[visual(layout)] / 600
     # 21 of 42 each time; six standard deviations of one token's share
     assert float((share - 0.5).abs().max()) < 6 * math.sqrt(0.25 / 600)
     assert len({tuple(RandomPrune(seed=s).keep({}, layout, stage).tolist()) for s in range(9)}) == 9
@@ -140,7 +140,7 @@ def test_fastv_ranks_by_the_last_word_in_the_layer_before(layout: TokenLayout) -
     (stage,) = pruner.stages(8)
     assert (stage.layer, stage.attention, stage.hidden) == (3, ((2,),), ())
     signals = signals_for(layout, stage, asked=4)
-    score = {c: float(signals["attention"][0, 3, c]) for c in videos(layout)}
+    score = {c: float(signals["attention"][0, 3, c]) for c in visual(layout)}
     assert pruner.keep(signals, layout, stage).tolist() == whole(layout, top(score, down(0.4, len(score))))
 
 
@@ -155,23 +155,23 @@ def test_pyramid_drop_halves_the_prompt_s_count_at_every_stage(layout: TokenLayo
     pruner = PyramidDrop()
     stages = pruner.stages(32)
     assert [(s.layer, s.attention) for s in stages] == [(8, ((8,),)), (16, ((16,),)), (24, ((24,),))]
-    m, left, names = len(videos(layout)), layout, list(range(layout.length))
+    m, left, names = len(visual(layout)), layout, list(range(layout.length))
     for rank, stage in enumerate(stages, 1):
         signals = signals_for(left, stage, seed=rank, asked=3)
-        score = {c: float(signals["attention"][0, -1, c]) for c in videos(left)}
+        score = {c: float(signals["attention"][0, -1, c]) for c in visual(left)}
         want = whole(left, top(score, m // 2**rank))
         kept = pruner.keep(signals, left, stage, m)
         assert kept.tolist() == want
         names = [names[c] for c in want]
         left = thin(left, kept)
         assert left.frame[0].tolist() == layout.frame[0, names].tolist()
-    assert len(videos(left)) == m // 8
+    assert len(visual(left)) == m // 8
 
 
 def sparse_by_hand(signals: dict[str, Tensor], layout: TokenLayout, count: int, recycle: float) -> tuple:
     """SparseVLM's stage: raters, scores, the kept, and recycling by density peaks: (columns, {column: state})."""
     base, states, attention = signals["hidden"][0], signals["hidden"][-1], signals["attention"][0]
-    words, columns = asked(layout), videos(layout)
+    words, columns = looking(layout), visual(layout)
     if count >= len(columns):
         return list(range(layout.length)), {}
     relation = dict.fromkeys(words, 0.0)
@@ -180,7 +180,9 @@ def sparse_by_hand(signals: dict[str, Tensor], layout: TokenLayout, count: int, 
         for j, share in zip(words, products.softmax(0).tolist(), strict=True):
             relation[j] += share / len(columns)
     mean = sum(relation.values()) / len(words)
-    raters = [n for n, j in enumerate(words) if relation[j] > mean + 1e-9] or list(range(len(words)))
+    raters = [n for n, j in enumerate(words) if relation[j] > mean + 1e-9]
+    if not raters or not set(words) & set(asked(layout)):
+        raters = list(range(len(words)))
     score = {c: sum(float(attention[n, c]) for n in raters) / len(raters) for c in columns}
     kept = top(score, count)
     dropped = {c: score[c] for c in columns if c not in kept}
@@ -233,8 +235,8 @@ def test_sparsevlm_raters_scores_and_recycling(recycle: float) -> None:
 def test_sparsevlm_on_any_layout(layout: TokenLayout) -> None:
     pruner = SparseVLM(retention=(0.4,), layers=(1,))
     (stage,) = pruner.stages(8)
-    signals = signals_for(layout, stage, asked=len(asked(layout)))
-    columns, _ = sparse_by_hand(signals, layout, down(0.4, len(videos(layout))), 0.3)
+    signals = signals_for(layout, stage, asked=len(looking(layout)))
+    columns, _ = sparse_by_hand(signals, layout, down(0.4, len(visual(layout))), 0.3)
     assert pruner.keep(signals, layout, stage).tolist() == columns
 
 

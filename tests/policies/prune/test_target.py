@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.attention import NOTE, Note, Probe, Run
-from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
+from mmaccel.core.layout import IMAGE, TokenLayout
 from mmaccel.core.prune import candidates
+from mmaccel.models.vision_probe import VisionProbe
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
-from tests.policies.prune.layouts import asked, top, videos, whole
+from tests.policies.prune.layouts import looking, top, videos, visual, whole
 from tests.policies.prune.test_meaning import sparse_by_hand
 
 WRITTEN = 6
@@ -82,18 +84,63 @@ def test_all_kept_is_the_plain_model(family: str, model: Any, name: str, kind: s
         assert torch.equal(model(**inputs).logits, want)
 
 
-@pytest.mark.parametrize("name", PRUNERS)
-@pytest.mark.parametrize("kind", ["text", "image"])
-def test_a_prompt_without_video_is_left_alone(family: str, model: Any, name: str, kind: str) -> None:
+@pytest.mark.parametrize("name, kind", [*((name, "text") for name in PRUNERS), ("dycoke", "image")])
+def test_a_prompt_without_visual_tokens_is_left_alone_and_it_says_so(
+    family: str, model: Any, name: str, kind: str
+) -> None:
     inputs = prompt(family, PROMPTS[kind])
     with torch.no_grad(), mmaccel.accelerate(model, prune=PRUNERS[name]) as fast:
-        got = fast(**inputs).logits
+        with pytest.warns(MmaccelWarning, match=f"{name}' did nothing: the prompt has no .*video tokens"):
+            got = fast(**inputs).logits
+        assert f"prune '{name}' did nothing" in str(fast.report())
     torch.testing.assert_close(got, model(**inputs).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in PRUNERS if name != "dycoke"])
+@pytest.mark.parametrize("kind", ["image", "interleaved"])
+def test_images_are_pruned(family: str, model: Any, name: str, kind: str) -> None:
+    """By the share that is asked for, their finer tiles too; marks at the ends of rows of tiles stay."""
+    inputs = prompt(family, PROMPTS[kind], seed=2)
+    layout = layout_in(model, inputs)
+    images = [c for c in visual(layout) if int(layout.modality[0, c]) == IMAGE]
+    # 4 of merged patches; a base view of 16 and two tiles of 16 side by side, each row of which ends in a mark.
+    each = 4 if family == "qwen" else 16 + 32
+    assert len(images) == each * (1 if kind == "image" else 2)
+    with torch.no_grad(), mmaccel.accelerate(model, prune=PRUNERS[name]) as fast:
+        out = fast(**inputs)
+        state, told = out.past_key_values.state, fast.report().kv
+    held = set(state.held_by(len(state.kept) - 1, layout.length).tolist())
+    assert told["visual"] == len(visual(layout)) and told["held_mean"] < layout.length
+    gone = set(range(layout.length)) - held
+    assert gone & set(images) and gone <= set(visual(layout))
+    assert layout.length - 1 in held
+
+
+@pytest.mark.parametrize("kind", ["image", "interleaved"])
+def test_visionzip_reads_the_tower_of_images(family: str, model: Any, kind: str) -> None:
+    """What each of an image's tokens receives in the tower, tile by tile, is where its feature is."""
+    inputs = prompt(family, PROMPTS[kind], seed=9)
+    layout, adapter = layout_in(model, inputs), mmaccel.core.attach.adapter_for(model)
+    with torch.no_grad(), ExitStack() as undo:
+        probe = VisionProbe(undo, model, adapter)
+        adapter.embed(model, inputs)
+        told = probe.take(layout)["vision_attention"]
+    at = [c for c in visual(layout) if int(layout.modality[0, c]) == IMAGE]
+    # A mean over the patches that pay: what all tokens of a frame or a tile receive adds up to one.
+    assert (
+        bool((told[at] > 0).all())
+        and not told[[c for c in range(layout.length) if c not in visual(layout)]].any()
+    )
+    if family == "llava":
+        base = at[:16]
+        torch.testing.assert_close(told[base].sum(), torch.tensor(1.0), atol=1e-4, rtol=0)
+        torch.testing.assert_close(told[at[16:48]].sum(), torch.tensor(2.0), atol=1e-4, rtol=0)
+    assert "get_image_features" not in model.model.__dict__
 
 
 def hand_cuts(pruner: Any, layout: TokenLayout) -> dict[int, Any]:
     """The cuts of fastv, pyramid_drop and sparsevlm, by the attention an eager layer tells."""
-    total = len(videos(layout))
+    total = len(visual(layout))
 
     def left(told: dict[str, Any]) -> TokenLayout:
         return layout.take(told["columns"])
@@ -102,7 +149,7 @@ def hand_cuts(pruner: Any, layout: TokenLayout) -> dict[int, Any]:
         def cut(told: dict[str, Any]) -> tuple[Tensor, Tensor]:
             here = left(told)
             row = told[weights].mean(0)[-1]
-            stay = torch.tensor(whole(here, top({c: float(row[c]) for c in videos(here)}, count)))
+            stay = torch.tensor(whole(here, top({c: float(row[c]) for c in visual(here)}, count)))
             return stay, told["hidden"][stay]
 
         return cut
@@ -112,7 +159,7 @@ def hand_cuts(pruner: Any, layout: TokenLayout) -> dict[int, Any]:
             here = left(told)
             signals = {
                 "hidden": torch.stack([told["start"], told["hidden"]]),
-                "attention": told["before"].mean(0)[asked(here)][None],
+                "attention": told["before"].mean(0)[looking(here)][None],
             }
             columns, merged = sparse_by_hand(signals, here, int(share * total), 0.3)
             states = told["hidden"].clone()
@@ -145,9 +192,9 @@ def test_between_layers(family: str, model: Any, plain: Any, name: str, kind: st
     layout = layout_in(model, inputs)
     want = by_hand.run(plain, inputs, tokens[:-1], hand_cuts(pruner, layout), compact=compact)
     torch.testing.assert_close(logits, want, atol=2e-5, rtol=0)
-    assert told["video"] == len(videos(layout))
-    last = [count for name, count in told.items() if name.startswith("video from layer")][-1]
-    assert last < told["video"] / 2
+    assert told["visual"] == len(visual(layout))
+    last = [count for name, count in told.items() if name.startswith("visual from layer")][-1]
+    assert last < told["visual"] / 2
 
 
 def test_dropped_columns_leave_the_cache_and_the_layers(family: str, model: Any) -> None:
@@ -191,8 +238,8 @@ def test_before_the_language_model(family: str, model: Any, plain: Any, kind: st
 
     want = by_hand.run(plain, inputs, tokens[:-1], {0: cut}, compact=compact)
     torch.testing.assert_close(logits, want, atol=2e-5, rtol=0)
-    assert told["held"] == told["seen"] - told["video"] + told["video from layer 0"] == told["held_mean"]
-    assert told["video from layer 0"] < told["video"]
+    assert told["held"] == told["seen"] - told["visual"] + told["visual from layer 0"] == told["held_mean"]
+    assert told["visual from layer 0"] < told["visual"]
 
 
 @pytest.mark.parametrize("kind, refresh", [("two videos", 0.9), ("video", 1.0), ("video", -1.0)])
@@ -307,7 +354,7 @@ def test_a_sparse_prefill_of_what_is_left(family: str, model: Any, pattern: str)
     assert report.patterns == ((told,) * 4,) * 6
     told = seen[5]
     m = len(videos(layout))
-    assert report.kv["video from layer 0"] == len(videos(told)) < m
+    assert report.kv["visual from layer 0"] == len(videos(told)) < m
     cells = {
         (int(f), int(r), int(c))
         for f, r, c in zip(layout.frame[0], layout.row[0], layout.column[0], strict=True)

@@ -61,4 +61,4 @@ def test_a_share_seen_leaves_out_what_is_before_the_first_cut() -> None:
     assert seen_share(told, fast, 5) == pytest.approx((0.3 + 0.3 + 0.1 + 0.1) / 4)
     shown = {"visual": 100.0, "visual from layer 0": 25.0, "visual seen decoding": 5.0}
     assert seen_share(shown, lossy(0.1, 5)["dycoke"], 5) == pytest.approx((0.25 + 4 * 0.05) / 5)
-    assert seen_share({"video": 0.0}, fast, 5) == 1.0
+    assert seen_share({"visual": 0.0}, fast, 5) == 1.0

@@ -25,7 +25,6 @@ from mmaccel.core.report import SequenceMeter
 from mmaccel.models import timed
 from mmaccel.models.arguments import LOOPS, OUTPUTS, asked, wants
 from mmaccel.models.decode import admits, open_runner
-from mmaccel.models.pruning import tell_idle
 from mmaccel.models.runner import unpadded
 from mmaccel.models.sampling import allowed_to, check_processors, of_one, warp
 from mmaccel.models.signals import Listener
@@ -378,8 +377,6 @@ def _listeners(attachment: Attachment, raw: Mapping[str, Any], draft: _Careful) 
     if pruner is None:
         return []
     layout = attachment.family.layout(attachment.model, raw)
-    if not pruner.candidates(layout).numel():
-        tell_idle(pruner, attachment.owner.road.meter)
     return [Listener(attachment.owner, pruner, layout, draft.keep, draft.fail)]
 
 

@@ -21,9 +21,9 @@ from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.registry import registry
 from mmaccel.models import weights
+from mmaccel.models.asked import asked
 from mmaccel.models.grids import Grid, fill
 from mmaccel.models.pointwise import normed
-from mmaccel.models.asked import asked
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
 PLAIN_ROTARY = {"Qwen2RotaryEmbedding"}

@@ -7,7 +7,6 @@ for each, zero where it was dropped, and `ThinnedState` counts all of them.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attention import Run
-from mmaccel.core.errors import MmaccelWarning, ModelError
-from mmaccel.core.layout import MODALITIES, TokenLayout
-from mmaccel.core.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
+from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.prune import Kept, Signals, Stage, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
-from mmaccel.models.signals import peek
+from mmaccel.models.signals import peek, tell_idle
 from mmaccel.models.vision_probe import VisionProbe
 
 if TYPE_CHECKING:
-    from mmaccel.core.report import Meter
     from mmaccel.models.hf import Attachment
 
 Go = Callable[[Run, dict[str, Any]], Any]
@@ -47,14 +45,6 @@ class _Work:
 @dataclass(frozen=True, eq=False)
 class _PrunedRun(Run):
     work: _Work | None = None
-
-
-def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
-    """Say that `pruner` does nothing to the prompt at hand: by a warning, and in the report that `meter` gives."""
-    what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
-    sentence = f"prune {pruner.name!r} did nothing: the prompt has no {what}"
-    meter.note(sentence)
-    warnings.warn(f"{sentence}.", MmaccelWarning, stacklevel=2)
 
 
 class Entering:

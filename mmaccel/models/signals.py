@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attention import Probe, Run
-from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import TokenLayout
+from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.prune import Signals, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
+    from mmaccel.core.report import Meter
     from mmaccel.models.family import Family
 
 
@@ -52,6 +54,14 @@ def peek(
     key = family.turn(key, (cos, sin))
     query = family.turn(query, (cos[:, :, at], sin[:, :, at]))
     return paid(query[0], key[0], at, shape.head_dim**-0.5)
+
+
+def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
+    """Say that `pruner` does nothing to the prompt at hand: by a warning, and in the report that `meter` gives."""
+    what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
+    sentence = f"prune {pruner.name!r} did nothing: the prompt has no {what}"
+    meter.note(sentence)
+    warnings.warn(f"{sentence}.", MmaccelWarning, stacklevel=2)
 
 
 class Ear:
@@ -112,6 +122,8 @@ class Listener(Probe):
         self.held: dict[int, Tensor | None] = {}
         """The columns of the prompt that a layer holds, for each layer that was heard; None: all."""
         self.total = pruner.candidates(layout).numel()
+        if not self.total:
+            tell_idle(pruner, owner.road.meter)
         self.asked = observers(layout)
         self.hidden: dict[int, list[Tensor]] = {index: [] for index in self.stage.hidden}
         self.waiting = {index for group in self.stage.attention for index in group}

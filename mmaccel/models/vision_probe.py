@@ -26,7 +26,7 @@ SCORES = 1 << 24
 
 
 class VisionProbe:
-    """Until `undo` is closed, computes for each visual token the attention it receives in the vision tower, and its key there.
+    """Until `undo` is closed, computes of each visual token the attention it receives in the vision tower and its key there.
 
     The tower keeps its own kernels: the one layer's queries and keys are made once more from what enters it, and scores are
     held for a few frames at a time. What was caught stays with the thread until `take`.
@@ -43,7 +43,12 @@ class VisionProbe:
         self.local = threading.local()
         for kind, name in METHODS.items():
             encode: Any = getattr(self.multimodal, name)
-            put(undo, self.multimodal, name, functools.wraps(encode)(functools.partial(self._encode, kind, encode)))
+            put(
+                undo,
+                self.multimodal,
+                name,
+                functools.wraps(encode)(functools.partial(self._encode, kind, encode)),
+            )
         undo.callback(self.tower.attention.register_forward_pre_hook(self._catch, with_kwargs=True).remove)
 
     def _encode(self, kind: int, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

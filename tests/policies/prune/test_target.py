@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.attention import NOTE, Note, Probe, Run
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
-from mmaccel.core.layout import IMAGE, TokenLayout
+from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import candidates
-from mmaccel.models.vision_probe import VisionProbe
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
@@ -94,48 +92,6 @@ def test_a_prompt_without_visual_tokens_is_left_alone_and_it_says_so(
             got = fast(**inputs).logits
         assert f"prune '{name}' did nothing" in str(fast.report())
     torch.testing.assert_close(got, model(**inputs).logits, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", [name for name in PRUNERS if name != "dycoke"])
-@pytest.mark.parametrize("kind", ["image", "interleaved"])
-def test_images_are_pruned(family: str, model: Any, name: str, kind: str) -> None:
-    """By the share that is asked for, their finer tiles too; marks at the ends of rows of tiles stay."""
-    inputs = prompt(family, PROMPTS[kind], seed=2)
-    layout = layout_in(model, inputs)
-    images = [c for c in visual(layout) if int(layout.modality[0, c]) == IMAGE]
-    # 4 of merged patches; a base view of 16 and two tiles of 16 side by side, each row of which ends in a mark.
-    each = 4 if family == "qwen" else 16 + 32
-    assert len(images) == each * (1 if kind == "image" else 2)
-    with torch.no_grad(), mmaccel.accelerate(model, prune=PRUNERS[name]) as fast:
-        out = fast(**inputs)
-        state, told = out.past_key_values.state, fast.report().kv
-    held = set(state.held_by(len(state.kept) - 1, layout.length).tolist())
-    assert told["visual"] == len(visual(layout)) and told["held_mean"] < layout.length
-    gone = set(range(layout.length)) - held
-    assert gone & set(images) and gone <= set(visual(layout))
-    assert layout.length - 1 in held
-
-
-@pytest.mark.parametrize("kind", ["image", "interleaved"])
-def test_visionzip_reads_the_tower_of_images(family: str, model: Any, kind: str) -> None:
-    """What each of an image's tokens receives in the tower, tile by tile, is where its feature is."""
-    inputs = prompt(family, PROMPTS[kind], seed=9)
-    layout, adapter = layout_in(model, inputs), mmaccel.core.attach.adapter_for(model)
-    with torch.no_grad(), ExitStack() as undo:
-        probe = VisionProbe(undo, model, adapter)
-        adapter.embed(model, inputs)
-        told = probe.take(layout)["vision_attention"]
-    at = [c for c in visual(layout) if int(layout.modality[0, c]) == IMAGE]
-    # A mean over the patches that pay: what all tokens of a frame or a tile receive adds up to one.
-    assert (
-        bool((told[at] > 0).all())
-        and not told[[c for c in range(layout.length) if c not in visual(layout)]].any()
-    )
-    if family == "llava":
-        base = at[:16]
-        torch.testing.assert_close(told[base].sum(), torch.tensor(1.0), atol=1e-4, rtol=0)
-        torch.testing.assert_close(told[at[16:48]].sum(), torch.tensor(2.0), atol=1e-4, rtol=0)
-    assert "get_image_features" not in model.model.__dict__
 
 
 def hand_cuts(pruner: Any, layout: TokenLayout) -> dict[int, Any]:

@@ -74,11 +74,12 @@ DRAFT = {
     "num_beams": "draft {draft!r} decodes each sequence with one beam; set num_beams to 1.",
     "output_attentions": _ROWS,
     "output_hidden_states": _ROWS,
+    "inputs_embeds": "draft {draft!r} reads token ids; give input_ids.",
     "guidance_scale": "it goes by the tokens asked about before, and draft {draft!r} asks about some that are taken back; "
     "leave one of both out.",
 }
-"""Arguments of `generate` that a draft does not take. It also refuses filled caches, embeddings without ids, and processors
-that remember (`sampling.STATEFUL`)."""
+"""Arguments of `generate` that a draft does not take. It also refuses filled caches, and processors that remember
+(`sampling.STATEFUL`)."""
 
 
 def asked(name: str, kwargs: Mapping[str, Any], default: Any) -> Any:

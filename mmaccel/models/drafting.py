@@ -52,8 +52,6 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     tokens are drawn each has random numbers of its own, seeded from torch's: they do not depend on the other sequences.
     What follows an answer's end is the padding token, 0 where the model has none.
     """
-    if kwargs.get("input_ids") is None:
-        raise DraftError(f"draft {attachment.owner.recipe.draft.name!r} reads token ids; give input_ids.")
     _read_stop_strings(attachment, kwargs)
     begun: list[_Sequence] = []
     prompts: Tensor = kwargs["input_ids"]
@@ -386,11 +384,9 @@ def _read_stop_strings(attachment: Attachment, kwargs: dict[str, Any]) -> None:
 
     config: Any = kwargs.get("generation_config") or attachment.model.generation_config
     strings = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
-    if not strings:
-        return
-    tokenizer = kwargs.pop("tokenizer", None)
-    if tokenizer is None:
-        raise DraftError("stop_strings: give generate the tokenizer too (tokenizer=...).")
+    if not strings or kwargs.get("tokenizer") is None:
+        return  # without a tokenizer transformers says what is missing
+    tokenizer = kwargs.pop("tokenizer")
     if getattr(config, "stop_strings", None):
         kwargs["generation_config"] = config = copy.deepcopy(config)
         config.stop_strings = None

@@ -93,9 +93,8 @@ class Qwen25VL(Family):
         if images is None and videos is None:
             return super().positions(model, inputs).expand(3, -1, -1)
         kinds = inputs.get("mm_token_type_ids")
-        if kinds is None:
-            config: Any = model.config
-            kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+        if kinds is None:  # as transformers has it
+            return super().positions(model, inputs).expand(3, -1, -1)
         # A placeholder without a grid is a word.
         for kind, grids in ((1, images), (2, videos)):
             kinds = kinds if grids is not None else kinds.masked_fill(kinds == kind, 0)
@@ -118,6 +117,7 @@ class Qwen25VL(Family):
         skinny = {
             "input_ids": ids,
             "video_grid_thw": torch.tensor([[units, merge, merge]], device=ids.device),
+            "mm_token_type_ids": torch.full_like(ids, 2),
             "second_per_grid_ts": inputs.get("second_per_grid_ts"),
         }
         time = self.positions(model, skinny)[0, 0]

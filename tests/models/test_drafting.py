@@ -132,7 +132,7 @@ def test_stop_strings_are_the_plain_ones(family):
     want = model.generate(**inputs, max_new_tokens=24, **options)
     ids, _ = drafted(model, inputs, Sequential(model=copy.deepcopy(model), window=5), **options)
     assert torch.equal(ids, want) and ids.shape[1] < plain.shape[1]
-    with pytest.raises(DraftError, match="tokenizer"):
+    with pytest.raises(ValueError, match="tokenizer"):
         drafted(model, inputs, Sequential(model=copy.deepcopy(model)), stop_strings=[word])
 
 

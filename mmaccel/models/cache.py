@@ -44,14 +44,14 @@ class _Layer(CacheLayerMixin):
         self.state, self.door, self.index = state, door, index
         self.is_initialized = True
 
-    # What a memory that holds all of them holds, [B, G, n, D]; else None. transformers begins by setting both to None.
+    # [B, G, n, D], where the memory holds all columns; else None. transformers begins by setting both to None.
     keys = property(lambda self: self._held(0), lambda self, _: None)  # type: ignore[assignment]
     values = property(lambda self: self._held(1), lambda self, _: None)  # type: ignore[assignment]
 
     def _held(self, which: int) -> Tensor | None:
-        if not getattr(self, "is_initialized", False) or not self.state.in_place or not self.state.length():
+        if not getattr(self, "is_initialized", False) or not 0 < self.state.length() == self.state.held():
             return None
-        view = self.state.view(self.index, torch.empty(0))
+        view = self.state.view(self.index, torch.empty(0, 0, 2, 0))
         return (view.key, view.value)[which]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -219,6 +219,7 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
     ) -> Any:
         if owner.recipe.draft.active:
             check_processors(logits_processor, name)
+        model_kwargs.pop("labels", None)  # as transformers' own loops do
         cache = model_kwargs.pop("past_key_values")
         if cache.get_seq_length():
             raise DraftError(f"draft {name!r} starts from an empty cache; leave past_key_values out.")

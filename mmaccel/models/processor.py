@@ -7,7 +7,8 @@ same files, writes the same files and gives the same tensors. A family is a row 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core import outside
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.media.intake import as_frames, as_image
 from mmaccel.models.conversation import bared, conversations, image_rows, is_path, video_list
 from mmaccel.models.processor_files import read_folder, write_folder
@@ -173,14 +174,15 @@ class Processor:
         Raises `ModelError` also for a chat template that fails. What special tokens in the texts are: `special_tokens` of
         the class.
         """
-        texts, rows, clips = [], [], []
-        for messages in conversations(content, images, videos):
-            bare, pictures, shown = bared(messages)
-            text, special = self._written(bare)
+        found = [bared(messages) for messages in conversations(content, images, videos)]
+        rows = [pictures for _, pictures, _ in found]
+        clips = [clip for _, _, shown in found for clip in shown]
+        kinds = {kind for kind, given in (("image", any(rows)), ("video", bool(clips))) if given}
+        texts = []
+        for bare, _, _ in found:
+            text, special = self._written(bare, kinds)
             options.setdefault("add_special_tokens", special)
             texts.append(text)
-            rows.append(pictures)
-            clips += shown
         return self(texts, images=rows, videos=clips or None, fps=fps, **options)
 
     def template_ids(self, content: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -188,16 +190,23 @@ class Processor:
 
         `content` holds pieces in order; those of type "video" and "image" need nothing but their type.
         """
-        text, special = self._written([{"role": "user", "content": list(content)}])
+        kinds = {piece["type"] for piece in content}
+        text, special = self._written([{"role": "user", "content": list(content)}], kinds)
         return ids_of(self.tokenizer, text, add_special_tokens=special)
 
-    def _written(self, messages: list[dict[str, Any]]) -> tuple[Written, bool]:
-        """A conversation as text up to where the answer begins, and whether the tokenizer has to add special tokens."""
+    def _written(self, messages: list[dict[str, Any]], shown: Collection[str]) -> tuple[Written, bool]:
+        """A conversation as text up to where the answer begins, and whether the tokenizer has to add special tokens; `shown`
+        has the kinds of visuals in the call."""
         if self.chat_template is None:
             raise ModelError(
                 "this folder has no chat template: add chat_template.jinja, or call the processor with text."
             )
-        text = written(self.tokenizer, self.chat_template, messages, special_tokens=self.special_tokens)
+        # Beside a video a text that names its placeholder does not mean another video.
+        tokens = {"image": self.image_token, "video": self.video_token}
+        words = [tokens[kind] for kind in shown if kind in tokens]
+        text = written(
+            self.tokenizer, self.chat_template, messages, special_tokens=self.special_tokens, words=words
+        )
         start = getattr(self.tokenizer, "bos_token", None)
         return text, not (start and text.startswith(start))
 
@@ -266,7 +275,16 @@ class Processor:
             ("video", self.video_token, self.video_token_id),
         ):
             asked, given = sum(text.count(token) for text in texts), len(counts[number])
-            if asked != given:
+            if given == 0:
+                del counts[number]
+                if asked:
+                    # As transformers has it.
+                    warnings.warn(
+                        f"the text has {asked} placeholders {token!r} and no {kind} is given: each is read as a word.",
+                        MmaccelWarning,
+                        stacklevel=2,
+                    )
+            elif asked != given:
                 raise ModelError(
                     f"the text has {asked} placeholders {token!r} for {given} {kind}s: write one for each."
                 )

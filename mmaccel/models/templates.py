@@ -7,7 +7,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -35,15 +35,23 @@ class Written(str):
 
 
 def written(
-    tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], *, special_tokens: bool = True
+    tokenizer: Any,
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    special_tokens: bool = True,
+    words: Collection[str] = (),
 ) -> Written:
     """A conversation as text up to where the answer begins; raises `ModelError` for a template that fails.
 
     special_tokens  whether special tokens in the texts of `messages` are such, as they are for stock; else they are text
+    words           special tokens that are text there in any case
     """
     plain: dict[str, str] = {}
     if not special_tokens:
-        messages, plain = _marked(tokenizer, messages)
+        messages, plain = _marked(_special(tokenizer), messages)
+    elif words:
+        messages, plain = _marked(_any_of(words), messages)
     if not isinstance(template, str):
         raise ModelError("chat template: it is no text; mend chat_template.jinja of the model.")
     try:
@@ -90,11 +98,11 @@ def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
 
 
 def _marked(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]]
+    special: re.Pattern[str], messages: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The messages with a mark that nobody can guess for each special token in their texts."""
+    """The messages with a mark that nobody can guess for each of `special` in their texts."""
     plain: dict[str, str] = {}
-    special, secret = _special(tokenizer), secrets.token_hex(8)
+    secret = secrets.token_hex(8)
 
     def mark(found: re.Match[str]) -> str:
         name = f"\ue000{secret}{len(plain)}\ue001"
@@ -109,8 +117,11 @@ def _marked(
 
 def _special(tokenizer: Any) -> re.Pattern[str]:
     """What finds a special token."""
-    known = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    longest_first = sorted(known, key=len, reverse=True)
+    return _any_of({str(token) for token in tokenizer.added_tokens_decoder.values() if token.special})
+
+
+def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 

@@ -128,7 +128,7 @@ def test_forward(models, family, name):
     def run(model):
         given = {**call, **(value(model, call) if callable(value) else value)}
         found = outcome(model, **{key: one for key, one in given.items() if one is not None})
-        # In older releases Qwen2.5-VL gives back what it keeps for a second turn; an accelerated one holds it with the cache.
+        # Older releases of Qwen2.5-VL give back what they keep for a second turn; here the cache holds it.
         return (
             {key: found[key] for key in found if key != "rope_deltas"} if isinstance(found, dict) else found
         )

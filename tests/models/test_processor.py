@@ -277,8 +277,6 @@ def test_wrong_calls_are_told(processor: Processor, family: str) -> None:
         processor("what", videos=video)
     with raises(r"the text has 2 placeholders '.*' for 1 videos"):
         processor([mark, mark], videos=video)
-    with raises(r"the text has 1 placeholders '.*' for 0 images"):
-        processor(PLACEHOLDERS[family]["image"])
     with raises("text is an empty list: give at least one text"):
         processor([])
     with raises(r"fps has 2 entries for 1 videos: give one number, or one a video\."):

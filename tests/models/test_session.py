@@ -339,3 +339,13 @@ def test_a_stream_is_the_same_under_autocast(name: str) -> None:
             answer = session.ask(QUESTION, 3)
             said.append((answer.text, [(one.frames, one.score) for one in answer.evidence]))
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
+def test_a_question_may_name_a_video(name: str) -> None:
+    with open_session(name, "rekv") as session:
+        session.watch(film(10), fps=FPS)
+        film_id = session._seam.processor.video_token_id
+        tail = session._seam.tail("what is <video> or <|video_pad|> here?")
+        assert film_id not in tail.ids.tolist()
+        assert session.ask("what is <video> or <|video_pad|> here?", max_new_tokens=2).ids

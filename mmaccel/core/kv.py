@@ -286,10 +286,10 @@ class StreamState(KVState):
         """How many of `count` units from number `first` on may go in one pass, at least 1."""
         return count
 
-    def shown(self, piece: Piece) -> int:
-        """Behind how many units' places the question of `piece` would stand, asked before it is run: all units where they
-        stand at their own places, fewer where those shown are closed up; at most, where the number is not known yet."""
-        return self.units()
+    def shown(self, piece: Piece) -> tuple[int, bool]:
+        """Behind how many units' places the question of `piece` would stand, asked before it is run, and whether these are
+        the units' own: all units then; fewer where those shown are closed up, at most where the number is not known yet."""
+        return self.units(), True
 
     def idle(self) -> None:
         """Nothing more comes for now: what was put off while units came is done, so that a question need not wait for it."""

@@ -31,6 +31,7 @@ class Film:
 
     size   (height, width) of the frames of the first clip, and `unit` the tokens of a unit they came to
     fps    the rate of the first clip, for which positions are made
+    timed  whether the times of frames are known, and not made up: positions in seconds then follow them
     marks  [m, E] features of what ends any video
     spans  (first frame, frames) of each unit; `times` the seconds at which each frame was shown
     pending  frames of a unit not yet complete; `raw` their (height, width)
@@ -45,6 +46,7 @@ class Film:
     times: list[float] = field(default_factory=list)
     pending: Tensor | None = None
     raw: tuple[int, int] | None = None
+    timed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +97,20 @@ class Live:
 
     @classmethod
     def begin(
-        cls, seam: StreamSeam, kv: StreamPolicy, chunk: int | None, frames: Tensor, fps: float | None
+        cls,
+        seam: StreamSeam,
+        kv: StreamPolicy,
+        chunk: int | None,
+        frames: Tensor,
+        fps: float | None,
+        timed: bool = False,
     ) -> Live:
-        """A stream of frames like `frames`, its head run."""
+        """A stream of frames like `frames`, its head run; `timed`: their times are known."""
         some = filled(frames[: seam.pace], seam.pace)
         size = _size(frames)
         features, marks = seam.features(some, size)
         live = cls.open(seam, kv, chunk, size, fps, features.shape[1], marks)
-        live.film.raw = size
+        live.film.raw, live.film.timed = size, timed
         try:
             if not isinstance(live.state, FrameState):
                 live._head(live.state)
@@ -150,12 +158,12 @@ class Live:
     def _tell_of_the_end(self) -> None:
         """Warn, once, when the stream leaves no position for any question."""
         places = self.film.stream.places
-        units = self.state.shown(Piece(kind="question", rows=1))
-        if self._full or places.admits(units, 0, 1):
+        units, own = self.state.shown(Piece(kind="question", rows=1))
+        if self._full or places.admits(units, 0, 1, own):
             return
         self._full = True
         warnings.warn(
-            f"the stream takes {places.ends(units, 0, 1)[1]} positions of the model's {places.limit} "
+            f"the stream takes {places.ends(units, 0, 1, own)[1]} positions of the model's {places.limit} "
             f"(max_position_embeddings): kv {self.kv.name!r} can answer no question from here on; open a session with a kv "
             "that keeps less, such as 'mosaic'.",
             MmaccelWarning,
@@ -196,6 +204,9 @@ class Live:
 
     def _units(self, state: StreamState, features: Tensor, times: Sequence[float] | None = None) -> None:
         total, done, film = features.shape[0], 0, self.film
+        if film.timed and times is None:
+            first = state.units()
+            film.stream.places.told(first, [film.times[frame] for frame, _ in film.spans[first:]])
         while done < total:
             first = state.units()
             count = state.fit(first, total - done)
@@ -258,6 +269,8 @@ class Live:
             room=room,
             weigh=weigh,
         )
+        if film.timed and not isinstance(state, FrameState):
+            film.stream.places.told(state.units(), self._pending_times(waiting))
         left = self._left(piece)
         deadline.check()
         evidence = state.evidence
@@ -275,11 +288,21 @@ class Live:
             shown = (lambda: self._shown(evidence())) if weigh else tuple
             yield Question(turn, logits, tail.ids, meter, left, shown)
 
+    def _pending_times(self, waiting: Tensor | None) -> list[float]:
+        """When the units were shown that the memory has not taken in yet."""
+        film, times = self.film, list[float]()
+        if waiting is not None:
+            times.append(film.times[sum(film.spans[-1]) if film.spans else 0])
+        if film.pending is not None:
+            times.append(film.times[-film.pending.shape[0]])
+        return times
+
     def _left(self, piece: Piece) -> int:
         """For how many tokens of an answer the model has positions; raises `ModelError` for none."""
-        places, units = self.film.stream.places, self.state.shown(piece)
-        last, taken = places.ends(units, piece.pending, piece.rows)
-        if not places.admits(units, piece.pending, piece.rows):
+        places = self.film.stream.places
+        units, own = self.state.shown(piece)
+        last, taken = places.ends(units, piece.pending, piece.rows, own)
+        if not places.admits(units, piece.pending, piece.rows, own):
             raise ModelError(
                 f"question: with the stream before it, it takes {taken} positions of the model's {places.limit} "
                 "(max_position_embeddings), which leaves none for an answer; ask in fewer words, or open the session with "

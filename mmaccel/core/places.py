@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+NEAR = 1e-3
+"""Of the interval of an even rate: a unit shown so near to its time at that rate is shown at it."""
+
+
+class Pace(NamedTuple):
+    """Of positions that are seconds: how many a second has, and the seconds of a unit at the stream's even rate."""
+
+    second: float
+    unit: float
 
 
 class Places:
@@ -18,6 +30,10 @@ class Places:
     Made by the session from the model's own rope index: `head` [A, h], `unit` [A, P] (those of unit 0), with A = 1 or 3;
     `steps(n)` [n] long, what is added to the first coordinate of units 0 .. n - 1; `text` the position of the first token
     after one unit, `slope` how much a further unit adds to it. `limit` is the length the model was made for.
+
+    `pace`: positions are seconds. `told` then says when units were shown, and a unit's *own* place follows from that: in
+    slots, intervals of the even rate since the first unit, in which a unit of an even stream has its number. A unit between
+    two slots stands where the model has a frame of that second; one further out than `limit`, at the limit.
     """
 
     def __init__(
@@ -28,6 +44,7 @@ class Places:
         text: int,
         slope: int,
         limit: int,
+        pace: Pace | None = None,
     ) -> None:
         self._head, self._unit, self._make = head, unit, steps
         self._text, self._slope = text, slope
@@ -35,6 +52,75 @@ class Places:
         # On the host, for a question is not to wait for the device.
         self._last, self._largest = int(unit[0].max()), int(unit.max())
         self.limit = limit
+        self._pace, self._origin, self._slots = pace, 0.0, list[float]()
+        # The first unit that is not in the slot of its number, and what is added for each unit, as far as it is told.
+        self._odd: int | None = None
+        self._own = torch.zeros(0, dtype=torch.long, device=head.device)
+
+    # Units at times of their own.
+
+    def told(self, first: int, times: Sequence[float]) -> None:
+        """Units from `first` on are shown at `times`, in seconds; what was told of later ones is void."""
+        pace = self._pace
+        if pace is None or first > len(self._slots):
+            return
+        del self._slots[first:]
+        if not first and times:
+            self._origin = times[0]
+        for moment in times:
+            slot = (moment - self._origin) / pace.unit
+            whole = round(slot)
+            self._slots.append(float(whole) if abs(slot - whole) < NEAR else slot)
+        begin = 0 if self._odd is None else first
+        if self._odd is None or self._odd >= first:
+            later = (number for number in range(first, len(self._slots)) if self._slots[number] != number)
+            self._odd = next(later, None)
+        if self._odd is None or not self._slots[begin:]:
+            return
+        if len(self._slots) > self._own.numel():
+            grown = self._own.new_zeros(2 * len(self._slots))
+            grown[: self._own.numel()] = self._own
+            self._own = grown
+        some = torch.tensor([self._step(slot) for slot in self._slots[begin:]])
+        self._own[begin : len(self._slots)] = some.to(self._own.device)
+
+    def at(self, unit: int) -> float:
+        """The slot of a unit; of one that is not told, as if it followed the last."""
+        if self._odd is None:
+            return unit
+        last = len(self._slots) - 1
+        return self._slots[unit] if unit <= last else self._slots[last] + unit - last
+
+    def slots(self, count: int) -> int:
+        """Slots up to the last of `count` units."""
+        return math.floor(self.at(count - 1)) + 1 if count else 0
+
+    @property
+    def even(self) -> bool:
+        """Whether every unit is in the slot of its number."""
+        return self._odd is None
+
+    def own(self, first: int, count: int, base: int = 0) -> Tensor:
+        """[count * P] or [3, count * P]: units ``first .. first + count`` at their own times, less `base` slots."""
+        if self._odd is None:
+            return self.units(first - base, count)
+        if not base:
+            return self._placed(self._own[first : first + count])
+        steps = [self._step(self.at(unit) - base) for unit in range(first, first + count)]
+        return self._placed(torch.tensor(steps, dtype=torch.long, device=self._own.device))
+
+    def _step(self, slot: float) -> int:
+        """What is added to the first coordinate in a slot, 0 before the first."""
+        whole = int(max(slot, 0))
+        if slot <= whole and whole < self.limit:
+            self._upto(whole + 1)
+            step = self._known[whole]
+        else:
+            assert self._pace is not None
+            step = math.floor(slot * self._pace.unit * self._pace.second + NEAR * NEAR)
+        return min(step, self.limit - 1 - self._last)
+
+    # Units by number: all of them at an even rate, or ranks among those that are seen.
 
     @property
     def axes(self) -> int:
@@ -49,16 +135,17 @@ class Places:
         """[count * P] or [3, count * P]: units ``first .. first + count``."""
         return self._placed(self._upto(first + count)[first : first + count])
 
-    def chosen(self, numbers: Tensor, most: int, token: int | None = None) -> Tensor:
+    def chosen(self, numbers: Tensor, most: int, token: int | None = None, own: bool = False) -> Tensor:
         """[k * P] or [3, k * P]: the units of `numbers` [k] long, on any device; none is larger than `most`. With `token`
-        that one of each unit: [k] or [3, k]."""
-        return self._placed(self._upto(most + 1)[numbers.to(self._head.device)], token)
+        that one of each unit: [k] or [3, k]. `own`: at their own times."""
+        return self._placed(self._table(most + 1, own)[numbers.to(self._head.device)], token)
 
-    def cells(self, columns: Tensor, most: int) -> Tensor:
-        """[k] or [3, k]: single tokens, by column: u * P + c is token c of unit u; no unit is larger than `most`."""
+    def cells(self, columns: Tensor, most: int, own: bool = False) -> Tensor:
+        """[k] or [3, k]: single tokens, by column: u * P + c is token c of unit u; no unit is larger than `most`. `own`: at
+        their own times."""
         unit = columns.to(self._head.device) // self._unit.shape[1]
         out = self._unit[:, columns.to(self._head.device) % self._unit.shape[1]].clone()
-        out[0] += self._upto(most + 1)[unit]
+        out[0] += self._table(most + 1, own)[unit]
         return self._shaped(out)
 
     def tail(self, units: int, start: int, count: int) -> Tensor:
@@ -67,39 +154,45 @@ class Places:
         one = torch.arange(begin, begin + count, device=self._head.device)
         return self._shaped(one.expand(self.axes, -1))
 
-    def after(self, units: int, pending: int, start: int, count: int) -> Tensor:
+    def after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
         """[count] or [3, count]: columns ``start .. start + count`` of what follows `units` units: first the `pending`
-        columns of units that are not among them, if any, from their beginning or not at all; then the text."""
+        columns of units that are not among them, if any, from their beginning or not at all; then the text. `own`: units
+        are at their own times."""
         more = pending // self._unit.shape[1]
         if start >= pending:
             return self.tail(units + more, start - pending, count)
-        return torch.cat([self.units(units, more), self.tail(units + more, 0, count - pending)], -1)
+        first = self.own(units, more) if own else self.units(units, more)
+        return torch.cat([first, self.tail(units + more, 0, count - pending)], -1)
 
-    def span(self, units: int) -> int:
-        """The largest position that `units` units and their text's first token take."""
+    def span(self, units: int, own: bool = False) -> int:
+        """The largest position that `units` units and their text's first token take. `own`: at their own times."""
         count = max(units, 1)
         self._upto(count)
-        return max(self._last + self._known[count - 1], self._largest, self._text + (units - 1) * self._slope)
+        step = self._step(self.at(count - 1)) if own and self._odd is not None else self._known[count - 1]
+        return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
-    def ends(self, units: int, pending: int, rows: int) -> tuple[int, int]:
+    def ends(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
         """The position of the last of `rows` columns after `units` units, as `after` has them, and how many positions all
-        take up to there: of three coordinates that of time may be further out than the text."""
+        take up to there: of three coordinates that of time may be further out than the text. `own`: as there."""
         whole = units + pending // self._unit.shape[1]
         last = self._text + (whole - 1) * self._slope + rows - pending - 1
-        return last, max(last, self.span(whole)) + 1
+        return last, max(last, self.span(whole, own)) + 1
 
-    def admits(self, units: int, pending: int, rows: int) -> bool:
+    def admits(self, units: int, pending: int, rows: int, own: bool = False) -> bool:
         """Whether the model has the positions of `ends`, and one more for an answer."""
-        last, taken = self.ends(units, pending, rows)
+        last, taken = self.ends(units, pending, rows, own)
         return last + 1 < self.limit and taken <= self.limit
 
-    def known(self, count: int) -> int:
+    def known(self, count: int, own: bool = False) -> int:
         """How many units, `count` or more, can be looked up before the table is made anew."""
-        return self._upto(count).numel()
+        return self._table(count, own).numel()
 
-    def mark(self, count: int) -> int:
-        """Where the places of `count` units are looked up; it changes when the table is made anew."""
-        return self._upto(count).data_ptr()
+    def mark(self, count: int) -> tuple[int, int]:
+        """Where the places of `count` units are looked up; it changes when a table is made anew."""
+        return self._upto(count).data_ptr(), 0 if self._odd is None else self._own.data_ptr()
+
+    def _table(self, count: int, own: bool) -> Tensor:
+        return self._own if own and self._odd is not None else self._upto(count)
 
     def _upto(self, count: int) -> Tensor:
         if count > self._steps.numel():

@@ -160,6 +160,9 @@ def load(facts: Facts, live: Live) -> None:
     film.spans = [(a, b) for a, b in found["spans"].tolist()]
     film.times = found["times"].tolist()
     film.pending = found.get("pending")
+    film.timed = told.get("timed") is True  # earlier versions placed every unit at the first clip's rate
+    if film.timed:
+        film.stream.places.told(0, [film.times[first] for first, _ in film.spans])
     film.raw = None if told["raw"] is None else (told["raw"][0], told["raw"][1])
     state.load(facts.data / MEMORY)
     if state.units() != told["units"]:
@@ -209,6 +212,7 @@ def _sizes(film: Film) -> dict[str, Any]:
         "size": list(film.size),
         "fps": None if film.fps is None else float(film.fps),
         "unit": film.unit,
+        "timed": film.timed,
         "raw": None if film.raw is None else list(film.raw),
         "frames": len(film.times),
         "units": len(film.spans),

@@ -81,8 +81,9 @@ class VideoSession:
         """Take in frames: [T, 3, H, W] uint8, a list of images, a `media.Video` or a path. Gives their number.
 
         times  seconds of each frame, ascending; else the video's own, moved to follow what was watched before, or one every
-               ``1 / fps``. `fps` is also the rate at which a path is read (0.5). The rate of the first clip is the one
-               the model's positions are made for.
+               ``1 / fps``. `fps` is also the rate at which a path is read (0.5). Where the model's positions are seconds,
+               as Qwen2.5-VL's are, they follow the times; where units are closed up, or the first clip has neither times
+               nor a rate, they follow the first clip's rate.
         `progress(done, total)` counts frames; `total` is None for a path. All is taken in or, after an error, nothing; a
         path without `times` is read clip by clip, and the clips before an error are kept, as its sentence says. Of spill
         "drop_oldest" see the class.
@@ -193,9 +194,12 @@ class VideoSession:
             )
         live = self._live
         last = live.film.times[-1] if live is not None and live.film.times else None
-        shown = moments(last, own, count, clip.fps, given is not None)
+        rate = clip.fps if clip.fps or live is None else live.film.fps
+        shown = moments(last, own, count, rate, given is not None)
         if live is None:
-            live = self._live = Live.begin(self._seam, self._kv, self.recipe.chunk, clip.frames, clip.fps)
+            timed = own is not None or rate is not None
+            parts = self._seam, self._kv, self.recipe.chunk, clip.frames, clip.fps
+            live = self._live = Live.begin(*parts, timed)
         total = None if clip.part else done + count
 
         def tell(through: int) -> None:

@@ -19,6 +19,7 @@ from mmaccel.core.attach import Accelerated
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.core.places import Pace
 from mmaccel.core.registry import registry
 from mmaccel.models import weights
 from mmaccel.models.asked import asked
@@ -307,6 +308,10 @@ class Family(ModelAdapter):
         count = self.layout(model, {**inputs, "attention_mask": None}).frame
         first = int((count == 0).sum())
         return torch.arange(units, device=count.device) * first
+
+    def pace_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> Pace | None:
+        """Of a family whose positions are seconds: how many a second has, and the seconds of a unit of `inputs`' video."""
+        return None
 
     def frame_size(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[int, int]:
         """(height, width) in pixels of the video frames of `inputs`."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.layout import IMAGE, VIDEO
+from mmaccel.core.places import Pace
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Grid
 from mmaccel.models.vision import Rows
@@ -122,6 +123,12 @@ class Qwen25VL(Family):
         }
         time = self.positions(model, skinny)[0, 0]
         return time - time[0]
+
+    def pace_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> Pace | None:
+        told = inputs.get("second_per_grid_ts")
+        seconds = 1.0 if told is None else float(told[0])
+        config: Any = model.config
+        return Pace(float(config.vision_config.tokens_per_second), seconds)
 
 
 def _parts(grids: list[list[int]], most: int) -> Iterator[list[list[int]]]:

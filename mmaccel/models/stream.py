@@ -194,7 +194,7 @@ class Seam(StreamSeam):
 
         slope = second - text
         limit = positions_of(self.text.config) or 1 << 15
-        made = Places(head, unit, steps, text, slope, limit)
+        made = Places(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
         three = found[2][1]
         same = torch.equal(made.units(0, 3), three[0] if made.axes == 1 else three)
         if third - second != slope or not same:

@@ -119,13 +119,13 @@ class StreamMemory(StreamState):
 
     def _closed(self, piece: Piece) -> bool:
         """Whether units are closed up for `piece`, as the fields say or because their own places leave it no positions."""
-        fits = self._count < self.bases.reach
-        return self._always or not (
-            fits and self.stream.places.admits(self._count, piece.pending, piece.rows)
-        )
+        places = self.stream.places
+        fits = places.slots(self._count) < self.bases.reach
+        return self._always or not (fits and places.admits(self._count, piece.pending, piece.rows, own=True))
 
-    def shown(self, piece: Piece) -> int:
-        return min(self._count, self._most()) if self._closed(piece) else self._count
+    def shown(self, piece: Piece) -> tuple[int, bool]:
+        closed = self._closed(piece)
+        return (min(self._count, self._most()) if closed else self._count), not closed
 
     def _most(self) -> int:
         """Units that a question is shown at most."""
@@ -171,8 +171,8 @@ class StreamMemory(StreamState):
 
     def _encode(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
         """What new units see: the head, what is retrieved for them, and the window, their own columns in it."""
-        first, places, ring = piece.first - self._base, self.stream.places, self._rings[layer]
-        angles = self.turner.at("units", lambda: places.units(first, piece.count))
+        places, ring = self.stream.places, self._rings[layer]
+        angles = self.turner.at("units", lambda: places.own(piece.first, piece.count, self._base))
         turned = self._fresh[layer] = self.turner.turn(key, angles)
         sinks = [self._head(layer), *self._retrieved(layer, query)]
         near = [] if ring is None else [(ring.turned, ring.value)]
@@ -203,7 +203,9 @@ class StreamMemory(StreamState):
         seen = asked.seen if self.compact else self._count
         name = ("tail", seen, extra, piece.rows)
         places = self.stream.places
-        angles = self.turner.at(name, lambda: places.after(seen, self._pending, extra, piece.rows))
+        angles = self.turner.at(
+            name, lambda: places.after(seen, self._pending, extra, piece.rows, not self.compact)
+        )
         start = asked.base + extra
         end = start + max(piece.rows, MARGIN)
         asked.key, asked.value = (with_room(x, x, start, end) for x in (asked.key, asked.value))
@@ -239,10 +241,13 @@ class StreamMemory(StreamState):
         if self.compact or numbers is None or count == self._count:
             first = 0 if self.compact or count == self._count else begin
             name = ("units of a question", first, count)
-            angles = self.turner.at(name, lambda: places.units(first, count))
+            ranked = self.compact
+            angles = self.turner.at(
+                name, lambda: places.units(first, count) if ranked else places.own(first, count)
+            )
         else:
             local = torch.arange(begin, self._count, device=numbers.device)
-            angles = self.turner.angles(places.chosen(torch.cat([numbers, local]), self._count - 1))
+            angles = self.turner.angles(places.chosen(torch.cat([numbers, local]), self._count - 1, own=True))
         self.turner.turn_(raw[:1], angles)
         asked.seen = count
         return asked
@@ -295,7 +300,14 @@ class StreamMemory(StreamState):
         places = self.stream.places
         # Units before the base are those that no query of a new unit sees; they are turned at the base's own place.
         numbers = (torch.arange(self._first, self._count) - self._base).clamp(min=0)
-        angles = self.turner.at("rings", lambda: places.chosen(numbers, int(numbers[-1])))
+        angles = self.turner.at(
+            "rings",
+            lambda: (
+                places.chosen(numbers, int(numbers[-1]))
+                if places.even
+                else places.own(self._first, len(numbers), self._base)
+            ),
+        )
         for layer, ring in enumerate(self._rings):
             if ring is not None:
                 self._rings[layer] = ring._replace(turned=self.turner.turn(ring.key, angles))

@@ -109,12 +109,11 @@ class TokenMemory(StreamMemory):
             self._seen = {}
 
     def _closed(self, piece: Piece) -> bool:
+        places, every = self.stream.places, self.bases.every
         if piece.kind == "units":
-            return self._always or piece.first + piece.count > self.bases.every
-        fits = self._count <= self.bases.every
-        return self._always or not (
-            fits and self.stream.places.admits(self._count, piece.pending, piece.rows)
-        )
+            return self._always or places.slots(piece.first + piece.count) > every
+        fits = places.slots(self._count) <= every
+        return self._always or not (fits and places.admits(self._count, piece.pending, piece.rows, own=True))
 
     def _most(self) -> int:
         return -(-(self.held() - self.stream.head * self._headed) // self.stream.unit)
@@ -180,7 +179,7 @@ class TokenMemory(StreamMemory):
             return places.cells(torch.arange(count), count // self.stream.unit)
 
         def own() -> Tensor:
-            return places.cells(column, self._count + self.clip)
+            return places.cells(column, self._count + self.clip, own=True)
 
         if self.compact and places.axes == 1:
             return self.turner.at(("ranks", count), ranks)

@@ -66,8 +66,8 @@ class WholeStream(StreamState):
         if piece.kind == "head":
             return places.head()
         if piece.kind == "units":
-            return places.units(piece.first, piece.count)
-        return places.after(self._count, self._pending, self._extra, piece.rows)
+            return places.own(piece.first, piece.count)
+        return places.after(self._count, self._pending, self._extra, piece.rows, own=True)
 
     def leave(self) -> None:
         piece = self._piece

@@ -51,7 +51,8 @@ class WindowedPolicy(StreamPolicy):
 
 
 class Bases:
-    """What to take from unit numbers so that places stay within the model's limit while a window is encoded.
+    """What to take from the slots of units (`Places`), their numbers where they come evenly, so that places stay within the
+    model's limit while a window is encoded.
 
     Places are the true ones up to the last unit that fits under the limit. From there on a base is subtracted, a multiple
     of `every`, which is the same for all chunks; only the distance to the head changes with it, not those in the window.
@@ -65,17 +66,20 @@ class Bases:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if places.span(middle) < places.limit else (low, middle)
-        self.window, self.reach = window + spare, low
+        self._places, self.window, self.reach = places, window + spare, low
         # Spare units take no place that a window of up to half the limit has without them.
         self.every = max(low - self.window, window - spare, 1)
 
     def of(self, unit: int) -> int:
         """The base for the queries of a unit."""
-        return max(0, unit - self.window) // self.every * self.every
+        return int(self._places.at(max(0, unit - self.window)) // self.every * self.every)
 
     def same(self, unit: int, count: int) -> int:
         """How many of `count` units from `unit` on have its base."""
-        return min(count, self.of(unit) + self.every + self.window - unit)
+        if self._places.even:
+            return min(count, self.of(unit) + self.every + self.window - unit)
+        base = self.of(unit)
+        return next((some for some in range(1, count) if self.of(unit + some) != base), count)
 
 
 class Ring(NamedTuple):

@@ -88,8 +88,8 @@ class _Frames(FrameState):
         chosen = [i * last // (count - 1) for i in range(count)] if count > 1 else [last] * count
         return [(numbers[i], self._held[numbers[i]]) for i in chosen]
 
-    def shown(self, piece: Piece) -> int:
-        return min(self.budget, len(self._held))
+    def shown(self, piece: Piece) -> tuple[int, bool]:
+        return min(self.budget, len(self._held)), False
 
     def fresh(self) -> StreamState:
         return Full().stream(*self._parts)

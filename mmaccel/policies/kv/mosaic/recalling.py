@@ -61,8 +61,10 @@ class Recalling:
         self._found.append(entries)
         rows = self._fetcher.recall(layer, entries)
         units = entries // self._parts
-        numbers = _closed(units, base, first) if base else units
-        where = self._chooser.standing.tokens(entries, numbers, first)
+        places = self._stream.places
+        # In slots, where the base is taken from these; units that do not come evenly are then all closed up.
+        numbers = _closed(units, base, places.slots(first), places.even) if base else units
+        where = self._chooser.standing.tokens(entries, numbers, places.slots(first), not base)
         self._turner.turn_(rows[:1], self._turner.angles(where))
         return [(rows[:1], rows[1:])]
 
@@ -75,10 +77,11 @@ class Recalling:
         return torch.stack(found)
 
 
-def _closed(units: Tensor, base: int, first: int) -> Tensor:
+def _closed(units: Tensor, base: int, first: int, even: bool) -> Tensor:
     """[n] where ascending `units` [n], all below `first`, stand where `base` is taken from them: what lies before the base
     is closed up behind it, so that its order is still seen. All stand before the window; where there are more than places
     there, as parts of many units may be, the oldest share the first place."""
     rank = ranks(units)
     room = first - base - 1 - rank[-1]
-    return torch.minimum(torch.maximum(units - base, rank), rank + room).clamp_min(0)
+    there = torch.maximum(units - base, rank) if even else rank + room
+    return torch.minimum(there, rank + room).clamp_min(0)

@@ -271,9 +271,9 @@ def test_parts_of_more_units_than_have_places_stand_before_the_window_too(end: i
     standing = driven.state.chooser.standing
     tokens = standing.tokens
 
-    def seen(entries: torch.Tensor, numbers: torch.Tensor, most: int) -> torch.Tensor:
+    def seen(entries: torch.Tensor, numbers: torch.Tensor, most: int, own: bool) -> torch.Tensor:
         told.append((entries // driven.state.parts, numbers))
-        return tokens(entries, numbers, most)
+        return tokens(entries, numbers, most, own)
 
     standing.tokens = seen  # type: ignore[method-assign]
     room = driven.state._first - driven.state.bases.of(end - 1)

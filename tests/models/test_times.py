@@ -1,0 +1,134 @@
+"""Where positions are seconds, units stand where the model has frames of their times, however unevenly these come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmaccel
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.errors import ModelError
+from mmaccel.core.registry import registry
+from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair
+
+NAME = "random-qwen"  # two frames a unit, four positions a second
+STEP = 0.125
+"""Seconds between two frames of the dense video that has a frame at each of the times."""
+
+UNITS = (0, 1, 2, 7, 9, 10, 31, 32)
+"""The units of the dense video that are kept."""
+
+WHOLE = {kv: fields for kv, fields in every_stream().items() if kv not in ("no_cache", "window")}
+"""Memories that keep and see all. What "no_cache" and "window" show is always closed up, one unit after the other."""
+CALLS = [(kv, call) for kv in WHOLE for call in (1, 16)] + [("full", 3), ("mosaic", 3), ("streammem", 3)]
+
+
+def fields(kv: str) -> dict[str, Any]:
+    own = "positions" in registry("kv")[kv].__dataclass_fields__
+    return {**WHOLE[kv], **({"positions": "original"} if own else {})}
+
+
+def times() -> list[float]:
+    """Of both frames of each unit."""
+    return [5.0 + 2 * unit * STEP + half * STEP for unit in UNITS for half in (0, 1)]
+
+
+def stock(dense: int, step: float = STEP) -> Tensor:
+    """[3, 1, S]: the stock model's positions of a prompt with `dense` units of two frames, `step` seconds apart."""
+    model, processor = pair(NAME)
+    frames = film(1).expand(2 * dense, -1, -1, -1)
+    content = [{"type": "video", "video": frames}, {"type": "text", "text": QUESTION}]
+    inputs = processor.chat(content, fps=1 / step)
+    names = ("input_ids", "video_grid_thw", "second_per_grid_ts", "attention_mask", "mm_token_type_ids")
+    return model.model.get_rope_index(**{name: inputs[name] for name in names})[0]
+
+
+def wanted(frames: Tensor) -> Tensor:
+    """[V] the stock model's logits after the kept units, each at the position it has in the dense video."""
+    model, processor = pair(NAME)
+    content = [{"type": "video", "video": frames}, {"type": "text", "text": QUESTION}]
+    inputs = processor.chat(content, fps=FPS)
+    film_ids = inputs["input_ids"][0] == processor.video_token_id
+    first, count = int(film_ids.nonzero()[0]), int(film_ids.sum()) // len(UNITS)
+    whole = stock(UNITS[-1] + 1)
+    units = [whole[..., first + u * count : first + (u + 1) * count] for u in UNITS]
+    after = whole[..., first + (UNITS[-1] + 1) * count :]
+    positions = torch.cat([whole[..., :first], *units, after], -1)
+    with torch.no_grad():
+        return model(**inputs, position_ids=positions).logits[0, -1]
+
+
+@pytest.mark.parametrize(("kv", "call"), CALLS)
+def test_uneven_times_have_the_stock_model_s_positions(kv: str, call: int) -> None:
+    frames = film(2 * len(UNITS))
+    with open_session(NAME, fields(kv)) as session, open_session(NAME, fields(kv)) as even:
+        for begin in range(0, len(frames), call):
+            part = slice(begin, begin + call)
+            session.watch(frames[part], times=times()[part])
+        assert (logits(session) - wanted(frames)).abs().max() <= 1e-4
+        even.watch(frames, fps=1 / STEP)
+        assert (logits(even) - wanted(frames)).abs().max() > 1e-3, "the comparison can fail"
+
+
+@pytest.mark.parametrize("kv", ["full", "rekv", "streammem", "mosaic"])
+def test_a_unit_that_is_not_complete_has_its_own_time(kv: str) -> None:
+    """It stands where its first frame does."""
+    frames = film(2 * len(UNITS))
+    frames[-1] = frames[-2]
+    with open_session(NAME, fields(kv)) as session:
+        session.watch(frames[:-1], times=times()[:-1])
+        assert (logits(session) - wanted(frames)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("kv", ["full", "mosaic", "recent"])
+def test_even_times_change_nothing(kv: str) -> None:
+    tight = every_stream(frames=4, window=6)[kv]
+    with open_session(NAME, tight) as timed, open_session(NAME, tight) as rated:
+        timed.watch(film(12)[:4], times=[0.5 * n for n in range(4)], fps=2.0)
+        timed.watch(film(12)[4:], times=[0.5 * n for n in range(4, 12)])
+        rated.watch(film(12)[:4], fps=2.0)
+        rated.watch(film(12)[4:])
+        assert torch.equal(logits(timed), logits(rated)) and timed.shown == rated.shown
+
+
+@pytest.mark.parametrize("kv", ["full", "mosaic", "livevlm"])
+def test_a_saved_stream_goes_on_at_its_times(tmp_path: Path, kv: str) -> None:
+    frames, model, processor = film(2 * len(UNITS)), *pair(NAME)
+    with open_session(NAME, fields(kv)) as session:
+        session.watch(frames[:9], times=times()[:9])
+        session.save(tmp_path / "stream")
+        before = logits(session)
+    with mmaccel.VideoSession.resume(model, processor, tmp_path / "stream") as again:
+        assert torch.equal(logits(again), before)
+        with pytest.raises(ModelError, match="times"):
+            again.watch(frames[9:], times=[1e3 + n for n in range(6)])
+        again.watch(frames[9:], times=times()[9:])
+        assert (logits(again) - wanted(frames)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("kv", ["rekv", "mosaic", "recent", "streammem", "livevlm"])
+def test_a_pause_longer_than_the_model_reaches(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair(NAME)[0].model.language_model.config, "max_position_embeddings", 400)
+    own = "positions" in registry("kv")[kv].__dataclass_fields__
+    tight = {**every_stream(frames=4, window=6)[kv], **({"positions": "original"} if own else {})}
+    moments = [0.5 * n for n in range(12)] + [1e6 + 0.5 * n for n in range(12)] + [1e7, 1e7 + 3]
+    with open_session(NAME, tight) as session:
+        for begin in range(0, 26, 5):
+            part = slice(begin, begin + 5)
+            session.watch(torch.cat([film(25), film(1)])[part], times=moments[part])
+        answer = session.ask(QUESTION, 3)
+        places = session._live.film.stream.places  # type: ignore[union-attr]
+        assert len(answer.ids) == 3 and torch.isfinite(logits(session)).all()
+        assert int(places.own(0, 13).max()) < 400
+
+
+def test_a_family_without_seconds_goes_by_numbers() -> None:
+    assert adapter_for(pair("random-ov")[0]).pace_of(pair("random-ov")[0], {}) is None  # type: ignore[attr-defined]
+    with open_session("random-ov", "full") as session, open_session("random-ov", "full") as even:
+        session.watch(film(6), times=[0.0, 1.0, 5.0, 9.0, 100.0, 101.0])
+        even.watch(film(6), fps=1.0)
+        assert torch.equal(logits(session), logits(even))

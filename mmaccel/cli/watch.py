@@ -259,7 +259,7 @@ def parsed(text: str, source: str = "--question") -> Asked:
     if not words.strip():
         raise ModelError(f"{source}: {text!r} asks nothing; give QUESTION@SECONDS.")
     if seconds is not None and not 0 <= seconds < float("inf"):
-        raise VideoError(f"{source}: {when} is no time in a video; give seconds from its start.")
+        raise VideoError(f"{source}: {seconds:g} is no time in a video; give seconds from its start.")
     return seconds, words.strip()
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mmaccel.core import folder, outside, saving
 from mmaccel.core.adapter import StreamSeam
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, shown
 from mmaccel.core.folder import FACTS, FILM, FORMAT, MEMORY, UNSEALED, VERSION, writable
 from mmaccel.core.live import Film, Live
 from mmaccel.core.recipe import Recipe
@@ -94,13 +94,13 @@ def check(where: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
     if told["model"] != mine["model"]:
         raise ModelError(f"{where} was saved from another model; load it with the model it was saved with.")
     if told["dtype"] != mine["dtype"]:
+        kind = shown(told["dtype"])[1:-1]
         raise ModelError(
-            f"{where} was saved from a model in {told['dtype']} and this one is in {mine['dtype']}; load the model in "
-            f"{told['dtype']}."
+            f"{where} was saved from a model in {kind} and this one is in {mine['dtype']}; load the model in {kind}."
         )
-    if told["recipe"].get("kv") != mine["recipe"]["kv"]:
+    if (kv := told["recipe"].get("kv")) != mine["recipe"]["kv"]:
         raise ModelError(
-            f"{where} was saved with kv {told['recipe'].get('kv')}; open the session with the same kv and fields."
+            f"{where} was saved with kv {shown(kv, 200)}; open the session with the same kv and fields."
         )
     # Before version 4 the files were in the folder itself.
     data = where / told.get("data", "")

@@ -18,7 +18,7 @@ from av.format import Flags
 from mmaccel.core.errors import VideoError
 from mmaccel.media.clock import Log
 from mmaccel.media.pipe import Pipe, is_pipe
-from mmaccel.media.place import LIST, is_file, is_url, reason
+from mmaccel.media.place import LIST, is_file, is_url, named, reason
 
 FOREVER = float("inf")
 PATIENCE_S = 30.0
@@ -54,15 +54,16 @@ class Source:
         timeout: float | None = None,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        self.name = os.fspath(path)
+        where = os.fspath(path)
+        self._where, self.name = where, named(where)
         self.live = live
         if timeout is not None and not timeout > 0:
             raise VideoError(f"timeout={timeout:g} must be a positive number of seconds.")
-        self.local = file is None and not is_url(path) and format is None and is_file(self.name)
+        self.local = file is None and not is_url(path) and format is None and is_file(where)
         if not self.local and timeout is None:
             timeout = PATIENCE_S
-        if file is None and format is None and timeout is not None and is_pipe(self.name):
-            file = Pipe(self.name, timeout)
+        if file is None and format is None and timeout is not None and is_pipe(where):
+            file = Pipe(where, timeout)
         self._timeout, self._wait = timeout, wait
         self._opened_anew = False
         self.damaged = 0
@@ -76,7 +77,7 @@ class Source:
         self._back = 0.0
         self._opener = functools.partial(
             av.open,
-            file if file is not None else self.name,
+            file if file is not None else where,
             format=format,
             options=options or {},
             timeout=None if self.local or file is not None else timeout,
@@ -131,6 +132,10 @@ class Source:
             kinds = sorted({stream.type for stream in container.streams} - {"video"})
             holds = f"it holds only {' and '.join(kinds)}" if kinds else "it holds no streams"
             raise VideoError(f"{self.name} has no video: {holds}.")
+        if videos[0].codec_context is None:
+            raise VideoError(
+                f"{self.name} has a video of a codec that is not known here: convert it to H.264."
+            )
         return videos[0]
 
     def _duration(self) -> float | None:
@@ -187,7 +192,7 @@ class Source:
 
     def _is_steady(self) -> bool:
         """Whether the clock of a file runs on to its end, from the packets alone: only then can be sought in it."""
-        with Source(self.name) as other:
+        with Source(self._where) as other:
             last = -FOREVER
             try:
                 for packet in other._container.demux(other._stream):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any
 
@@ -55,9 +56,15 @@ def orientation(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
 
     From the display matrix, which maps a stored point (x, y) to (a x + c y, b x + d y).
     """
-    data: Any = frame.side_data.get("DISPLAYMATRIX")
-    if data is None:
-        return False, False, False
-    a, b, _, c, d = struct.unpack("=5i", bytes(data)[:20])
+    try:
+        data: Any = frame.side_data.get("DISPLAYMATRIX")
+    except ValueError:
+        # PyAV does not know each kind that a frame may carry beside it, but tells the rotation without them.
+        angle = math.radians(frame.rotation)
+        a, b, c, d = math.cos(angle), -math.sin(angle), math.sin(angle), math.cos(angle)
+    else:
+        if data is None or len(bytes(data)) < 20:
+            return False, False, False
+        a, b, _, c, d = struct.unpack("=5i", bytes(data)[:20])
     swapped = abs(b) > abs(a)
     return (True, c < 0, b < 0) if swapped else (False, a < 0, d < 0)

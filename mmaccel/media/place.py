@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from mmaccel.core.errors import VideoError
+from mmaccel.core.errors import VideoError, shown
 
 CONCAT = b"ffconcat version 1.0"
 LIST = "is a list of other files, not a video: name the files one by one."
@@ -16,17 +16,23 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
+def named(path: str) -> str:
+    """A path as errors show it: on one line, and no longer than people read."""
+    return path if len(path) <= 240 and path.isprintable() else shown(path, 240)[1:-1]
+
+
 def is_file(name: str, may_be_empty: bool = False) -> bool:
     """True for a plain file that can be opened; raises `VideoError` for what can never be read."""
+    path, name = name, named(name)
     try:
-        mode = os.stat(name).st_mode
+        mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
             raise VideoError(f"{name} is a folder, not a video: name a file in it.")
         if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
             raise VideoError(f"{name} is a device: name its format, such as v4l2, or name a video file.")
         if not stat.S_ISREG(mode):
             return False
-        with open(name, "rb") as file:
+        with open(path, "rb") as file:
             begin = file.read(len(CONCAT))
             if not may_be_empty and not begin:
                 raise VideoError(f"{name} is empty: it has 0 bytes.")

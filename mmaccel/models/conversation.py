@@ -120,10 +120,12 @@ def _messages(content: Any, images: list[Any], videos: list[Any]) -> list[dict[s
 
 def _without(piece: Mapping[str, Any], shown: dict[str, list[Any]]) -> dict[str, Any]:
     """The piece as the template may see it; its image or video is put aside, in order."""
+    if not isinstance(piece, Mapping):
+        raise ModelError(f"content: {errors.shown(piece)} is no piece; give a mapping with its type.")
     kind = piece.get("type")
     if kind == "text":
         return {"type": "text", "text": outside.words(piece.get("text"), "content")}
-    if kind not in shown:
+    if not isinstance(kind, str) or kind not in shown:
         raise ModelError(
             f"a piece of type {errors.shown(kind)} is not known: use 'text', 'image' or 'video'."
         )

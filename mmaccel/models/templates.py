@@ -19,8 +19,8 @@ SECONDS = 5.0
 """Longest that a template may take."""
 NUMBER = 1_000_000
 """Largest number in a template."""
-CHARACTERS = 1 << 24
-"""Longest text that a template may make of a conversation."""
+GROWTH, FRAME = 4, 1 << 16
+"""A template may make so many times the characters it is given, and so many beside."""
 
 
 class Written(str):
@@ -68,9 +68,10 @@ def written(
         raise ModelError(
             f"chat template: it fails ({told}); mend chat_template.jinja of the model."
         ) from error
-    if not isinstance(text, str) or len(text) > CHARACTERS:
+    given = sum(len(piece.get("text", "")) for one in messages for piece in one["content"])
+    if not isinstance(text, str) or len(text) > GROWTH * given + FRAME * len(messages):
         raise ModelError(
-            f"chat template: it makes more than {CHARACTERS} characters; mend chat_template.jinja of the model."
+            f"chat template: it makes {len(text)} characters of {given}; mend chat_template.jinja of the model."
         )
     return Written(text, plain)
 

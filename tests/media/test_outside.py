@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy
 import PIL.Image
 import pytest
@@ -19,6 +20,8 @@ import torch
 from mmaccel import media
 from mmaccel.core.errors import VideoError
 from mmaccel.media.intake import as_frames, as_image
+from mmaccel.media.picture import orientation
+from tests.media.films import set_matrix
 
 Film = Callable[[str], Path]
 
@@ -161,3 +164,24 @@ def test_more_frames_than_there_are_can_be_refused(film: Film) -> None:
         VideoError, match=r"fps=1e\+09 is more than the 10 frames a second of .*; give no more than"
     ):
         media.read(whole, fps=1e9, faster=False)
+
+
+class Unknown:
+    """A frame with something beside it that PyAV has no name for."""
+
+    def __init__(self, rotation: float) -> None:
+        self.rotation = rotation
+
+    @property
+    def side_data(self) -> Any:
+        raise ValueError("31 is not a valid Type")
+
+
+@pytest.mark.parametrize("matrix", [(1, 0, 0, 1), (0, 1, -1, 0), (0, -1, 1, 0), (-1, 0, 0, -1)])
+def test_a_frame_with_unknown_data_beside_it_is_set_upright(
+    film: Film, matrix: tuple[int, int, int, int]
+) -> None:
+    with av.open(str(set_matrix(film(frames=2), *matrix))) as container:
+        frame = next(container.decode(video=0))
+    stand: Any = Unknown(frame.rotation)
+    assert orientation(stand) == orientation(frame)

@@ -12,7 +12,7 @@ from mmaccel.backends.triton import decode, enter, rows
 from mmaccel.backends.triton import turn as turning
 
 from .oracle import budget
-from .triton_cases import DEVICE, DTYPES
+from .triton_cases import DEVICE, DTYPES, INTERPRETED
 
 
 def drawn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -191,21 +191,34 @@ def entered(
 @pytest.mark.parametrize(("B", "n", "biased"), [(1, 1, True), (2, 3, True), (2, 9, False)])
 @pytest.mark.parametrize("size", [64, 72])
 def test_enter(size: int, B: int, n: int, biased: bool, dtype: torch.dtype) -> None:
-    """A product that turns and writes what it makes, to the bit: the product, and what turns it after."""
+    """A product that turns and writes what it makes: the product, and what turns it after.
+
+    On a device both kernels sum in one order, and the values are the same to the bit. A CPU's library sums in an order of
+    its own for each shape, so there the error against float64 counts, as in `test_project`.
+    """
     weight, bias, turn, columns, whole = entered(dtype, B, n, size, biased)
     x, gain = drawn(B * n, 48, dtype=dtype), drawn(48, dtype=dtype, seed=8)
-    mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
+    mine, theirs, said = ([w.clone()[:, :, 1] for w in whole] for _ in range(3))
     got = enter.enter_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *mine, block_k=16)
     made = rows.project_rows(x, weight, bias, gain, 1e-5, block_k=16).view(B, n, -1)
     line = torch.arange(n, device=DEVICE).expand(B, n)
     want = turning.turn_rows(made, turn[0], turn[1], line, columns, *theirs)
-    close = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps}
-    torch.testing.assert_close(got, want, **close)
+    plainly = plain.enter_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *said)
+    wide = [w.double()[:, :, 1] for w in whole]
+    normed = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
+    weights, biases = ([t.double() for t in given] for given in (weight, bias))
+    exact = plain.enter_rows(normed, weights, biases, None, None, 0.0, turn.double(), columns, *wide)
+    sizes = float(plain.project_rows(normed.abs(), [w.abs() for w in weights], [b.abs() for b in biases]).max())
+    turned = sizes * float(turn.double().abs().sum(0).max())
+    for query, (key, value) in ((got, mine), (want, theirs)):
+        closer(query, plainly, exact, turned, 48)
+        closer(key, said[0], wide[0], turned, 48)
+        closer(value, said[1], wide[1], sizes, 48)
     assert got.stride() == want.stride()
-    for one, other, before in zip(mine, theirs, whole, strict=True):
-        torch.testing.assert_close(one, other, **close)
+    for one, before in zip(mine, whole, strict=True):
         assert int((one != before[:, :, 1]).any(-1).sum()) == B * 2 * n
-    assert torch.equal(mine[1], theirs[1])
+    if not INTERPRETED:
+        assert torch.equal(mine[1], theirs[1])
 
 
 @pytest.mark.parametrize("parts", [1, 5, 700])

@@ -3,6 +3,7 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+CONSTRAINTS ?= constraints.txt
 OUT ?= runs/tiny
 SECONDS_EACH ?= 1050
 # One thread a process: the tests run in several, and the models are small.
@@ -12,7 +13,7 @@ WORKERS ?= auto
 WORLDS ?= 20
 SEED ?= 100
 
-.PHONY: install demo test check lint types train bench clean
+.PHONY: install demo test test-numeric test-oldest check lint types train bench clean
 
 install: $(STAMP)
 
@@ -25,10 +26,10 @@ $(PY):
 
 # torch first, by itself: the build that pip finds for this machine is the one everything else must accept.
 # An environment whose making was broken off may lack pip; it is mended here.
-$(STAMP): pyproject.toml constraints.txt | $(PY)
+$(STAMP): pyproject.toml $(CONSTRAINTS) | $(PY)
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip --default-pip >/dev/null
-	$(PY) -m pip install --quiet $$(grep '^torch==' constraints.txt)
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(PY) -m pip install --quiet $$(grep '^torch==' $(CONSTRAINTS))
+	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
@@ -36,6 +37,14 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS)
+
+# What hangs on the products of a CPU, by the kernels of several processors.
+test-numeric: $(STAMP)
+	$(TEST_ENV) $(PY) -m tests.numeric -n $(WORKERS)
+
+# The lower bound of every dependency, in an environment of its own.
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

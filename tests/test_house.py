@@ -206,6 +206,7 @@ def test_the_lock_fits_the_bounds() -> None:
     import tomllib
 
     from packaging.requirements import Requirement
+    from packaging.version import Version
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -220,5 +221,15 @@ def test_the_lock_fits_the_bounds() -> None:
         assert need.specifier.contains(locked[name]), (
             f"constraints.txt pins {name} to {locked[name]}, not {need.specifier}"
         )
+    lowest = {
+        need.name.lower(): bound.version
+        for need in wanted
+        for bound in need.specifier
+        if bound.operator == ">="
+    }
+    lines = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    oldest = {pin.name.lower(): Version(next(iter(pin.specifier)).version) for pin in pins}
+    assert oldest == {name: Version(bound) for name, bound in lowest.items()}
     assert project["version"] == mmaccel.__version__
     assert f"## [{mmaccel.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

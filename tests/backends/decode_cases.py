@@ -208,7 +208,9 @@ def test_enter(size: int, B: int, n: int, biased: bool, dtype: torch.dtype) -> N
     normed = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
     weights, biases = ([t.double() for t in given] for given in (weight, bias))
     exact = plain.enter_rows(normed, weights, biases, None, None, 0.0, turn.double(), columns, *wide)
-    sizes = float(plain.project_rows(normed.abs(), [w.abs() for w in weights], [b.abs() for b in biases]).max())
+    sizes = float(
+        plain.project_rows(normed.abs(), [w.abs() for w in weights], [b.abs() for b in biases]).max()
+    )
     turned = sizes * float(turn.double().abs().sum(0).max())
     for query, (key, value) in ((got, mine), (want, theirs)):
         closer(query, plainly, exact, turned, 48)

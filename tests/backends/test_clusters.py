@@ -17,6 +17,7 @@ QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 CASES = "tests/backends/clusters_cases.py"
 
 
+@pytest.mark.numeric
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     warnings = ("-W", "ignore::DeprecationWarning")

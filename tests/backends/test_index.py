@@ -49,6 +49,7 @@ def test_turned_classes_keep_their_contract(columns: int, rows: int) -> None:
     torch.library.opcheck(index.turned_classes, (*arguments, *told))
 
 
+@pytest.mark.numeric
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     warnings = ("-W", "ignore::DeprecationWarning")

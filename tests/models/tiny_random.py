@@ -32,7 +32,7 @@ def qwen(layers: int = 2, hidden: int = 64, seed: int = 0):
 def llava(layers: int = 2, hidden: int = 64, seed: int = 0):
     """A LLaVA-OneVision of 2 layers: 28-pixel frames of 2 x 2 pooled tokens."""
     torch.manual_seed(seed)
-    return T.LlavaOnevisionForConditionalGeneration(
+    model = T.LlavaOnevisionForConditionalGeneration(
         T.LlavaOnevisionConfig(
             vision_config={
                 "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64,
@@ -48,6 +48,12 @@ def llava(layers: int = 2, hidden: int = 64, seed: int = 0):
             image_grid_pinpoints=[[28, 28], [28, 56], [56, 28]],
         )
     ).eval()  # fmt: skip
+    # The one weight that is a truncated normal: each version of PyTorch draws those in a way of its own.
+    patches = model.model.vision_tower.embeddings.patch_embedding.weight
+    torch.nn.init.normal_(
+        patches, std=patches[0].numel() ** -0.5, generator=torch.Generator().manual_seed(seed)
+    )
+    return model
 
 
 BUILD = {"qwen": qwen, "llava": llava}

@@ -1,0 +1,52 @@
+"""Runs the tests marked `numeric` by the kernels of several processors: `python -m tests.numeric [options of pytest]`.
+
+numpy's OpenBLAS, by which Triton's interpreter multiplies, and PyTorch's own kernels each choose theirs by the processor, and
+sum in another order on another. The environment chooses here. What this processor lacks is left out, with a line.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import torch
+
+LEVELS = ["DEFAULT", "AVX2", "AVX512"]
+SETTINGS = [
+    ("OPENBLAS_CORETYPE", "Prescott", "DEFAULT"),
+    ("OPENBLAS_CORETYPE", "Haswell", "AVX2"),
+    ("OPENBLAS_CORETYPE", "Zen", "AVX2"),
+    ("OPENBLAS_CORETYPE", "SkylakeX", "AVX512"),
+    ("ATEN_CPU_CAPABILITY", "default", "DEFAULT"),
+    ("ATEN_CPU_CAPABILITY", "avx2", "AVX2"),
+    ("ATEN_CPU_CAPABILITY", "avx512", "AVX512"),
+]
+"""What the environment names, and the least that a processor must have for it."""
+
+
+def main() -> int:
+    here = torch.backends.cpu.get_cpu_capability()
+    lines, status = [], 0
+    for variable, value, needed in SETTINGS:
+        setting = f"{variable}={value}"
+        if LEVELS.index(needed) > LEVELS.index(here):
+            lines.append(f"{setting}: left out, this processor has {here} and not {needed}")
+            continue
+        print(f"== {setting}", flush=True)
+        begin = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-m", "numeric and not gpu and not slow", *sys.argv[1:]],
+            env={**os.environ, variable: value},
+            check=False,
+        )
+        said = "passed" if done.returncode == 0 else f"failed, pytest ended with {done.returncode}"
+        lines.append(f"{setting}: {said}, {time.monotonic() - begin:.0f} s")
+        status = status or done.returncode
+    print(*lines, sep="\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

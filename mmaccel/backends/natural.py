@@ -1,35 +1,36 @@
 """Rows and places that stand in their own order, told without a look at the device: who makes them says so.
 
 What is written to afterwards is no longer known: tensors count their writes. Those of inference mode do not, so what is made
-here is made out of it; of what others make there, `tell_together` takes their word.
+here is made out of it; of what others make there, `tell_together` takes their word. While a graph is traced, tensors have
+no address, and nothing is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage
 
-_made: dict[tuple[torch.device, int], tuple[ref[Tensor], int, int | None]] = {}
-"""Device and address -> what was made there, as long as somebody holds it, how many rows are in it, and its `_writes`."""
+Known = TypeVar("Known")
+Name = tuple[torch.device, tuple[int, ...]]
+"""Device and addresses."""
 
-_together: dict[
-    tuple[torch.device, tuple[int, ...]], tuple[tuple[tuple[ref[Tensor], int | None], ...], int]
-] = {}
-"""Device and addresses -> what holds all rows among it, as long as somebody holds all of it, each with its `_writes`, and
-how many rows these are."""
+_made: dict[Name, tuple[ref[Tensor], int, int | None]] = {}
+"""What was made there, as long as somebody holds it, how many rows are in it, and its `_writes`."""
 
+_together: dict[Name, tuple[tuple[tuple[ref[Tensor], int | None], ...], int]] = {}
+"""What holds all rows among it, as long as somebody holds all of it, each with its `_writes`, and how many these are."""
 
-_ranks: dict[tuple[torch.device, int], tuple[ref[UntypedStorage], int, int | None]] = {}
-"""Device and address -> the memory in which numbers from 0 on lie there, as long as there is any, how many, `_writes`."""
+_ranks: dict[Name, tuple[ref[UntypedStorage], int, int | None]] = {}
+"""The memory in which numbers from 0 on lie there, as long as there is any, how many, `_writes`."""
 
-_places: dict[tuple[torch.device, int], tuple[ref[UntypedStorage], tuple[int, int], int, int | None]] = {}
+_places: dict[Name, tuple[ref[UntypedStorage], tuple[int, int], int, int | None]] = {}
 """The same of places one after another: the first and how many they are, the elements, `_writes`."""
 
-_reach: dict[tuple[torch.device, int], tuple[ref[UntypedStorage], Band, torch.Size, int | None]] = {}
+_reach: dict[Name, tuple[ref[UntypedStorage], Band, torch.Size, int | None]] = {}
 """The same of lists: the pairs for which they hold every block, their shape, `_writes`."""
 
 
@@ -63,7 +64,7 @@ def first_rows(row: Tensor, n: int) -> Tensor:
 def rows_in_order(row: Tensor) -> int | None:
     """How many rows `row` [b, width] or [b, 1, width] holds in their order, with -1 behind them; None if that is not known
     to be all that it holds."""
-    made, n, writes = _made.get((row.device, row.data_ptr()), (None, 0, None))
+    made, n, writes = _found(_made, row) or (None, 0, None)
     known = made() if made is not None else None
     if known is None or _writes(known) != writes:
         return None
@@ -82,8 +83,7 @@ def first_of(row: Tensor, n: int, width: int) -> Tensor:
 def ranks(batch: int, width: int, device: torch.device) -> Tensor:
     """[batch, width] int32: 0 .. width - 1, all sequences' the same memory. Nobody writes to it."""
     rank = torch.arange(width, dtype=torch.int32, device=device)
-    name = rank.device, rank.data_ptr()
-    if rank.data_ptr():
+    if name := _name(rank):
         storage = ref(rank.untyped_storage(), lambda _: _ranks.pop(name, None))
         _ranks[name] = storage, width, _writes(rank)
     return rank.expand(batch, width)
@@ -91,7 +91,7 @@ def ranks(batch: int, width: int, device: torch.device) -> Tensor:
 
 def are_ranks(place: Tensor) -> bool:
     """Whether `place` [..., width] is known to hold 0 .. width - 1 in each row."""
-    made, n, writes = _ranks.get((place.device, place.data_ptr()), (None, 0, None))
+    made, n, writes = _found(_ranks, place) or (None, 0, None)
     alike = all(size == 1 or not step for size, step in zip(place.shape[:-1], place.stride(), strict=False))
     dense = place.dtype == torch.int32 and place.stride(-1) == 1 and place.shape[-1] <= n
     return made is not None and made() is not None and _writes(place) == writes and alike and dense
@@ -102,8 +102,7 @@ def places_from(first: int, batch: int, n: int, width: int, device: torch.device
     """[batch, width] int32: the places first .. first + n - 1, and -1 past the last. Nobody writes to it."""
     rank = torch.arange(width, dtype=torch.int32, device=device)
     place = torch.where(rank < n, rank + first, -1).repeat(batch, 1)
-    if place.data_ptr():
-        name = place.device, place.data_ptr()
+    if name := _name(place):
         storage = ref(place.untyped_storage(), lambda _: _places.pop(name, None))
         _places[name] = storage, (first, n), place.numel(), _writes(place)
     return place
@@ -112,7 +111,7 @@ def places_from(first: int, batch: int, n: int, width: int, device: torch.device
 def first_place(place: Tensor) -> tuple[int, int] | None:
     """The first of the places `place` [b, width] or [b, 1, width], and how many follow each other from it on in each row;
     None if that is not known."""
-    made, found, size, writes = _places.get((place.device, place.data_ptr()), (None, (0, 0), 0, None))
+    made, found, size, writes = _found(_places, place) or (None, (0, 0), 0, None)
     if made is None or made() is None or _writes(place) != writes or place.dtype != torch.int32:
         return None
     return found if place.numel() == size and place.is_contiguous() else None
@@ -137,15 +136,14 @@ def band(
 
 def tell_reach(row: Tensor, pairs: Band | None) -> None:
     """Say that lists `row` [b, h, M, 5] hold every block in which there are any of `pairs`, if these are known."""
-    if pairs is not None and row.data_ptr():
-        name = row.device, row.data_ptr()
+    if pairs is not None and (name := _name(row)):
         storage = ref(row.untyped_storage(), lambda _: _reach.pop(name, None))
         _reach[name] = storage, pairs, row.shape, _writes(row)
 
 
 def reaches(row: Tensor, pairs: Band) -> bool:
     """Whether lists `row` are known to hold every block in which there are any of `pairs`."""
-    made, known, shape, writes = _reach.get((row.device, row.data_ptr()), (None, None, None, None))
+    made, known, shape, writes = _found(_reach, row) or (None, None, None, None)
     if made is None or made() is None or known is None or _writes(row) != writes or row.shape != shape:
         return False
     fewer = pairs.rows <= known.rows and pairs.keys <= known.keys
@@ -154,8 +152,7 @@ def reaches(row: Tensor, pairs: Band) -> bool:
 
 def tell_together(rows: Sequence[Tensor], n: int) -> None:
     """Say that `rows`, each [b, h, width], hold every row of 0 .. n - 1 once among them for each head, and else only -1."""
-    name = rows[0].device, tuple(row.data_ptr() for row in rows)
-    if all(name[1]):
+    if name := _name(*rows):
         _together[name] = (
             tuple((ref(row, lambda _: _together.pop(name, None)), _writes(row)) for row in rows),
             n,
@@ -166,7 +163,7 @@ def rows_together(rows: Sequence[Tensor]) -> int | None:
     """How many rows `rows` are known to hold among them, every one once for each head and with nothing else but -1."""
     if len(rows) == 1 and (n := rows_in_order(rows[0])) is not None:
         return n
-    made, n = _together.get((rows[0].device, tuple(row.data_ptr() for row in rows)), ((), None))
+    made, n = _found(_together, *rows) or ((), None)
     for row, (one, writes) in zip(rows, made, strict=False):
         known = one()
         if known is None or _writes(known) != writes:
@@ -182,9 +179,19 @@ def _writes(made: Tensor) -> int | None:
 
 
 def _told(row: Tensor, n: int) -> Tensor:
-    name = row.device, row.data_ptr()
-    if not row.data_ptr():
-        # Tensors without memory all have one address.
-        return row
-    _made[name] = ref(row, lambda _: _made.pop(name, None)), n, _writes(row)
+    if name := _name(row):
+        _made[name] = ref(row, lambda _: _made.pop(name, None)), n, _writes(row)
     return row
+
+
+def _name(*rows: Tensor) -> Name | None:
+    """None where a tensor has no address: without memory, all would have one; nor while a graph is traced."""
+    if torch.compiler.is_compiling():
+        return None
+    lie = tuple(row.data_ptr() for row in rows)
+    return (rows[0].device, lie) if all(lie) else None
+
+
+def _found(known: dict[Name, Known], *rows: Tensor) -> Known | None:
+    name = _name(*rows)
+    return None if name is None else known.get(name)

@@ -321,8 +321,10 @@ def _span(pieces: list[Piece], lead: Lead, rows: int, blocks: tuple[int, int]) -
 
 
 def _named(span: KeySpan) -> Any:
-    """What tells the keys of a span from others."""
-    return tuple((t.data_ptr(), t.shape, t.stride()) for t in (span.k_row, span.k_place))
+    """What tells the keys of a span from others: where they lie, or while a graph is traced, which tensors they are."""
+    traced = torch.compiler.is_compiling()  # an address is not known there
+    keys = span.k_row, span.k_place
+    return tuple((id(t) if traced else t.data_ptr(), t.shape, t.stride()) for t in keys)
 
 
 Told = tuple[tuple[int, ...], int, Any]

@@ -118,7 +118,7 @@ class Family(ModelAdapter):
         """Raise `ModelError` for inputs that another family's processor made."""
         # A family that names no facts of its own may have those of others.
         known = registry("model").values() if self.facts else ()
-        others = frozenset[str]().union(*(getattr(one, "facts", ()) for one in known))
+        others: set[str] = set().union(*(getattr(one, "facts", ()) for one in known))
         odd = [
             f"{name} is of another family"
             for name in sorted(others - self.facts)

@@ -1,6 +1,6 @@
 """Runs the tests marked `numeric` by the kernels of several processors: `python -m tests.numeric [options of pytest]`.
 
-numpy's OpenBLAS, by which Triton's interpreter multiplies, and PyTorch's own kernels each choose theirs by the processor, and
+numpy's OpenBLAS, by which Triton's interpreter multiplies, and PyTorch's own kernels choose theirs by the processor, and
 sum in another order on another. The environment chooses here. What this processor lacks is left out, with a line.
 """
 

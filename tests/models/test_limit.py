@@ -19,11 +19,11 @@ from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 ROOM = 13
 STRATEGIES: dict[str, Any] = {
     "off": lambda model: Off(),
-    "sequential": lambda model: Sequential(model=model, window=4),
+    "sequential": lambda model: Sequential(model=model, window=4, in_batches="always"),
     "pruned": lambda model: Sequential(model=model, window=4, prune={"name": "uv", "retention": 0.3}),
     "text_only": lambda model: TextOnly(model=model, window=4),
     "tree": lambda model: Tree(model=model),
-    "parallel": lambda model: Parallel(model=model, window=4, process=False),
+    "parallel": lambda model: Parallel(model=model, window=4, process=False, in_batches="always"),
     "prompt_lookup": lambda model: PromptLookup(),
     "sparse_to_dense": lambda model: SparseToDense(retention=0.3),
 }

@@ -166,6 +166,8 @@ class Worker:
         finally:
             theirs.close()
         self.wire = Wire(ours)
+        self.ready: tuple[int, ...] = ()
+        """The numbers that came with `READY`."""
         self._outbox = Outbox(self.wire.send)
         self.silence_s = silence_s
         self._heard = time.monotonic()
@@ -270,6 +272,8 @@ class Worker:
         if message.kind != kind:
             self.close()
             raise DraftError("the second process answered out of turn.")
+        if kind == READY:
+            self.ready = message.numbers
         return message
 
     def _reason(self) -> str:

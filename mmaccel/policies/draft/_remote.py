@@ -19,7 +19,7 @@ from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import registry
 from mmaccel.core.worker import OWN, READY, Message, Wire, Worker, beating, inbox
 from mmaccel.policies.draft._parcel import packing, unpack
-from mmaccel.policies.draft._writer import Writer, Written
+from mmaccel.policies.draft._writer import Writer, Written, bare_step_s
 
 BEGIN, KEEP, WRITE, WROTE, END, GREEDY = range(OWN, OWN + 6)
 SERVICE = "mmaccel.policies.draft._remote:serve"
@@ -130,8 +130,10 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
             f"the draft is a {kind} and the target a {family.name}, which read other inputs; give a draft of the target's "
             "family"
         )
-    wire.send(READY, family.geometry(model).vocab)
     place = options["device"]
+    with beating(wire):
+        bare = [int(bare_step_s(family.runner(model), place) / MICRO)] if options.get("bare") else []
+    wire.send(READY, family.geometry(model).vocab, *bare)
     serve_writer(wire, lambda: Writer(family.runner(model), place, options["vocab"]), place)
 
 

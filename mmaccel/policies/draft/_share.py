@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmaccel.core.prune import TokenPruner
@@ -10,6 +10,8 @@ from mmaccel.policies.draft._gain import ASSUMED, TOKENS_KNOWN, Pace, best_windo
 
 KNOWN = 24
 """Drafted tokens that were judged before the share kept is believed."""
+WORTH = 1.05
+"""So many times faster a part has to be at best, to be tried."""
 ANSWERS = 2
 """Answers after which a way counts as measured all the same: one that was never ready in time gains nothing."""
 
@@ -68,8 +70,12 @@ class Reading:
 
 @dataclass
 class Shares:
-    """The two ways of one accelerated model, apart for prompts of each power of two of tokens: costs hang on the length."""
+    """The two ways of one accelerated model, apart for prompts of each power of two of tokens: costs hang on the length.
 
+    bare_s  seconds of a draft step after hardly any prompt, or None where that was not measured
+    """
+
+    bare_s: float | None = None
     ways: dict[int, tuple[Way, Way]] = field(default_factory=dict)
 
     def reading(
@@ -77,6 +83,7 @@ class Shares:
     ) -> Reading:
         """How to read a prompt of `length` tokens: the whole video first, once pruned to measure that, then the faster.
 
+        It is not tried where it could not gain `WORTH` if its steps had nothing to read and as many of its tokens were kept.
         Where tokens are `sampled` at a given window it is always the whole: what is drawn must not hang on the clock.
         """
         whole, less = self.ways.setdefault(length.bit_length(), (Way(), Way()))
@@ -86,6 +93,12 @@ class Shares:
             )
         if not whole.known:
             return Reading(whole, None, f"that is measured before {part(pruner)} is")
+        if not less.known and self.bare_s and whole.draft_s:
+            most_of_all = replace(whole, draft_s=min(self.bare_s, whole.draft_s)).gain(window, most)
+            gain = whole.gain(window, most)
+            if most_of_all < WORTH * gain:
+                told = f"expected {gain:.2f} x, and {most_of_all:.2f} x at most with {part(pruner)}"
+                return Reading(whole, None, told)
         if not less.known:
             return Reading(less, pruner, "to measure it")
         gains = whole.gain(window, most), less.gain(window, most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,3 +79,16 @@ class Writer:
             before = torch.cat([self._prompt, torch.tensor(self.line, dtype=torch.long)])
             logits = self._warp(before.to(logits.device), logits)
         return int(logits.argmax())
+
+
+@torch.no_grad()
+def bare_step_s(runner: Runner, device: torch.device | str) -> float:
+    """Seconds of a step after hardly any prompt: no pruner makes steps faster than this."""
+    ids = torch.zeros(1, 4, dtype=torch.long, device=device)
+    runner.prefill({"input_ids": ids})
+    times = []
+    for _ in range(7):
+        began = time.perf_counter()
+        int(runner.step(ids[:, :1])[0, -1].argmax())
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])  # the first ones may be compiled and captured

@@ -116,14 +116,17 @@ class Parallel(PeerStrategy):
         self._worker(target)
 
     def open(self, target: ModelView) -> DraftState:
-        vocab = target.geometry.vocab
+        vocab, measured = target.geometry.vocab, self.prune_when == "measured"
         engine: Engine
+        bare_s: float | None = None
         if self.process:
-            engine = _remote.Remote(self._worker(target), vocab)
+            worker = self._worker(target)
+            engine = _remote.Remote(worker, vocab)
+            if measured and len(worker.ready) > 1:
+                bare_s = worker.ready[1] * _remote.MICRO
         else:
             engine = Local(self.peer(target), vocab, target.device)
-        measured = self.prune_when == "measured"
-        shares = target.hold("parallel shares", Shares) if measured else None
+        shares = target.hold("parallel shares", lambda: Shares(bare_s)) if measured else None
         return Pipeline(engine, self, devices_of(target.model), shares)
 
     def _worker(self, target: ModelView) -> Worker:
@@ -135,6 +138,7 @@ class Parallel(PeerStrategy):
             "device": self.device or free_device(devices_of(target.model)),
             "vocab": target.geometry.vocab,
             "threads": self.threads or torch.get_num_threads(),
+            "bare": self.prune_when == "measured",
         }
 
         def begin() -> Worker:

@@ -52,6 +52,16 @@ def test_the_faster_of_two_measured_ways_is_taken(window: int | None) -> None:
     assert [answer(shares, window=window, **worse)[0]] == ["whole"]
 
 
+def test_a_part_that_cannot_gain_is_not_tried() -> None:
+    """A draft's steps take hardly less with nothing to read: not even one answer is slower than with the whole video."""
+    figures = {"whole_keep": 0.85, "whole_s": 2.0, "part_keep": 0.85, "part_s": 1.0}
+    shares = Shares(bare_s=1.95)
+    ways = [answer(shares, **figures) for _ in range(4)]
+    assert [way for way, _ in ways] == ["whole"] * 4 and "at most with 0.1 of the video" in ways[-1][1]
+    shares = Shares(bare_s=0.9)
+    assert [answer(shares, **figures)[0] for _ in range(3)] == ["whole", "part", "part"]
+
+
 def test_a_way_that_is_never_ready_gains_nothing() -> None:
     """Its answers end before a window is judged: after two of them the other way is tried, and then kept."""
     shares = Shares()

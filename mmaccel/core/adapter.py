@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.modules import home_of, unwrapped
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
@@ -180,11 +181,16 @@ class ModelAdapter(ABC):
     model_types: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def geometry(self, model: nn.Module) -> Geometry: ...
+    def geometry(self, model: nn.Module) -> Geometry:
+        """The sizes of what this process computes: under tensor parallelism the heads of its shard."""
+
+    def whole_geometry(self, model: nn.Module) -> Geometry:
+        """The sizes of the whole model, over all shards."""
+        return self.geometry(model)
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
         """What a table of head patterns is bound to: the model's type and sizes; JSON-ready."""
-        shape = self.geometry(model)
+        shape = self.whole_geometry(model)
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         sizes = {name: getattr(shape, name) for name in ("layers", "heads", "kv_heads", "head_dim")}
         return {"type": kind, **sizes}
@@ -196,7 +202,7 @@ class ModelAdapter(ABC):
 
     def own_heads(self, model: nn.Module) -> range:
         """The numbers of the query heads that this process computes: a shard of them under tensor parallelism."""
-        return range(self.geometry(model).heads)
+        return range(self.whole_geometry(model).heads)
 
     def folder(self, model: nn.Module) -> Path | None:
         """The local folder the model was loaded from, if there is one."""
@@ -333,7 +339,7 @@ class ModelView:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return home_of(self.model)
 
     def norm(self, layer: int, hidden: Tensor) -> Tensor:
         """See `ModelAdapter.norm`."""
@@ -388,4 +394,5 @@ class ModelView:
             if model not in self._loaded:
                 self._loaded[model] = self.adapter.load(model, like=self.model)
             model = self._loaded[model]
+        model = unwrapped(model)
         return ModelView(model, self.resolve(model), self.resolve)

@@ -20,6 +20,7 @@ from mmaccel.core.compose import check_sequences
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import VIDEO, TokenLayout
+from mmaccel.core.modules import unwrapped
 from mmaccel.core.prune import checked_stages
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
@@ -40,6 +41,7 @@ def adapter_for(model: nn.Module) -> ModelAdapter:
         raise ModelError(
             f"model: {model!r} is no model; load it first, by mmaccel.load_model or from_pretrained of transformers."
         )
+    model = unwrapped(model)
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     adapter = family_of(kind)
     if isinstance(model, Outline):
@@ -66,11 +68,13 @@ def family_of(kind: str) -> ModelAdapter:
 class Accelerated:
     """A model with a recipe attached. Also a context manager: leaving it detaches.
 
-    Attributes: `model`, `recipe`, `road` (decided once), `view` (the handle policies get).
+    Attributes: `model` (inside its wrapper, if it came in one), `recipe`, `road` (decided once), `view` (the handle policies
+    get).
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        self.model = model
+        self._outer = model
+        self.model = model = unwrapped(model)
         self.adapter = adapter_for(model)
         self.view = ModelView(model, self.adapter, adapter_for)
         self._state: Callable[[], KVState | None] = lambda: None
@@ -117,11 +121,11 @@ class Accelerated:
             self._counted = dict(state.counters())
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `generate`."""
-        return self.model.generate(*args, **kwargs)  # type: ignore[operator]
+        """The model's own `generate`, or that of the wrapper it came in."""
+        return self._outer.generate(*args, **kwargs)  # type: ignore[operator]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
+        return self._outer(*args, **kwargs)
 
     def report(self) -> Report:
         """Figures of the last `generate`, or of the forward passes since the last one."""
@@ -163,7 +167,8 @@ class Accelerated:
 def accelerate(
     model: nn.Module, recipe: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any
 ) -> Accelerated:
-    """Attach a recipe to an unmodified Hugging Face model; `model.generate(...)` stays the user's call.
+    """Attach a recipe to an unmodified Hugging Face model; `model.generate(...)` stays the user's call. Of a model in
+    a wrapper of PEFT the inner one is accelerated, and so is the wrapper's `generate`.
 
     recipe: a preset's or policy's name, a YAML path, a mapping or a `Recipe`; `choices` set its fields (``sparse=...``,
     ``kv=...``, ``draft=...``). Use the result as a context manager, or call its `detach`. Waits until calls of the model in
@@ -221,5 +226,5 @@ def choose_backend(recipe: Recipe, view: ModelView) -> select.Choice:
 
 def attached(model: nn.Module) -> Accelerated | None:
     """What is attached to `model`, or None."""
-    held = _attached.get(model) if isinstance(model, nn.Module) else None
+    held = _attached.get(unwrapped(model)) if isinstance(model, nn.Module) else None
     return held() if held is not None else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from mmaccel.core.attach import Accelerated
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.core.modules import home_of, unwrapped
 from mmaccel.core.places import Pace
 from mmaccel.core.registry import registry
 from mmaccel.models import weights
@@ -67,6 +69,17 @@ class Family(ModelAdapter):
         }
 
     def geometry(self, model: nn.Module) -> Geometry:
+        whole = self.whole_geometry(model)
+        if isinstance(model, Outline):
+            return whole
+        attention: Any = getattr(self.layers(model)[0], "self_attn", None)
+        size = whole.head_dim
+        heads, groups = weights.rows_of(attention, "q_proj"), weights.rows_of(attention, "k_proj")
+        if not heads or not groups or heads % size or groups % size:
+            return whole
+        return replace(whole, heads=heads // size, kv_heads=groups // size)
+
+    def whole_geometry(self, model: nn.Module) -> Geometry:
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         heads = config.num_attention_heads
         return Geometry(
@@ -239,7 +252,7 @@ class Family(ModelAdapter):
         told = [inputs[name] for name in ("pixel_values_videos", "video_grid_thw") if name in inputs]
         found = self.multimodal(model).get_video_features(*told, return_dict=True).pooler_output  # type: ignore[operator]
         rows = found.flatten(0, 1) if isinstance(found, Tensor) else torch.cat(found)
-        return rows.to(self.words(model).weight)
+        return rows.to(home_of(model), self.words(model).weight.dtype)
 
     def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
         block: Any = self.layers(model)[layer]
@@ -325,7 +338,7 @@ class Family(ModelAdapter):
     def seam(self, model: nn.Module, processor: Any) -> StreamSeam:
         from mmaccel.models.stream import Seam
 
-        return Seam(model, self, processor)
+        return Seam(unwrapped(model), self, processor)
 
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
         return model.get_output_embeddings()(hidden)  # type: ignore[operator, no-any-return]

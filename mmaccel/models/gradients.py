@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmaccel.core.attention import Run, StreamRun
 from mmaccel.core.errors import ModelError
@@ -24,4 +24,13 @@ class OneWay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise ModelError(
             "backward: the attention of an accelerated model has no gradient; detach the recipe to train."
+        )
+
+
+def check_training(layers: nn.ModuleList) -> None:
+    """Raise `ModelError` for layers that are recomputed for gradients: they run without the cache that is read here."""
+    if any(getattr(layer, "gradient_checkpointing", False) and layer.training for layer in layers):
+        raise ModelError(
+            "gradient_checkpointing: an accelerated model is not trained, and its layers run without a cache under it; call "
+            "model.eval(), or detach the recipe to train."
         )

@@ -36,7 +36,7 @@ from mmaccel.models.attention_weights import watched
 from mmaccel.models.cache import Columns, KVCache
 from mmaccel.models.clock import Clock
 from mmaccel.models.family import Family
-from mmaccel.models.gradients import OneWay
+from mmaccel.models.gradients import OneWay, check_training
 from mmaccel.models.limit import limited, positions_of
 from mmaccel.models.pointwise import in_chunks, turning
 from mmaccel.models.pruning import Pruning
@@ -228,6 +228,7 @@ class Attachment(Attaching):
             raise ModelError(
                 "attn_implementation: it was set while a recipe is attached; detach the recipe, set it, and attach again."
             )
+        check_training(self.family.layers(self.model))
         if getattr(self.shared, "output_attentions", False):
             kwargs.setdefault("output_attentions", True)
         check_forward(self.owner.recipe, kwargs)

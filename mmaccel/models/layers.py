@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from mmaccel.backends import fused, ops
 from mmaccel.core.attention import StreamRun
 from mmaccel.core.kv import Seat
+from mmaccel.core.modules import home_of
 from mmaccel.core.replay import Replays
 from mmaccel.models.pointwise import normed
 from mmaccel.models.watched import Watched
@@ -51,15 +52,17 @@ class FewRows:
         self._watched: Watched | None = None
         self._told: Any = None
         self._known = False
-        self._replays = Replays(next(model.parameters()).device)
+        self._replays = Replays(home_of(model))
         self._angles: tuple[Tensor, Tensor] | None = None
         self._starts: dict[int, tuple[Tensor, int]] = {}
 
     def serves(self, rows: Tensor) -> bool:
-        """Whether the layers are `known`, and nobody listens to them; and rows [n, E] are few."""
+        """Whether the layers are `known`, where rows [n, E] are, and nobody listens to them; and rows are few."""
         if len(rows) > WIDTHS[-1] or rows.device.type not in DEVICES:
             return False
         layers: list[Any] = list(self._family.layers(self._model))
+        if next(layers[0].parameters()).device != rows.device:
+            return False
         activation = getattr(self._family.text(self._model).config, "hidden_act", "")
         told = (
             activation,

@@ -91,10 +91,28 @@ def load_model(
             or own_code(source, error)
             or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({told[:200]})."
         ) from error
+    except (ImportError, RuntimeError) as error:
+        if (mismatch := mismatched(error)) is None:
+            raise
+        raise ModelError(mismatch) from error
     if places is not None:
         spread(model, places)
         return model.eval()  # type: ignore[no-any-return]
     return model.to(first).eval()  # type: ignore[no-any-return]
+
+
+def mismatched(error: BaseException) -> str | None:
+    """A sentence about a torchvision that transformers could not import, which is made for one torch alone; None where the
+    error, and those behind it, are about something else."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if "torchvision" in str(behind):
+            return (
+                f"torchvision: the installed one does not work with torch {torch.__version__}; install the one made for "
+                "it, or uninstall it, for mmaccel does without."
+            )
+        behind = behind.__cause__ or behind.__context__
+    return None
 
 
 def outline(name: str | Path) -> ModelView:

@@ -26,6 +26,7 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.attention import StreamRun
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import StreamState
+from mmaccel.core.modules import home_of
 from mmaccel.core.places import Places
 from mmaccel.core.windowed import kernel_for
 from mmaccel.models.attaching import gate_of, put
@@ -33,6 +34,7 @@ from mmaccel.models.family import Family
 from mmaccel.models.layers import FewRows
 from mmaccel.models.limit import positions_of
 from mmaccel.models.pointwise import in_chunks, turning
+from mmaccel.models.weights import at_hand
 from mmaccel.models.windows import in_batches
 
 READ_FPS = 0.5
@@ -62,8 +64,7 @@ class Seam(StreamSeam):
         self.model, self.family, self.processor = model, family, processor
         self.view = ModelView(model, family, adapter_for)
         self.pace = family.pace(model)
-        first = next(model.parameters())
-        self.device, self.dtype = first.device, family.words(model).weight.dtype
+        self.device, self.dtype = home_of(model), family.words(model).weight.dtype
         self._kernel = kernel_for(self.device, self.dtype)
         self._few = FewRows(model, family)
         self.text = family.text(model)
@@ -344,7 +345,7 @@ class Seam(StreamSeam):
     def signature(self) -> str:
         digest = hashlib.sha256()
         for name, tensor in sorted(self.model.state_dict().items()):
-            flat = tensor.detach().flatten()
+            flat = at_hand(self.model, name, tensor).detach().flatten()
             some = flat[:: max(1, flat.numel() // 16)][:16].double().cpu()
             digest.update(f"{name} {list(tensor.shape)} {some.tolist()}".encode())
         return digest.hexdigest()[:32]

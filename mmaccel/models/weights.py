@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmaccel.core.errors import ModelError
+
 SAMPLED = 1024
 """Elements of each projection that are read."""
 
@@ -28,6 +30,29 @@ def query_key_digest(layers: nn.ModuleList) -> str | None:
             some = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].to("cpu", torch.bfloat16)
             found.update(repr(tuple(weight.shape)).encode() + some.view(torch.int16).numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def at_hand(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The weight `name` of a state, `tensor`, or what an offload keeps of it elsewhere."""
+    if not tensor.is_meta:
+        return tensor
+    owner, _, own = name.rpartition(".")
+    hook = getattr(model.get_submodule(owner), "_hf_hook", None)
+    for one in (hook, *getattr(hook, "hooks", ())):
+        if getattr(one, "weights_map", None) is not None:
+            found: torch.Tensor = one.weights_map[own]
+            return found
+    raise ModelError(f"the weight {name} is on no device; load the model with its weights.")
+
+
+def rows_of(module: Any, name: str) -> int | None:
+    """The rows of a projection's weight that this process holds, a shard of them under tensor parallelism; None where the
+    weight is no matrix of floating numbers, such as a quantized one."""
+    weight = getattr(getattr(module, name, None), "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return None
+    # A DTensor has the shape of the whole.
+    return int(getattr(weight, "_local_tensor", weight).shape[0])
 
 
 def shards(model: nn.Module) -> int:

@@ -147,7 +147,7 @@ class PerHead(SparsePattern):
                 f"per_head: table {self.table!r} was searched on another model ({other}); run `mmaccel search` on this."
             )
         self._check_weights(model)
-        shape = model.geometry
+        shape = model.adapter.whole_geometry(model.model)
         for layer, heads in self._named.items():
             if layer >= shape.layers:
                 raise RecipeError(

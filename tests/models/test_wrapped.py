@@ -1,0 +1,255 @@
+"""Models as others leave them: in a wrapper of PEFT, a shard of heads, in training; and what does not work, told."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mmaccel
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.errors import ModelError
+from mmaccel.policies.draft import Sequential
+from tests.models.streams import film
+from tests.models.tiny_random import BUILD, PROMPTS, prompt
+
+TOLD: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+
+
+class Tuner(nn.Module):
+    """As peft's LoraModel: it passes on what it has not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.model, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+class Peft(nn.Module):
+    """As peft's PeftModel."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = Tuner(model)
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model.model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model.generate(*args, **kwargs)
+
+
+@pytest.mark.parametrize("family", sorted(BUILD))
+@pytest.mark.parametrize("kind", ["a stand-in", "peft"])
+def test_a_model_in_a_wrapper_is_accelerated_inside(family: str, kind: str) -> None:
+    model = BUILD[family]()
+    model.generation_config.eos_token_id = None
+    inputs = prompt(family, PROMPTS["long"])
+    draft = copy.deepcopy(model)
+    if kind == "peft":
+        peft = pytest.importorskip("peft")
+        wrapper = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    else:
+        wrapper = Peft(model)
+    plain = wrapper.generate(**inputs, **TOLD)
+    recipe = {"sparse": {"name": "a_shape", "block": 16, "window": 16, "sink": 4}, "dense_tail": 0}
+    with mmaccel.accelerate(wrapper, **recipe) as fast:
+        with pytest.raises(ModelError, match="accelerated already"):
+            mmaccel.accelerate(model)
+        wrapper(**inputs)
+        assert fast.report().kept < 1 and mmaccel.attached(wrapper) is fast is mmaccel.attached(model)
+    with mmaccel.accelerate(wrapper, draft=Sequential(model=Peft(draft), window=3)) as fast:
+        assert torch.equal(wrapper.generate(**inputs, **TOLD), plain)
+        assert fast.report().draft["proposed"] > 0
+        assert torch.equal(fast.generate(**inputs, **TOLD), plain)
+    assert torch.equal(wrapper.generate(**inputs, **TOLD), plain) and "generate" not in model.__dict__
+
+
+def halved(model: Any) -> Any:
+    """A process's half of `model` under tensor parallelism: its config is that of the whole."""
+    half = copy.deepcopy(model)
+    for layer in half.model.language_model.layers:
+        own = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            linear, axis = getattr(own, name), int(name == "o_proj")
+            some = linear.weight.shape[axis] // 2
+            linear.weight = nn.Parameter(linear.weight.detach().narrow(axis, 0, some).clone())
+            if linear.bias is not None and not axis:
+                linear.bias = nn.Parameter(linear.bias.detach()[:some].clone())
+    return half
+
+
+def named(half: Any) -> Any:
+    """The same modules, whose config has the numbers of heads that they have."""
+    other = copy.deepcopy(half)
+    config = other.config.text_config
+    config.num_attention_heads //= 2
+    config.num_key_value_heads //= 2
+    config.head_dim = 16
+    return other
+
+
+@pytest.mark.parametrize("family", sorted(BUILD))
+@pytest.mark.parametrize(
+    "recipe", [{"prune": {"name": "fastv", "layer": 1, "retention": 0.5}}, {"sparse": "grid"}]
+)
+def test_a_shard_of_heads_is_taken_as_it_is(family: str, recipe: dict[str, Any]) -> None:
+    half = halved(BUILD[family]())
+    half.generation_config.eos_token_id = None
+    inputs = prompt(family, PROMPTS["long"])
+    with mmaccel.accelerate(half, **recipe) as fast:
+        got = half.generate(**inputs, **TOLD)
+        shape = fast.view.geometry
+    assert (shape.heads, shape.kv_heads) == (2, 1) and fast.adapter.whole_geometry(half).heads == 4
+    other = named(half)
+    with mmaccel.accelerate(other, **recipe) as fast:
+        assert torch.equal(other.generate(**inputs, **TOLD), got)
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen", "tiny-ov"])
+def test_a_stream_on_a_shard_of_heads(name: str, random_folder: Callable[[str], Path]) -> None:
+    folder = random_folder(name)
+    half = halved(mmaccel.load_model(folder))
+    processor = mmaccel.load_processor(folder)
+    frames = film(24)
+    with mmaccel.VideoSession(half, processor, "mosaic") as session:
+        session.watch(frames, fps=1.0)
+        answer = session.ask("What is shown?", max_new_tokens=4)
+    assert (
+        len(answer.ids) > 0
+        and adapter_for(half).geometry(half).heads * 2 == half.config.text_config.num_attention_heads
+    )
+
+
+class Fetching:
+    """As accelerate's AlignDevicesHook: weights are elsewhere, and come for the time of a call."""
+
+    execution_device = torch.device("cpu")
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.forward = module, module.forward
+        self.weights_map = {
+            name: weight.detach() for name, weight in module._parameters.items() if weight is not None
+        }
+        module._hf_hook, module.forward = self, self.call
+        self.place("meta")
+
+    def place(self, device: str) -> None:
+        for name, weight in self.weights_map.items():
+            self.module._parameters[name] = nn.Parameter(weight.to(device), requires_grad=False)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self.place("cpu")
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            self.place("meta")
+
+
+@pytest.mark.parametrize("kind", ["a stand-in", "accelerate"])
+def test_a_stream_on_offloaded_weights(
+    kind: str, random_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = random_folder("tiny-qwen")
+    model, processor = mmaccel.load_model(folder), mmaccel.load_processor(folder)
+
+    def asked(path: Path) -> Any:
+        with mmaccel.VideoSession(model, processor, "mosaic") as session:
+            session.watch(film(24), fps=1.0)
+            answer = session.ask("What is shown?", max_new_tokens=4)
+            session.save(path)
+        with mmaccel.VideoSession.resume(model, processor, path) as session:
+            assert session.ask("What is shown?", max_new_tokens=4).ids == answer.ids
+        return answer.ids
+
+    plain = asked(tmp_path / "plain")
+    if kind == "accelerate":
+        pytest.importorskip("accelerate").cpu_offload(model)
+    else:
+        for module in list(model.modules()):
+            if any(weight is not None for weight in module._parameters.values()):
+                Fetching(module)
+    assert next(model.parameters()).is_meta
+    assert asked(tmp_path / "offloaded") == plain
+    with mmaccel.VideoSession.resume(model, processor, tmp_path / "plain") as session:
+        assert session.frames == 24, "the same weights, wherever they are"
+
+
+@pytest.mark.parametrize("family", sorted(BUILD))
+def test_layers_that_are_recomputed_for_gradients_are_told(family: str) -> None:
+    model, inputs = BUILD[family](), prompt(family, PROMPTS["text"])
+    model.train()
+    model.gradient_checkpointing_enable()
+    with mmaccel.accelerate(model):
+        for call in (lambda: model(**inputs), lambda: model.generate(**inputs, **TOLD)):
+            with pytest.raises(ModelError, match=r"gradient_checkpointing: .*call model\.eval\(\)"):
+                call()
+        model.eval()
+        model.generate(**inputs, **TOLD)
+
+
+def test_an_import_that_fails_for_torchvision_is_told(
+    random_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    def load(*_: Any, **__: Any) -> Any:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'LlavaOnevisionModel'.") from error
+
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", load)
+    with pytest.raises(ModelError, match=r"^torchvision: .*; install the one made for it"):
+        mmaccel.load_model(random_folder("tiny-ov"))
+
+
+@pytest.mark.slow
+def test_a_torchvision_of_another_torch_is_told(tmp_path: Path, random_folder: Callable[[str], Path]) -> None:
+    site = tmp_path / "site"
+    (site / "torchvision").mkdir(parents=True)
+    (site / "torchvision" / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')\n"
+    )
+    (site / "torchvision-0.1.0.dist-info").mkdir()
+    (site / "torchvision-0.1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1.0\n"
+    )
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    code = (
+        "import mmaccel\n"
+        "try:\n    mmaccel.load_model(__import__('sys').argv[1]); print('loaded')\n"
+        "except mmaccel.core.errors.ModelError as error:\n    print(error)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(random_folder("tiny-ov"))],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    line = told.stdout.strip()
+    assert line.startswith("torchvision: ") and "\n" not in line and "install" in line, line

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
 import queue
 import select
 import signal
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -160,8 +160,10 @@ def is_finished(file: int) -> bool:
     """Whether nobody has a file, or the pipe that is at its end, open for writing; False where the system does not tell."""
     if stat.S_ISFIFO(os.fstat(file).st_mode):
         return True
-    if not hasattr(fcntl, "F_SETLEASE"):
+    if sys.platform != "linux":
         return False
+    import fcntl
+
     try:
         # The kernel grants a read lease on what nobody writes to. One that opens it meanwhile is told of by this signal,
         # which is ignored where nobody listens; the default would end the process.

@@ -21,6 +21,9 @@ from mmaccel.media.reader import Plan, check_gaps, pile, warn_of_loss, warn_of_s
 from mmaccel.media.sampling import TIE, grid, nearest
 from mmaccel.media.video import Event, Gaps, Progress, Video
 
+AHEAD = 8
+"""Frames of a live source that are drawn while the caller works on the clip before."""
+
 
 def clips(
     source: str | os.PathLike[str],
@@ -163,7 +166,7 @@ class Clips(Iterator[Video]):
         self._opened, self._progress = opened, progress
         self._items: Pump[_Taken] | Generator[_Taken, None, None]
         if opened.live:
-            self._items = Pump(opened.items, opened.length)
+            self._items = Pump(opened.items, min(opened.length, AHEAD))
         else:
             self._items = opened.items(lambda _: False)
         self._clip: list[_Taken] = []

@@ -56,8 +56,10 @@ class VisionProbe:
         try:
             out = encode(*args, **kwargs)
             caught, self.local.caught = self.local.caught, None
-            given = {**dict(zip(inspect.signature(encode).parameters, args, strict=False)), **kwargs}
-            self._told()[kind] = self.tower.tokens(kind, caught, given)
+            names = list(inspect.signature(encode).parameters)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            # Releases differ in what the pixels of videos are called.
+            self._told()[kind] = self.tower.tokens(kind, caught, given[names[0]], given)
         finally:
             self.local.caught = None
         return out
@@ -139,11 +141,11 @@ class _Siglip:
         score = _received(query, key, query.shape[-1] ** -0.5)
         return torch.cat([score[..., None], key.float().mean(1)], -1)
 
-    def tokens(self, kind: int, caught: list[Tensor], given: Mapping[str, Any]) -> Tensor:
+    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
         if kind == IMAGE:
             return self._packed(torch.cat(caught), given)
         pooled = self.multimodal.apply_pooling(torch.cat(caught))
-        videos = pooled.reshape(given["pixel_values_videos"].shape[0], -1, pooled.shape[-1])
+        videos = pooled.reshape(pixels.shape[0], -1, pooled.shape[-1])
         return torch.cat([videos, torch.zeros_like(videos[:, :1])], 1).flatten(0, 1)
 
     def _packed(self, told: Tensor, given: Mapping[str, Any]) -> Tensor:
@@ -187,7 +189,7 @@ class _Windowed:
             found.append(torch.cat([score[..., None], k.mean(1)], -1).flatten(0, 1))
         return torch.cat(found)
 
-    def tokens(self, kind: int, caught: list[Tensor], given: Mapping[str, Any]) -> Tensor:
+    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
         grid = given["image_grid_thw" if kind == IMAGE else "video_grid_thw"]
         merged = torch.cat(caught).unflatten(0, (-1, self.visual.spatial_merge_size**2)).mean(1)
         return merged[torch.argsort(self._order(grid))]

@@ -67,3 +67,20 @@ def test_visionzip_reads_the_tower_of_images(family: str, model: Any, kind: str)
         torch.testing.assert_close(told[base].sum(), torch.tensor(1.0), atol=1e-4, rtol=0)
         torch.testing.assert_close(told[at[16:48]].sum(), torch.tensor(2.0), atol=1e-4, rtol=0)
     assert "get_image_features" not in model.model.__dict__
+
+
+@torch.no_grad()
+def test_pixels_may_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in transformers 5.17, whose LLaVA-OneVision calls those of a video pixel_values."""
+    model = BUILD["llava"](layers=4, seed=5)
+    inputs = prompt("llava", PROMPTS["interleaved"], seed=2)
+    with mmaccel.accelerate(model, prune=PRUNERS["visionzip"]) as fast:
+        want = fast(**inputs).logits
+    encode = type(model.model).get_video_features
+
+    def renamed(self: Any, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
+        return encode(self, pixel_values, **kwargs)
+
+    monkeypatch.setattr(type(model.model), "get_video_features", renamed)
+    with mmaccel.accelerate(model, prune=PRUNERS["visionzip"]) as fast:
+        assert torch.equal(fast(**{**inputs}).logits, want)

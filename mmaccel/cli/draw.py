@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Model
 from mmaccel.cli.console import bars, many, out, steps
 from mmaccel.cli.search import Fps, Most, Texts, Videos, check_videos, sample
+from mmaccel.core import outside
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError
 from mmaccel.core.registry import registry
 
@@ -119,11 +119,11 @@ def _named(path: str) -> tuple[Sequence[Sequence[str]], str]:
     from mmaccel.search.table import labels
 
     try:
-        run = json.loads(Path(path).read_text(encoding="utf-8"))
+        run = outside.read_json(path, f"table {shown(path, outside.PATH)}", RecipeError)
         if run["patterns"] and all(isinstance(layer, list) for layer in run["patterns"]):
             layers = [[str(name) for name in layer] for layer in run["patterns"]]
             return layers, f"{run['recipe']} on {run['model']}, {run['prompt_tokens']} tokens"
-    except (OSError, ValueError, LookupError, TypeError):
+    except (RecipeError, LookupError, TypeError):
         pass
     table = read_table(path)
     return labels(table), f"{table['model']['type']}, {table['sample']['tokens']} tokens"
@@ -175,10 +175,10 @@ def _session(
 
 def _truth(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = outside.read_json(path, str(path), WorldError)
         if {"fps", "scenes", "questions"} <= found.keys():
             return found
-    except (OSError, ValueError, AttributeError):
+    except (WorldError, AttributeError):
         pass
     raise WorldError(
         f"--truth: {path} holds no truth of a world; give a file that mmaccel world --truth wrote."

@@ -12,6 +12,7 @@ from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, out, print_json, tell_stop
 from mmaccel.cli.evaluate import Seed, lengths_of
+from mmaccel.core import outside
 from mmaccel.core.errors import RecipeError, WorldError, shown
 from mmaccel.core.recipe import fields_of
 
@@ -136,17 +137,17 @@ def memory_of(text: str) -> str | dict[str, Any]:
         name, *fields = text.split() or [text]
         return {"name": name, "label": text, **dict(_field(one) for one in fields)} if fields else text
     kv = fields_of(text).get("kv", "full")
+    if not isinstance(kv, str | dict):
+        raise RecipeError(f"--memory: kv of {text} is {shown(kv)}; give a name, or a mapping with a name.")
     return {**({"name": kv} if isinstance(kv, str) else kv), "label": Path(text).stem}
 
 
 def _field(text: str) -> tuple[str, Any]:
     """``name=value``, the value as YAML reads it."""
-    import yaml
-
     name, equals, value = text.partition("=")
     if not (name and equals and value):
         raise RecipeError(f"--memory: {shown(text)} is no field; give name=value.")
-    return name, yaml.safe_load(value)
+    return name, outside.read_yaml(value, f"--memory: {shown(text)}")
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

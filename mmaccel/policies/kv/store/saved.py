@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mmaccel.core import saving
-from mmaccel.core.errors import StoreError
+from mmaccel.core import outside, saving
+from mmaccel.core.errors import StoreError, shown
 
 if TYPE_CHECKING:
     from mmaccel.policies.kv.store.host import HostStore
@@ -50,14 +50,14 @@ def save(store: HostStore, folder: Path) -> None:
 def load(store: HostStore, folder: Path) -> None:
     """Put what `save` wrote into `store`, which is empty; raises `StoreError` for anything that is not as it was written."""
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")
         if index["version"] != VERSION:
             raise StoreError(
-                f"host store: {folder} is of version {index['version']} and this is version {VERSION}; save it again."
+                f"host store: {folder} is of version {shown(index['version'])} and this is version {VERSION}; save it again."
             )
         if index["shape"] != _shape(store):
             raise StoreError(
-                f"host store: {folder} holds units of {index['shape']} and the store is for {_shape(store)}; load it with "
+                f"host store: {folder} holds units of {shown(index['shape'], 120)} and the store is for {_shape(store)}; load it with "
                 "the model and frame size it was saved with."
             )
         for piece in index["pieces"]:
@@ -72,7 +72,7 @@ def load(store: HostStore, folder: Path) -> None:
                     )
     except (OSError, KeyError, TypeError, ValueError, IndexError, SafetensorError) as error:
         raise StoreError(
-            f"host store: {folder} is damaged or incomplete ({error}); save it again."
+            f"host store: {folder} is damaged or incomplete ({str(error)[:200]}); save it again."
         ) from error
 
 

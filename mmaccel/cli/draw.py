@@ -13,7 +13,7 @@ from mmaccel.cli.ask import Device, Dtype, Model
 from mmaccel.cli.console import bars, many, out, steps
 from mmaccel.cli.search import Fps, Most, Texts, Videos, check_videos, sample
 from mmaccel.core import outside
-from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError
+from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError, shown
 from mmaccel.core.registry import registry
 
 HEADS = "heads"

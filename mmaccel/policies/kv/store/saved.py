@@ -57,8 +57,8 @@ def load(store: HostStore, folder: Path) -> None:
             )
         if index["shape"] != _shape(store):
             raise StoreError(
-                f"host store: {folder} holds units of {shown(index['shape'], 120)} and the store is for {_shape(store)}; load it with "
-                "the model and frame size it was saved with."
+                f"host store: {folder} holds units of {shown(index['shape'], 120)} and the store is for {_shape(store)}; "
+                "load it with the model and frame size it was saved with."
             )
         for piece in index["pieces"]:
             kept = _read(store, folder / piece["file"], piece)
@@ -84,6 +84,9 @@ def _pieces(store: HostStore) -> Iterator[tuple[int, list[int]]]:
 
 
 def _read(store: HostStore, path: Path, piece: dict[str, Any]) -> Tensor:
+    if path.name != piece["file"]:
+        raise ValueError(f"{shown(piece['file'])} is no file of a store")
+    outside.regular(path, path.name, StoreError, fix="save it again")
     with safe_open(path, framework="pt") as file:
         kept: Tensor = file.get_tensor("units")
     wanted = len(piece["units"]), *store.shape.unit

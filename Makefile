@@ -12,8 +12,10 @@ WORKERS ?= auto
 # The worlds of `make demo`: so many, of seeds from this one on.
 WORLDS ?= 20
 SEED ?= 100
+SOURCE ?= $(notdir $(STOCK:/=))
+STOCK_OUT ?= runs/stock.jsonl
 
-.PHONY: install demo test test-numeric test-oldest check lint types train bench clean
+.PHONY: install demo test test-numeric test-oldest test-stock check lint types train bench clean
 
 install: $(STAMP)
 
@@ -45,6 +47,12 @@ test-numeric: $(STAMP)
 # The lower bound of every dependency, in an environment of its own.
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+# transformers' own model and generation tests, of the checkout STOCK, on accelerated models; SOURCE says which version it is.
+test-stock: $(STAMP)
+	@test -n "$(STOCK)" || { echo "error: give STOCK=<a checkout of transformers with its tests>." >&2; exit 2; }
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[stock]'
+	$(TEST_ENV) $(PY) bench/stock.py run "$(STOCK)" --source "$(SOURCE)" --out "$(STOCK_OUT)"
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -18,7 +18,7 @@ from mmaccel.cli import app
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
-    *(f"docs/{n}.md" for n in ("mminference", "mosaic", "speed", "compose", "architecture")),
+    *(f"docs/{n}.md" for n in ("mminference", "mosaic", "speed", "compose", "architecture", "stock")),
 )
 ENDS = re.compile(r"\s(?:#|&&|<|>|\|).*")
 """What comes after a command on its line."""

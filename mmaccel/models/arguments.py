@@ -110,6 +110,8 @@ def check_generate(recipe: Recipe, kwargs: Mapping[str, Any], default: Any) -> N
     for name, sentence in DRAFT.items():
         if wants(name, asked(name, kwargs, default)):
             raise DraftError(f"{name}: {sentence.format(draft=recipe.draft.name)}")
+    if kwargs.get("input_ids") is None and kwargs.get("inputs") is None:
+        raise DraftError(f"input_ids: draft {recipe.draft.name!r} reads token ids; give them.")
 
 
 def check_forward(recipe: Recipe, kwargs: Mapping[str, Any]) -> None:

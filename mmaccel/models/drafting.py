@@ -54,10 +54,10 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     """
     _read_stop_strings(attachment, kwargs)
     begun: list[_Sequence] = []
-    prompts: Tensor = kwargs["input_ids"]
+    sequences = _sequences(attachment, kwargs)
     try:
         try:
-            for row, generator in _sequences(attachment, kwargs):
+            for row, generator in sequences:
                 begun.append(_begin(attachment, timed.left(attachment, row), generator))
         except Ended:
             if not begun:
@@ -66,15 +66,15 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     finally:
         for sequence in begun:
             sequence.end()
-    unread = prompts[len(begun) :]
+    unread = [row["input_ids"] for row, _ in sequences[len(begun) :]]
     return _outputs(attachment, begun, unread, asked("use_cache", kwargs, attachment.model.generation_config))
 
 
-def _outputs(attachment: Attachment, begun: list[_Sequence], unread: Tensor, keeps: bool | None) -> Any:
-    """What `generate` returns of sequences that have ended, and of prompts `unread` [b, S], whose time was over; `keeps` is
+def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor], keeps: bool | None) -> Any:
+    """What `generate` returns of sequences that have ended, and of prompts `unread` [1, S], whose time was over; `keeps` is
     the argument use_cache."""
     rows = [torch.cat([one.given, one.decoding.ids[:, one.read :]], 1) for one in begun]
-    rows += unread.split(1)
+    rows += unread
     width = max(row.shape[1] for row in rows)
     options = begun[0].options
     last = 0 if options._pad_token_tensor is None else int(options._pad_token_tensor)
@@ -129,7 +129,7 @@ def _sequences(
     cache = kwargs.pop("past_key_values")
     if cache.get_seq_length() or getattr(cache, "state", None) is None:
         raise DraftError(
-            f"draft {name!r} keeps a cache for each sequence of a batch; leave past_key_values out."
+            f"past_key_values: draft {name!r} keeps a cache for each sequence of a batch; leave it out."
         )
     mask = kwargs.get("attention_mask")
     attachment.owner.road.meter.prompt_tokens = times * (ids.numel() if mask is None else int(mask.sum()))
@@ -222,7 +222,7 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
         model_kwargs.pop("labels", None)  # as transformers' own loops do
         cache = model_kwargs.pop("past_key_values")
         if cache.get_seq_length():
-            raise DraftError(f"draft {name!r} starts from an empty cache; leave past_key_values out.")
+            raise DraftError(f"past_key_values: draft {name!r} starts from an empty cache; leave it out.")
         runner = open_runner(model, attachment.family, cache)
         sample = generation_config.do_sample
         prompt = Prompt(

@@ -39,19 +39,21 @@ LEFT_OUT = (
 
 REASONS = {
     "no gradient": r"no gradient; detach the recipe to train",
-    "static cache": r"cache_implementation: an accelerated|past_key_values: an accelerated model takes no static",
+    "static cache": r"cache_implementation: an accelerated",
     "4-D mask": r"attention_mask: an accelerated model takes a mask of shape",
     "private config copy": r"attn_implementation: it was set while|subconfig_are_same|attention_dynamically"
     r"|attn_implementation_composite|can_dispatch_composite",
-    "class of the exception": r"build the inputs with the model's (own )?processor",
+    "class of the exception": r"mismatching",
 }
 """The five reasons for which an accelerated model may fail a test that the plain one passes, and what tells them: a part of
 the test's name or of what it raised."""
 
 
-def reason(test: str, error: str) -> str | None:
-    """The reason of a failure, of `REASONS`; None when it has none of these."""
-    return next((name for name, found in REASONS.items() if re.search(found, f"{test} {error}")), None)
+def reason(test: str, error: str) -> str:
+    """Why a test fails: one of `REASONS`, "refused: ARGUMENT" for one sentence about an argument, or "other"."""
+    known = next((name for name, found in REASONS.items() if re.search(found, f"{test} {error}")), None)
+    refused = re.match(r"mmaccel\.core\.errors\.\w+: (\w+): .*\.$", error.splitlines()[0] if error else "")
+    return known or (f"refused: {refused[1]}" if refused else "other")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -51,7 +51,7 @@ def llava(layers: int = 2, hidden: int = 64, seed: int = 0):
     # The one weight that is a truncated normal: each version of PyTorch draws those in a way of its own.
     patches = model.model.vision_tower.embeddings.patch_embedding.weight
     torch.nn.init.normal_(
-        patches, std=patches[0].numel() ** -0.5, generator=torch.Generator().manual_seed(seed)
+        patches, std=patches[0].numel() ** -0.5, generator=torch.Generator().manual_seed(seed + 3)
     )
     return model
 

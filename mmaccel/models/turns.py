@@ -73,9 +73,11 @@ class Turns:
         ours = (
             not owner.recipe.kv.exact or owner.recipe.prune is not None or kwargs.get("streamer") is not None
         )
-        if ours or kwargs["past_key_values"].get_seq_length():
+        default = attachment.model.generation_config
+        # Plain decoding without a cache reads the prompt anew at each step.
+        if ours or kwargs["past_key_values"].get_seq_length() or asked("use_cache", kwargs, default) is False:
             return False
-        sampled = asked("do_sample", kwargs, attachment.model.generation_config)
+        sampled = asked("do_sample", kwargs, default)
         if choice == "never":
             why: str | None = "in_batches is 'never'"
         elif sampled:

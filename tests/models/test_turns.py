@@ -63,6 +63,14 @@ def test_what_is_sampled_is_not_drafted_for_by_the_clock(family, monkeypatch):
             assert "sampled" in str(fast.report())
 
 
+def test_a_batch_without_a_cache_is_drafted_for(family):
+    """Plain decoding would read the prompt anew at each step, so that there is nothing to rest for."""
+    model, _, together, plain = family
+    with mmaccel.accelerate(model, draft=PromptLookup()) as fast:
+        assert torch.equal(model.generate(**together, **GREEDY, use_cache=False), plain)
+        assert fast.report().draft["sequences"] and not fast.report().notes
+
+
 def test_it_can_be_told_always_or_never(family, recwarn):
     model, _, together, plain = family
     for choice in ("always", "never"):

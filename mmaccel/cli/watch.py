@@ -24,7 +24,7 @@ from mmaccel.cli.source import described, ended, rated, until_broken
 from mmaccel.cli.stopping import shielded
 from mmaccel.core import outside
 from mmaccel.core.answer import MAX_NEW_TOKENS
-from mmaccel.core.errors import ModelError, RecipeError, VideoError
+from mmaccel.core.errors import ModelError, RecipeError, VideoError, shown
 
 if TYPE_CHECKING:
     from mmaccel.core.session import VideoSession
@@ -251,13 +251,13 @@ def parsed(text: str, source: str = "--question") -> Asked:
     except ValueError:
         if when.split() == [when]:
             raise VideoError(
-                f"{source}: {when!r} after the @ of {text!r} is no time; give seconds from the start, such as @12.5, or "
-                "a space after what is no time."
+                f"{source}: {shown(when)} after the @ of {shown(text)} is no time; give seconds from the start, such as "
+                "@12.5, or a space after what is no time."
             ) from None
         words, seconds = text, None
     words = words if at and seconds is not None else text
     if not words.strip():
-        raise ModelError(f"{source}: {text!r} asks nothing; give QUESTION@SECONDS.")
+        raise ModelError(f"{source}: {shown(text)} asks nothing; give QUESTION@SECONDS.")
     if seconds is not None and not 0 <= seconds < float("inf"):
         raise VideoError(f"{source}: {seconds:g} is no time in a video; give seconds from its start.")
     return seconds, words.strip()

@@ -93,7 +93,7 @@ class Turns:
             warnings.warn(
                 f"draft {owner.recipe.draft.name!r}: {told}; set in_batches to 'always' to have it draft.",
                 MmaccelWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         return True
 

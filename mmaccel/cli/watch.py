@@ -108,6 +108,7 @@ def watch(
         writable(save)
     chosen = choices.memory(recipe or RECIPE) if load is None else Recipe.load(recipe_of(load))
     place, kept_in = choices.where(device), choices.dtype(dtype)
+    processor = choices.processor(model)
     clips: Iterator[Video] = iter(())
     reading, point, broken = None, None, list[VideoError]()
     if video is not None:
@@ -125,7 +126,6 @@ def watch(
         if not live and not follow:
             # Opened before a model is loaded.
             clips = chain([one for one in [next(clips, None)] if one is not None], clips)
-    processor = choices.processor(model)
     asked += piped(question or [])
     terminal = sys.stdin is not None and sys.stdin.isatty() and not as_json
     if video is None and not asked and not terminal:

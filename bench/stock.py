@@ -29,7 +29,7 @@ RECIPES = ("dense", "full budget", "window", "prompt_lookup", "sequential")
 REASONS = ("no gradient", "static cache", "4-D mask", "private config copy", "class of the exception")
 MOST = 20
 """Tests that may fail under the recipe dense."""
-BEGIN, END = "<!-- bench/stock.py page -->\n\n", "\n<!-- end -->\n"
+BEGIN, END = "<!-- bench/stock.py page -->\n\n", "<!-- end -->\n"
 
 
 def tried(checkout: Path, recipe: str) -> dict[str, list[str]]:
@@ -122,7 +122,7 @@ def page(path: Path, rows: Path) -> None:
     """Write the table into the page, between its marks."""
     text = path.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    path.write_text(before + BEGIN + table(read(rows)) + END + rest.split(END)[1], encoding="utf-8")
+    path.write_text(before + BEGIN + table(read(rows)) + "\n" + END + rest.split(END)[1], encoding="utf-8")
 
 
 def main() -> int:

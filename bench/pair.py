@@ -201,7 +201,9 @@ def piped(
     """One generation of each runner by the pipeline, whose draft holds `held` columns."""
     choice = Parallel(model="shape", window=window)
     devices = list(dict.fromkeys(torch.device(name) for name in bench.devices))
-    states = [Pipeline(_remote.Remote(worker, replayed.VOCAB), choice, devices) for _ in runners]
+    states = [
+        Pipeline(_remote.Remote(worker, replayed.VOCAB), choice, devices, replayed.VOCAB) for _ in runners
+    ]
     return decode(runners, states, [columns, held], tokens or bench.tokens, seed)
 
 

@@ -283,7 +283,7 @@ def make_ready(worker: Worker, columns: int, seats: int) -> None:
     for seat in range(seats):
         said = assumed(columns, 0, seat, torch.device("cpu"))
         remote = _remote.Remote(worker, VOCAB)
-        remote.begin(said.inputs, None, False, False)
+        remote.begin(said.inputs, None, False, False, 0)
         remote.ask(0, [], 4)
         if remote.collect(180.0) is None:
             raise RuntimeError("the draft's process was not ready in time.")

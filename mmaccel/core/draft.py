@@ -52,6 +52,24 @@ class Proposal:
     def empty(cls, device: torch.device | str = "cpu") -> Proposal:
         return cls(torch.empty(0, dtype=torch.long, device=device))
 
+    def then(self, other: Proposal) -> Proposal:
+        """This chain with the tokens of another behind it."""
+        if not other.ids.numel():
+            return self
+        if not self.ids.numel():
+            return other
+        q = None
+        if self.q is not None or other.q is not None:
+            vocab = (self.q if self.q is not None else other.q).shape[-1]  # type: ignore[union-attr]
+            q = torch.cat([one.odds(vocab) for one in (self, other)])
+        return Proposal(torch.cat([self.ids, other.ids.to(self.ids)]), q=q)
+
+    def odds(self, vocab: int) -> Tensor:
+        """[n, vocab] float32: `q`, or the point masses that its absence stands for."""
+        if self.q is not None:
+            return self.q
+        return (self.ids[:, None] == torch.arange(vocab, device=self.ids.device)).float()
+
     def branches(self) -> Branches:
         """The rows of the pass that verifies a tree: the last committed token, then `ids`; on the host."""
         assert self.parents is not None
@@ -106,12 +124,12 @@ class DraftState(ABC):
     def propose(self) -> Proposal:
         """The tokens to verify next; may be empty."""
 
-    def tail(self) -> int | None:
+    def tail(self) -> Proposal:
         """Asked after the target's step was issued: drafting that overlaps verification happens here.
 
-        The token it guesses to follow the whole proposal, or None. It stands in the proposal as its last token, without a q.
+        One token that follows the whole proposal, or none. It is judged as the last token of the proposal.
         """
-        return None
+        return Proposal.empty()
 
     @abstractmethod
     def observe(self, committed: Tensor, kept: int) -> None:

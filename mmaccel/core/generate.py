@@ -135,12 +135,9 @@ class Speculation:
             self._meter.round(drafted.numel(), path.numel())
             return committed, path.numel(), logits[taken.to(logits.device)]
         logits = target.step(rows)[0]
-        tail = guard.tail()
-        committed, kept = guard.accept(proposal, logits, ids[0], prompt)
-        # The last token was drawn from the target, whatever the tail is: keeping the tail when they agree is exact.
-        if tail is not None and kept == drafted.numel() and int(committed[-1]) == tail:
-            kept += 1
-        self._meter.round(drafted.numel() + (tail is not None), kept)
+        whole = proposal.then(guard.tail())
+        committed, kept = guard.accept(whole, logits, ids[0], prompt)
+        self._meter.round(whole.ids.numel(), kept)
         return committed, kept, logits
 
     def _show(self, committed: Tensor) -> None:
@@ -180,11 +177,15 @@ class _Guard:
                 return proposal
         return Proposal.empty()
 
-    def tail(self) -> int | None:
+    def tail(self) -> Proposal:
         with self._dropping():
             if self._draft is not None:
-                return self._draft.tail()
-        return None
+                tail = self._draft.tail()
+                check(tail)
+                if tail.ids.numel() > 1 or tail.parents is not None:
+                    raise DraftError(f"DraftState.tail is one token or none; it is {tail.ids.tolist()}.")
+                return tail
+        return Proposal.empty()
 
     def accept(self, proposal: Proposal, logits: Tensor, ids: Tensor, prompt: Prompt) -> tuple[Tensor, int]:
         try:

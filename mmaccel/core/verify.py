@@ -29,7 +29,8 @@ def accept(
 ) -> tuple[Tensor, int]:
     """The tokens to commit, [kept + 1] long on the device of `logits`, and how many of them stood in the proposal.
 
-    logits [n + 1, V]: row i follows the first i proposed tokens. ids [S]: the committed tokens before the proposal.
+    logits [n + 1, V]: row i follows the first i proposed tokens; or [n, V], and then no bonus token follows where all are
+    kept. ids [S]: the committed tokens before the proposal.
     `warp` None decodes greedily. The result does not depend on the proposal: greedy, it is the target's own sequence;
     sampling, it has the target's own distribution, provided each proposed token was drawn from its row of q without
     knowledge of the random numbers used here. One read from the device a call.
@@ -42,17 +43,21 @@ def accept(
         raise DraftError("accept judges chains; a proposal with parents is for accept_tree.")
     drafted = proposal.ids.to(logits.device)
     n = drafted.numel()
-    if logits.shape[0] != n + 1:
-        raise DraftError(f"{n} proposed tokens need {n + 1} rows of logits; {logits.shape[0]} were given.")
+    rows = logits.shape[0]
+    if rows != n + 1 and (rows != n or not n):
+        raise DraftError(f"{n} proposed tokens need {n + 1} rows of logits; {rows} were given.")
     if warp is None:
         best = logits.argmax(-1)
         kept = int((best[:n] == drafted).long().cumprod(0).sum()) if n else 0
         return best[: kept + 1], kept
     # A token the target does not have is refused below; processors, which look tokens up, must not trip over it.
     before = torch.cat([ids.to(logits.device), drafted.clamp(0, logits.shape[-1] - 1)])
-    p = _real(torch.stack([warp(before[: ids.numel() + i], logits[i]) for i in range(n + 1)]))
+    p = _real(torch.stack([warp(before[: ids.numel() + i], logits[i]) for i in range(rows)]))
     if not n:
         return draw(p[0], generator), 0
+    if rows == n:
+        # In the place of the bonus token's row, which nothing is taken from.
+        p = torch.cat([p, p[:1]])
     q = proposal.q
     faults = torch.zeros(3, dtype=torch.long, device=p.device)
     if q is not None:
@@ -75,7 +80,7 @@ def accept(
         raise DraftError(
             "the draft's q gives a proposed token probability zero; give the distribution it was drawn from."
         )
-    return torch.cat([drafted[:kept], last]), kept
+    return torch.cat([drafted[:kept], last])[:rows], kept
 
 
 def accept_tree(

@@ -302,7 +302,7 @@ def drawn(ids: Tensor, logits: Tensor, g: torch.Generator) -> tuple[int, Tensor]
 
 
 def sampling_draft(small: Triples, kind: str, g: torch.Generator) -> Scripted:
-    """Draws from `small`; "point" tells no q; "tail" adds a guess behind the window."""
+    """Draws from `small`; "point" tells no q; "tail" adds a guess behind the window, "drawn tail" one with its q."""
     last: list[int] = []
 
     def write(tokens: list[int], count: int) -> tuple[list[int], list[Tensor]]:
@@ -317,8 +317,11 @@ def sampling_draft(small: Triples, kind: str, g: torch.Generator) -> Scripted:
         last[:], rows = write(tokens, WINDOW)
         return Proposal(torch.tensor(last), q=None if kind == "point" else torch.stack(rows))
 
-    def tail(tokens: list[int]) -> int | None:
-        return write([*tokens, *last], 1)[0][0] if kind == "tail" else None
+    def tail(tokens: list[int]) -> int | Proposal | None:
+        if not kind.endswith("tail"):
+            return None
+        (token,), rows = write([*tokens, *last], 1)
+        return token if kind == "tail" else Proposal(torch.tensor([token]), q=torch.stack(rows))
 
     return Scripted(propose, tail)
 
@@ -335,7 +338,7 @@ def sampled(kind: str) -> float:
     return g_test(counts, large.joint(lambda logits: torch.softmax(logits / 0.8, -1)))
 
 
-@pytest.mark.parametrize("kind", ["drawn", "point", "tail"])
+@pytest.mark.parametrize("kind", ["drawn", "point", "tail", "drawn tail"])
 def test_sampled_triples_have_the_targets_joint_distribution(kind: str) -> None:
     assert sampled(kind) > 1e-4
 

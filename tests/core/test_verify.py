@@ -278,7 +278,7 @@ FAIR = torch.full((1, V), 0.25)
         (Proposal(ONE.float()), "Proposal.ids"),
         (Proposal(ONE, q=FAIR[0]), "Proposal.q"),
         (Proposal(ONE, q=FAIR.repeat(2, 1)), "Proposal.q"),
-        (Proposal(torch.tensor([1, 2])), "rows of logits"),
+        (Proposal(torch.tensor([1, 2, 3])), "rows of logits"),
         (Proposal(ONE, q=torch.tensor([[0.5, 0.1, 0.1, 0.1, 0.2]])), "beyond"),
         (Proposal(ONE, q=2 * FAIR), "sum to one"),
         (Proposal(ONE, q=torch.tensor([[1.5, 0.5, -0.5, -0.5]])), "sum to one"),
@@ -292,6 +292,19 @@ def test_a_wrong_proposal_is_told_in_one_sentence(proposal: Proposal, word: str)
     with pytest.raises(DraftError, match=word) as error:
         accept(proposal, logits, torch.tensor([0]), rows_warp)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [None, heat(1.0)])
+def test_without_a_row_for_it_no_bonus_follows(shape: Callable[[Tensor], Tensor] | None) -> None:
+    sure = torch.full((2, V), -50.0).scatter(1, torch.tensor([[2], [1]]), 50.0)
+    warp = None if shape is None else lambda ids, logits: shape(logits)
+    right, wrong = torch.tensor([2, 1]), torch.tensor([2, 3])
+    committed, kept = accept(Proposal(right), sure, torch.tensor([0]), warp)
+    assert committed.tolist() == [2, 1] and kept == 2
+    committed, kept = accept(Proposal(wrong), sure, torch.tensor([0]), warp)
+    assert committed.tolist() == [2, 1] and kept == 1
+    with pytest.raises(DraftError, match="rows of logits"):
+        accept(Proposal.empty(), sure[:0], torch.tensor([0]), warp)
 
 
 def test_without_a_proposal_the_random_stream_is_that_of_plain_sampling() -> None:

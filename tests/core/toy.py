@@ -74,7 +74,7 @@ class Scripted(DraftState):
     def __init__(
         self,
         propose: Callable[[list[int]], Proposal],
-        tail: Callable[[list[int]], int | None] = lambda tokens: None,
+        tail: Callable[[list[int]], int | Proposal | None] = lambda tokens: None,
     ) -> None:
         self._propose, self._tail = propose, tail
         self.tokens: list[int] = []
@@ -87,8 +87,11 @@ class Scripted(DraftState):
     def propose(self) -> Proposal:
         return self._propose(self.tokens)
 
-    def tail(self) -> int | None:
-        return self._tail(self.tokens)
+    def tail(self) -> Proposal:
+        told = self._tail(self.tokens)
+        if told is None:
+            return Proposal.empty()
+        return Proposal(torch.tensor([told])) if isinstance(told, int) else told
 
     def observe(self, committed: Tensor, kept: int) -> None:
         self.tokens = self.tokens + committed.tolist()

@@ -16,7 +16,9 @@ from mmaccel.policies.draft._writer import Writer, Written
 class Engine(Protocol):
     """Who writes: here (`Local`) or in another process (`Remote`). One request is out at a time."""
 
-    def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None: ...
+    def begin(
+        self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool, seed: int
+    ) -> None: ...
 
     def keep(self, columns: Tensor) -> None: ...
 
@@ -35,8 +37,10 @@ class Local:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._asked: tuple[int, list[int], int] | None = None
 
-    def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None:
-        self._prompt, self._compact = inputs, compact
+    def begin(
+        self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool, seed: int
+    ) -> None:
+        self._prompt, self._compact, self._seed = inputs, compact, seed
         self._warp = None if warp is None else _at(warp, inputs["input_ids"].device)
         self._columns: Tensor | None = None
         self._read = False
@@ -63,7 +67,7 @@ class Local:
             if not self._read:
                 for event in self._told:
                     event.wait(self._stream)
-                self._writer.read(self._prompt, self._columns, self._compact, self._warp)
+                self._writer.read(self._prompt, self._columns, self._compact, self._warp, self._seed)
                 self._read = True
             return self._writer.write(*self._asked)
 

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from mmaccel.core.draft import Warp
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.registry import registry
+from mmaccel.core.verify import UNIT_SLACK
 from mmaccel.core.worker import OWN, READY, Message, Wire, Worker, beating, inbox
 from mmaccel.policies.draft._parcel import packing, unpack
-from mmaccel.policies.draft._writer import Writer, Written, bare_step_s
+from mmaccel.policies.draft._writer import SUPPORT, Odds, Writer, Written, bare_step_s
 
 BEGIN, KEEP, WRITE, WROTE, END, GREEDY = range(OWN, OWN + 6)
 SERVICE = "mmaccel.policies.draft._remote:serve"
@@ -44,14 +45,17 @@ class Remote:
         self._answers: deque[Message] = deque()
         self._open = _OPEN.setdefault(worker, WeakValueDictionary())
 
-    def begin(self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool) -> None:
+    def begin(
+        self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool, seed: int
+    ) -> None:
         """Send the prompt, while the caller goes on; with `pruned` it is run when `keep` has told which columns."""
         # Lists too, which some processors give for seconds of frames; what is neither is no input of a model.
         told = {name: x for name, x in inputs.items() if _travels(x)}
         for message in self._worker.drain():
             self._hand_on(message)
         self._open[self._number] = self
-        self._worker.post(BEGIN, self._number, int(pruned), int(compact), blob=packing(told, _packed(warp)))
+        about = int(pruned), int(compact), seed
+        self._worker.post(BEGIN, self._number, *about, blob=packing(told, _packed(warp)))
 
     def keep(self, columns: Tensor) -> None:
         self._worker.send(KEEP, self._number, *columns.tolist()) if columns.numel() < 1 << 15 else (
@@ -87,9 +91,32 @@ class Remote:
         _, micros, prompt, *ids = message.numbers if len(message.numbers) >= 3 else (0, 0, 0)
         wrong = message.kind != WROTE or len(ids) != self._asked or micros < 0
         if wrong or any(not 0 <= token < self._vocab for token in ids):
-            self._worker.close()
-            raise DraftError("the draft's process answered nonsense.")
-        return Written(ids, micros * MICRO, prompt * MICRO)
+            self._nonsense()
+        return Written(ids, micros * MICRO, prompt * MICRO, self._odds(message.blob, ids))
+
+    def _odds(self, blob: bytearray, ids: list[int]) -> tuple[Odds, ...]:
+        """What each of `ids` was drawn from; nothing where they are the likeliest ones."""
+        found: list[Odds] = []
+        at = 0
+        while at < len(blob) and len(found) < len(ids):
+            count = int.from_bytes(blob[at : at + 4], "little")
+            at, end = at + 4, at + 4 + 8 * count
+            if not 0 < count <= SUPPORT or end > len(blob):
+                self._nonsense()
+            tokens = torch.frombuffer(blob, dtype=torch.int32, count=count, offset=at)
+            weights = torch.frombuffer(blob, dtype=torch.float32, count=count, offset=at + 4 * count)
+            fits = (tokens >= 0).all() & (tokens < self._vocab).all() & (tokens == ids[len(found)]).any()
+            if not fits & (weights > 0).all() & ((weights.sum() - 1).abs() <= UNIT_SLACK):
+                self._nonsense()
+            found.append(Odds(tokens, weights))
+            at = end
+        if at != len(blob) or (found and len(found) != len(ids)):
+            self._nonsense()
+        return tuple(found)
+
+    def _nonsense(self) -> NoReturn:
+        self._worker.close()
+        raise DraftError("the draft's process answered nonsense.")
 
     def close(self) -> None:
         """The sequence is over; the process frees what it holds of it, and stays for others."""
@@ -140,37 +167,49 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
 @torch.no_grad()
 def serve_writer(wire: Wire, fresh: Any, device: str = "cpu") -> None:
     """Answer until the wire breaks; `fresh` opens a `Writer` for each sequence, whose logits are on `device`."""
-    # Prompts whose columns are not told yet: inputs, sampling, whether compact.
-    waiting: dict[int, tuple[dict[str, Any], bytes, bool]] = {}
+    # Prompts whose columns are not told yet: inputs, sampling, whether compact, seed.
+    waiting: dict[int, tuple[dict[str, Any], bytes, bool, int]] = {}
     writers: dict[int, Writer] = {}
     for message in inbox(wire):
         number = message.numbers[0]
         if message.kind == BEGIN:
             inputs, warp = unpack(message.blob)
-            pruned, compact = message.numbers[1:]
+            pruned, compact, seed = message.numbers[1:]
             if pruned:
-                waiting[number] = inputs, warp, bool(compact)
+                waiting[number] = inputs, warp, bool(compact), seed
                 continue
             with beating(wire):
                 writers[number] = fresh()
-                writers[number].read(inputs, warp=_taken(wire, warp, device))
+                writers[number].read(inputs, warp=_taken(wire, warp, device), seed=seed)
         elif message.kind == KEEP and number in waiting:
             columns = torch.tensor(message.numbers[1:], dtype=torch.long)
             if message.blob:
                 columns = torch.frombuffer(message.blob, dtype=torch.long)
-            inputs, warp, short = waiting.pop(number)
+            inputs, warp, short, seed = waiting.pop(number)
             with beating(wire):
                 writers[number] = fresh()
-                writers[number].read(inputs, columns, short, _taken(wire, warp, device))
+                writers[number].read(inputs, columns, short, _taken(wire, warp, device), seed)
         elif message.kind == WRITE and number in writers:
             _, length, count, *fix = message.numbers
             with beating(wire):
                 written = writers[number].write(length, fix, count)
             micros = (int(written.seconds / MICRO), int(written.prompt_s / MICRO))
-            wire.send(WROTE, number, *micros, *written.ids)
+            wire.send(WROTE, number, *micros, *written.ids, blob=_told(written.odds))
         elif message.kind == END:
             waiting.pop(number, None)
             writers.pop(number, None)
+
+
+def _told(odds: Sequence[Odds]) -> list[bytes]:
+    """For each token how many it was drawn from (uint32), these (int32), and their probabilities (float32)."""
+    found: list[bytes] = []
+    for one in odds:
+        found += [
+            len(one.ids).to_bytes(4, "little"),
+            one.ids.numpy().tobytes(),
+            one.weights.numpy().tobytes(),
+        ]
+    return found
 
 
 def _travels(x: Any) -> bool:

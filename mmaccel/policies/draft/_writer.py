@@ -13,19 +13,46 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Runner
 from mmaccel.core.draft import Warp
+from mmaccel.core.verify import draw
+
+SUPPORT = 1024
+"""Tokens that a drawn token is drawn from, at most: the likeliest ones. Their probabilities travel with it."""
+
+
+@dataclass(frozen=True)
+class Odds:
+    """What a token was drawn from, on the host: token ids [k] int32 and their probabilities [k] float32, which sum to 1."""
+
+    ids: Tensor
+    weights: Tensor
+
+    @staticmethod
+    def dense(rows: Sequence[Odds], vocab: int, device: torch.device) -> Tensor:
+        """[n, vocab] float32: the distributions of n tokens, zero where a token could not be drawn."""
+        out = torch.zeros(len(rows), vocab, device=device)
+        row = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(one.ids) for one in rows]))
+        column, weight = (torch.cat([getattr(one, name) for one in rows]) for name in ("ids", "weights"))
+        out[row.to(device), column.long().to(device)] = weight.to(device)
+        return out
 
 
 @dataclass(frozen=True)
 class Written:
-    """`ids` the draft wrote, the seconds that took, and the seconds its prompt had taken."""
+    """`ids` the draft wrote, the seconds that took, the seconds its prompt had taken, and what each token was drawn from;
+    `odds` is empty where tokens were not drawn but are the likeliest ones."""
 
     ids: list[int]
     seconds: float
     prompt_s: float = 0.0
+    odds: tuple[Odds, ...] = ()
 
 
 class Writer:
-    """Writes greedily after a prompt. `line` are the tokens after the prompt, of which the first `_run` have been run."""
+    """Writes after a prompt. `line` are the tokens after the prompt, of which the first `_run` have been run.
+
+    Under sampling a token is drawn from the draft's own distribution, as the target's sampling shapes it, cut to its
+    `SUPPORT` likeliest tokens; otherwise it is the likeliest one.
+    """
 
     def __init__(self, runner: Runner, device: torch.device | str, vocab: int) -> None:
         self._runner, self._device, self._vocab = runner, torch.device(device), vocab
@@ -40,11 +67,12 @@ class Writer:
         keep: Tensor | None = None,
         compact: bool = False,
         warp: Warp | None = None,
+        seed: int = 0,
     ) -> None:
-        """Run the prompt, or the columns `keep` of it. `warp` shapes what is likeliest, as it does for the target."""
+        """Run the prompt, or the columns `keep` of it. `warp` is the target's sampling, `seed` that of the draft's draws."""
         began = time.perf_counter()
         self._prompt = inputs["input_ids"][0].cpu()
-        self._warp = warp
+        self._warp, self._random = warp, torch.Generator().manual_seed(seed)
         told = {name: x.to(self._device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
         runner = self._runner
         first = runner.prefill(told) if keep is None else runner.prefill(told, keep, compact)
@@ -61,12 +89,19 @@ class Writer:
         if run < self._run:
             self._runner.truncate(self._origin + run)
         self._run = run
-        start = len(self.line)
+        start, odds = len(self.line), []
         for _ in range(count):
-            self.line.append(self._next())
-        return Written(self.line[start:], time.perf_counter() - began, self.prompt_s)
+            logits = self._next()
+            if self._warp is None:
+                self.line.append(int(logits.argmax()))
+                continue
+            before = torch.cat([self._prompt, torch.tensor(self.line, dtype=torch.long)])
+            odds.append(_likeliest(self._warp(before.to(logits.device), logits)))
+            self.line.append(int(odds[-1].ids[draw(odds[-1].weights, self._random)]))
+        return Written(self.line[start:], time.perf_counter() - began, self.prompt_s, tuple(odds))
 
-    def _next(self) -> int:
+    def _next(self) -> Tensor:
+        """[V]: the logits of the next token."""
         if not self.line:
             logits = self._after_prompt
         else:
@@ -74,11 +109,16 @@ class Writer:
             self._run = len(self.line)
             self.steps += 1
             logits = self._runner.step(feed)[0, -1]
-        logits = logits[: self._vocab]
-        if self._warp is not None:
-            before = torch.cat([self._prompt, torch.tensor(self.line, dtype=torch.long)])
-            logits = self._warp(before.to(logits.device), logits)
-        return int(logits.argmax())
+        return logits[: self._vocab]
+
+
+def _likeliest(q: Tensor) -> Odds:
+    """The `SUPPORT` likeliest tokens of a distribution q [V], and their probabilities among themselves."""
+    top = q.float().topk(min(SUPPORT, q.shape[-1]))
+    weights = top.values.cpu()
+    there = int((weights > 0).sum())
+    weights = weights[:there] / weights[:there].double().sum()
+    return Odds(top.indices[:there].to("cpu", torch.int32), weights.float())
 
 
 @torch.no_grad()

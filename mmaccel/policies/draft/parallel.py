@@ -27,6 +27,7 @@ from mmaccel.policies.draft._pair import (
     free_device,
 )
 from mmaccel.policies.draft._share import Reading, Shares
+from mmaccel.policies.draft._writer import Odds
 
 FIRST_WINDOW = 4
 """Tokens of the start-up window, and of windows until both times are known."""
@@ -48,8 +49,9 @@ class Parallel(PeerStrategy):
     one. A refusal takes both sides back to pre-verify. The draft reads the prompt while the target does, and has a window
     ready when the target's first token comes. After ParallelVLM (arXiv 2603.19610, Algorithm 1), PEARL (arXiv 2408.11850).
 
-    The draft writes greedily, so that ids and counts are all that travels; when sampling, a token is kept with the target's
-    own probability of it, with fresh random numbers each time, which is exact. One beam, from an empty cache.
+    Ids and counts are what travels in greedy decoding. When sampling the draft draws each token from its own distribution,
+    cut to the 1,024 likeliest, which travels with it, and the target keeps it with probability min(1, p / q), which is exact
+    (Leviathan et al., arXiv 2211.17192). One beam, from an empty cache.
 
     The sequences of a batch go through the pipeline each in its own mode, a round of each in turn. One process writes for
     all of them, in the order in which they ask; while the target verifies one it writes for the others. The target still
@@ -127,7 +129,7 @@ class Parallel(PeerStrategy):
         else:
             engine = Local(self.peer(target), vocab, target.device)
         shares = target.hold("parallel shares", lambda: Shares(bare_s)) if measured else None
-        return Pipeline(engine, self, devices_of(target.model), shares)
+        return Pipeline(engine, self, devices_of(target.model), vocab, shares)
 
     def _worker(self, target: ModelView) -> Worker:
         first = next(target.model.parameters())
@@ -160,7 +162,8 @@ class Pipeline(DraftState):
     """Algorithm 1, seen from the draft.
 
     `_said` are the committed tokens after the prompt, `_line` the draft's own: committed ones, and from there what it has
-    written ahead. While a window is out (`_busy`) the line is as it was when it was asked for. `devices` are the target's.
+    written ahead. While a window is out (`_busy`) the line is as it was when it was asked for. `_odds` has, by place in the
+    line, what a token was drawn from, where it was drawn. `devices` are the target's.
     """
 
     def __init__(
@@ -168,6 +171,7 @@ class Pipeline(DraftState):
         engine: Engine,
         choice: Parallel,
         devices: Sequence[torch.device],
+        vocab: int,
         shares: Shares | None = None,
     ) -> None:
         self._engine, self._choice = engine, choice
@@ -176,6 +180,8 @@ class Pipeline(DraftState):
         self._waited = [device for device in devices if device.type == "cuda" and choice.process]
         self._said: list[int] = []
         self._line: list[int] = []
+        self._odds: dict[int, Odds] = {}
+        self._last, self._vocab = devices[-1], vocab
         self._ahead = 0
         self._busy = self._started = self._late = False
         self._pace = Pace()
@@ -197,7 +203,11 @@ class Pipeline(DraftState):
             self._reading = self._shares.reading(pruner, length, choice.window, choice.most, sampled)
             pruner = self._pruner = self._reading.pruner
         self._engine.begin(
-            prompt.inputs, prompt.warp, pruner is not None, pruner.compact if pruner is not None else False
+            prompt.inputs,
+            prompt.warp,
+            pruner is not None,
+            pruner.compact if pruner is not None else False,
+            0 if prompt.warp is None else _seed(prompt.generator),
         )
         if pruner is None:
             self._ask()
@@ -216,9 +226,15 @@ class Pipeline(DraftState):
             ahead = ahead[: max(self._left - len(self._said) - 1, 0)]
         self._ahead = len(ahead)
         self._began = time.perf_counter()
-        return Proposal(torch.tensor(ahead, dtype=torch.long))
+        return self._proposal(len(self._said), ahead)
 
-    def tail(self) -> int | None:
+    def _proposal(self, place: int, tokens: list[int]) -> Proposal:
+        """`tokens`, which stand in the line from `place` on, with what they were drawn from."""
+        odds = [self._odds[place + n] for n in range(len(tokens)) if place + n in self._odds]
+        q = Odds.dense(odds, self._vocab, self._last) if odds else None
+        return Proposal(torch.tensor(tokens, dtype=torch.long), q=q)
+
+    def tail(self) -> Proposal:
         for device in self._waited:
             torch.cuda.current_stream(device).synchronize()
         self._pace.step(time.perf_counter() - self._began)
@@ -226,9 +242,7 @@ class Pipeline(DraftState):
         if self._busy:
             self._collect(self._patience())
         place = len(self._said) + self._ahead
-        if self._agrees() and len(self._line) > place:
-            return self._line[place]
-        return None
+        return self._proposal(place, self._line[place : place + 1] if self._agrees() else [])
 
     def observe(self, committed: Tensor, kept: int) -> None:
         tokens = committed.tolist()
@@ -240,6 +254,7 @@ class Pipeline(DraftState):
         elif not first:
             self._judged(tokens, kept)
         self._said += tokens
+        self._odds = {place: odds for place, odds in self._odds.items() if place >= len(self._said)}
         self._streak += kept
         if len(tokens) > kept:
             self._broken()
@@ -311,6 +326,7 @@ class Pipeline(DraftState):
             return
         self._busy = self._late = False
         self._started = True
+        self._odds |= dict(enumerate(written.odds, len(self._line)))
         self._line += written.ids
         self._figures["drafted"] += len(written.ids)
         self._prompt_s = written.prompt_s
@@ -351,3 +367,9 @@ class Pipeline(DraftState):
             "keep_rate": pace.keep,
             **({} if self._gain is None else {"expected_gain": self._gain}),
         }
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    """A seed for the draft's draws, drawn from the target's random numbers."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(1 << 62, (1,), generator=generator, device=device))

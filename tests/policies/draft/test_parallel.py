@@ -198,7 +198,9 @@ def test_a_draft_that_is_late_changes_no_token(seed: int, window: int) -> None:
     target, stop = bigram(table), limit(40)
     engine = Sluggish(Writer(ToyRunner(bigram(other)), "cpu", 5), random.Random(seed))
     choice = Parallel(model=ToyModel(bigram(other), 5), window=window, process=False)
-    ids, _, meter = run(target, Pipeline(engine, choice, []), stop, prompt([1], max_new_tokens=39))
+    ids, _, meter = run(
+        target, Pipeline(engine, choice, [torch.device("cpu")], 5), stop, prompt([1], max_new_tokens=39)
+    )
     assert ids == alone(target, [1], stop) and not meter.failures
 
 
@@ -263,25 +265,26 @@ def test_many_sampled_triples_have_the_targets_joint_distribution(shape: str) ->
     assert sampled(shape, triples=100_000) > 1e-4
 
 
-def test_the_sampled_test_sees_uniforms_shared_between_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generator seeded by position, as in PEARL: a token judged in pre-verify and the next share their random number."""
+def test_the_sampled_test_sees_uniforms_shared_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens in a row are judged by one random number, as where a generator is seeded by the round."""
+    held: dict[int, Tensor] = {}
 
     def shared(proposal: Proposal, logits: Tensor, ids: Tensor, warp: Any, generator: Any) -> Any:
-        place = ids.numel() - (proposal.ids.numel() > 0)
-        own = torch.Generator().manual_seed(10_007 * (generator.initial_seed() + place))
-        u = torch.rand(proposal.ids.numel() + 1, generator=own)
-        p = torch.stack(
-            [warp(torch.cat([ids, proposal.ids[:i]]), logits[i]) for i in range(proposal.ids.numel() + 1)]
-        )
-        for i, token in enumerate(proposal.ids.tolist()):
-            if u[i] >= p[i, token]:
-                rest = p[i].clone()
-                rest[token] = 0
-                last = torch.multinomial(rest, 1, generator=generator)
-                return torch.cat([proposal.ids[:i], last]), i
-        # The first token of the next window is drawn by inversion, with the number that its follower will be judged by.
-        last = (p[-1].cumsum(-1) <= u[-1]).sum().clamp(max=V - 1)[None]
-        return torch.cat([proposal.ids, last]), proposal.ids.numel()
+        if ids.numel() <= 2:
+            held.clear()
+        tokens, q = proposal.ids, proposal.odds(V)
+        p = torch.stack([warp(torch.cat([ids, tokens[:i]]), row) for i, row in enumerate(logits)])
+        for i, token in enumerate(tokens.tolist()):
+            place = (ids.numel() + i) // 2
+            if place not in held:
+                held[place] = torch.rand((), generator=generator)
+            if held[place] * q[i, token] >= p[i, token]:
+                last = torch.multinomial((p[i] - q[i]).clamp(min=0), 1, generator=generator)
+                return torch.cat([tokens[:i], last]), i
+        if len(p) == len(tokens):
+            return tokens, len(tokens)
+        last = torch.multinomial(p[-1], 1, generator=generator)
+        return torch.cat([tokens, last]), len(tokens)
 
     monkeypatch.setattr(generate, "accept", shared)
     assert sampled("plain") < 1e-4
@@ -291,7 +294,7 @@ def test_the_sampled_test_sees_a_token_judged_twice(monkeypatch: pytest.MonkeyPa
     def twice(proposal: Proposal, logits: Tensor, ids: Tensor, warp: Any, generator: Any) -> Any:
         committed, kept = accept(proposal, logits, ids, warp, generator)
         if kept and proposal.ids.numel():
-            again, _ = accept(Proposal(proposal.ids[:1]), logits[:2], ids, warp, generator)
+            again, _ = accept(Proposal(proposal.ids[:1]), logits[:1], ids, warp, generator)
             if int(again[0]) != int(proposal.ids[0]):
                 return again[:1], 0
         return committed, kept

@@ -68,7 +68,7 @@ def test_a_process_that_is_ended_after_the_last_token_is_told_of(worker: Worker)
     engine = _remote.Remote(worker, VOCAB)
     stop(worker)
     engine.begin(
-        {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}, None, True, False
+        {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}, None, True, False, 0
     )
     with pytest.warns(MmaccelWarning, match="ended when its prompt was over.*cannot be reached"):
         engine.close()

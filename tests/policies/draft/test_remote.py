@@ -207,7 +207,7 @@ def test_the_process_frees_what_it_holds_of_a_sequence_that_is_over() -> None:
     process.start()
     blob = pack({"input_ids": torch.tensor([[1, 0]])}, _remote._packed(None))
     for number in (1, 2):
-        wire.send(_remote.BEGIN, number, 0, 0, blob=blob)
+        wire.send(_remote.BEGIN, number, 0, 0, 0, blob=blob)
         wire.send(_remote.WRITE, number, 0, 2)
         answer = wire.receive(10.0)
         assert answer is not None and answer.numbers[0] == number
@@ -235,11 +235,11 @@ def test_a_prompt_is_taken_while_the_process_reads_another(target: ModelView) ->
     worker = Toy(model="1:slow:0", window=3)._worker(target)
     first, second = _remote.Remote(worker, VOCAB), _remote.Remote(worker, VOCAB)
     ids = torch.tensor([[1, 0]])
-    first.begin({"input_ids": ids}, None, False, False)
+    first.begin({"input_ids": ids}, None, False, False, 0)
     for _ in range(5):
         first.ask(0, [], 1)
     began = time.monotonic()
-    second.begin({"input_ids": ids, "pixel_values": torch.zeros(1 << 21)}, None, False, False)
+    second.begin({"input_ids": ids, "pixel_values": torch.zeros(1 << 21)}, None, False, False, 0)
     assert time.monotonic() - began < 0.7, "five windows take a second"
     second.ask(0, [], 1)
     # Read by the other of the two, the first one's answers are handed on.

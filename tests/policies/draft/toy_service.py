@@ -15,7 +15,7 @@ import torch
 
 from mmaccel.core.worker import _HEAD, _MAGIC, BEAT, READY, Wire
 from mmaccel.policies.draft import _remote
-from mmaccel.policies.draft._writer import Writer, Written
+from mmaccel.policies.draft._writer import Odds, Writer, Written
 from tests.core.toy import ToyRunner, bigram
 
 VOCAB = 6
@@ -58,6 +58,12 @@ class Faulty(Writer):
             raise ValueError("out of cheese")
         if self.fault == "foreign":
             return Written([token + 1000 for token in written.ids], written.seconds)
+        if self.fault == "odds":
+            # The token that was drawn is not among those it was drawn from.
+            one = written.odds[0]
+            rest = Odds((one.ids[:1] + 1) % VOCAB, one.weights[:1] / one.weights[:1])
+            rest = Odds(rest.ids.where(rest.ids != written.ids[0], (rest.ids + 1) % VOCAB), rest.weights)
+            return Written(written.ids, written.seconds, odds=(rest, *written.odds[1:]))
         if self.fault == "half":
             # A message of sixty thousand numbers, of which the beats are all that ever comes.
             with self.wire._lock:

@@ -1,0 +1,75 @@
+"""Tokens that a pipelined draft draws: kept as often as by drafting in turns, and sent with what they were drawn from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.worker import READY, Worker
+from mmaccel.policies.draft import _remote
+from mmaccel.policies.draft._writer import Odds, Writer
+from mmaccel.policies.draft.sequential import Drafter
+from tests.core.test_generate import limit, run
+from tests.core.toy import ToyRunner, Triples, bigram, prompt, view
+from tests.policies.draft.toy_service import VOCAB, table
+
+from .test_parallel import V, pipeline
+from .test_remote import SERVICE, TARGET, Toy, slowly
+
+
+@pytest.mark.parametrize("heat", [0.7, 1.5])
+def test_as_many_drawn_tokens_are_kept_as_by_drafting_in_turns(heat: float) -> None:
+    """Random logits, so that the draft is often wrong: with its likeliest token in the place of a drawn one, half as many
+    would be kept."""
+    large, small = Triples(V, 0), Triples(V, 1)
+    length, kept = 4_000, []
+    in_turns = Drafter(ToyRunner(small), torch.device("cpu"), 1, V)
+    for state in (pipeline(large, small, V, window=1), in_turns):
+        said = prompt(
+            [0],
+            warp=lambda ids, logits: torch.softmax(logits / heat, -1),
+            generator=torch.Generator().manual_seed(5),
+        )
+        _, _, meter = run(large, state, limit(1 + length), said)
+        assert not meter.failures
+        kept.append(sum(two for _, two in meter.rounds) / sum(one for one, _ in meter.rounds))
+    assert kept[0] == pytest.approx(kept[1], abs=0.02) and 0.3 < kept[0] < 0.95
+
+
+class Softmax:
+    """Sampling that another process can have."""
+
+    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(logits, -1)
+
+
+def test_what_a_token_was_drawn_from_crosses_the_wire() -> None:
+    """The process draws what a writer here draws with its seed, from the same distributions."""
+    here = Writer(ToyRunner(bigram(table(1))), "cpu", VOCAB)
+    here.read({"input_ids": torch.tensor([[1, 0]])}, warp=Softmax(), seed=9)
+    worker = Worker(SERVICE, {"model": "1"}, silence_s=20.0)
+    try:
+        worker.wait(READY, 20.0)
+        engine = _remote.Remote(worker, VOCAB)
+        engine.begin({"input_ids": torch.tensor([[1, 0]])}, Softmax(), False, False, 9)
+        for length, fix in ((0, []), (3, [5])):
+            engine.ask(length, fix, 4)
+            there, mine = engine.collect(20.0), here.write(length, fix, 4)
+            assert there is not None and there.ids == mine.ids and len(there.odds) == 4
+            for one, other in zip(there.odds, mine.odds, strict=True):
+                assert torch.equal(one.ids, other.ids) and torch.equal(one.weights, other.weights)
+        q = Odds.dense(mine.odds, VOCAB, torch.device("cpu"))
+        rows = [table(1)[token] for token in here.line[3:7]]
+        assert torch.allclose(q, torch.softmax(torch.stack(rows), -1), atol=1e-6)
+        engine.close()
+    finally:
+        worker.close()
+
+
+def test_a_distribution_without_its_token_is_nonsense() -> None:
+    choice, target = Toy(model="1:odds:2", window=3, timeout_s=20.0), view(TARGET, VOCAB)
+    with pytest.warns(MmaccelWarning, match="nonsense"):
+        _, _, meter = slowly(target, choice, warp=Softmax())
+    assert len(meter.failures) == 1
+    target.release()

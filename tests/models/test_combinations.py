@@ -47,7 +47,7 @@ def draft_of(kind: Any, model: torch.nn.Module) -> Any:
         return MODELS[name](model, **({} if own is None else {"prune": {"name": own, "retention": 0.3}}))
     plain = {
         "off": lambda: "off",
-        "prompt_lookup": lambda: PromptLookup(ngram=1),
+        "prompt_lookup": lambda: PromptLookup(),
         "text_only": lambda: TextOnly(model=model, window=3),
         "sparse_to_dense": lambda: SparseToDense(window=3, retention=0.5),
     }
@@ -76,7 +76,8 @@ def others(parts: tuple[Any, ...]) -> int:
 
 
 MANY = [p for p in itertools.product(SPARSE, KV, PRUNE, DRAFTS) if others(p) >= 3 and accepted(p)]
-SAMPLE = random.Random(28).sample(MANY, 8) + [
+SAMPLE = [
+    *random.Random(28).sample(MANY, 8),
     ("grid", "full", "fastv", ("parallel", "uv")),
     ("a_shape", "full", "visionzip", ("sequential", "attention")),
 ]
@@ -115,9 +116,10 @@ def acts(pair, parts: tuple[Any, ...]) -> None:
     assert sparse in report.heads()
     assert (report.kv.get("visual", 0) > 0) == (prune != "none")
     if kv == "window":
-        assert report.draft["rounds"] or report.kv["held"] <= 64 + 4 + 40
+        assert report.kv["held"] < report.kv["seen"]
     if draft != "off":
         assert report.draft["failed"] is None
+    if draft not in ("off", "prompt_lookup"):  # which proposes nothing where no token comes twice
         assert report.draft["rounds"] > 0 and report.draft["proposed"] > 0
 
 

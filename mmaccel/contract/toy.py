@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Geometry, ModelAdapter, ModelView, Runner
+from mmaccel.core.adapter import Geometry, ModelAdapter, ModelView
 from mmaccel.core.draft import Branches, Prompt
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.runner import Runner
 
 Rule = Callable[[Sequence[int]], Tensor]
 

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.modules import home_of, unwrapped
+from mmaccel.core.runner import Runner
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
-    from mmaccel.core.draft import Branches
     from mmaccel.core.kv import KVPolicy, StreamState
     from mmaccel.core.places import Places
 
@@ -32,38 +31,6 @@ class Geometry:
     head_dim: int
     hidden: int
     vocab: int
-
-
-class Runner(ABC):
-    """One sequence at work on one model: prefill once, then step and roll back; positions are explicit. No gradients."""
-
-    @abstractmethod
-    def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Run the whole prompt (ids, pixels, grids; batch 1); logits [1, V] of its last token.
-
-        keep [n] runs only those columns, the last one among them, each at its own rotary position; with `compact` they are
-        numbered anew.
-        """
-
-    @abstractmethod
-    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
-        """Run `ids` [1, n] after what was run; logits [1, n, V]. They are a chain, or the rows of a tree."""
-
-    def resume(self, inputs: Mapping[str, Any]) -> None:
-        """Go on after the prompt of `inputs`, which the memory holds already."""
-        raise ModelError(f"{type(self).__name__} cannot go on from a memory that another filled.")
-
-    def accept(self, path: Tensor) -> None:
-        """Of the columns of the last `step` keep those at `path` [k] ascending, one after the other."""
-        raise ModelError(f"{type(self).__name__} cannot take one branch of many; propose chains.")
-
-    @abstractmethod
-    def truncate(self, length: int) -> None:
-        """Forget all but the first `length` columns."""
-
-    @abstractmethod
-    def length(self) -> int:
-        """Columns run and not rolled back."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,6 +256,15 @@ class ModelAdapter(ABC):
     def load(self, path: str, like: nn.Module) -> nn.Module:
         """The model saved in folder `path`, in the dtype and on the device of `like`; its outline if that is one."""
 
+    def placeholders(self, model: nn.Module) -> tuple[int, ...]:
+        """Tokens of the prompt in whose places visual features are put."""
+        return ()
+
+    def reader(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
+        """A causal language model without vision, loaded as `load` does where `model` names one, and its adapter: positions,
+        sizes and a runner of text. None where `model` is anything else; raises `ModelError` where it cannot roll back."""
+        return None
+
 
 class Outline(nn.Module):
     """In the place of a model whose weights are not read: its configuration, from which sizes and folder follow."""
@@ -396,3 +372,14 @@ class ModelView:
             model = self._loaded[model]
         model = unwrapped(model)
         return ModelView(model, self.resolve(model), self.resolve)
+
+    def reader(self, model: str | nn.Module) -> ModelView | None:
+        """As `peer`, of a causal language model without vision; None where `model` is anything else."""
+        found = self.adapter.reader(
+            self._loaded.get(model, model) if isinstance(model, str) else unwrapped(model), self.model
+        )
+        if found is None:
+            return None
+        if isinstance(model, str):
+            self._loaded[model] = found[0]
+        return ModelView(*found, self.resolve)

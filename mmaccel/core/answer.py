@@ -11,11 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Runner, StreamSeam
+from mmaccel.core.adapter import StreamSeam
 from mmaccel.core.deadline import Deadline
 from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import Piece, StreamState
+from mmaccel.core.runner import Runner
 
 MAX_NEW_TOKENS = 128
 """Tokens of an answer at most, where the caller does not say: in sessions and commands alike."""

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Runner
 from mmaccel.core.draft import DraftState, Prompt, Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning
+from mmaccel.core.runner import Runner
 from mmaccel.core.verify import accept, accept_tree, check
 
 

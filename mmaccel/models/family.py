@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends import pointwise
-from mmaccel.core.adapter import Geometry, ModelAdapter, Outline, Runner, StreamSeam
+from mmaccel.core.adapter import Geometry, ModelAdapter, Outline, StreamSeam
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
@@ -23,6 +23,7 @@ from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.modules import home_of, unwrapped
 from mmaccel.core.places import Pace
 from mmaccel.core.registry import registry
+from mmaccel.core.runner import Runner
 from mmaccel.models import weights
 from mmaccel.models.asked import asked
 from mmaccel.models.grids import Grid, fill
@@ -360,3 +361,15 @@ class Family(ModelAdapter):
             return outline(path).model
         first = next(like.parameters())
         return load_model(path, dtype=first.dtype, device=first.device)
+
+    def placeholders(self, model: nn.Module) -> tuple[int, ...]:
+        config: Any = model.config
+        return config.image_token_id, config.video_token_id
+
+    def reader(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
+        from mmaccel.models.causal import causal
+        from mmaccel.models.loading import load_reader
+
+        found = load_reader(model, like) if isinstance(model, str) else model
+        adapter = None if found is None else causal(found)
+        return None if adapter is None or found is None else (found, adapter)

@@ -13,6 +13,7 @@ from mmaccel.core.adapter import ModelView, Outline
 from mmaccel.core.attach import adapter_for, family_of, fitted
 from mmaccel.core.errors import ModelError, UnknownName, shown
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.registry import registry
 from mmaccel.models import tiny
 from mmaccel.models.hub import absent, own_code
 from mmaccel.models.spread import spread
@@ -64,7 +65,6 @@ def load_model(
     With `devices` its layers are spread over these, in order, and all else is on the first: see `spread.spread`. It is read
     into host memory before.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForImageTextToText
 
     if isinstance(devices, str):
@@ -81,8 +81,19 @@ def load_model(
     folder = Path(source)
     if folder.exists() and not (folder / "config.json").is_file():
         raise ModelError(f"model {source!r} has no config.json; give a folder written by save_pretrained.")
+    model = _read(AutoModelForImageTextToText, source, dtype)
+    if places is not None:
+        spread(model, places)
+        return model.eval()  # type: ignore[no-any-return]
+    return model.to(first).eval()  # type: ignore[no-any-return]
+
+
+def _read(kind: Any, source: str, dtype: torch.dtype | str) -> Any:
+    """The model that a class of transformers' makes of `source`; raises `ModelError`."""
+    from safetensors import SafetensorError
+
     try:
-        model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=dtype, trust_remote_code=False)
+        return kind.from_pretrained(source, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, SafetensorError) as error:
         told = " ".join(str(error).split())
         known = ", ".join(tiny.NAMES)
@@ -95,10 +106,6 @@ def load_model(
         if (mismatch := mismatched(error)) is None:
             raise
         raise ModelError(mismatch) from error
-    if places is not None:
-        spread(model, places)
-        return model.eval()  # type: ignore[no-any-return]
-    return model.to(first).eval()  # type: ignore[no-any-return]
 
 
 def mismatched(error: BaseException) -> str | None:
@@ -120,21 +127,42 @@ def outline(name: str | Path) -> ModelView:
 
     Raises `ModelError` where there is no such model, or one of a family that is not supported.
     """
-    from transformers import AutoConfig
+    source = resolve(known_model(name))
+    family = family_of(_type(source))
+    return ModelView(Outline(_config(source)), family, adapter_for)
 
-    from mmaccel.models.processor_files import config_of, folder_of
+
+def load_reader(name: str | Path, like: nn.Module) -> nn.Module | None:
+    """The causal language model `name`, in the dtype and on the device of `like`, or its outline if that is one; None where
+    it is a model of a supported family, or no language model. Raises as `load_model` does."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     source = resolve(known_model(name))
-    folder = folder_of(source)
-    family = family_of(str(config_of(folder).get("model_type")))
+    if any(_type(source) in getattr(family, "model_types", ()) for family in registry("model").values()):
+        return None
+    config = _config(source)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or isinstance(like, Outline):
+        return Outline(config)
+    first = next(like.parameters())
+    return _read(AutoModelForCausalLM, source, first.dtype).to(first.device).eval()  # type: ignore[no-any-return]
+
+
+def _type(source: str) -> str:
+    from mmaccel.models.processor_files import config_of, folder_of
+
+    return str(config_of(folder_of(source)).get("model_type"))
+
+
+def _config(source: str) -> Any:
+    from transformers import AutoConfig
+
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         told = " ".join(str(error).split())
         raise ModelError(
             own_code(source, error) or f"model {source!r}: its config.json cannot be read ({told[:200]})."
         ) from error
-    return ModelView(Outline(config), family, adapter_for)
 
 
 def check_recipe(recipe: Recipe | str | Path | Mapping[str, Any], name: str | Path) -> None:

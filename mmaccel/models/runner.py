@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Runner
 from mmaccel.core.attach import attached
 from mmaccel.core.attention import NOTE, Note, Probe
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVPolicy
+from mmaccel.core.runner import Runner
 from mmaccel.models.vision import in_parts
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class HFRunner(Runner):
         inputs.update(past_key_values=self.cache, position_ids=positions, use_cache=True, logits_to_keep=1)
         if probes:
             inputs[NOTE] = Note(probes=tuple(probes))
-        with in_parts(self.family, self.model):
+        with in_parts(self.family, self.model) if self.family.shown(inputs) else nullcontext():
             out = self.model(**inputs)
         # As `generate` does, go on from the last column: after a long video that is not the largest position.
         self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - inputs["input_ids"].shape[1]

@@ -78,13 +78,18 @@ def same_vocabulary(a: int, b: int) -> bool:
     return gap < PADDING and gap * 100 <= max(a, b)
 
 
-def open_peer(name: str, target: ModelView, model: str | nn.Module) -> ModelView:
-    """The draft model's view; raises `DraftError` for a missing model, another family and another vocabulary."""
+def open_peer(name: str, target: ModelView, model: str | nn.Module, text: bool = False) -> ModelView:
+    """The draft model's view; raises `DraftError` for a missing model, another family and another vocabulary.
+
+    text  the draft reads text alone, and a causal language model without vision will do too
+    """
+    given = folder_of(name, target, model) if isinstance(model, str) else model
     try:
-        peer = target.peer(folder_of(name, target, model) if isinstance(model, str) else model)
+        reader = target.reader(given) if text else None
+        peer = reader or target.peer(given)
     except ModelError as error:
         raise DraftError(f"{name}: model: {error}") from error
-    if peer.adapter.name != target.adapter.name:
+    if reader is None and peer.adapter.name != target.adapter.name:
         raise DraftError(
             f"{name}: model: the draft is a {peer.adapter.name} and the target a {target.adapter.name}, which read other "
             "inputs; give a draft of the target's family."

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import ModelView, Runner
+from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import DraftError
 from mmaccel.core.layout import TEXT
 from mmaccel.core.prune import TokenPruner
+from mmaccel.core.runner import Runner
 
 
 def moved(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

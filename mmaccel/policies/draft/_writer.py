@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Runner
 from mmaccel.core.draft import Warp
+from mmaccel.core.runner import Runner
 from mmaccel.core.verify import draw
 
 SUPPORT = 1024

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import ModelView, Runner
+from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftState, Prompt, Proposal
 from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.core.registry import register
+from mmaccel.core.runner import Runner
 from mmaccel.core.verify import draw, resize
 from mmaccel.policies.draft._pair import PeerStrategy
 from mmaccel.policies.draft._read import PrunedReader, Reader, moved

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Geometry, ModelView, Runner
+from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.attention import Probe, Run
 from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
@@ -17,6 +17,7 @@ from mmaccel.core.kv import KVPolicy, KVState, KVView
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.prune import best, observers, quota
 from mmaccel.core.registry import register
+from mmaccel.core.runner import Runner
 
 FEWEST = 1
 

@@ -1,0 +1,46 @@
+"""The contract of one sequence at work on one model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mmaccel.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from mmaccel.core.draft import Branches
+
+
+class Runner(ABC):
+    """One sequence at work on one model: prefill once, then step and roll back; positions are explicit. No gradients."""
+
+    @abstractmethod
+    def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
+        """Run the whole prompt (ids, pixels, grids; batch 1); logits [1, V] of its last token.
+
+        keep [n] runs only those columns, the last one among them, each at its own rotary position; with `compact` they are
+        numbered anew.
+        """
+
+    @abstractmethod
+    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+        """Run `ids` [1, n] after what was run; logits [1, n, V]. They are a chain, or the rows of a tree."""
+
+    def resume(self, inputs: Mapping[str, Any]) -> None:
+        """Go on after the prompt of `inputs`, which the memory holds already."""
+        raise ModelError(f"{type(self).__name__} cannot go on from a memory that another filled.")
+
+    def accept(self, path: Tensor) -> None:
+        """Of the columns of the last `step` keep those at `path` [k] ascending, one after the other."""
+        raise ModelError(f"{type(self).__name__} cannot take one branch of many; propose chains.")
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` columns."""
+
+    @abstractmethod
+    def length(self) -> int:
+        """Columns run and not rolled back."""

@@ -4,8 +4,8 @@
     python bench/stock.py page bench/results/stock_cpu_202611.jsonl
 
 CHECKOUT is a tree of transformers with its tests, near the installed version. `run` ends with status 1 where a test that
-the plain model passes fails for another reason than those in tests/stock/stock_plugin.py, or more than 20 fail under the
-recipe dense.
+the plain model passes fails for another reason than those in tests/stock/stock_plugin.py, which also lists the arguments
+that a recipe may refuse, or more than 20 fail under the recipe dense.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def row(
     from stock_plugin import reason
 
     whole = [name for name, (outcome, _) in plain.items() if outcome == "passed"]
-    why = {name: reason(name, got[name][1]) for name in whole if got.get(name, ["failed", ""])[0] == "failed"}
+    failed = [name for name in whole if got.get(name, ["failed", ""])[0] == "failed"]
+    why = {name: reason(recipe, name, got.get(name, ["", ""])[1]) for name in failed}
     return {
         "case": "stock",
         "recipe": recipe,

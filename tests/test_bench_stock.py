@@ -26,24 +26,41 @@ def test_every_failure_has_a_reason() -> None:
     assert {row["recipe"] for row in ROWS} == set(stock.RECIPES) == set(stock_plugin.RECIPES)
     assert set(stock.REASONS) == set(stock_plugin.REASONS)
     for row in ROWS:
+        refused = {name.removeprefix("refused: ") for name in row["failed"]} - set(stock.REASONS)
+        assert refused <= stock_plugin.IMPOSSIBLE[row["recipe"]]
         assert row["other"] == [] and sum(row["failed"].values()) == row["tests"] - row["passed"]
     dense = next(row for row in ROWS if row["recipe"] == "dense")
     assert dense["tests"] - dense["passed"] <= stock.MOST and set(dense["failed"]) <= set(stock.REASONS)
 
 
 @pytest.mark.parametrize(
-    ("test", "error", "why"),
+    ("recipe", "test", "error", "why"),
     [
         (
+            "dense",
             "a",
             "mmaccel.core.errors.ModelError: backward: it has no gradient; detach the recipe to train.",
             "no gradient",
         ),
-        ("test_can_set_attention_dynamically", "AssertionError: False is not true", "private config copy"),
-        ("a", "mmaccel.core.errors.DraftError: num_beams: one beam; set it to 1.", "refused: num_beams"),
-        ("a", "mmaccel.core.errors.ModelError: something is wrong.", "other"),
-        ("a", "AssertionError: 0 != 2", "other"),
+        (
+            "dense",
+            "test_can_set_attention_dynamically",
+            "AssertionError: False is not true",
+            "private config copy",
+        ),
+        ("sequential", "a", "mmaccel.core.errors.DraftError: num_beams: one; set it.", "refused: num_beams"),
+        ("dense", "a", "mmaccel.core.errors.ModelError: num_beams: one; set it.", "other"),
+        ("window", "a", "mmaccel.core.errors.ModelError: use_cache: leave it out.", "other"),
+        ("dense", "test_mismatching_tokens", "AssertionError: none raised", "class of the exception"),
+        ("dense", "a", "RuntimeError: mismatching shapes", "other"),
+        ("dense", "a", "mmaccel.core.errors.ModelError: something is wrong.", "other"),
+        ("dense", "a", "AssertionError: 0 != 2", "other"),
     ],
 )
-def test_a_failure_is_sorted(test: str, error: str, why: str) -> None:
-    assert stock_plugin.reason(test, error) == why
+def test_a_failure_is_sorted(recipe: str, test: str, error: str, why: str) -> None:
+    assert stock_plugin.reason(recipe, test, error) == why
+
+
+def test_a_test_that_is_lost_is_a_failure_without_a_reason() -> None:
+    row = stock.row("dense", "a", {"one": ("passed", ""), "two": ("passed", "")}, {"one": ("passed", "")})
+    assert row["other"] == ["two"] and row["passed"] == 1

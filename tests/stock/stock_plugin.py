@@ -43,17 +43,37 @@ REASONS = {
     "4-D mask": r"attention_mask: an accelerated model takes a mask of shape",
     "private config copy": r"attn_implementation: it was set while|subconfig_are_same|attention_dynamically"
     r"|attn_implementation_composite|can_dispatch_composite",
-    "class of the exception": r"mismatching",
+    "class of the exception": r"^\S*mismatching",
 }
 """The five reasons for which an accelerated model may fail a test that the plain one passes, and what tells them: a part of
 the test's name or of what it raised."""
 
+_DRAFTED = {
+    "assistant_model",
+    "input_ids",
+    "inputs_embeds",
+    "num_beams",
+    "output_attentions",
+    "past_key_values",
+}
 
-def reason(test: str, error: str) -> str:
-    """Why a test fails: one of `REASONS`, "refused: ARGUMENT" for one sentence about an argument, or "other"."""
+IMPOSSIBLE: dict[str, set[str]] = {
+    "dense": set(),
+    "full budget": {"output_attentions"},
+    "window": {"attention_mask", "output_attentions", "position_ids"},
+    "prompt_lookup": _DRAFTED,
+    "sequential": _DRAFTED,
+}
+"""The arguments that each recipe makes impossible, as docs/stock.md lists them: it may refuse these in one sentence, and no
+others."""
+
+
+def reason(recipe: str, test: str, error: str) -> str:
+    """Why a test fails under `recipe`: one of `REASONS`, "refused: ARGUMENT" for one sentence about an argument of
+    `IMPOSSIBLE`, or "other"."""
     known = next((name for name, found in REASONS.items() if re.search(found, f"{test} {error}")), None)
     refused = re.match(r"mmaccel\.core\.errors\.\w+: (\w+): .*\.$", error.splitlines()[0] if error else "")
-    return known or (f"refused: {refused[1]}" if refused else "other")
+    return known or (f"refused: {refused[1]}" if refused and refused[1] in IMPOSSIBLE[recipe] else "other")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -127,18 +127,21 @@ class Gate:
         me = threading.get_ident()
         with self._state:
             self._ends = modules
+            # Passes of these generations may wait already, since before it was known that they are to end.
+            self._state.notify_all()
             while any(
                 # A frame that has returned meanwhile no longer knows who called it: then the look says nothing.
                 _works(frame, modules) or sys._current_frames().get(thread) is not frame
                 for thread, frame in sys._current_frames().items()
-                if thread != me and not self._stays(thread)
+                if thread != me and not self._stays(thread, frame)
             ):
                 self._state.wait(POLL_S)
 
-    def _stays(self, thread: int) -> bool:
+    def _stays(self, thread: int, frame: FrameType) -> bool:
         """Whether a thread waits to enter, and goes on waiting if it is woken now."""
         attaching = self._waiting.get(thread)
-        return thread in self._waiting and (attaching is None or not attaching.over)
+        waits = thread in self._waiting and (attaching is None or not attaching.over)
+        return waits and not _generates(frame, self._ends)
 
     def take(self, attaching: Attaching) -> None:
         """Note that a recipe is attached; raises `ModelError` where one is. Only inside `alone`."""

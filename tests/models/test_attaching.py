@@ -18,7 +18,7 @@ from transformers import LogitsProcessor
 
 import mmaccel
 from mmaccel.core.errors import ModelError
-from mmaccel.models.attaching import gate_of
+from mmaccel.models.attaching import Gate, gate_of
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -247,6 +247,42 @@ def test_changes_wait_for_calls_under_way(family: tuple[str, Any], what: str, ca
     if handles[0] is not None:
         handles[0].detach()
     assert call != "generate" or torch.equal(out[0], plain)
+    assert picture(model) == before
+
+
+def test_a_generation_that_meets_the_first_wrapper_ends_plain(
+    family: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next pass comes when the forward is wrapped and nobody looked for generations under way yet."""
+    kind, model = family
+    inputs, before, passes = prompt(kind, PROMPTS["text"]), picture(model), []
+    plain = model.generate(**inputs, **TOLD)
+    reached, go_on, drain = threading.Event(), threading.Event(), Gate.drain
+
+    def hold(*_: Any) -> None:
+        passes.append(None)
+        if len(passes) == 2:
+            reached.set()
+            assert go_on.wait(20)
+
+    def drained(self: Gate, *args: Any) -> None:
+        go_on.set()
+        until = time.monotonic() + 20
+        while not self._waiting and time.monotonic() < until:
+            time.sleep(0.002)
+        assert self._waiting, "the generation waits to enter"
+        drain(self, *args)
+
+    hook = model.model.language_model.layers[0].register_forward_pre_hook(hold)
+    out: list[Any] = []
+    thread = threading.Thread(target=lambda: out.append(model.generate(**inputs, **TOLD)))
+    thread.start()
+    assert reached.wait(20)
+    monkeypatch.setattr(Gate, "drain", drained)
+    with mmaccel.accelerate(model, kv={"name": "window", "sinks": 2, "window": 64}):
+        thread.join(20)
+        assert len(out) == 1 and torch.equal(out[0], plain)
+    hook.remove()
     assert picture(model) == before
 
 

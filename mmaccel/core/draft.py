@@ -61,7 +61,13 @@ class Proposal:
         q = None
         if self.q is not None or other.q is not None:
             vocab = (self.q if self.q is not None else other.q).shape[-1]  # type: ignore[union-attr]
-            q = torch.cat([one.odds(vocab) for one in (self, other)])
+            odds = [one.odds(vocab) for one in (self, other)]
+            if odds[0].shape[1] != odds[1].shape[1]:
+                raise DraftError(
+                    f"DraftState.tail has a q over {odds[1].shape[1]} tokens and the proposal one over {odds[0].shape[1]}; "
+                    "give both over the target's vocabulary."
+                )
+            q = torch.cat([odds[0], odds[1].to(odds[0])])
         return Proposal(torch.cat([self.ids, other.ids.to(self.ids)]), q=q)
 
     def odds(self, vocab: int) -> Tensor:

@@ -135,7 +135,7 @@ class Speculation:
             self._meter.round(drafted.numel(), path.numel())
             return committed, path.numel(), logits[taken.to(logits.device)]
         logits = target.step(rows)[0]
-        whole = proposal.then(guard.tail())
+        whole = guard.tailed(proposal)
         committed, kept = guard.accept(whole, logits, ids[0], prompt)
         self._meter.round(whole.ids.numel(), kept)
         return committed, kept, logits
@@ -177,15 +177,16 @@ class _Guard:
                 return proposal
         return Proposal.empty()
 
-    def tail(self) -> Proposal:
+    def tailed(self, proposal: Proposal) -> Proposal:
+        """`proposal` with the draft's tail behind it."""
         with self._dropping():
             if self._draft is not None:
                 tail = self._draft.tail()
                 check(tail)
                 if tail.ids.numel() > 1 or tail.parents is not None:
                     raise DraftError(f"DraftState.tail is one token or none; it is {tail.ids.tolist()}.")
-                return tail
-        return Proposal.empty()
+                return proposal.then(tail)
+        return proposal
 
     def accept(self, proposal: Proposal, logits: Tensor, ids: Tensor, prompt: Prompt) -> tuple[Tensor, int]:
         try:

@@ -242,6 +242,21 @@ def test_a_draft_that_proposes_nonsense_is_dropped(wrong: Proposal) -> None:
     assert len(meter.failures) == 1 and draft.closed == 1 and target.tokens == ids[0, :-1].tolist()
 
 
+def test_a_tail_that_does_not_fit_its_proposal_drops_the_draft() -> None:
+    """Their distributions are over vocabularies of two sizes, so that there is no one proposal to judge."""
+    rule, meter = bigram(5 * torch.eye(5).roll(1, 1)), Meter()
+    draft = Scripted(
+        lambda tokens: Proposal(torch.tensor([2, 3]), q=torch.full((2, 5), 0.2)),
+        lambda tokens: Proposal(torch.tensor([4]), q=torch.full((1, 6), 1 / 6)),
+    )
+    said = prompt(START, warp=lambda ids, logits: (logits == logits.max()).float())
+    target = ToyRunner(rule)
+    with pytest.warns(MmaccelWarning, match="a q over 6 tokens and the proposal one over 5"):
+        ids = speculate(target, draft, said, target.prefill(said.inputs), stop=limit(12), meter=meter)
+    assert ids[0].tolist() == alone(rule, START, limit(12))
+    assert len(meter.failures) == 1 and draft.closed == 1 and target.tokens == ids[0, :-1].tolist()
+
+
 def test_the_first_token_is_shown_before_its_draft_hears_of_it() -> None:
     """A draft in the target's process may read its prompt only then; later tokens are told first to a draft, which may be at
     work elsewhere while they are read."""

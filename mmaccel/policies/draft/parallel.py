@@ -61,7 +61,8 @@ class Parallel(PeerStrategy):
               a loaded module, the target itself too, with `process` off
     window    tokens a round; None: the ratio of a target step to a draft step, measured as the context grows, rounded the
               way that gains more. A measured window hangs on the clock, and with it the random numbers that tokens are drawn
-              with: give one where a seed is to say the same text again
+              with; so does a second process, which may be ready in time or not. Where a seed is to say the same text again,
+              give a window and set `process` to false
     most      the longest measured window
     prune     a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
     prune_when  "always"; or "measured": answer by answer the draft reads the whole video or what `prune` leaves of it,

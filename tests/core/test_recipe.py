@@ -65,6 +65,21 @@ def test_presets_have_the_windows_and_the_tenth_of_the_paper(name: str, window: 
         assert draft.retention == 0.1
 
 
+@pytest.mark.parametrize(
+    "name, depth",
+    [
+        ("parallelvlm-ov-0.5b-7b", 28),
+        ("parallelvlm-ov-7b-72b", 80),
+        ("parallelvlm-qwen-7b-32b", 64),
+        ("parallelvlm-ov-7b-7b", 28),
+        ("parallelvlm-qwen-7b-7b", 28),
+    ],
+)
+def test_the_pairings_of_the_paper_read_its_layer(name: str, depth: int) -> None:
+    draft: Any = Recipe.load(name).draft
+    assert draft.pruner.stages(depth)[0].layer == 20
+
+
 @pytest.mark.parametrize("kind", ["sparse", "kv"])
 def test_every_policy_is_a_recipe_by_its_name(kind: str) -> None:
     for name in registry(kind):

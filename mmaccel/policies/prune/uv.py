@@ -30,7 +30,8 @@ class UVPrune(ScorePruner):
     instead changes little on the tiny models, on one of them next to nothing. The paper's sum is over all text.
 
     retention  share of the visual tokens that stays, 1 - alpha of the paper
-    layer      L; None: min(20, three tenths of the target's depth, rounded up). The paper's is 20 for targets of 28 layers too
+    layer      L; None: min(20, three tenths of the target's depth, rounded up). The paper's is 20 for
+               targets of 28 layers too
     base       the layer whose likeness is taken away: 0 the embeddings, 1 the first layer's output; None: 1, and 0 where
                `layer` is 1
     variation  False scores by S^L alone (the paper's ablation)

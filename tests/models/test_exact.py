@@ -146,14 +146,24 @@ def test_interleaved_sequences_keep_their_own_positions(family):
             assert (model(input_ids=token, past_key_values=cache).logits - want).abs().max() <= TOLERANCE
 
 
-def test_vision_tower_is_untouched(family):
+@torch.no_grad()
+def test_a_pattern_of_the_text_leaves_the_frames_as_they_are(family):
+    """Qwen's tower is attached too, and multiplies in other shapes: twice its own error is allowed, by float64."""
     name, model = family
     inputs = prompt(name, PROMPTS["video"])
     adapter = mmaccel.core.attach.adapter_for(model)
-    with torch.no_grad():
-        plain = adapter.frames(model, inputs)
-        with mmaccel.accelerate(model, "a_shape"):
-            assert torch.equal(adapter.frames(model, inputs), plain)
+    plain = adapter.frames(model, inputs)
+    exact = adapter.frames(copy.deepcopy(model).double(), double(inputs))
+    error = float((plain - exact).abs().max()) + torch.finfo(torch.float32).eps * float(exact.abs().max())
+    with mmaccel.accelerate(model, "a_shape"):
+        ours = adapter.frames(model, inputs)
+    assert exact.dtype == torch.float64 and ours.dtype == torch.float32
+    assert (ours - exact).abs().max() <= 2 * error
+    assert name != "llava" or torch.equal(ours, plain)
+
+
+def double(inputs):
+    return {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
 
 
 def test_a_report_is_of_the_last_pass(family):

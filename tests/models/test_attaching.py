@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import sys
 import threading
 import time
@@ -284,6 +286,38 @@ def test_a_generation_that_meets_the_first_wrapper_ends_plain(
         assert len(out) == 1 and torch.equal(out[0], plain)
     hook.remove()
     assert picture(model) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_waits_for_no_thread_of_its_parent(family: tuple[str, Any]) -> None:
+    """Another thread is in a call, and holds the gate's lock, when the process forks."""
+    _, model = family
+    gate = gate_of(model.model.language_model)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with gate.call(), gate._state:
+            reached.set()
+            assert go_on.wait(20)
+
+    fast = mmaccel.accelerate(model)
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert reached.wait(20)
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        try:
+            fast.detach()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    go_on.set()
+    thread.join(20)
+    fast.detach()
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_two_seconds_of_attaching_beside_two_threads_that_generate(family: tuple[str, Any]) -> None:

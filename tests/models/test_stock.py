@@ -151,6 +151,17 @@ def test_weights_that_nobody_holds_are_refused(family, recipe):
         model(**prompt(kind, PROMPTS["video"]), output_attentions=True)
 
 
+def test_a_prompt_in_pieces_is_refused_where_a_pruner_needs_it_whole(family):
+    kind, model = family
+    inputs = prompt(kind, PROMPTS["video"])
+    with mmaccel.accelerate(model, prune={"name": "fastv", "layer": 1}):
+        with pytest.raises(ModelError, match="prefill_chunk_size: prune 'fastv' runs the prompt whole"):
+            model.generate(**inputs, **CALL, prefill_chunk_size=16)
+        assert model.generate(**inputs, **CALL).sequences.shape[1] == inputs["input_ids"].shape[1] + 6
+    with mmaccel.accelerate(model), pytest.raises(ModelError, match="prefill_chunk_size: it is a number"):
+        model.generate(**inputs, **CALL, prefill_chunk_size=0)
+
+
 def test_bidirectional_attention_is_refused(family):
     kind, model = family
     with mmaccel.accelerate(model), pytest.raises(ModelError, match=r"is_causal: .* detach the recipe"):

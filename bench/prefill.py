@@ -50,9 +50,13 @@ SECONDS = ("median_s", "low_s", "high_s")
 NEVER = sys.maxsize
 
 DENSE = {
-    "dense": {"FLASH_FROM": NEVER},
+    "dense": {"FLASH_FROM": NEVER, "OLDER_FROM": NEVER},
     "dense_flash_attn_4": {"FLASH_FROM": dense.FLASH_FROM},
-    "dense_flash_2": {"FLASH_FROM": NEVER, "FASTEST": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]},
+    "dense_flash_2": {
+        "FLASH_FROM": NEVER,
+        "OLDER_FROM": NEVER,
+        "FASTEST": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+    },
 }
 """Dense attention by PyTorch's fastest kernel, by flash-attn 4 where it is installed, and by FlashAttention-2: what of
 `mmaccel.backends.dense` is changed for each. All but the first are timed on one layer."""

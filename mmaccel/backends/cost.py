@@ -35,6 +35,9 @@ LENGTHS = (4096, 16384)
 BLOCK = 64
 """Tokens of a block unless a pattern says otherwise."""
 
+PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "mmaccel")
+"""Whose versions costs depend on."""
+
 Bench = Callable[[Callable[[], Any], torch.device], float]
 """Runs something as often as it wants and says how many seconds one run takes."""
 
@@ -229,9 +232,7 @@ def key_of(device: torch.device, shape: Shape, backends: tuple[str, ...], label:
     """What costs depend on, as text."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     sizes = f"{shape.heads} heads, {shape.groups} groups, size {shape.size}, {str(shape.dtype).removeprefix('torch.')}"
-    versions = " ".join(
-        f"{package} {_version(package)}" for package in ("torch", "triton", "flash-attn-4", "mmaccel")
-    )
+    versions = " ".join(f"{package} {_version(package)}" for package in PACKAGES)
     return " | ".join((name, sizes, versions, "+".join(backends), label))
 
 

@@ -1,4 +1,4 @@
-"""Exact causal attention with the best kernel at hand, flash-attn 4's or SDPA's; the scores of all pairs are never held.
+"""Exact causal attention with the best kernel at hand, flash-attn's or SDPA's; the scores of all pairs are never held.
 
 Rules, in one place. Query row i stands at column ``start + i``; key n stands at column n, or at ``column[n]``. A query
 sees a valid key iff the key's column is not after its own, and, under a window, the key is less than `window` columns
@@ -14,7 +14,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from mmaccel.backends.flash import causal
+from mmaccel.backends.flash import causal, older
 
 ROWS = 256
 """Query rows of a block where a mask has to be written out."""
@@ -35,6 +35,9 @@ FASTEST = [
 
 FLASH_FROM = 1 << 14
 """Query rows from which flash-attn 4 is taken where it is installed: once a shape it compiles for some seconds."""
+
+OLDER_FROM = 128
+"""Query rows from which flash-attn 3 or 2 is taken: it does not split the keys of a few rows over the device."""
 
 
 def dense_attend(
@@ -108,17 +111,22 @@ def _unpadded(
     key, value = key[:, :, :end], value[:, :, :end]
     if end == 0:
         return value.new_zeros(*query.shape[:3], value.shape[-1])
+    aligned = end == start + n
     if window is not None and window < start + n:
+        if aligned and not sinks and n >= OLDER_FROM and older.serves(query, key, value, window):
+            return older.attend(query, key, value, scale, window)
         return _windowed(query, key, value, scale, start, sinks, window)
     if n == 1:
         # A single row has no mask, so the heads of a group can be rows: keys are then read once for all of them.
         rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
         return _sdpa(rows, key, value, scale).reshape(*query.shape[:3], -1)
-    if end == start + n and n >= FLASH_FROM and causal.serves(query, value):
+    if aligned and n >= FLASH_FROM and causal.serves(query, value):
         return causal.attend(query, key, value, scale)
+    if aligned and n >= OLDER_FROM and older.serves(query, key, value, None):
+        return older.attend(query, key, value, scale)
     if start == 0 and end == n:
         return _square(query, key, value, scale)
-    if end == start + n and _flash(query, key, value):
+    if aligned and _flash(query, key, value):
         return _sdpa(query, key, value, scale, mask=causal_lower_right(n, end))
     columns = torch.arange(end, device=query.device)
     out, step = [], _rows(query, key, end)

@@ -102,7 +102,7 @@ def judged(
     out, lse = attend_plan(plan, inside.query, inside.key, inside.value, inside.scale, kernel)
     recall = torch.exp(lse[0][:, rows].float() - dense[1]).clamp(max=1)
     if plan.dense is not None:
-        # Heads that a plan leaves dense have no log-sum-exp; what is no number elsewhere shows.
+        # Heads that a plan leaves dense have no log-sum-exp; what is not a number elsewhere shows.
         recall[list(plan.dense.heads)] = 1.0
     wrong = (out[0][:, rows].float() - dense[0]).flatten(1).norm(dim=1)
     return {

@@ -1,4 +1,4 @@
-"""What is told of one argument too many, and of a command that is stopped."""
+"""Messages for one argument too many, and for a command that is stopped."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class OneVideo(TyperCommand):
             check_question(ctx.params["video"], question)
             if ctx.args:
                 raise VideoError(
-                    f"the question is {1 + len(ctx.args)} arguments, {shown(question)} and {shown(ctx.args[0])} among them; "
-                    "put it in quotes."
+                    f"the question came as {1 + len(ctx.args)} arguments, {shown(question)} and {shown(ctx.args[0])} "
+                    "among them; put it in quotes."
                 )
         elif ctx.args:
             raise _two(ctx.params["video"], ctx.args[0])
@@ -65,5 +65,5 @@ def check_question(video: str, question: str) -> None:
 
 def _two(one: str, other: str) -> VideoError:
     return VideoError(
-        f"one video is used and two are given, {shown(one)} and {shown(other)}; run the command for each."
+        f"give one video, not two ({shown(one)} and {shown(other)}); run the command once for each."
     )

@@ -204,7 +204,7 @@ def table(
 
     checked_seed(seed)
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise WorldError(f"--out: {output} is no place for a file; name a file in a folder that exists.")
+        raise WorldError(f"--out: {output} is not a place for a file; name a file in a folder that exists.")
     chosen = choices.recipe(recipe)
     place, kept_in = choices.where(device), choices.dtype(dtype)
     choices.check(chosen, model, place)
@@ -340,7 +340,7 @@ def lengths_of(text: str) -> list[int]:
     wrong = [part for part in parts if not (part.isascii() and part.isdigit()) or int(part) < 1]
     if wrong or not parts:
         raise WorldError(
-            f"--frames: {wrong[0] if wrong else text!r} is no number of frames; give for example 8,32,128."
+            f"--frames: {wrong[0] if wrong else text!r} is not a number of frames; give for example 8,32,128."
         )
     return [int(part) for part in parts]
 

@@ -1,4 +1,4 @@
-"""What a command sees of the video it is given, and what is said of the options that choose it."""
+"""Reads the video of a command, with errors that name the options of the command."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def fit(pixels: Pixels) -> Callable[[int, int, int], tuple[int, int]]:
 
 @contextmanager
 def own_options(path: str) -> Iterator[None]:
-    """What `media.read` says of its arguments, in errors and warnings, said of the options of the command."""
+    """Errors and warnings of `media.read` inside, with the command's options in place of its arguments."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", VideoWarning)
         try:

@@ -75,7 +75,9 @@ def haystack(
 
     for path, option in ((output, "--out"), (picture, "--picture")):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise WorldError(f"{option}: {path} is no place for a file; name a file in a folder that exists.")
+            raise WorldError(
+                f"{option}: {path} is not a place for a file; name a file in a folder that exists."
+            )
     if rows:
         log = Log.gathered(rows)
         found = Haystack(log.settings["depths"], log.shots)

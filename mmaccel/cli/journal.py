@@ -1,7 +1,8 @@
-"""How far a video was read into a saved session, so that a `watch` that was killed goes on where its last save was.
+"""A journal of how far `watch` has read a video, so that a killed `watch` can continue after its last save.
 
-The journal of a session saved to the folder S is the file .S.mmaccel-journal beside it: one JSON object a line, of the save
-that is there and of the one under way. It is written before the session is, and says after it which session it is of.
+The journal of a session in the folder S is the file .S.mmaccel-journal beside it. It has one JSON object a line: one for the
+finished save and one for the save that is running. A save writes it twice: before the session, without the session's
+checksum, and after it, with the checksum.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 EVERY_S = 300.0
 """Seconds between two saves, unless saving takes more than a tenth of them."""
 LIMIT = 1 << 16
-"""Bytes of a journal that are read."""
+"""Most bytes of a journal."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A video that is read: its absolute path, its bytes (None: it grows), the rate and what becomes of gaps."""
+    """What `watch` reads: the absolute path of the video, its size in bytes (None: it still grows), --fps and --gaps."""
 
     video: str
     bytes: int | None
@@ -39,15 +40,15 @@ class Reading:
 
     @classmethod
     def of(cls, video: str, follow: bool, fps: float, gaps: str) -> Reading:
-        """A file to be read now."""
+        """The reading of a file as it is now."""
         return cls(os.path.abspath(video), None if follow else os.path.getsize(video), fps, gaps)
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where a reading is: `until` seconds of the video are taken in, `shift` seconds later on the session's clock.
+    """How far a reading has come: up to `until` seconds of the video, which are `until` + `shift` on the session's clock.
 
-    frames   frames of the session, and `session` the CRC-32 of its facts (None: its save was not seen to end)
+    frames   frames of the session; `session` is the CRC-32 of its session.json (None: the save did not end)
     whole    whether the video was read to its end
     """
 
@@ -66,23 +67,23 @@ def journal_of(folder: Path) -> Path:
 
 
 def point_of(folder: Path, reading: Reading) -> Point | None:
-    """Where to go on with a reading that was not done when `folder` was saved; None where it was, or of another video."""
+    """Where to continue an unfinished reading of the session in `folder`; None: it was finished, or of another video."""
     last = _of_session(folder)
     if last is None or last.whole or last.reading.video != reading.video:
         return None
     sizes = {last.reading.bytes, reading.bytes} - {None}
     if replace(last.reading, bytes=reading.bytes) != reading or len(sizes) > 1:
         remark(
-            f"{reading.video} is read from its beginning: when the session was saved it was read to {last.until:g} s with "
-            f"--fps {last.reading.fps:g} --gaps {last.reading.gaps}, or the file was another."
+            f"{reading.video} is read from the beginning: the saved session had read it up to {last.until:g} s with "
+            f"--fps {last.reading.fps:g} --gaps {last.reading.gaps}, or had read a different file."
         )
         return None
-    remark(f"goes on at {last.until:g} s of {reading.video}, where the saved session's reading of it ended.")
+    remark(f"continues at {last.until:g} s of {reading.video}, where the saved session stopped reading.")
     return last
 
 
 def _of_session(folder: Path) -> Point | None:
-    """The line of a journal that is of the session there."""
+    """The line of the journal that belongs to the session in `folder`."""
     points = _points(folder)
     try:
         facts = (folder / FACTS).read_bytes()
@@ -96,7 +97,7 @@ def _of_session(folder: Path) -> Point | None:
 
 
 def _points(folder: Path) -> list[Point]:
-    """What a journal says; nothing of one that is damaged."""
+    """The lines of a journal; none of a damaged one."""
     found = []
     try:
         with journal_of(folder).open(encoding="utf-8") as file:
@@ -119,9 +120,9 @@ def _write(folder: Path, points: list[Point]) -> None:
 class Keeper:
     """Saves a session to `folder` now and then, with its journal; without a folder it does nothing.
 
-    reading   what is read into the session, None of what cannot be gone on with, as a camera
-    point     where it began, None at the beginning
-    every     seconds between two saves, 0 for none but the last
+    reading   what `watch` reads; None for a source that cannot be continued, such as a camera
+    point     where the reading begins; None: at the beginning
+    every     seconds between two saves; 0: save only at the end
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Keeper:
         self.shift: float | None = None if point is None else point.shift
 
     def now_and_then(self) -> None:
-        """Save when it is time; a save that fails is told, and tried again later."""
+        """Save when it is time. A save that fails prints a line, and is tried again later."""
         if self._folder is None or not self._every:
             return
         if time.monotonic() - self._last < max(self._every, 10 * self._cost):
@@ -152,7 +153,7 @@ class Keeper:
         self._cost = self._last - begun
 
     def save(self, whole: bool) -> bool:
-        """Save the session and how far its video was read; `whole`: to the end. False without a folder or frames."""
+        """Save the session and its journal; `whole`: the video was read to its end. False without a folder or frames."""
         session, folder = self._session, self._folder
         if folder is None or not len(session):
             return False

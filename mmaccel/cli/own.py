@@ -50,4 +50,4 @@ def _failed(given: str, error: BaseException) -> RecipeError:
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     where = "" if line is None else f" in line {line}"
     told = " ".join(str(error).split()).rstrip(".")
-    return RecipeError(f"--import {given}: it fails{where} with {type(error).__name__}: {told}; mend it.")
+    return RecipeError(f"--import {given}: it fails{where} with {type(error).__name__}: {told}; fix it.")

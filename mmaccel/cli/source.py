@@ -1,4 +1,4 @@
-"""The source of a `watch`: at which rate it is read, what was uneven in it, and how it ended."""
+"""What `watch` says of its source: the rate, irregular times, and how it ended."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def rated(clips: Iterator[Video], video: str, fps: float, *, guess: bool, quiet: bool) -> Iterator[Video]:
-    """The same clips; before the first, a line on how many frames a second are read, and of how many.
+    """The same clips; prints before the first how many frames a second are read, and how many the source has.
 
-    Raises `VideoError` where the source has fewer; `guess` says that its own rate is not known.
+    Raises `VideoError` where `fps` is more than the source has; `guess`: the source's rate is unknown.
     """
     for number, part in enumerate(clips):
         if number == 0:
@@ -30,9 +30,9 @@ def rated(clips: Iterator[Video], video: str, fps: float, *, guess: bool, quiet:
 
 
 def rate(fps: float, own: float | None) -> str:
-    """What is read of a source with `own` frames a second, None where that is not known."""
+    """The line on the rate; `own` is that of the source, None where unknown."""
     if own is not None and fps > 0.999 * own:
-        return f"reads all {own:g} frames a second (--fps)."
+        return f"reads every frame, {own:g} a second (--fps)."
     of = "" if own is None else f" of {own:g}"
     return (
         f"reads {fps:g}{of} frames a second (--fps); what is shown for less than {1 / fps:g} s may be missed."
@@ -40,7 +40,7 @@ def rate(fps: float, own: float | None) -> str:
 
 
 def until_broken(clips: Iterator[Video], broken: list[VideoError]) -> Iterator[Video]:
-    """The same clips up to a stall or a fault, which goes to `broken`; one before the first clip is raised."""
+    """The same clips up to a stall or fault, which goes to `broken`; before the first clip it is raised."""
     begun = False
     try:
         for part in clips:
@@ -53,7 +53,8 @@ def until_broken(clips: Iterator[Video], broken: list[VideoError]) -> Iterator[V
         frames = many(stall.frames, "frame")
         broken.append(
             VideoError(
-                f"{name} stalled: nothing came for {stall.seconds:g} s after {frames}, and it is not over; raise --timeout."
+                f"{name} stalled: nothing came for {stall.seconds:g} s after {frames}, and it has not ended; "
+                "raise --timeout."
             )
         )
         broken[0].__cause__ = stall
@@ -71,6 +72,6 @@ def ended(broken: Sequence[VideoError], failed: Sequence[Exception]) -> str:
 
 
 def described(event: Event) -> str:
-    """A line on what was uneven."""
+    """One line for an event."""
     told = f"{event.kind} at {event.time:g} s"
     return told if not event.seconds else f"{told}, {event.seconds:.3g} s"

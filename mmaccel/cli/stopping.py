@@ -1,4 +1,4 @@
-"""SIGTERM stops a command as Ctrl-C does: what an interrupt keeps is kept, and the status is 143."""
+"""SIGTERM stops a command as Ctrl-C does, and keeps the same; the exit status is 143."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ INTERRUPTED, TERMINATED = 130, 143
 
 
 class _Signal:
-    """Whether SIGTERM came, and whether it waits."""
+    """Whether SIGTERM came, and whether a shield delays it."""
 
     def __init__(self) -> None:
         self.came = self.waits = False
         self.shields = 0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        # A supervisor may tell a process and its whole group: only the first counts.
+        # A supervisor may signal a process and its whole group: only the first signal counts.
         if not self.came:
             self.came = True
             self.waits = self.shields > 0
@@ -51,7 +51,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """What is inside, such as a save, is done before SIGTERM is obeyed."""
+    """SIGTERM waits until the code inside, such as a save, has ended."""
     _signal.shields += 1
     try:
         yield
@@ -63,6 +63,6 @@ def shielded() -> Iterator[None]:
 
 
 def status_of(status: object) -> int:
-    """The exit status of a command that ended with `status`: of one that was stopped, by which signal."""
+    """The exit status of a command that ended with `status`; 143 where SIGTERM stopped it."""
     code = status if isinstance(status, int) else 0
     return TERMINATED if code == INTERRUPTED and _signal.came else code

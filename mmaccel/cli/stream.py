@@ -70,7 +70,7 @@ def stream(
     if not 0 <= still <= 1:
         raise WorldError(f"--still: {still} is no share; give 0 to 1.")
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise WorldError(f"--out: {output} is no place for a file; name a file in a folder that exists.")
+        raise WorldError(f"--out: {output} is not a place for a file; name a file in a folder that exists.")
     try:
         sizes = lengths_of(budgets)
     except WorldError as error:
@@ -146,7 +146,7 @@ def _field(text: str) -> tuple[str, Any]:
     """``name=value``, the value as YAML reads it."""
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise RecipeError(f"--memory: {shown(text)} is no field; give name=value.")
+        raise RecipeError(f"--memory: {shown(text)} is not a field; give name=value.")
     return name, outside.read_yaml(value, f"--memory: {shown(text)}")
 
 

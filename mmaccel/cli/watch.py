@@ -76,7 +76,9 @@ def watch(
     evidence: Annotated[
         int,
         typer.Option(
-            "--evidence", min=0, help="Moments told of what an answer rests on, the best; 0 seeks none."
+            "--evidence",
+            min=0,
+            help="How many of the moments that an answer rests on to show, best first; 0 computes none.",
         ),
     ] = 5,
     device: Device = "auto",
@@ -251,15 +253,15 @@ def parsed(text: str, source: str = "--question") -> Asked:
     except ValueError:
         if when.split() == [when]:
             raise VideoError(
-                f"{source}: {shown(when)} after the @ of {shown(text)} is no time; give seconds from the start, such as "
-                "@12.5, or a space after what is no time."
+                f"{source}: {shown(when)} after the @ of {shown(text)} is not a time; give seconds from the start, such as "
+                "@12.5, or put a space after an @ that belongs to the question."
             ) from None
         words, seconds = text, None
     words = words if at and seconds is not None else text
     if not words.strip():
-        raise ModelError(f"{source}: {shown(text)} asks nothing; give QUESTION@SECONDS.")
+        raise ModelError(f"{source}: {shown(text)} has no question; give QUESTION@SECONDS.")
     if seconds is not None and not 0 <= seconds < float("inf"):
-        raise VideoError(f"{source}: {seconds:g} is no time in a video; give seconds from its start.")
+        raise VideoError(f"{source}: {seconds:g} is not a time in a video; give seconds from its start.")
     return seconds, words.strip()
 
 
@@ -342,7 +344,7 @@ class Typed:
                 except ModelError as error:
                     remark(str(error))
         except UnicodeDecodeError:
-            err().print("what was typed is no text in UTF-8; no more questions are read.", highlight=False)
+            err().print("what was typed is not UTF-8 text; no more questions are read.", highlight=False)
         finally:
             self._lines.put(None)
 

@@ -38,7 +38,7 @@ def check_draft(strategy: DraftStrategy) -> None:
         target, draft, said, target.prefill(said.inputs), stop=lambda ids: ids.shape[1] >= TOKENS, meter=meter
     )
     if meter.failures:
-        raise RecipeError(f"{who}: it fails with {meter.failures[0].rstrip('.')}; mend it.")
+        raise RecipeError(f"{who}: it fails with {meter.failures[0].rstrip('.')}; fix it.")
     if ids[0].tolist() != alone(RULE, [3, 1], lambda ids: ids.shape[1] >= TOKENS):
         raise RecipeError(f"{who}: the text is not the target's own; leave what the target holds as it was.")
     most = max((proposed for proposed, _ in meter.rounds), default=0)

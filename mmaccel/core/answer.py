@@ -19,7 +19,7 @@ from mmaccel.core.kv import Piece, StreamState
 from mmaccel.core.runner import Runner
 
 MAX_NEW_TOKENS = 128
-"""Tokens of an answer at most, where the caller does not say: in sessions and commands alike."""
+"""The default of `max_new_tokens`, in sessions and on the command line."""
 
 FinishReason = Literal["stop", "length", "positions", "timeout", "cancelled"]
 
@@ -53,9 +53,9 @@ class Answer:
     session up to this answer, watching and earlier questions too: what one question copied (`host_copies_in`,
     `host_bytes_in`) is its counters less `VideoSession.counters()` before it was asked.
 
-    finish_reason  why it ends: "stop", the model ended it; "length", it has `max_new_tokens`; "positions", the model has no
-                   position for another token; "timeout" or "cancelled", it was ended from outside, before its first
-                   token (no ids, `ttft_s` 0) or after it
+    finish_reason  why the answer ends: "stop", the model generated an end token; "length", it has `max_new_tokens`;
+                   "positions", the model has no position for another token; "timeout" or "cancelled", the caller ended
+                   it, perhaps before its first token (then `ids` is empty and `ttft_s` 0)
     """
 
     text: str
@@ -79,9 +79,9 @@ class Turn(Runner):
         self._seam, self._state, self._hidden, self._deadline = seam, state, hidden, deadline
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
-        """Logits [1, V] after a question; `inputs` holds its `piece` and `embeds` [n, E], all of which are run.
+        """Logits [1, V] after a question; `inputs` holds its `piece` and `embeds` [n, E].
 
-        Raises `Ended` where the deadline comes before the last layer.
+        Raises `Ended` when the deadline passes before the last layer.
         """
         return self._pass(inputs["piece"], inputs["embeds"], last=True)
 

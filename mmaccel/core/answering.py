@@ -1,4 +1,4 @@
-"""The tokens of an answer on a stream: decoded until the model, its positions, the caller's limits or a deadline end it."""
+"""Decodes an answer on a stream until an end token, the last position, `max_new_tokens` or a deadline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def answered(
     deadline: Deadline,
     put: Callable[[str], None] | None,
 ) -> tuple[Said, FinishReason]:
-    """What is said to a question that has run up to its first token, at most `most` tokens of it, and why it ends there.
+    """Decode at most `most` tokens of an answer, after the prefill of its question. Gives the text and why it ends.
 
     `put` gets new text as it comes. Warns when the answer ends with the model's positions.
     """
@@ -58,8 +58,8 @@ def answered(
     speculate(asked.turn, draft, prompt, asked.logits, stop=stop, emit=emit, meter=asked.meter)
     if reason == "positions":
         warnings.warn(
-            "max_new_tokens: the model has no more positions (max_position_embeddings), and the answer ends with them; ask "
-            "in fewer words, or open the session with a kv that keeps less.",
+            "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); ask in "
+            "fewer words, or open the session with a kv that keeps less.",
             MmaccelWarning,
             stacklevel=4,
         )

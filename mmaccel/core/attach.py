@@ -39,7 +39,7 @@ def adapter_for(model: nn.Module) -> ModelAdapter:
     """The adapter of a model's family; raises `ModelError` with the list of families."""
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"model: {model!r} is no model; load it first, by mmaccel.load_model or from_pretrained of transformers."
+            f"model: {model!r} is not a model; load it first, by mmaccel.load_model or from_pretrained of transformers."
         )
     model = unwrapped(model)
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
@@ -135,11 +135,11 @@ class Accelerated:
         return self.road.meter.report(self.recipe.to_dict(), self.road.backend, kv, self.view.device, why)
 
     def joined(self) -> None:
-        """Told by the adapter, last of what it does to attach: from now on `attached` gives this."""
+        """The adapter calls this at the end of attaching: from now on `attached` gives this."""
         _attached[self.model] = ref(self)
 
     def left(self) -> None:
-        """Told by the adapter, first of what it does to detach."""
+        """The adapter calls this at the start of detaching."""
         _attached.pop(self.model, None)
 
     def detach(self) -> None:
@@ -167,8 +167,8 @@ class Accelerated:
 def accelerate(
     model: nn.Module, recipe: Recipe | str | Path | Mapping[str, Any] | None = None, **choices: Any
 ) -> Accelerated:
-    """Attach a recipe to an unmodified Hugging Face model; `model.generate(...)` stays the user's call. Of a model in
-    a wrapper of PEFT the inner one is accelerated, and so is the wrapper's `generate`.
+    """Attach a recipe to an unmodified Hugging Face model; `model.generate(...)` stays the user's call. For a
+    model in a PEFT wrapper, the recipe goes on the inner model, and the wrapper's `generate` is accelerated too.
 
     recipe: a preset's or policy's name, a YAML path, a mapping or a `Recipe`; `choices` set its fields (``sparse=...``,
     ``kv=...``, ``draft=...``). Use the result as a context manager, or call its `detach`. Waits until calls of the model in
@@ -177,7 +177,7 @@ def accelerate(
     chosen = Recipe.load(recipe, **choices)
     if attached(model) is not None:
         raise ModelError(
-            "the model is accelerated already; call detach() on what accelerate returned, then attach anew."
+            "the model is already accelerated; call detach() on what accelerate returned, then attach again."
         )
     return Accelerated(model, chosen)
 

@@ -25,7 +25,7 @@ from mmaccel.core.report import Meter
 from mmaccel.core.windowed import window_plan
 
 ELSEWHERE = 2
-"""A prompt so many times longer or shorter than the one of a search is told of: budgets are numbers of tokens."""
+"""A prompt this many times longer or shorter than the searched one gives a warning: budgets are numbers of tokens."""
 MIN_ROWS = 64
 """A shorter prompt, or last piece of one, is dense."""
 

@@ -1,4 +1,4 @@
-"""When a call has to end: after so many seconds, or when another thread cancels it."""
+"""Deadlines: a call ends after its timeout, or when another thread cancels it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mmaccel.core.errors import ModelError
 Over = Literal["timeout", "cancelled"]
 
 WAIT_S = 0.05
-"""Seconds for which a lock is waited for before a call is looked at again: it may have been cancelled."""
+"""Seconds between two checks of the deadline while a call waits for a lock."""
 
 
 class Ended(Exception):
-    """A call was ended by its deadline inside a pass; `reason` says how. It never reaches the user."""
+    """The deadline ended a call; `reason` is "timeout" or "cancelled". Internal: users never see it."""
 
     def __init__(self, reason: Over) -> None:
         super().__init__(reason)
@@ -26,7 +26,7 @@ class Ended(Exception):
 
 
 class Deadline:
-    """The end of one call: `seconds` from now (None: none), or the moment at which any thread calls `cancel`, or sets
+    """The end of one call: `seconds` from now (None: none), or when any thread calls `cancel` or sets
     `event`, which several calls may share.
 
     Raises `ModelError` for seconds that are not a positive number.
@@ -41,27 +41,27 @@ class Deadline:
         self._cancelled, self._event = threading.Event(), event or threading.Event()
 
     def cancel(self) -> None:
-        """End the call as soon as it next looks."""
+        """Ask the call to end at its next check."""
         self._cancelled.set()
 
     def over(self) -> Over | None:
-        """Why the call has to end now; None: it may go on."""
+        """Why the call must end now; None: it may continue."""
         if self._cancelled.is_set() or self._event.is_set():
             return "cancelled"
         return "timeout" if self._end is not None and monotonic() >= self._end else None
 
     def left(self) -> float | None:
-        """Seconds until the end; None where there is none."""
+        """Seconds left; None without a timeout."""
         return None if self._end is None else max(0.0, self._end - monotonic())
 
     def check(self) -> None:
-        """Raise `Ended` when the call has to end."""
+        """Raise `Ended` when the call must end."""
         if (reason := self.over()) is not None:
             raise Ended(reason)
 
     @contextmanager
     def holding(self, lock: threading.RLock) -> Iterator[None]:
-        """With `lock` held; raises `Ended` when the call has to end before it is free."""
+        """Hold `lock`; raises `Ended` when the deadline passes before the lock is free."""
         while True:
             self.check()
             left = self.left()

@@ -1,4 +1,4 @@
-"""What a user may do wrong, each told in one sentence that names the field and the mend."""
+"""The errors of this package. Each message is one sentence that names the field and the fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN = 60
 
 
 def shown(value: Any, most: int = SHOWN) -> str:
-    """The repr of a value, cut to about `most` characters; no more of the value is read than is shown."""
+    """The repr of a value, cut to about `most` characters; reads only the part that it shows."""
     if most < 4:
         return "..."
     if isinstance(value, str | bytes):
@@ -118,7 +118,7 @@ class VideoError(MmaccelError):
 
 
 class VideoStalled(VideoError):
-    """A stream that is not over sent nothing for `seconds`, after `frames` frames; to ask for the next clip waits again."""
+    """A stream that has not ended sent nothing for `seconds`, after `frames` frames. Ask for the next clip to wait again."""
 
     def __init__(self, name: str, seconds: float, frames: int) -> None:
         super().__init__(

@@ -38,7 +38,7 @@ def writable(path: Path) -> None:
             return
     elif not path.exists():
         return
-    raise ModelError(f"{path} is there and is no saved session; give another path.")
+    raise ModelError(f"{path} exists and is not a saved session; give another path.")
 
 
 def listed(place: Path) -> set[str]:
@@ -126,7 +126,7 @@ def _rmdir_below(place: Path, folder: Path) -> None:
 
 
 def _marked(path: Path) -> dict[str, Any]:
-    """What a file of ours says; empty for one that does not carry our mark, or is of a version that is not known."""
+    """The contents of a JSON file that a save wrote; empty for a file without our mark or of an unknown version."""
     try:
         told = outside.read_json(path, path.name, ModelError)
     except ModelError:
@@ -148,7 +148,7 @@ def _alone(place: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ModelError(
-                f"save: another save is at work in {place}; wait for its end, or give another path."
+                f"save: another save writes to {place} now; wait until it ends, or give another path."
             ) from error
         except OSError:
             pass  # a file system without locks
@@ -160,7 +160,9 @@ def _alone(place: Path) -> Iterator[None]:
 def read(folder: Path) -> dict[str, Any]:
     """What the `session.json` of a saved session says, its mark and version checked; raises `ModelError`."""
     if not (folder / FACTS).is_file():
-        raise ModelError(f"{folder} is no saved session: it has no {FACTS}; give the folder that save wrote.")
+        raise ModelError(
+            f"{folder} is not a saved session: it has no {FACTS}; give the folder that save wrote."
+        )
     kinds = {"format": str, "version": int, "recipe": dict, "files": dict, "model": str, "dtype": str}
     told = saving.read_json(folder / FACTS, kinds)
     if told["format"] != FORMAT or told["version"] not in range(UNSEALED, VERSION + 1):
@@ -168,7 +170,7 @@ def read(folder: Path) -> dict[str, Any]:
             f"{folder} is {shown(told['format'])} of version {told['version']}; this mmaccel reads version {VERSION}."
         )
     if not all(map(ours, told["files"])) or not (told.get("data") is None or _is_data(told["data"])):
-        raise ModelError(f"{folder}: files in {FACTS} is damaged; save the session anew.")
+        raise ModelError(f"{folder}: the list of files in {FACTS} is damaged; save the session again.")
     return told
 
 

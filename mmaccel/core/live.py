@@ -163,8 +163,8 @@ class Live:
             return
         self._full = True
         warnings.warn(
-            f"the stream takes {places.ends(units, 0, 1, own)[1]} positions of the model's {places.limit} "
-            f"(max_position_embeddings): kv {self.kv.name!r} can answer no question from here on; open a session with a kv "
+            f"the stream takes {places.ends(units, 0, 1, own)[1]} of the model's {places.limit} positions "
+            f"(max_position_embeddings): kv {self.kv.name!r} cannot answer questions from now on; open a session with a kv "
             "that keeps less, such as 'mosaic'.",
             MmaccelWarning,
             stacklevel=6,
@@ -298,14 +298,14 @@ class Live:
         return times
 
     def _left(self, piece: Piece) -> int:
-        """For how many tokens of an answer the model has positions; raises `ModelError` for none."""
+        """The number of positions left for an answer; raises `ModelError` when there is none."""
         places = self.film.stream.places
         units, own = self.state.shown(piece)
         last, taken = places.ends(units, piece.pending, piece.rows, own)
         if not places.admits(units, piece.pending, piece.rows, own):
             raise ModelError(
-                f"question: with the stream before it, it takes {taken} positions of the model's {places.limit} "
-                "(max_position_embeddings), which leaves none for an answer; ask in fewer words, or open the session with "
+                f"question: the stream and the question take {taken} of the model's {places.limit} positions "
+                "(max_position_embeddings) and leave none for an answer; ask in fewer words, or open the session with "
                 "a kv that keeps less."
             )
         return places.limit - 1 - last

@@ -1,4 +1,4 @@
-"""What is asked of any model: whether it is a wrapper of another, and where it computes."""
+"""Questions to any model: whether it wraps another one, and where it computes."""
 
 from __future__ import annotations
 

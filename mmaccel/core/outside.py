@@ -1,4 +1,4 @@
-"""The boundary: what comes from outside as text is read here, with limits on its size, depth and numbers.
+"""Reads all text that comes from outside the package, with limits on its size, depth and numbers.
 
 A file has to be a regular one: a pipe, a device or a folder is refused before anything is opened, for opening it could wait
 for ever and reading it need not end. Text is UTF-8. What does not fit is told in one sentence, as an error that the caller
@@ -24,9 +24,9 @@ JSON_BYTES = 64 << 20
 NODES, CONTAINERS = 16_000_000, 2_000_000
 """Most values of a JSON file, and most lists and mappings among them."""
 YAML_NODES = 50_000
-"""Most values of a YAML file, each alias counted as what it stands for."""
+"""Most values of a YAML file, with its aliases expanded."""
 DEPTH = 64
-"""Most values within each other."""
+"""How deep values may be nested."""
 PATH = 240
 """Characters of a path that an error shows."""
 DIGITS = 40
@@ -43,7 +43,7 @@ def regular(path: str | os.PathLike[str], what: str, failure: Failure, fix: str 
         raise failure(f"{what} cannot be read ({reason(error)}: {_whole(path)}); {fix}.") from error
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
-        raise failure(f"{what} is {kind} and no file; {fix}.")
+        raise failure(f"{what} is {kind}, not a file; {fix}.")
     return found.st_size
 
 
@@ -58,7 +58,7 @@ def opened(path: str | os.PathLike[str], what: str, failure: Failure, fix: str =
     file = os.fdopen(number, "rb")
     if not stat.S_ISREG(os.fstat(number).st_mode):
         file.close()
-        raise failure(f"{what} is no file; {fix}.")
+        raise failure(f"{what} is not a file; {fix}.")
     return file
 
 
@@ -89,7 +89,7 @@ def decoded(
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise failure(f"{what} is no text in UTF-8: line {line} has other bytes; {fix}.") from error
+        raise failure(f"{what} is not UTF-8 text: line {line} has other bytes; {fix}.") from error
 
 
 def read_json(
@@ -109,10 +109,10 @@ def read_json(
     try:
         found = json.loads(text)
     except RecursionError as error:
-        raise failure(f"{what} has more than {DEPTH} values within each other; {fix}.") from error
+        raise failure(f"{what} has more than {DEPTH} values nested in each other; {fix}.") from error
     except ValueError as error:
         told = str(error).partition(": ")[0] if not isinstance(error, json.JSONDecodeError) else str(error)
-        raise failure(f"{what} is no JSON ({told.rstrip('.').lower()}); {fix}.") from error
+        raise failure(f"{what} is not valid JSON ({told.rstrip('.').lower()}); {fix}.") from error
     wrong = _excess(found)
     if wrong:
         raise failure(f"{what} has {wrong}; {fix}.")
@@ -120,7 +120,7 @@ def read_json(
 
 
 def _excess(found: Any) -> str | None:
-    """What is too much in what was parsed, without recursion."""
+    """Which limit the parsed value exceeds, in words; None: none. Walks it without recursion."""
     level = [found]
     for _ in range(DEPTH):
         inner: list[Any] = []
@@ -142,14 +142,14 @@ def read_yaml(text: str, what: str, failure: Failure = RecipeError) -> Any:
     try:
         return yaml.load(text, _Limited)
     except yaml.YAMLError as error:
-        raise failure(f"{what} is no valid YAML: {_clipped(error)}.") from error
+        raise failure(f"{what} is not valid YAML: {_clipped(error)}.") from error
     except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
         # What PyYAML's own constructors raise of a scalar that is not what its tag says.
-        raise failure(f"{what} is no valid YAML: a value is not what it is said to be.") from error
+        raise failure(f"{what} is not valid YAML: a value does not match its tag.") from error
 
 
 class _Limited(yaml.SafeLoader):
-    """YAML in which no key of a mapping is given twice, and which is no larger than it looks."""
+    """YAML in which no key of a mapping is given twice, and whose size with aliases expanded is limited."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
@@ -166,7 +166,7 @@ class _Limited(yaml.SafeLoader):
         before = self._nodes
         self._depth += 1
         if self._depth > DEPTH:
-            raise yaml.YAMLError(f"more than {DEPTH} values are within each other")
+            raise yaml.YAMLError(f"more than {DEPTH} values are nested in each other")
         self._count(1)
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -177,7 +177,7 @@ class _Limited(yaml.SafeLoader):
     def _count(self, nodes: int) -> None:
         self._nodes += nodes
         if self._nodes > YAML_NODES:
-            raise yaml.YAMLError(f"it holds more than {YAML_NODES} values, its aliases written out")
+            raise yaml.YAMLError(f"it holds more than {YAML_NODES} values, with its aliases expanded")
 
     def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
@@ -202,25 +202,25 @@ class _Limited(yaml.SafeLoader):
 
 
 def words(text: Any, what: str) -> str:
-    """Text that a tokenizer can take: of characters that UTF-8 has. Raises `ModelError`."""
+    """The text; raises `ModelError` for what is not text that UTF-8 can encode."""
     if not isinstance(text, str):
-        raise ModelError(f"{what}: {shown(text)} is no text; ask in words.")
+        raise ModelError(f"{what}: {shown(text)} is not text; give a string.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ModelError(f"{what}: {shown(text)} has bytes that are no UTF-8; write it in UTF-8.") from error
+        raise ModelError(f"{what}: {shown(text)} has bytes that are not UTF-8; write it in UTF-8.") from error
     return text
 
 
 def question(text: Any, what: str = "question") -> str:
-    """A question that can be asked: text that is not empty. Raises `ModelError`."""
+    """The question; raises `ModelError` for one that is empty or not text."""
     if not words(text, what).strip():
         raise ModelError(f"{what}: it is empty; ask something.")
     return str(text)
 
 
 def reason(error: BaseException) -> str:
-    """What the system says of a failure, in a few words."""
+    """The reason of a system error, in a few words."""
     told = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return _clipped(told).rstrip(".").lower()
 

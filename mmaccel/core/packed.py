@@ -1,4 +1,4 @@
-"""Sequences packed one behind the other into a row, without padding: each attends to itself alone."""
+"""Packed sequences: several in one row, without padding. Each attends only to itself."""
 
 from __future__ import annotations
 

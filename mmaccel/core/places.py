@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 NEAR = 1e-3
-"""Of the interval of an even rate: a unit shown so near to its time at that rate is shown at it."""
+"""Share of a unit's interval: a unit this near to its time at the even rate counts as even."""
 
 
 class Pace(NamedTuple):
-    """Of positions that are seconds: how many a second has, and the seconds of a unit at the stream's even rate."""
+    """For positions that are seconds: positions a second, and the seconds of a unit at the stream's even rate."""
 
     second: float
     unit: float
@@ -60,7 +60,7 @@ class Places:
     # Units at times of their own.
 
     def told(self, first: int, times: Sequence[float]) -> None:
-        """Units from `first` on are shown at `times`, in seconds; what was told of later ones is void."""
+        """Units from `first` on are shown at `times`, in seconds; forgets the times of later units."""
         pace = self._pace
         if pace is None or first > len(self._slots):
             return
@@ -85,7 +85,7 @@ class Places:
         self._own[begin : len(self._slots)] = some.to(self._own.device)
 
     def at(self, unit: int) -> float:
-        """The slot of a unit; of one that is not told, as if it followed the last."""
+        """The slot of a unit; one without a known time follows the last."""
         if self._odd is None:
             return unit
         last = len(self._slots) - 1

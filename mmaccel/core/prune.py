@@ -30,7 +30,7 @@ vision_key        [S, D]: its key there, a mean over heads; 0 elsewhere
 
 
 class Signals(dict[str, Tensor]):
-    """The signals of one cut; one that was not declared is told in one sentence."""
+    """The signals of one cut; raises an error in one sentence for a signal that was not declared."""
 
     def __missing__(self, name: str) -> Tensor:
         raise RecipeError(
@@ -237,12 +237,12 @@ def quota(share: float, count: int) -> int:
 
 
 def candidates(layout: TokenLayout) -> Tensor:
-    """[m] the columns that may go: the tokens of images and video frames, of a layout of one sequence."""
+    """[m] the columns that a pruner may drop, in a layout of one sequence: the tokens of images and video frames."""
     return _may_go(layout).nonzero()[:, 0]
 
 
 def _may_go(layout: TokenLayout) -> Tensor:
-    """Tokens of a frame, or of the finer tiles of an image: those with a cell. Marks have none."""
+    """Which tokens belong to a frame, or to the finer tiles of an image: those with a cell. Marks have no cell."""
     celled = (layout.frame[0] >= 0) | (layout.row[0] >= 0)
     return (layout.modality[0] != TEXT) & celled & layout.valid[0]
 

@@ -69,7 +69,7 @@ class Recipe:
                 continue
             if not isinstance(value, base):
                 raise RecipeError(
-                    f"{name}: {shown(value)} is no {base.__name__}; give a name, a mapping with a name, or an instance."
+                    f"{name}: {shown(value)} is not a {base.__name__}; give a name, a mapping with a name, or an instance."
                 )
         if self.backend not in ("auto", *select.BACKENDS):
             raise UnknownName("backend", str(self.backend), ("auto", *select.BACKENDS))

@@ -73,10 +73,10 @@ def _read(where: Path) -> dict[str, Any]:
     told = folder.read(where)
     if told["version"] != UNSEALED or CHECKSUM in told:
         if CHECKSUM not in told:
-            raise ModelError(f"{where}: {FACTS} has no {CHECKSUM}; the session is damaged, save it anew.")
+            raise ModelError(f"{where}: {FACTS} has no {CHECKSUM}; the session is damaged, save it again.")
         if told != sealed(told):
             raise ModelError(
-                f"{where}: {FACTS} is not what was written; the session is damaged, save it anew."
+                f"{where}: {FACTS} is not what was written; the session is damaged, save it again."
             )
     return told
 
@@ -106,12 +106,12 @@ def check(where: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
     data = where / told.get("data", "")
     there = {str(p.relative_to(where)) for p in (data / MEMORY).rglob("*") if p.is_file()}
     if not {str((data / FILM).relative_to(where)), *there} <= set(told["files"]):
-        raise ModelError(f"{where}: files in {FACTS} is damaged; save the session anew.")
+        raise ModelError(f"{where}: the list of files in {FACTS} is damaged; save the session again.")
     for name, known in told["files"].items():
         _check_file(where, name, known)
     for name, fits in SIZES.items():
         if name not in told or not fits(told[name]):
-            raise ModelError(f"{where}: {name} in {FACTS} is damaged; save the session anew.")
+            raise ModelError(f"{where}: {name} in {FACTS} is damaged; save the session again.")
     hidden = seam.view.geometry.hidden
     marks = saving.read_tensors(data / FILM, {"marks": ((told["marks"], hidden), seam.dtype)}, seam.device)[
         "marks"
@@ -135,7 +135,7 @@ def _print_of(where: Path, name: Path) -> list[int | None]:
 def _check_file(where: Path, name: str, known: Any) -> None:
     """Raise `ModelError` unless the file is the one that was written."""
     if not (isinstance(known, list) and len(known) == 2 and all(type(n) is int or n is None for n in known)):
-        raise ModelError(f"{where}: files in {FACTS} is damaged; save the session anew.")
+        raise ModelError(f"{where}: the list of files in {FACTS} is damaged; save the session again.")
     file = where / name
     there = file.stat().st_size if file.is_file() else None
     state = ""
@@ -144,7 +144,7 @@ def _check_file(where: Path, name: str, known: Any) -> None:
     elif _print_of(where, Path(name)) != known:
         state = "is not what was written"
     if state:
-        raise ModelError(f"{where}: {name} {state}; the session is damaged, save it anew.")
+        raise ModelError(f"{where}: {name} {state}; the session is damaged, save it again.")
 
 
 def load(facts: Facts, live: Live) -> None:

@@ -137,10 +137,12 @@ def register(kind: str, name: str) -> Callable[[C], C]:
     def put(cls: C) -> C:
         base = BASES.get(kind)
         if base is not None and not issubclass(cls, base):
-            raise RecipeError(f"{kind} {name!r}: {cls.__name__} is no {base.__name__}; derive it from that.")
+            raise RecipeError(
+                f"{kind} {name!r}: {cls.__name__} is not a {base.__name__}; derive it from that."
+            )
         if base is not None and not getattr(vars(cls).get("__dataclass_params__"), "frozen", False):
             raise RecipeError(
-                f"{kind} {name!r}: {cls.__name__} is no frozen dataclass; write @dataclass(frozen=True, kw_only=True) "
+                f"{kind} {name!r}: {cls.__name__} is not a frozen dataclass; write @dataclass(frozen=True, kw_only=True) "
                 "below @register."
             )
         registry(kind).add(name, cls)

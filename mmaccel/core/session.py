@@ -37,11 +37,10 @@ class VideoSession:
     processor  its processor (`mmaccel.load_processor`)
     recipe     a name, a mapping, a YAML path or a `Recipe`, whose kv is a memory of streams; sparse stays "dense"
 
-    Questions leave the stream as it was, whatever becomes of them. A `watch` takes in all that it is given or, when it
-    fails or is interrupted, nothing; of a path it keeps the clips before. What it pushed out of a full host memory with
-    spill "drop_oldest" is lost all the same: under a cap the new has no place but that of the oldest. That is never more
-    than the same `watch` would have forgotten had it ended there, and `counters` has it as "host_dropped"; calls of fewer
-    frames put less at stake.
+    A question never changes the stream, even when it fails. A `watch` that fails or is interrupted keeps nothing of that
+    call; when it reads a path, it keeps the clips before the failure. One loss remains: with spill "drop_oldest" and a full
+    host memory, new frames overwrite the oldest, and a failed `watch` does not bring these back. `counters` counts them as
+    "host_dropped"; calls with fewer frames lose fewer.
     Sessions on one model do not see each other and may be used from several threads: passes take turns. Raises
     `RecipeError` or `ModelError` in one sentence.
     """
@@ -84,18 +83,17 @@ class VideoSession:
                ``1 / fps``. `fps` is also the rate at which a path is read (0.5). Where the model's positions are seconds,
                as Qwen2.5-VL's are, they follow the times; where units are closed up, or the first clip has neither times
                nor a rate, they follow the first clip's rate.
-        `progress(done, total)` counts frames; `total` is None for a path. All is taken in or, after an error, nothing; a
-        path without `times` is read clip by clip, and the clips before an error are kept, as its sentence says. Of spill
-        "drop_oldest" see the class.
-        `timeout`: seconds, from this call on, after which no more is taken in. That, and `cancel`, end the call between two
-        passes of frames: those that are through the model stay, the others are left out, and a warning says how many stay.
-        Endless sources are given clip by clip: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
+        `progress(done, total)` counts frames; `total` is None for a path. After an error the session keeps nothing of this
+        call; of a path without `times` it keeps the clips before the error. For spill "drop_oldest" see the class.
+        `timeout`: seconds from the start of this call. When they are over, or `cancel` is called, the call ends after the
+        current pass of frames. The session keeps the frames that the model has read, leaves out the others, and a warning
+        gives the number kept. For endless sources: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
         """
         if fps is not None and not 0 < fps < math.inf:
             raise ModelError(f"fps: {fps!r}; give a positive number of frames a second.")
         given = None if times is None else [float(moment) for moment in times]
         if given is not None and not all(map(math.isfinite, given)):
-            raise ModelError("times: some are no numbers; give seconds from the start of the stream.")
+            raise ModelError("times: some are not finite numbers; give seconds from the start of the stream.")
         deadline = Deadline(timeout, self._cancelled)
         done, over = 0, None
         try:
@@ -104,8 +102,10 @@ class VideoSession:
         except Ended as end:
             over = end.reason
         if over is not None:
-            why = "its timeout is over" if over == "timeout" else "it was cancelled"
-            warnings.warn(f"watch: {why}; it took in {done} frames.", MmaccelWarning, stacklevel=2)
+            why = "it reached its timeout" if over == "timeout" else "it was cancelled"
+            warnings.warn(
+                f"watch: {why}; it took in {done} frames and left out the rest.", MmaccelWarning, stacklevel=2
+            )
         return done
 
     def _watch(
@@ -116,7 +116,7 @@ class VideoSession:
         progress: Progress | None,
         deadline: Deadline,
     ) -> tuple[int, Over | None]:
-        """How many frames were taken in, and why not all of them."""
+        """The number of frames taken in, and what ended the call early; None: nothing did."""
         done, part, over = 0, False, None
         # Times are given for all frames of a call: all are taken in, or none.
         each, every = (self._whole, nullcontext) if given is None else (nullcontext, self._whole)
@@ -144,22 +144,22 @@ class VideoSession:
         return done, over
 
     def cancel(self) -> None:
-        """End, from any thread, the calls of `watch` and `ask` that are under way or wait for others; come back at once.
+        """Ask all running and waiting calls of `watch` and `ask` to end, from any thread; return at once.
 
-        An answer ends with what has been said (`finish_reason` "cancelled"), a `watch` with the frames that are through the
-        model. Calls that come later are not touched.
+        `ask` returns the tokens generated so far (`finish_reason` "cancelled"); `watch` keeps the frames that the model has
+        read. Later calls run as usual.
         """
         cancelled, self._cancelled = self._cancelled, threading.Event()
         cancelled.set()
 
     def _rest(self) -> None:
-        """Nothing more comes for now."""
+        """Tell the memory that no more frames come for now."""
         if self._live is not None:
             self._live.state.idle()
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """What is taken in inside is, after an error, not taken in at all."""
+        """After an error inside, restore the stream as it was before."""
         before = self._live
         mark = None if before is None else before.mark()
         try:
@@ -247,11 +247,11 @@ class VideoSession:
 
         max_new_tokens  tokens of the answer at most
         stream    give the pieces of text as they come (`Reply`), instead of the whole `Answer`
-        timeout   seconds, from this call on, after which the answer ends with what has been said, also where nothing has
-        evidence  tell what the answer rests on; without it a long question is answered sooner
+        timeout   seconds from the start of this call; the answer then ends with the tokens generated so far, perhaps none
+        evidence  also find the frames that the answer rests on; False answers a long question sooner
 
-        `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model is run, for a question that leaves
-        no position of the model for an answer; an answer that uses the positions up ends there, with a warning.
+        `Answer.finish_reason` says why it ends. Raises `ModelError`, before the model runs, for a question that
+        leaves no position for an answer. An answer that reaches the last position ends there, with a warning.
         """
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ModelError(f"max_new_tokens: {max_new_tokens!r}; give at least 1.")
@@ -263,7 +263,7 @@ class VideoSession:
         return Reply(lambda put: self._answer(question, max_new_tokens, evidence, deadline, put), deadline)
 
     def _check(self, question: str) -> Live:
-        """The stream that `question` is asked of; raises `ModelError` where there is none, or the question is no text."""
+        """The stream to ask; raises `ModelError` where nothing was watched, or the question is not text."""
         self._seam.tail(question)
         if self._live is None or not self.frames:
             raise ModelError("ask: the session has seen no frame; watch something first.")

@@ -112,7 +112,7 @@ class Wire:
         self._parts.append(self._part)
         magic, kind, count, size = _HEAD.unpack(self._parts[0])
         if magic != _MAGIC or size > _MOST:
-            raise DraftError("the second process answered nonsense.")
+            raise DraftError("the second process sent a malformed message.")
         coming = {1: 8 * count, 2: size, 3: _HEAD.size}[len(self._parts)]
         self._part, self._at = bytearray(coming), 0
         if len(self._parts) < 3:

@@ -1,4 +1,4 @@
-"""The clock by which frames are taken: its ticks, and what was uneven in the times of a source."""
+"""The clock that takes frames at even ticks, and the log of gaps and irregular times."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Literal
 from mmaccel.media.video import Event
 
 TOUCHING = 1e-6
-"""Seconds between two events of one kind that are one."""
+"""Events of one kind that are less than this many seconds apart are one."""
 
 
 class Log:
-    """Events in the order in which they are met; those of one kind that touch become one."""
+    """Collects events in reading order; joins those of one kind that touch."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -43,7 +43,7 @@ class Log:
 
 
 class Ticks:
-    """Which ticks showed a frame that was taken before: call `again` once for each tick, in order."""
+    """Finds the ticks that show the frame of the tick before: call `again` once for each tick, in order."""
 
     def __init__(self, start: float, fps: float, log: Log) -> None:
         self._start, self._fps, self._log = start, fps, log
@@ -66,7 +66,7 @@ class Ticks:
 
 
 def rising(times: Sequence[float], step: float) -> list[float]:
-    """Times that do not fall as times that rise: equal ones are spread evenly up to the next, the last ones by `step`."""
+    """Strictly rising times from ones that may repeat: equal times are spread evenly up to the next, the last by `step`."""
     found: list[float] = []
     runs = [(time, len(list(run))) for time, run in itertools.groupby(times)]
     for place, (time, count) in enumerate(runs):

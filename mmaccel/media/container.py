@@ -134,7 +134,7 @@ class Source:
             raise VideoError(f"{self.name} has no video: {holds}.")
         if videos[0].codec_context is None:
             raise VideoError(
-                f"{self.name} has a video of a codec that is not known here: convert it to H.264."
+                f"{self.name} has video in a codec that this FFmpeg cannot decode: convert it to H.264."
             )
         return videos[0]
 
@@ -368,7 +368,7 @@ def _is_cover(stream: Any) -> bool:
 
 def _why_not_open(name: str, error: Exception) -> str:
     if isinstance(error, av.error.InvalidDataError):
-        return f"{name} is no video that can be read: it is another kind of file, or was cut short."
+        return f"{name} is not a video that can be read: it is another kind of file, or was cut short."
     if isinstance(error, av.error.EOFError):
         return f"{name} has no frames: its data ends before the first."
     if isinstance(error, (av.error.ExitError, TimeoutError)):

@@ -123,7 +123,9 @@ def _tensor(value: Any) -> Tensor | None:
         try:
             tensor = torch.from_numpy(value.copy() if any(step < 0 for step in value.strides) else value)
         except (TypeError, ValueError) as error:
-            raise VideoError(f"pixels are {value.dtype} of numpy; give bytes (uint8), 0 to 255.") from error
+            raise VideoError(
+                f"pixels have the numpy type {value.dtype}; give bytes (uint8), 0 to 255."
+            ) from error
     else:
         return None
     kind = str(tensor.dtype).removeprefix("torch.")
@@ -145,11 +147,13 @@ def _open(path: str) -> Any:
         raise VideoError(f"{path} is an image file, and these need Pillow: install pillow.") from error
     try:
         if not is_file(path):
-            raise VideoError(f"{path} is no file: name an image file.")
+            raise VideoError(f"{path} is not a file: name an image file.")
         with PIL.Image.open(path) as image:
             if image.format not in FORMATS:
                 # Some are run by other programs, such as PostScript.
-                raise VideoError(f"{path} is an image of a kind that is not read: {image.format}.")
+                raise VideoError(
+                    f"{path} is an image in a format that mmaccel does not read: {image.format}."
+                )
             if image.width * image.height > PIXELS:
                 raise VideoError(
                     f"{path} has {image.width} x {image.height} pixels, more than {PIXELS}: make it smaller."

@@ -1,4 +1,4 @@
-"""What is read while it is made: a file that grows, and a thread that reads beside the caller and tells a stall."""
+"""Live sources: a file that grows, and a thread that reads ahead of the caller and reports a stall."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 class Stall(Exception):
-    """Nothing came for `seconds`."""
+    """The source sent nothing for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
@@ -86,7 +86,7 @@ class _Line(Generic[Item]):
         return item
 
     def wait(self, seconds: float) -> bool:
-        """Tell of a stall, and wait until the caller asks for more."""
+        """Report a stall, and wait until the caller asks for more."""
         self._asked.clear()
         if not self.put(Stall(seconds)):
             return False

@@ -1,4 +1,4 @@
-"""A named pipe, read with a deadline: opening and reading one would wait for ever for a writer that does not come."""
+"""Reads a named pipe with a deadline: without one, opening and reading wait forever for a missing writer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stat
 
 
 def is_pipe(name: str) -> bool:
-    """Whether a named pipe is at `name`."""
+    """Whether `name` is a named pipe."""
     try:
         return stat.S_ISFIFO(os.stat(name).st_mode)
     except (OSError, ValueError):

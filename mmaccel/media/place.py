@@ -1,4 +1,4 @@
-"""What is at a path or an address, before anything is opened."""
+"""Checks a path or address before anything is opened."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def named(path: str) -> str:
-    """A path as errors show it: on one line, and no longer than people read."""
-    return path if len(path) <= 240 and path.isprintable() else shown(path, 240)[1:-1]
+    """A path as errors show it: on one line, at most about 240 characters."""
+    return path if 0 < len(path) <= 240 and path.isprintable() else shown(path, 240)[1:-1] or '""'
 
 
 def is_file(name: str, may_be_empty: bool = False) -> bool:
@@ -48,6 +48,6 @@ def is_file(name: str, may_be_empty: bool = False) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """What the system says of an error, in small letters."""
+    """The reason of a system error, in lower case."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return str(text).rstrip(".").lower()

@@ -53,8 +53,8 @@ def read(
 
     - `fps`: at `start + k / fps` seconds, the frame whose presentation time lies nearest, so that a variable frame
       rate is respected. `Video.clock` has these ticks, `Video.times` the presentation times.
-    - `gaps`: of a tick at which the frame of the tick before still stands, "hold" takes that frame again, "skip" takes
-      none, and "mark" is as "hold" and lists in `Video.events` what was uneven (`media.Event`).
+    - `gaps`: at a tick that shows the same frame as the tick before, "hold" takes that frame again, "skip" takes none,
+      and "mark" takes it again and lists gaps and irregular times in `Video.events` (`media.Event`).
     - `frames`: of the N there are, number `i * N // frames`, as `transformers.video_utils.load_video` does.
     - `start`, `stop`: seconds from the start of the video, `stop` left out.
     - `max_frames`: at most so many: the rate is lowered, the span stays whole. Where the source does not tell
@@ -342,7 +342,7 @@ def free_memory() -> int | None:
 
 
 def check_gaps(gaps: str) -> None:
-    """Raise `VideoError` for a word that is no policy."""
+    """Raise `VideoError` for an unknown value of `gaps`."""
     if gaps not in get_args(Gaps):
         raise VideoError(f"gaps={gaps!r} must be one of {', '.join(map(repr, get_args(Gaps)))}.")
 

@@ -22,7 +22,7 @@ from mmaccel.media.sampling import TIE, grid, nearest
 from mmaccel.media.video import Event, Gaps, Progress, Video
 
 AHEAD = 8
-"""Frames of a live source that are drawn while the caller works on the clip before."""
+"""Frames of a live source that a thread reads ahead of the caller."""
 
 
 def clips(
@@ -43,8 +43,8 @@ def clips(
     """Give clips of `frames_per_clip` frames: at each tick ``k / fps`` seconds the frame shown nearest to it.
 
     The last clip may be shorter. `Video.clock` has the ticks, which rise evenly, and `Video.times` the presentation
-    times. At a tick at which the frame of the tick before still stands, `gaps` "hold" takes that frame again, "skip"
-    takes none, and "mark" is as "hold" and lists in `Video.events` what was uneven (`media.Event`). Ticks before
+    times. At a tick that shows the same frame as the tick before, `gaps` "hold" takes that frame again, "skip" takes
+    none, and "mark" takes it again and lists gaps and irregular times in `Video.events` (`media.Event`). Ticks before
     `start` seconds are left out; the others come in the same clips as without it, the first of which may be shorter.
 
     `source` is a file, a file still being written (`follow=True`), a pipe, a URL, or a device with its `format` (for
@@ -52,11 +52,11 @@ def clips(
     finished. Times run on from clip to clip; at most two clips are held at a time. `progress(done, None)` counts frames.
     Arguments are checked at the call, the source is opened at the first clip.
 
-    How it ends tells why. At the end the clips end: of a file that is followed or a pipe, when nothing has come for
-    `timeout` seconds and nobody has it open for writing. A stall raises `VideoStalled`, after a clip of what there is:
-    nothing came for `timeout` seconds from what is still open (or where the system does not tell); to ask
-    for the next clip waits on, and opens a URL or device anew. A fault raises `VideoError`, as when a connection breaks
-    or when not one frame can be read. Damaged parts of a file are left out, and a `VideoWarning` at the end tells of them.
+    There are three endings. At the end of the source the iteration stops. A followed file or a pipe has ended when nothing
+    came for `timeout` seconds and no process has it open for writing. A stall raises `VideoStalled`, after a clip of the
+    frames so far: nothing came for `timeout` seconds, and the source is still open (or the system cannot say). Ask for
+    the next clip to wait longer; a URL or device is then opened again. A fault raises `VideoError`, for example when a
+    connection breaks or no frame can be read. Damaged parts of a file are left out, and a `VideoWarning` at the end says so.
     """
     if not fps > 0:
         raise VideoError(f"fps={fps} must be a positive number of frames a second.")

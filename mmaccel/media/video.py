@@ -1,4 +1,4 @@
-"""What reading gives back: the kept frames, when they were shown, and at which ticks they were taken."""
+"""The result of reading a video: the kept frames, their presentation times, and the ticks that took them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ Progress = Callable[[int, int | None], None]
 """`progress(done, total)`: called after each kept frame; `total` is None while it is not known."""
 
 Gaps = Literal["hold", "skip", "mark"]
-"""What becomes of a tick at which no new frame was shown:
+"""What a tick gives when the source shows the same frame as at the tick before:
 
-- "hold": the standing frame is taken again;
-- "skip": the tick gives no frame;
-- "mark": as "hold", and `Video.events` lists what was uneven.
+- "hold": that frame again;
+- "skip": no frame;
+- "mark": as "hold", and `Video.events` lists gaps and irregular times.
 """
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something uneven in the times of a source, at `time` seconds of `Video.clock`, for `seconds`.
+    """A gap or an irregularity in the times of a source, at `time` seconds of `Video.clock`, for `seconds`.
 
-    - "gap": no new frame was shown at the ticks from `time` on, for `seconds`; of clips, each tells its own part.
+    - "gap": the ticks from `time` on, for `seconds`, give the frame of the tick before. A tick takes the nearest frame, so
+      that one long gap of the source may be two events: the frame before it, then the frame after it. A gap over several
+      clips has an event in each.
     - "repeat": a frame came with the presentation time of the frame before it, or an earlier one.
     - "restart": the presentation times jumped by `seconds` (back, below 0; or more than a day ahead).
       `Video.times` runs on.
@@ -52,9 +54,9 @@ class Video:
     clock       float64 [T]: the seconds at which each frame was taken, always rising. With a rate these are the ticks
                 ``start + k / fps``; else the presentation times, spread evenly where several frames have one. Left out,
                 it is `times`
-    events      what was uneven, in order of time; filled with ``gaps="mark"`` alone
+    events      gaps and irregular times, in order of time; filled only with ``gaps="mark"``
 
-    Raises `VideoError` where `clock` or `times` has not one time for each frame.
+    Raises `VideoError` where `clock` or `times` does not have one time for each frame.
     """
 
     frames: Tensor

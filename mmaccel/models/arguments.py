@@ -26,7 +26,7 @@ NEUTRAL: dict[str, Any] = {
     "output_hidden_states": False,
     "use_mtp": False,
 }
-"""The value, beside None, with which an argument asks for nothing."""
+"""The value of an argument that, like None, changes nothing."""
 
 LOOPS = (
     "num_beams",
@@ -67,7 +67,7 @@ FORWARD = {
 WEIGHTS = "{part} never holds the attention weights; ask for them under the recipe 'dense'."
 """Why a recipe refuses output_attentions, where it does not run dense attention over whole keys."""
 
-_LOOP = "draft {draft!r} has a decoding loop of its own; leave one of both out."
+_LOOP = "draft {draft!r} has a decoding loop of its own; leave one of the two out."
 _ROWS = "draft {draft!r} gives tokens, scores and logits only; leave it out, or detach the draft."
 DRAFT = {
     **dict.fromkeys(LOOPS, _LOOP),
@@ -75,8 +75,8 @@ DRAFT = {
     "output_attentions": _ROWS,
     "output_hidden_states": _ROWS,
     "inputs_embeds": "draft {draft!r} reads token ids; give input_ids.",
-    "guidance_scale": "it goes by the tokens asked about before, and draft {draft!r} asks about some that are taken back; "
-    "leave one of both out.",
+    "guidance_scale": "it keeps state from earlier tokens, and draft {draft!r} scores tokens that may be rejected; "
+    "leave one of the two out.",
 }
 """Arguments of `generate` that a draft does not take. It also refuses filled caches, and processors that remember
 (`sampling.STATEFUL`)."""
@@ -91,7 +91,7 @@ def asked(name: str, kwargs: Mapping[str, Any], default: Any) -> Any:
 
 
 def wants(name: str, value: Any) -> bool:
-    """Whether argument `name` with `value` asks for anything."""
+    """Whether argument `name` with `value` changes anything."""
     if isinstance(value, Tensor):
         return True
     if name == "penalty_alpha":

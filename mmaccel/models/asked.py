@@ -1,4 +1,4 @@
-"""Where the question of a chat stands: the words of a message with images or videos, without the chat's markup.
+"""Finds the question in a chat: the words of a message with images or videos, without the chat's markup.
 
 Read of token ids alone. Known are the tokens that end a message (the model ends its answers with them) and those around
 images and videos. A message begins with a few tokens of markup that name who speaks; how many is seen at the end of the
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmaccel.core.layout import TEXT
 
 HEAD = 3
-"""Tokens of markup from a message's first one on, at most: what begins it, who speaks, a line break."""
+"""Most tokens of markup at the start of a message: its start token, the role, a line break."""
 
 
 def question_columns(
@@ -82,5 +82,5 @@ def asked(model: nn.Module, ids: Tensor, modality: Tensor) -> Tensor:
 
 
 def _numbers(told: Any) -> list[int]:
-    """The ids that a configuration has as one, several or None."""
+    """The ids of a configuration entry, which may be one id, several or None."""
     return [] if told is None else list(told) if isinstance(told, list | tuple) else [told]

@@ -1,8 +1,8 @@
-"""How a recipe is attached to a model and taken off: all changes or none, and never in the middle of a call.
+"""Attaches a recipe to a model and detaches it: all changes or none, and never during a call.
 
-A `Gate` belongs to a text model. Calls enter it and leave it; attaching and detaching wait until no call is inside, and keep
-new calls waiting meanwhile. Calls that began before anything was attached entered no gate: they are found on the stacks of
-their threads, so that nothing has to stay on a plain model.
+Each text model has a `Gate`. Calls enter and leave it; attaching and detaching wait until no call is inside, and new calls
+wait until they are done. Calls that began before anything was attached entered no gate: they are found on the stacks of
+their threads, so that a plain model needs no hook.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch import nn
 from mmaccel.core.errors import ModelError
 
 POLL_S = 0.002
-"""Seconds between two looks at the stacks of other threads."""
+"""Seconds between two checks of the stacks of other threads."""
 
 _ABSENT = object()
 _CALLS = {"_call_impl", "_wrapped_call_impl", "generate", "_call"}
-"""Names of functions in which a module is at work: of `nn.Module`, of generation in transformers, and of `Attaching`."""
+"""Names of the functions that run a module: of `nn.Module`, of generation in transformers, and of `Attaching`."""
 
 
 def put(undo: ExitStack, module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute on the instance; `undo` puts back what was there, unless somebody else has set it since."""
+    """Set an attribute on the instance; `undo` restores the old value, unless the attribute was set again since."""
     before = module.__dict__.get(name, _ABSENT)
 
     def back() -> None:
@@ -47,8 +47,8 @@ def put(undo: ExitStack, module: nn.Module, name: str, value: Any) -> None:
 
 
 class Gate:
-    """Calls of a model are inside, in any number; a change of the model is alone. A call within a call of its own thread
-    enters at once."""
+    """Any number of calls of a model may be inside; a change of the model waits until it is alone. A call within a call of
+    the same thread enters at once."""
 
     def __init__(self) -> None:
         self.turns = threading.RLock()
@@ -62,7 +62,7 @@ class Gate:
 
     @torch.compiler.disable
     def enter(self, attaching: Attaching | None = None) -> bool:
-        """Begin a call; waits while the model is changed. False: the call is a plain one, which is not to `leave`, because
+        """Begin a call; waits while the model is changed. False: the call runs plain and must not call `leave`, because
         `attaching` is over, or because it belongs to a generation that began before."""
         me = threading.get_ident()
         with self._state:
@@ -93,7 +93,7 @@ class Gate:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call that is plain, such as a pass of a stream."""
+        """A call that runs plain, such as a pass of a stream."""
         entered = self.enter()
         try:
             yield
@@ -103,7 +103,7 @@ class Gate:
 
     @contextmanager
     def alone(self, what: str) -> Iterator[None]:
-        """While inside no call is under way, and those that come wait. Raises `ModelError` inside a call of this thread."""
+        """Run the code inside while no call runs; new calls wait. Raises `ModelError` inside a call of this thread."""
         me = threading.get_ident()
         with self._state:
             if me in self._inside or self._alone == me:
@@ -206,7 +206,7 @@ class Attaching:
         self.ours: dict[str, Callable[..., Any]] = {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Told where it is asked for: what is laid through a model cannot go with a copy of it."""
+        """Raises `ModelError` when a copy or pickle is made: a recipe cannot be copied with its model."""
         raise ModelError(
             "a model with a recipe can neither be copied nor pickled; detach the recipe, and attach it to the copy."
         )
@@ -223,13 +223,13 @@ class Attaching:
                 raise
 
     def remove(self) -> None:
-        """Leave no trace, once the calls under way have ended; a second call does nothing."""
+        """Restore the model once the running calls have ended; a second call does nothing."""
         with self.gate.alone("detach"):
             self.over = True
             self.undo.close()
 
     def wrap(self, module: nn.Module, name: str, key: str, ours: Callable[..., Any]) -> None:
-        """Put `ours` in the place of the method `name`, with its signature; the class is not touched."""
+        """Replace the instance's method `name` by `ours`, with the same signature; the class stays as it is."""
         plain: Callable[..., Any] = getattr(module, name)
         self.plain[key], self.ours[key] = plain, ours
         # A partial of a method, not a closure: so a copy of the model meets `__reduce_ex__`.
@@ -251,7 +251,7 @@ def _within(what: str) -> ModelError:
 
 
 def _works(frame: FrameType | None, modules: Collection[nn.Module], names: Collection[str] = _CALLS) -> bool:
-    """Whether one of `modules` is at work in a function of `names`, in `frame` or in one that called it."""
+    """Whether `frame`, or a frame that called it, runs one of `modules` in a function of `names`."""
     while frame is not None:
         if frame.f_code.co_name in names:
             who = frame.f_locals.get("self")
@@ -271,7 +271,7 @@ _lent: WeakKeyDictionary[nn.Module, dict[str, tuple[ExitStack, list[int]]]] = We
 
 @contextmanager
 def lent(module: nn.Module, name: str, change: Callable[[ExitStack], None]) -> Iterator[None]:
-    """While inside, `change` was made, once for all threads that want it at a time; the last to leave takes it back."""
+    """Make `change` while any thread is inside: the first to enter makes it, the last to leave undoes it."""
     me = threading.get_ident()
     with _guard:
         known = _lent.setdefault(module, {})

@@ -1,4 +1,4 @@
-"""The attention weights of dense layers, for whoever asks for output_attentions."""
+"""Computes the attention weights of dense layers, for `output_attentions`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Clock:
-    """A streamer that tells `token` how many tokens of a sequence reached the host, and passes them on to `inner`."""
+    """A streamer that calls `token` with the number of tokens that reached the host, and passes the tokens on to `inner`."""
 
     def __init__(self, token: Callable[[int], None], inner: Any) -> None:
         self.token, self.inner, self.prompt = token, inner, True

@@ -94,7 +94,7 @@ def _messages(content: Any, images: list[Any], videos: list[Any]) -> list[dict[s
     ]
     if not _listed(content) or any(not isinstance(piece, Mapping) for piece in content):
         raise ModelError(
-            f"content: {errors.shown(content)} is no prompt; give a text, or a list of pieces or messages; for a batch a "
+            f"content: {errors.shown(content)} is not a prompt; give a text, or a list of pieces or messages; for a batch a "
             "list of these, and videos=[...] with an entry for each."
         )
     if not content and not ahead:
@@ -121,7 +121,7 @@ def _messages(content: Any, images: list[Any], videos: list[Any]) -> list[dict[s
 def _without(piece: Mapping[str, Any], shown: dict[str, list[Any]]) -> dict[str, Any]:
     """The piece as the template may see it; its image or video is put aside, in order."""
     if not isinstance(piece, Mapping):
-        raise ModelError(f"content: {errors.shown(piece)} is no piece; give a mapping with its type.")
+        raise ModelError(f"content: {errors.shown(piece)} is not a piece; give a mapping with its type.")
     kind = piece.get("type")
     if kind == "text":
         return {"type": "text", "text": outside.words(piece.get("text"), "content")}

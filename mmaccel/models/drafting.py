@@ -86,7 +86,7 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor
     cache = begun[0].cache if keeps is not False else None
     if len(rows) > 1 and cache is not None:
         cache = None
-        told = "past_key_values is None: under a draft each sequence of a batch has a cache of its own"
+        told = "past_key_values is None: under a draft each sequence of a batch has its own cache"
         attachment.owner.road.meter.note(f"draft: {told}")
         warnings.warn(
             f"{told}; set use_cache=False, or give prompts one by one.", MmaccelWarning, stacklevel=2
@@ -191,9 +191,9 @@ class _Sequence:
         try:
             self.meter.counters, self.meter.notes = self.draft.counters(), list(self.draft.notes())
         except Exception as error:
-            told = f"its counters are missing from the report; the answer is whole ({type(error).__name__}: {error})"
+            told = f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
             self.meter.note(f"draft: {told}")
-            warnings.warn(f"the draft failed at its end: {told}.", MmaccelWarning, stacklevel=2)
+            warnings.warn(f"the draft failed after the answer: {told}.", MmaccelWarning, stacklevel=2)
 
 
 def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Generator | None) -> _Sequence:

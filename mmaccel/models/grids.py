@@ -1,4 +1,4 @@
-"""The frames, cells and marks of images and videos, written into the fields of a layout."""
+"""Writes the frames, cells and marks of images and videos into the fields of a layout."""
 
 from __future__ import annotations
 

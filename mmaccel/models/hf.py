@@ -306,7 +306,7 @@ class Attachment(Attaching):
             raise ModelError(f"past_key_values: {name} keeps a cache of its own; leave past_key_values out.")
         if packed is not None:
             raise ModelError(
-                f"position_ids: they start anew, and {name} knows no packed sequences; give them one by one."
+                f"position_ids: they restart, and {name} does not support packed sequences; give them one by one."
             )
         if new.padded:
             raise ModelError(

@@ -46,7 +46,7 @@ def there(device: torch.device | str, field: str = "device") -> torch.device:
     except RuntimeError:
         found = None
     if found is None or found.type not in ("cpu", "cuda", "mps", "xpu"):
-        raise ModelError(f"{field}: {shown(device)} is no device; give cpu, cuda or cuda:1.")
+        raise ModelError(f"{field}: {shown(device)} is not a device; give cpu, cuda or cuda:1.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found.type == "cuda" and (found.index or 0) >= count:
         told = f"{count} CUDA device{'' if count == 1 else 's'}"
@@ -68,7 +68,9 @@ def load_model(
     from transformers import AutoModelForImageTextToText
 
     if isinstance(devices, str):
-        raise ModelError(f"devices: {shown(devices)} is one; give a list, or device={shown(devices)}.")
+        raise ModelError(
+            f"devices: {shown(devices)} is a single device; give a list, or device={shown(devices)}."
+        )
     first = there(device)
     places = None if devices is None else [there(one, "devices") for one in devices]
     if (
@@ -116,7 +118,7 @@ def mismatched(error: BaseException) -> str | None:
         if "torchvision" in str(behind):
             return (
                 f"torchvision: the installed one does not work with torch {torch.__version__}; install the one made for "
-                "it, or uninstall it, for mmaccel does without."
+                "it, or uninstall it, since mmaccel does not need it."
             )
         behind = behind.__cause__ or behind.__context__
     return None

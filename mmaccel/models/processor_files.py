@@ -84,7 +84,7 @@ def folder_of(name: str | os.PathLike[str]) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if Path(name).exists() or os.fspath(name).count("/") != 1:
-        raise ModelError(f"{os.fspath(name)} is no folder: name the folder of a saved model.")
+        raise ModelError(f"{os.fspath(name)} is not a folder: name the folder of a saved model.")
     from huggingface_hub import snapshot_download
 
     try:

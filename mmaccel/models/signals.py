@@ -57,7 +57,7 @@ def peek(
 
 
 def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
-    """Say that `pruner` does nothing to the prompt at hand: by a warning, and in the report that `meter` gives."""
+    """Warn, and note in the report, that `pruner` does nothing to this prompt."""
     what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
     sentence = f"prune {pruner.name!r} did nothing: the prompt has no {what}"
     meter.note(sentence)
@@ -65,7 +65,7 @@ def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
 
 
 class Ear:
-    """A hook of a decoder layer: gives what enters it, or what leaves it, to the probes of the run that passes.
+    """A hook of a decoder layer: passes its input or output to the probes of the current run.
 
     index  what `Probe.entering` is told: the layer, or one more than the last for what leaves that
     """
@@ -83,7 +83,7 @@ class Ear:
 
 
 def hear(undo: ExitStack, layers: nn.ModuleList, *pruners: TokenPruner) -> None:
-    """Hook an `Ear` where each hidden state is that the draft's `pruners` read; `undo` takes them off."""
+    """Hook an `Ear` at each hidden state that the draft's `pruners` read; `undo` removes the hooks."""
     wanted = {index for pruner in pruners for stage in pruner.stages(len(layers)) for index in stage.hidden}
     for index in sorted(wanted):
         if index < len(layers):
@@ -93,7 +93,7 @@ def hear(undo: ExitStack, layers: nn.ModuleList, *pruners: TokenPruner) -> None:
 
 
 class Listener(Probe):
-    """Collects from a run of a target's prefill what a draft's pruner reads, and tells once which columns stay.
+    """Collects from the target's prefill what a draft's pruner reads, and passes on once which columns stay.
 
     The prompt may come in any number of passes (chunks; the video, then the text). `tell` gets the columns [n] as soon as
     the last layer that is read has seen the last column, while later layers still run; only indices need to travel.
@@ -218,7 +218,7 @@ class Listener(Probe):
         return states[left if held is None else torch.searchsorted(held, left)]
 
     def close(self) -> None:
-        """The prompt has been read. A pruner that still waits fails here: it never got what it reads."""
+        """Called when the prompt is read. A pruner that still waits raises here: it never received what it reads."""
         if not self.told:
             with self._failing():
-                raise ModelError(f"prune {self.pruner.name!r} was told nothing by the target's prefill.")
+                raise ModelError(f"prune {self.pruner.name!r} received nothing from the target's prefill.")

@@ -1,4 +1,4 @@
-"""Chat templates, which are code of a model's folder, and texts in them that may look like special tokens."""
+"""Runs chat templates, which are code from a model's folder, with limits; and keeps special tokens out of users' texts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mmaccel.core import outside
 from mmaccel.core.errors import ModelError
 
 SECONDS = 5.0
-"""Longest that a template may take."""
+"""Seconds that a template may run."""
 NUMBER = 1_000_000
 """Largest number in a template."""
 GROWTH, FRAME = 4, 1 << 16
-"""A template may make so many times the characters it is given, and so many beside."""
+"""A template may write this many times the characters it is given, plus this many."""
 
 
 class Written(str):
@@ -53,7 +53,7 @@ def written(
     elif words:
         messages, plain = _marked(_any_of(words), messages)
     if not isinstance(template, str):
-        raise ModelError("chat template: it is no text; mend chat_template.jinja of the model.")
+        raise ModelError("chat template: it is not text; fix the model's chat_template.jinja.")
     try:
         _check(template)
         with _deadline():
@@ -65,13 +65,11 @@ def written(
     except Exception as error:
         # A template is a program: it may fail in any way.
         told = outside.reason(error) if str(error) else type(error).__name__
-        raise ModelError(
-            f"chat template: it fails ({told}); mend chat_template.jinja of the model."
-        ) from error
+        raise ModelError(f"chat template: it fails ({told}); fix the model's chat_template.jinja.") from error
     given = sum(len(piece.get("text", "")) for one in messages for piece in one["content"])
     if not isinstance(text, str) or len(text) > GROWTH * given + FRAME * len(messages):
         raise ModelError(
-            f"chat template: it makes {len(text)} characters of {given}; mend chat_template.jinja of the model."
+            f"chat template: it writes {len(text)} characters from {given}; fix the model's chat_template.jinja."
         )
     return Written(text, plain)
 
@@ -117,7 +115,7 @@ def _marked(
 
 
 def _special(tokenizer: Any) -> re.Pattern[str]:
-    """What finds a special token."""
+    """A pattern that finds special tokens."""
     return _any_of({str(token) for token in tokenizer.added_tokens_decoder.values() if token.special})
 
 
@@ -128,7 +126,7 @@ def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 @functools.lru_cache(maxsize=16)
 def _check(template: str) -> None:
-    """Raise what is wrong with a template before it is run."""
+    """Raise `ModelError` for a template that must not run."""
     import jinja2
     import jinja2.ext
 
@@ -139,7 +137,9 @@ def _check(template: str) -> None:
         if isinstance(number.value, int | float) and not -NUMBER <= number.value <= NUMBER:
             raise ModelError(f"chat template: line {number.lineno} has a number above {NUMBER}.")
     if power := tree.find(jinja2.nodes.Pow):
-        raise ModelError(f"chat template: line {power.lineno} has a power, which can be of any size.")
+        raise ModelError(
+            f"chat template: line {power.lineno} has a power (**), whose result can have any size."
+        )
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""`max_time` of `generate`: it holds inside a prompt that is read in pieces, and for a batch as a whole."""
+"""`max_time` of `generate`, checked also between the pieces of a prompt, and for a batch as a whole."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
     """`generate` of an attached model, with a deadline where `max_time` is given.
 
-    transformers looks at the time after each token. A prompt in pieces is broken off between two of them too: no token is
-    said then, which a warning tells, and a cache that the caller gave is as it was.
+    transformers looks at the time after each token. A prompt in pieces may also end between two pieces: then the result
+    has no new token, a warning says so, and the caller's cache is as before.
     """
     names = list(inspect.signature(attachment.generate).parameters)
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -45,7 +45,7 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
                 cache.state.truncate(before[1])
                 cache.sequence = before[0]
         warnings.warn(
-            "max_time: it was over before the prompt was read, and no token was said; give more seconds.",
+            "max_time: the time ran out before the prompt was read, so no token was generated; give more seconds.",
             MmaccelWarning,
             stacklevel=2,
         )
@@ -55,7 +55,7 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
 
 
 def check(attachment: Attachment) -> None:
-    """Raise `Ended` where the time of the `generate` that this thread is in is over."""
+    """Raise `Ended` when the `generate` of this thread has used up its time."""
     deadline: Deadline | None = getattr(attachment.promised, "deadline", None)
     if deadline is not None:
         deadline.check()
@@ -69,7 +69,7 @@ def left(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nothing(kwargs: dict[str, Any], default: Any) -> Any:
-    """What `generate` gives when no token was said."""
+    """The result of a `generate` without a new token."""
     ids: Tensor = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs"]
     ids = ids.repeat_interleave(asked("num_return_sequences", kwargs, default) or 1, 0)
     if (streamer := kwargs.get("streamer")) is not None:

@@ -1,4 +1,4 @@
-"""A vision tower's norms, gates and rotations in one kernel each, and its products in sizes that the device computes fast.
+"""Runs a vision tower's norms, gates and rotations in one kernel each, and its products in sizes that are fast.
 
 Qwen2.5-VL's feed-forward blocks have an inner size of 3,420 at most published sizes. In 16 bits its rows begin at multiples
 of 8 bytes, and Hopper's matrix units copy rows that begin at multiples of 16: cuBLAS takes kernels of the generation before.
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from mmaccel.models.family import Family
 
 TURN = "apply_rotary_pos_emb_vision"
-"""What attention modules of the tower call to turn queries and keys."""
+"""The functions that the tower's attention modules call to rotate queries and keys."""
 
 ALIGNED = 16
 """Bytes: a row that begins at a multiple of these is copied by Hopper's matrix units themselves."""
 
 _AT_WORK: WeakSet[nn.Module] = WeakSet()
-"""Towers that run so already."""
+"""Towers that already run so."""
 
 
 def lighter(undo: ExitStack, family: Family, model: nn.Module) -> None:
-    """Let the model's tower run in fewer kernels where there are such; `undo` puts it back as it was, and frees the copies
-    of weights. A tower of a family without windows, or one that runs so already, is left as it is."""
+    """Let the model's tower run in fewer kernels, where they exist; `undo` restores it and frees copies of weights. Leaves
+    a tower of a family without windows, or one that already runs so, as it is."""
     tower = family.windowed(model)
     if tower is None or tower in _AT_WORK:
         return
@@ -58,7 +58,7 @@ def _gate(module: nn.Module) -> Callable[..., Any]:
 
 
 def _gated(filled: Filled, whole: Callable[..., Any], hidden: Tensor) -> Any:
-    """[..., E]: what the feed-forward block makes of `hidden` [..., E]."""
+    """[..., E]: the output of the feed-forward block for `hidden` [..., E]."""
     fits = pointwise.fusible(hidden) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     weights = filled.weights(hidden) if fits else None
     if weights is None:
@@ -70,7 +70,7 @@ def _gated(filled: Filled, whole: Callable[..., Any], hidden: Tensor) -> Any:
 
 
 class Filled:
-    """The weights of a feed-forward block, filled up with zeros to an inner size that is a multiple of `ALIGNED` bytes.
+    """The weights of a feed-forward block, padded with zeros to an inner size that is a multiple of `ALIGNED` bytes.
 
     What is filled up adds nothing: its gate is silu(0) * 0, and its column of the last product is zero. Copies are made anew
     when a weight was replaced or changed in place.

@@ -1,4 +1,5 @@
-"""Whether a batch is drafted for: in turns each sequence takes target steps of its own, and a plain step is one for all."""
+"""Decides whether a draft runs for a batch. With a draft each sequence takes its own target steps, one sequence after the
+other; a plain step serves the whole batch."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ if TYPE_CHECKING:
     from mmaccel.models.hf import Attachment
 
 MARGIN = 1.1
-"""So many times faster a draft must be than plain steps of the batch."""
+"""How many times faster than plain steps of the batch a draft must be."""
 STEPS = 4
-"""Fewer steps of a call are no measure."""
+"""A call with fewer steps is not measured."""
 TIMED = 2
 """Plain calls of a batch's size that are timed before a draft may act there: the first step may be compiled or captured."""
 
 
 @dataclass
 class Turns:
-    """What was measured of one accelerated model, and what follows for a batch.
+    """Times measured on one accelerated model, and the decision for a batch.
 
     drafted_s  seconds that a token of one sequence takes with the draft, from the last call that drafted, of any batch
     plain_s    for each size of a batch the seconds of its plain steps, each of which gives every sequence a token, by call
@@ -37,7 +38,7 @@ class Turns:
     warned: bool = False
 
     def drafted(self, seconds: float, tokens: int) -> None:
-        """Sequences that were drafted for in turns took `seconds` for `tokens` of all of them."""
+        """A call with a draft took `seconds` for `tokens`, over all its sequences."""
         if tokens >= STEPS:
             self.drafted_s = seconds / tokens
 
@@ -48,22 +49,22 @@ class Turns:
             self.plain_s[batch] = [*self.plain_s.get(batch, []), (meter.last - meter.first) / steps][-TIMED:]
 
     def why_not(self, batch: int) -> str | None:
-        """Why a draft would not pay in a batch of so many; None: it does."""
+        """Why a draft would not be faster in a batch of this size; None: it is."""
         timed, own = self.plain_s.get(batch, []), self.drafted_s
         if own is None:
-            return "what a drafted token takes is measured when a prompt is given alone, and none was"
+            return "the time of a drafted token is measured on a prompt given alone, and none was given"
         if len(timed) < TIMED:
-            return f"plain steps of {batch} sequences are timed in {TIMED} calls first"
+            return f"plain steps of {batch} sequences must first be timed in {TIMED} calls"
         turns, step = own * batch, min(timed)
         if turns * MARGIN <= step:
             return None
-        return f"a token of each takes {turns * 1e3:.3g} ms drafted in turns, {step * 1e3:.3g} ms in plain steps of all"
+        return f"a token for each takes {turns * 1e3:.3g} ms with a draft in turns, {step * 1e3:.3g} ms in plain steps"
 
     def rests(self, attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the draft stays out of a call of `generate`, with a note and, the first time, a warning.
+        """Whether a call of `generate` runs without the draft; adds a note and, the first time, a warning.
 
-        Never where the recipe or the call cannot do without our loop. What is sampled is never drafted for in a batch by
-        measure: what is drawn must not hang on the clock.
+        False where the recipe or the call needs our loop. True for a sampled batch: a measured time must not change which
+        tokens are sampled.
         """
         owner, count = attachment.owner, sequences(attachment, kwargs)
         choice = owner.recipe.draft.in_batches
@@ -81,12 +82,12 @@ class Turns:
         if choice == "never":
             why: str | None = "in_batches is 'never'"
         elif sampled:
-            why = "its tokens are sampled, and what is drawn must not hang on what is measured"
+            why = "tokens are sampled, and measured times must not change them"
         else:
             why = self.why_not(count)
         if why is None:
             return False
-        told = f"it rests in a batch of {count}: {why}"
+        told = f"it does not draft in a batch of {count}: {why}"
         owner.road.meter.note(f"draft: {told}")
         if not self.warned and choice != "never":
             self.warned = True

@@ -1,4 +1,4 @@
-"""What pruners read of a vision tower at work: the attention that its tokens receive there, and their keys."""
+"""Reads for pruners what a vision tower computes: the attention that each token receives, and the keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mmaccel.models.family import Family
 
 SCORES = 1 << 24
-"""So many scores of a vision tower are held at a time, unless one frame has more."""
+"""Attention scores of a vision tower that are held at a time, unless one frame has more."""
 
 
 class VisionProbe:
@@ -36,7 +36,7 @@ class VisionProbe:
         towers: dict[str, Any] = {"llava_onevision": _Siglip, "qwen2_5_vl": _Windowed}
         if family.name not in towers:
             raise ModelError(
-                f"prune: the vision tower of {family.name} cannot be asked; choose a pruner without vision."
+                f"prune: mmaccel cannot read the vision tower of {family.name}; choose a pruner that does not need it."
             )
         self.multimodal: Any = family.multimodal(model)
         self.tower: Any = towers[family.name](self.multimodal)
@@ -58,14 +58,14 @@ class VisionProbe:
             caught, self.local.caught = self.local.caught, None
             names = list(inspect.signature(encode).parameters)
             given = {**dict(zip(names, args, strict=False)), **kwargs}
-            # Releases differ in what the pixels of videos are called.
+            # Releases of transformers differ in the name of a video's pixels.
             self._told()[kind] = self.tower.tokens(kind, caught, given[names[0]], given)
         finally:
             self.local.caught = None
         return out
 
     def _told(self) -> dict[int, Tensor]:
-        """What was found of images and of videos, by this thread, since it was last taken."""
+        """What this thread found for images and for videos, since it was last taken."""
         if not hasattr(self.local, "told"):
             self.local.told = {}
         told: dict[int, Tensor] = self.local.told
@@ -88,7 +88,7 @@ class VisionProbe:
             told = found.get(kind)
             if told is None or len(told) != len(at):
                 raise ModelError(
-                    f"{name}: the pruner reads the vision tower at work; give the pixels of all that the prompt shows."
+                    f"{name}: the pruner reads the vision tower as it runs; give the pixels of all images and videos."
                 )
             whole = told.new_zeros(layout.length, told.shape[1]) if whole is None else whole
             whole = whole.index_copy(0, at, told)

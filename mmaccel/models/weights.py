@@ -1,4 +1,4 @@
-"""Which weights a process holds: a digest that is cheap at any size, and the heads of its shard."""
+"""Identifies the weights of a process: a digest that is cheap at any size, and the heads of its shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from mmaccel.core.errors import ModelError
 
 SAMPLED = 1024
-"""Elements of each projection that are read."""
+"""Elements that the digest reads of each projection."""
 
 
 def query_key_digest(layers: nn.ModuleList) -> str | None:
@@ -42,7 +42,7 @@ def at_hand(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if getattr(one, "weights_map", None) is not None:
             found: torch.Tensor = one.weights_map[own]
             return found
-    raise ModelError(f"the weight {name} is on no device; load the model with its weights.")
+    raise ModelError(f"the weight {name} is not on any device; load the model with its weights.")
 
 
 def rows_of(module: Any, name: str) -> int | None:

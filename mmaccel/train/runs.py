@@ -34,7 +34,7 @@ GPU = {"budget": 2048, "longest": 4096, "workers": 12}
 def device_of(asked: str | None) -> str:
     """The device to use: what was asked, else a GPU where there is one."""
     if asked is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", asked):
-        raise ModelError(f"--device: {asked!r} is no device; give cpu, cuda or cuda:1.")
+        raise ModelError(f"--device: {asked!r} is not a device; give cpu, cuda or cuda:1.")
     if asked is not None and asked.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError("--device cuda was asked, but torch sees no GPU; leave it out to train on the CPU.")
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -72,7 +72,7 @@ def test_ask_names_what_the_draft_read(
         6,
     )
     told = json.loads(call(*arguments, "--json")[1])
-    # All that is no video stays.
+    # All that is not a video stays.
     assert told["video_tokens"] == {"prompt": 1024, "in the draft": read[0] - told["prompt_tokens"] + 1024}
     assert told["video_tokens"]["in the draft"] == 71
     assert "1024 tokens, 71 in the draft" in call(*arguments)[1]

@@ -62,7 +62,7 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
         "mean 'tiny-qwen'?",
     ),
     "empty model": (("ask", "CLIP", "hi", "--model", "FOLDER"), "config.json"),
-    "no device": (("ask", "CLIP", "hi", "--model", "OV", "--device", "moon"), "'moon' is no device"),
+    "no device": (("ask", "CLIP", "hi", "--model", "OV", "--device", "moon"), "'moon' is not a device"),
     "absent device": (("ask", "CLIP", "hi", "--model", "OV", "--device", "cuda:99"), "cuda:99 is not there"),
     "dtype": (("ask", "CLIP", "hi", "--model", "OV", "--dtype", "int8"), "unknown dtype 'int8'"),
     "two samplings": (
@@ -81,11 +81,11 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "world frames": (("world", "--out", "x.mp4", "--frames", "0"), "frames must be 1 or more"),
     "world style": (("world", "--out", "x.mp4", "--style", "noir"), "unknown style 'noir'"),
-    "lengths": (("eval", "needle", "--frames", "8,many"), "--frames: 'many' is no number of frames"),
+    "lengths": (("eval", "needle", "--frames", "8,many"), "--frames: 'many' is not a number of frames"),
     "kind": (("eval", "needle", "--kind", "colour"), "unknown question kind 'colour'"),
     "segments": (("eval", "needle", "--documents", "--frames", "9"), "9 does not divide into 4 segments"),
     "samples": (("eval", "needle", "--samples", "0"), "Invalid value for '--samples'"),
-    "odd digit": (("eval", "needle", "--frames", "\u00b2"), "is no number of frames"),
+    "odd digit": (("eval", "needle", "--frames", "\u00b2"), "is not a number of frames"),
     "no kinds": (("demo", "--kinds", ","), "no kind of question is named"),
     "a training seed": (("eval", "needle", "--seed", str(2**32)), "seed must lie between 0 and 2147483647"),
     "a training seed in the demo": (("demo", "--seed0", str(2**31)), "training has seen others"),
@@ -99,9 +99,9 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a session over something else": (
         ("watch", "CLIP", "--model", "OV", "--save", "CLIP", "--question", "hi"),
-        "is no saved session; give another path",
+        "is not a saved session; give another path",
     ),
-    "other device": (("ask", "CLIP", "hi", "--model", "OV", "--device", "meta"), "'meta' is no device"),
+    "other device": (("ask", "CLIP", "hi", "--model", "OV", "--device", "meta"), "'meta' is not a device"),
     "table's place": (("eval", "table", "--out", "nofolder/x.json"), "in a folder that exists"),
     "dense that drafts": (
         ("ask", "CLIP", "hi", "--model", "OV", "--draft", "OV", "--recipe", "dense", "--compare"),
@@ -111,7 +111,7 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     "demo kinds": (("demo", "--kinds", "taste"), "unknown question kind 'taste'"),
     "two videos": (
         ("ask", "CLIP", "other.mp4", "hi", "--model", "OV"),
-        "one video is used and two are given",
+        "give one video, not two",
     ),
     "two videos and no question": (("ask", "CLIP", "CLIP", "--model", "OV"), "run the command for each."),
     "two videos of caption": (("caption", "CLIP", "other.mp4"), "'other.mp4'; run the command for each."),
@@ -125,7 +125,7 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a question of watch in no UTF-8": (
         ("watch", "CLIP", "--model", "OV", "--question", "what ?", "--question", "\udcff ?"),
-        "--question: '\\udcff ?' has bytes that are no UTF-8",
+        "--question: '\\udcff ?' has bytes that are not UTF-8",
     ),
     "more frames than there are": (
         ("ask", "CLIP", "what ?", "--model", "OV", "--fps", "1e9"),
@@ -139,7 +139,7 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a recipe in UTF-16": (
         ("ask", "CLIP", "what ?", "--recipe", "FOLDER/16.yaml"),
-        "is no text in UTF-8: line 1 has",
+        "is not UTF-8 text: line 1 has",
     ),
     "words": (("eval", "caption", "--model", "OV", "--words", "2"), "max_words must be 17 or more"),
 }

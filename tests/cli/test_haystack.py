@@ -174,7 +174,7 @@ def test_a_searched_recipe_is_asked_without_its_boundaries(call: Call, tmp_path:
         (["--recipe", "a_shape", "--rival", "without_tail"], "unknown rival 'without_tail'"),
         (["--rows", "no/where.jsonl"], "--rows: there is no file no/where.jsonl"),
         (["--documents", "--frames", "33"], "33 does not divide into 4 segments"),
-        (["--out", "no/where.jsonl"], "--out: no/where.jsonl is no place for a file"),
+        (["--out", "no/where.jsonl"], "--out: no/where.jsonl is not a place for a file"),
     ],
 )
 def test_errors_are_one_sentence(more: list[str], words: str, call: Call, ov: str) -> None:

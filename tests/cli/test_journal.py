@@ -114,7 +114,7 @@ def test_a_killed_watch_goes_on(
     status, out, err = call(*again, *QUESTIONS[2:], "--load", folder, "--save", folder)
     after = json.loads(out)
     assert (status, after["frames"], after["seconds"]) == (0, 23, 22.0)
-    assert f"goes on at {kept - 0.5:g} s of {slides}" in err
+    assert f"continues at {kept - 0.5:g} s of {slides}" in err
     assert after["answers"][-1]["answer"] == whole["answers"][-1]["answer"]
     assert after["answers"][-1]["evidence"] == whole["answers"][-1]["evidence"]
     assert memory(folder) == memory(tmp_path / "whole")
@@ -134,8 +134,8 @@ def test_another_reading_of_the_file_begins_at_its_beginning(
     status, out, err = call(*base, "--fps", 2, "--load", tmp_path / "s")
     assert status == 0 and json.loads(out)["frames"] == 5 + 45
     assert err == (
-        f"{slides} is read from its beginning: when the session was saved it was read to 4.5 s with --fps 1 --gaps hold, "
-        "or the file was another.\n"
+        f"{slides} is read from the beginning: the saved session had read it up to 4.5 s with --fps 1 --gaps hold, "
+        "or had read a different file.\n"
     )
 
 
@@ -169,12 +169,12 @@ def test_a_stall_is_told_and_what_came_is_kept(call: Call, ov: str, tmp_path: Pa
         1,
     )
     stall = (
-        f"{path} stalled: nothing came for 0.5 s after {taken} frames, and it is not over; raise --timeout."
+        f"{path} stalled: nothing came for 0.5 s after {taken} frames, and it has not ended; raise --timeout."
     )
     assert told["error"] == stall and err == f"saved {taken} frames to {tmp_path / 's'}\nerror: {stall}\n"
     status, out, err = call(*words, "--load", tmp_path / "s")
     assert (status, json.loads(out)["frames"], json.loads(out)["ended"]) == (0, 30, "end")
-    assert f"goes on at {taken / 5 - 0.1:g} s of" in err
+    assert f"continues at {taken / 5 - 0.1:g} s of" in err
 
 
 def test_gaps_are_skipped_or_listed(call: Call, ov: str, slides: Path) -> None:

@@ -148,9 +148,9 @@ WRONG = {
     "not there": ("", "there is no file 'none.py'; give an existing Python file"),
     "no module": ("", "there is no module 'no_such.module'"),
     "no Python": ("def f(:\n", "it fails in line 1 with SyntaxError"),
-    "an error": ("x = 1\n\ny = x / 0\n", "it fails in line 3 with ZeroDivisionError: division by zero; mend it."),
+    "an error": ("x = 1\n\ny = x / 0\n", "it fails in line 3 with ZeroDivisionError: division by zero; fix it."),
     "its own import": ("import no_such_thing\n", "it fails in line 1 with ModuleNotFoundError"),
-    "an end": ("import sys\nsys.exit(3)\n", "it fails in line 2 with SystemExit: 3; mend it."),
+    "an end": ("import sys\nsys.exit(3)\n", "it fails in line 2 with SystemExit: 3; fix it."),
     "a taken name": (MINE.replace('"mine"', '"grid"'), "sparse 'grid' is registered already"),
 }  # fmt: skip
 

@@ -210,7 +210,7 @@ def test_a_saved_session_is_asked_without_a_video(call: Call, clip: str, ov: str
 
 
 def test_a_rate_is_told_for_what_it_is() -> None:
-    assert source.rate(25.0, 25.0) == "reads all 25 frames a second (--fps)."
+    assert source.rate(25.0, 25.0) == "reads every frame, 25 a second (--fps)."
     assert source.rate(0.5, None).startswith(
         "reads 0.5 frames a second (--fps); what is shown for less than 2 s"
     )
@@ -236,11 +236,11 @@ def test_typed_questions_are_answered(
     [
         (("--recipe", "rekw"), "rekv"),
         (("--recipe", "a_shape"), "set sparse to 'dense'"),
-        (("--load", "nowhere"), "nowhere is no saved session"),
+        (("--load", "nowhere"), "nowhere is not a saved session"),
         (("--load", "nowhere", "--recipe", "rekv"), "leave --recipe or --load out"),
         (("--fps", "0"), "must be a positive number"),
-        (("--question", "@3"), "asks nothing"),
-        (("other.mp4",), "one video is used and two are given"),
+        (("--question", "@3"), "has no question"),
+        (("other.mp4",), "give one video, not two"),
     ],
 )
 def test_errors_are_one_sentence(
@@ -343,7 +343,7 @@ def test_what_is_typed_and_is_no_text_is_left_out(
     typed = io.TextIOWrapper(io.BytesIO(b"first ?\n\xff ?\nsecond ?\n"), "utf-8", errors="surrogateescape")
     monkeypatch.setattr("sys.stdin", typed)
     assert list(command.Typed(True).rest()) == ["first ?", "second ?"]
-    assert "has bytes that are no UTF-8; write it in UTF-8." in capsys.readouterr().err
+    assert "has bytes that are not UTF-8; write it in UTF-8." in capsys.readouterr().err
 
 
 def test_what_is_typed_and_is_no_text_ends_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("watch", "CLIP", "--model", "OV", "--recipe", "gird"),
         "unknown memory of streams 'gird': there are full, livevlm, mosaic, no_cache, offload, recent, rekv,",
     ),
-    "of a saved stream": (("draw", "FOLDER", "--out", "pictures"), "is no saved session"),
+    "of a saved stream": (("draw", "FOLDER", "--out", "pictures"), "is not a saved session"),
     "a memory compared": (("eval", "stream", "--model", "OV", "--memory", "rekw"), "did you mean 'rekv'?"),
     "a memory's field": (
         ("eval", "stream", "--model", "OV", "--memory", "rekv frame=3"),

@@ -219,9 +219,9 @@ def test_names_far_from_all_give_the_list_alone() -> None:
         ({"dense_tail": -1}, "dense_tail: -1; give a number of rows"),
         ({"dense_layers": [0, -2]}, "dense_layers: [0, -2]"),
         ({"dense_layers": 3}, "dense_layers: 3; give a list of layer numbers"),
-        ({"sparse": 7}, "sparse: 7 is no SparsePattern"),
-        ({"sparse": None}, "sparse: None is no SparsePattern"),
-        ({"kv": AShape()}, "is no KVPolicy; give a name, a mapping with a name, or an instance"),
+        ({"sparse": 7}, "sparse: 7 is not a SparsePattern"),
+        ({"sparse": None}, "sparse: None is not a SparsePattern"),
+        ({"kv": AShape()}, "is not a KVPolicy; give a name, a mapping with a name, or an instance"),
         ({"sparse": {"window": 3}}, "sparse: a mapping needs the policy's name"),
         ({"sparse": {"name": "a_shape", "window": 0}}, "a_shape: window is 0"),
         ({"sparse": {"name": "a_shape", "block": 48}}, "a_shape: block is 48; give a power of two"),
@@ -328,7 +328,7 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     assert "there is no file" in sentence(tmp_path / "none.yaml")
     broken = tmp_path / "broken.yaml"
     broken.write_text("sparse: [dense\n")
-    assert "is no valid YAML" in sentence(broken)
+    assert "is not valid YAML" in sentence(broken)
     broken.write_text("- dense\n- full\n")
     assert "holds list; write a mapping" in sentence(broken)
 

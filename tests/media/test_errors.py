@@ -70,7 +70,8 @@ def test_text_with_the_name_of_a_video(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_text("what colour was the star?\n" * 200)
     assert (
-        sentence(path) == "FILE is no video that can be read: it is another kind of file, or was cut short."
+        sentence(path)
+        == "FILE is not a video that can be read: it is another kind of file, or was cut short."
     )
 
 
@@ -84,7 +85,8 @@ def test_an_mp4_cut_before_its_index(film: Film) -> None:
     path = film()
     path.write_bytes(path.read_bytes()[:-1500])
     assert (
-        sentence(path) == "FILE is no video that can be read: it is another kind of file, or was cut short."
+        sentence(path)
+        == "FILE is not a video that can be read: it is another kind of file, or was cut short."
     )
 
 

@@ -1,4 +1,4 @@
-"""What comes from outside and is no video or image that can be taken: one sentence, in time, and nothing else is opened."""
+"""Inputs that are not a readable video or image: each gives one sentence, in time, and no other file is opened."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_damaged_image_and_one_that_another_program_would_draw(tmp_path: Path)
         as_image(part)
     drawn = tmp_path / "drawn.png"
     PIL.Image.new("RGB", (8, 8)).save(drawn, "EPS")
-    with pytest.raises(VideoError, match="an image of a kind that is not read: EPS"):
+    with pytest.raises(VideoError, match="an image in a format that mmaccel does not read: EPS"):
         as_image(drawn)
     for path, told in ((tmp_path, "is a folder"), ("a\0b.png", "null byte"), ("/dev/zero", "is a device")):
         with pytest.raises(VideoError, match=told):

@@ -119,7 +119,7 @@ def test_a_stall_is_told_and_waited_out(film: Film, tmp_path: Path, name: str) -
             parts.extend(stream)  # type: ignore[arg-type]  # what came before the stall stays
         taken = sum(map(len, parts))
         assert 0 < taken < 30 and (caught.value.frames, caught.value.seconds) == (taken, 0.3)
-        told = f"{path} stalled: nothing came for 0.3 s after {taken} frames, and it is not over; ask for the next clip"
+        told = f"{path} stalled: nothing came for 0.3 s after {taken} frames, and it has not ended; ask for the next clip"
         assert str(caught.value).startswith(told)
         with pytest.raises(VideoStalled):
             next(stream)

@@ -102,21 +102,21 @@ def test_frames_are_taken_evenly_of_whatever_a_video_is(folder: Path, tmp_path: 
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing": ({"content": None}, "content: None is no prompt; give a text, or a list"),
+    "nothing": ({"content": None}, "content: None is not a prompt; give a text, or a list"),
     "a piece that is none": (
         {"content": [{"role": "user", "content": [5]}]},
-        "content: 5 is no piece; give a mapping",
+        "content: 5 is not a piece; give a mapping",
     ),
     "a type that is none": ({"content": [{"type": ["video"]}]}, "a piece of type ['video'] is not known"),
-    "a text that is none": ({"content": [{"type": "text"}]}, "content: None is no text; ask in words."),
-    "a number": ({"content": 5}, "content: 5 is no prompt"),
+    "a text that is none": ({"content": [{"type": "text"}]}, "content: None is not text; give a string."),
+    "a number": ({"content": 5}, "content: 5 is not a prompt"),
     "an empty text": ({"content": ""}, "content: the question is empty; ask something."),
     "a blank text": ({"content": "   "}, "content: the question is empty; ask something."),
     "a blank one of several": ({"content": ["what", " "]}, "content: the question is empty"),
     "an empty list": ({"content": []}, "content: it is an empty list; ask something."),
     "a piece of a list": (
         {"content": {"type": "text", "text": "what"}},
-        "is no prompt; give a text, or a list",
+        "is not a prompt; give a text, or a list",
     ),
     "texts among pieces": (
         {"content": ["what", {"type": "video"}]},

@@ -69,7 +69,7 @@ def test_it_ends_a_prompt_in_pieces(family: tuple[str, Any, Any], monkeypatch: p
         turn = {"input_ids": more, "attention_mask": torch.ones_like(more), "do_sample": False}
         want = fast.generate(**turn, max_new_tokens=4)
         clock = Clock(model, monkeypatch)
-        with pytest.warns(MmaccelWarning, match="max_time: it was over before the prompt was read"):
+        with pytest.warns(MmaccelWarning, match="max_time: the time ran out before the prompt was read"):
             assert torch.equal(fast.generate(**inputs, max_new_tokens=4, max_time=2.5), ids)
         assert clock.now == 3, "the fourth of five pieces was not run"
         with pytest.warns(MmaccelWarning, match="max_time"):

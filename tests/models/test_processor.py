@@ -306,7 +306,7 @@ def test_llava_videos_of_unequal_length_make_no_batch(tmp_path: Path) -> None:
 
 
 def test_broken_folders_are_told(tmp_path: Path) -> None:
-    with raises("no/such/folder is no folder: name the folder of a saved model"):
+    with raises("no/such/folder is not a folder: name the folder of a saved model"):
         Processor.from_pretrained("no/such/folder")
     with raises(r"has no config\.json: name the folder"):
         Processor.from_pretrained(tmp_path)
@@ -316,7 +316,7 @@ def test_broken_folders_are_told(tmp_path: Path) -> None:
 
     folder = broken("a")
     (folder / "config.json").write_text("{")
-    with raises(r"config\.json is no JSON .*; save it anew"):
+    with raises(r"config\.json is not valid JSON .*; save it again"):
         Processor.from_pretrained(folder)
     folder = broken("b")
     for path in folder.glob("*processor_config.json"):

@@ -47,7 +47,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path: Path, name: str) -> N
     before = tree(tmp_path)
     with (
         begun("recent", 3) as session,
-        pytest.raises(ModelError, match=r"is no saved session.*another path\."),
+        pytest.raises(ModelError, match=r"is not a saved session.*another path\."),
     ):
         session.save(project)
     assert tree(tmp_path) == before
@@ -194,7 +194,7 @@ def test_two_saves_into_one_folder_take_turns(tmp_path: Path, monkeypatch: pytes
 
         def meanwhile(where: Path, name: Path) -> Any:
             if not told:
-                with pytest.raises(ModelError, match="another save is at work") as caught:
+                with pytest.raises(ModelError, match="another save writes to") as caught:
                     other.save(place)
                 told.append(str(caught.value))
             return write(where, name)

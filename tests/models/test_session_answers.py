@@ -56,7 +56,7 @@ def test_a_question_and_its_answer_end_with_the_positions(name: str, monkeypatch
     with open_session(name, "full") as session:
         monkeypatch.setattr(session._seam, "ends", frozenset)
         session.watch(film(8), fps=FPS)
-        with pytest.warns(MmaccelWarning, match="no more positions"):
+        with pytest.warns(MmaccelWarning, match="no position left"):
             answer = session.ask(QUESTION, 40)
         assert (list(answer.ids), answer.finish_reason) == (want, "positions") and len(want) == 6
         with warnings.catch_warnings():
@@ -79,7 +79,7 @@ def test_a_question_past_the_positions_is_refused_before_it_is_run(
         with monkeypatch.context() as quick:
             quick.setattr(session._seam, "run", run)
             with pytest.raises(
-                ModelError, match=r"^question: .* takes \d{5,} positions of the model's 400 .*\.$"
+                ModelError, match=r"^question: .* take \d{5,} of the model's 400 positions .*\.$"
             ):
                 session.ask("what was it ? " * 20_000)
         assert session.ask(QUESTION, 2).ids == before.ids
@@ -229,7 +229,7 @@ def test_a_watch_that_is_ended_keeps_the_frames_that_are_through(
                 session.cancel() if how == "cancel" else setattr(clock, "now", 2.0)
 
         with pytest.warns(
-            MmaccelWarning, match="timeout is over" if how == "timeout" else "was cancelled"
+            MmaccelWarning, match="reached its timeout" if how == "timeout" else "was cancelled"
         ) as told:
             done = session.watch(frames[3:], fps=FPS, progress=progress, timeout=1.0)
         assert done == 2 * step - held == calls[-1] and f"took in {done} frames" in str(told[0].message)

@@ -218,17 +218,17 @@ def test_a_broken_watch_forgets_no_more_than_a_whole_one_up_to_there(kv: str, pa
         (lambda s: s.watch(film(4).float()), "give uint8"),
         (lambda s: s.watch(film(4), fps=0), "fps: 0; give a positive"),
         (lambda s: s.watch(film(4), fps=float("inf")), "fps: inf; give a positive"),
-        (lambda s: s.watch(film(1), times=[float("nan")]), "times: some are no numbers"),
-        (lambda s: s.watch(film(2), times=[50.0, float("inf")]), "times: some are no numbers"),
+        (lambda s: s.watch(film(1), times=[float("nan")]), "times: some are not finite numbers"),
+        (lambda s: s.watch(film(2), times=[50.0, float("inf")]), "times: some are not finite numbers"),
         (lambda s: s.watch(film(4), times=[50.0, 51.0]), "one for each frame"),
         (lambda s: s.watch(film(2), times=[50.0, 51.0, 52.0]), "3 for 2 frames"),
         (lambda s: s.watch(film(2), times=[51.0, 50.0]), "they must rise"),
         (lambda s: s.watch(film(2), times=[1.0, 2.0]), r"later than 4\.5"),
         (lambda s: s.ask("  "), "question: it is empty"),
-        (lambda s: s.ask(5), "question: 5 is no text; ask in words"),
-        (lambda s: s.ask(None), "question: None is no text; ask in words"),
+        (lambda s: s.ask(5), "question: 5 is not text; give a string"),
+        (lambda s: s.ask(None), "question: None is not text; give a string"),
         (lambda s: s.ask(QUESTION, 0), "max_new_tokens: 0; give at least 1"),
-        (lambda s: s.load("nowhere"), "nowhere is no saved session"),
+        (lambda s: s.load("nowhere"), "nowhere is not a saved session"),
     ],
 )
 def test_wrong_calls_are_one_sentence(call: Any, match: str) -> None:
@@ -277,7 +277,7 @@ def test_models_and_processors_that_cannot_serve_are_refused() -> None:
         mmaccel.VideoSession(model, processor.tokenizer, "rekv")
     with pytest.raises(ModelError, match="load the model's own"):
         mmaccel.VideoSession(model, pair("random-qwen" if "ov" in NAME else "random-ov")[1], "rekv")
-    with pytest.raises(ModelError, match="'tiny-ov' is no model; load it first"):
+    with pytest.raises(ModelError, match="'tiny-ov' is not a model; load it first"):
         mmaccel.accelerate("tiny-ov", "grid")  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="not supported"):
         mmaccel.VideoSession(torch.nn.Linear(1, 1), processor, "rekv")

@@ -208,7 +208,7 @@ def test_two_loops_are_refused_and_one_is_taken(family, name):
     inputs[name] = model if name == "assistant_model" else LOOPS[name]
     with (
         mmaccel.accelerate(model, draft=DRAFT),
-        pytest.raises(DraftError, match=f"{name}: .*leave one of both out"),
+        pytest.raises(DraftError, match=f"{name}: .*leave one of the two out"),
     ):
         model.generate(**inputs)
     results = []

@@ -19,7 +19,7 @@ KV = every_stream(frames=6, window=8)
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote is no number, so that nothing may depend on it: not even with a weight of zero."""
+    """What nobody wrote is not a number, so that nothing may depend on it: not even with a weight of zero."""
 
     def nowhere(make: Any) -> Any:
         def made(*args: Any, **kwargs: Any) -> torch.Tensor:

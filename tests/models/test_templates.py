@@ -28,7 +28,7 @@ BROKEN = {
     "a\n{{ 'a' * 9999999999 }}": "line 2 has a number above 1000000",
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "takes more than",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion",
-    "{{ 'a' * 1000000 }}": "it makes 1000000 characters of 12",
+    "{{ 'a' * 1000000 }}": "it writes 1000000 characters from 12",
     "{% set x = " + "(" * 5000 + "1" + ")" * 5000 + " %}": "recursion",
 }
 

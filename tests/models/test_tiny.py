@@ -125,8 +125,8 @@ def test_missing_weights_and_names_are_told(tmp_path, monkeypatch):
     [
         ({"name": "tiny-vo"}, "did you mean 'tiny-ov'?"),
         ({"device": "cuda:99"}, "device: cuda:99 is not there"),
-        ({"device": "gpu"}, "device: 'gpu' is no device"),
-        ({"devices": "cpu"}, "devices: 'cpu' is one; give a list"),
+        ({"device": "gpu"}, "device: 'gpu' is not a device"),
+        ({"devices": "cpu"}, "devices: 'cpu' is a single device; give a list"),
         ({"devices": ["cpu", "cuda:99"]}, "devices: cuda:99 is not there"),
         ({"dtype": "fp16"}, "unknown dtype 'fp16'"),
     ],

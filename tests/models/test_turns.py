@@ -31,20 +31,20 @@ def test_it_rests_until_it_is_measured_to_pay(family, monkeypatch):
     model, one, together, plain = family
     with mmaccel.accelerate(model, draft=Sequential(model=copy.deepcopy(model), window=3)) as fast:
         with pytest.warns(
-            MmaccelWarning, match=r"rests in a batch of 3: .* alone, .* set in_batches to 'always'"
+            MmaccelWarning, match=r"does not draft in a batch of 3: .* alone, .* set in_batches to 'always'"
         ):
             assert torch.equal(model.generate(**together, **GREEDY), plain)
         report = fast.report()
         assert report.draft["rounds"] == 0 and report.new_tokens == 12
-        assert "draft: it rests in a batch of 3" in str(report) and len(report.notes) == 1
+        assert "draft: it does not draft in a batch of 3" in str(report) and len(report.notes) == 1
         model.generate(**one, **GREEDY)
         assert fast.report().draft["rounds"] > 0 and not fast.report().notes
         assert torch.equal(model.generate(**together, **GREEDY), plain)
-        assert "timed in 2 calls first" in str(fast.report())
+        assert "first be timed in 2 calls" in str(fast.report())
         # Now both are known: what is measured decides, and the text is the same.
         assert torch.equal(model.generate(**together, **GREEDY), plain)
         decided = fast.report()
-        assert decided.draft["rounds"] > 0 or "drafted in turns" in str(decided)
+        assert decided.draft["rounds"] > 0 or "with a draft in turns" in str(decided)
         monkeypatch.setattr(Turns, "why_not", lambda self, batch: None)
         assert torch.equal(model.generate(**together, **GREEDY), plain)
         assert fast.report().draft["rounds"] > 0 and not fast.report().notes
@@ -94,7 +94,7 @@ def test_what_pays_is_what_was_measured():
         "the faster of two calls is what steps take: 100 ms; 4 turns of 20 ms pay"
     )
     turns.drafted(1.0, 25)
-    assert "160 ms drafted in turns, 100 ms in plain steps" in turns.why_not(4)
+    assert "160 ms with a draft in turns, 100 ms in plain steps" in turns.why_not(4)
     turns.drafted(9.0, 3)
     turns.plain(2, Meter(new_tokens=3, first=1.0, last=2.0))
     assert turns.drafted_s == 0.04 and 2 not in turns.plain_s, "so few are no measure"

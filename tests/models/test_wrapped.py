@@ -79,7 +79,7 @@ def test_a_model_in_a_wrapper_is_accelerated_inside(family: str, kind: str) -> N
     plain = wrapper.generate(**inputs, **TOLD)
     recipe = {"sparse": {"name": "a_shape", "block": 16, "window": 16, "sink": 4}, "dense_tail": 0}
     with mmaccel.accelerate(wrapper, **recipe) as fast:
-        with pytest.raises(ModelError, match="accelerated already"):
+        with pytest.raises(ModelError, match="already accelerated"):
             mmaccel.accelerate(model)
         wrapper(**inputs)
         assert fast.report().kept < 1 and mmaccel.attached(wrapper) is fast is mmaccel.attached(model)

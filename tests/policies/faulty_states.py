@@ -153,7 +153,7 @@ class TooLittle(PromptLookup):
 
 
 DRAFTS = {
-    "an error": (Raises, "it fails with KeyError: 'nothing'; mend it."),
+    "an error": (Raises, "it fails with KeyError: 'nothing'; fix it."),
     "floats": (Floats, "Proposal.ids must be [n] long"),
     "undeclared": (Undeclared, "name 'rollback' in needs"),
     "too little": (TooLittle, "tokens were proposed and lookback is 2"),

@@ -82,10 +82,10 @@ def of_another_kind() -> type:
     [
         (
             plain_class,
-            "Plain is no frozen dataclass; write @dataclass(frozen=True, kw_only=True) below @register.",
+            "Plain is not a frozen dataclass; write @dataclass(frozen=True, kw_only=True) below @register.",
         ),
-        (of_another_kind, "Memory is no SparsePattern; derive it from that."),
-        (lambda: type("Bare", (), {}), "Bare is no SparsePattern"),
+        (of_another_kind, "Memory is not a SparsePattern; derive it from that."),
+        (lambda: type("Bare", (), {}), "Bare is not a SparsePattern"),
     ],
 )
 def test_a_class_that_cannot_be_registered(made: Any, words: str) -> None:

@@ -81,7 +81,7 @@ def test_installing_puts_models_where_they_are_found(
 
 def test_a_device_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([NAME, "--out", str(tmp_path), "--device", "banana"]) == 2
-    assert "'banana' is no device" in capsys.readouterr().err
+    assert "'banana' is not a device" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who writes ahead of the target, as the pipeline sees it; and the one that writes in this process."""
+"""The interface of a draft in the pipeline, and the draft that runs in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmaccel.policies.draft._writer import Writer, Written
 
 
 class Engine(Protocol):
-    """Who writes: here (`Local`) or in another process (`Remote`). One request is out at a time."""
+    """A draft in this process (`Local`) or in another (`Remote`). It has one open request at a time."""
 
     def begin(
         self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool, seed: int
@@ -52,7 +52,7 @@ class Local:
         self._mark()
 
     def _mark(self) -> None:
-        """What is told may still be on its way there on the target's stream; what comes later on it is not waited for."""
+        """The columns may still be on their way on the target's stream; later work there is not waited for."""
         if self._stream is not None:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._stream.device))
@@ -76,5 +76,5 @@ class Local:
 
 
 def _at(warp: Warp, device: torch.device) -> Warp:
-    """`warp` on the device that its own tensors are on, for a draft on another."""
+    """Runs `warp` on the device of its own tensors, for a draft on another device."""
     return lambda ids, logits: warp(ids.to(device), logits.to(device))

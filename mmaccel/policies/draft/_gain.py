@@ -86,7 +86,7 @@ class Pace:
 
 
 def told(counters: Mapping[str, float]) -> list[str]:
-    """How often the target went on without a draft ahead of it, and why the draft was put to rest, from its counters."""
+    """How often the target decoded without a draft, and why the draft paused, in words, from its counters."""
     notes = []
     if alone := int(counters["alone"]):
         steps = f"{alone} target step{'' if alone == 1 else 's'}"
@@ -94,7 +94,7 @@ def told(counters: Mapping[str, float]) -> list[str]:
     if pauses := int(counters["pauses"]):
         ratio = counters["target_step_s"] / counters["draft_step_s"]
         notes.append(
-            f"put to rest {pauses} time{'' if pauses == 1 else 's'}: a target step takes {ratio:.2f} draft steps, with "
+            f"paused {pauses} time{'' if pauses == 1 else 's'}: a target step takes {ratio:.2f} draft steps, with "
             f"{counters['keep_rate']:.0%} kept the best window is worth {counters['expected_gain']:.2f} x"
         )
     return notes

@@ -55,7 +55,7 @@ class PrunedReader(Reader):
 
     def _prefill(self, runner: Runner, inputs: Mapping[str, Any]) -> None:
         if self._columns is None:
-            raise DraftError(f"prune {self._pruner.name!r} was told nothing by the target's prefill.")
+            raise DraftError(f"prune {self._pruner.name!r} received nothing from the target's prefill.")
         runner.prefill(inputs, self._columns.to(inputs["input_ids"].device), self._pruner.compact)
 
 

@@ -116,7 +116,7 @@ class Remote:
 
     def _nonsense(self) -> NoReturn:
         self._worker.close()
-        raise DraftError("the draft's process answered nonsense.")
+        raise DraftError("the draft's process sent a malformed message.")
 
     def close(self) -> None:
         """The sequence is over; the process frees what it holds of it, and stays for others."""

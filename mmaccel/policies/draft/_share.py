@@ -1,4 +1,4 @@
-"""How much of the video a draft reads: all of it or what its pruner leaves, whichever was measured to be faster."""
+"""Decides how much of the video a draft reads: all of it or what its pruner keeps, whichever is measured to be faster."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mmaccel.core.prune import TokenPruner
 from mmaccel.policies.draft._gain import ASSUMED, TOKENS_KNOWN, Pace, best_window, tokens_per_round
 
 KNOWN = 24
-"""Drafted tokens that were judged before the share kept is believed."""
+"""Drafted tokens that the target must have verified before the acceptance rate counts as known."""
 WORTH = 1.05
-"""So many times faster a part has to be at best, to be tried."""
+"""How many times faster a part must be at best before it is tried."""
 ANSWERS = 2
-"""Answers after which a way counts as measured all the same: one that was never ready in time gains nothing."""
+"""Answers after which a way counts as measured in any case: a draft that is never ready in time gains nothing."""
 
 
 @dataclass
 class Way:
-    """What was measured of drafts that read all of the video, or a part of it."""
+    """Measurements of a draft that reads all of the video, or of one that reads a part."""
 
     judged: float = 0.0
     kept: float = 0.0
@@ -27,7 +27,7 @@ class Way:
     answers: int = 0
 
     def add(self, pace: Pace) -> None:
-        """An answer has ended, whose figures are `pace`."""
+        """Add the figures of an answer that has ended."""
         self.answers += 1
         self.judged += pace.judged - TOKENS_KNOWN
         self.kept += pace.kept - TOKENS_KNOWN * ASSUMED
@@ -50,7 +50,7 @@ class Way:
 
 @dataclass
 class Reading:
-    """How the draft of one answer reads its prompt: by `pruner`, or None for all of it; `why`, for the report."""
+    """What the draft reads for one answer: what `pruner` keeps, or everything (None); `why` is for the report."""
 
     way: Way
     pruner: TokenPruner | None
@@ -58,7 +58,7 @@ class Reading:
     ended: bool = False
 
     def end(self, pace: Pace) -> None:
-        """The answer has ended, whose figures are `pace`; a second call does nothing."""
+        """Take the figures of the answer, which has ended; a second call does nothing."""
         if not self.ended:
             self.way.add(pace)
         self.ended = True
@@ -70,7 +70,7 @@ class Reading:
 
 @dataclass
 class Shares:
-    """The two ways of one accelerated model, apart for prompts of each power of two of tokens: costs hang on the length.
+    """The two ways of one accelerated model, measured apart by power of two of the prompt's length.
 
     bare_s  seconds of a draft step after hardly any prompt, or None where that was not measured
     """
@@ -83,16 +83,14 @@ class Shares:
     ) -> Reading:
         """How to read a prompt of `length` tokens: the whole video first, once pruned to measure that, then the faster.
 
-        It is not tried where it could not gain `WORTH` if its steps had nothing to read and as many of its tokens were kept.
-        Where tokens are `sampled` at a given window it is always the whole: what is drawn must not hang on the clock.
+        A part is not tried where even steps with nothing to read, with as many tokens accepted, would not gain `WORTH`.
+        With `sampled` tokens and a given window it is always the whole: times must not change which tokens are sampled.
         """
         whole, less = self.ways.setdefault(length.bit_length(), (Way(), Way()))
         if sampled and window is not None:
-            return Reading(
-                whole, None, "tokens are sampled, and what is drawn must not hang on what is measured"
-            )
+            return Reading(whole, None, "tokens are sampled, and measured times must not change them")
         if not whole.known:
-            return Reading(whole, None, f"that is measured before {part(pruner)} is")
+            return Reading(whole, None, f"it is measured first, before {part(pruner)}")
         if not less.known and self.bare_s and whole.draft_s:
             most_of_all = replace(whole, draft_s=min(self.bare_s, whole.draft_s)).gain(window, most)
             gain = whole.gain(window, most)
@@ -106,7 +104,7 @@ class Shares:
         return Reading(less, pruner, told) if gains[1] > gains[0] else Reading(whole, None, told)
 
     def close(self) -> None:
-        """Nothing is held that has to be freed."""
+        """Do nothing: there is nothing to free."""
 
 
 def part(pruner: Any) -> str:

@@ -1,4 +1,4 @@
-"""A draft model writing: one sequence that can be taken back to any of its tokens and written on from there."""
+"""Generates with a draft model: one sequence, which can go back to any of its tokens and continue from there."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mmaccel.core.runner import Runner
 from mmaccel.core.verify import draw
 
 SUPPORT = 1024
-"""Tokens that a drawn token is drawn from, at most: the likeliest ones. Their probabilities travel with it."""
+"""A token is sampled from at most this many of the likeliest tokens. Their probabilities are sent with it."""
 
 
 @dataclass(frozen=True)
 class Odds:
-    """What a token was drawn from, on the host: token ids [k] int32 and their probabilities [k] float32, which sum to 1."""
+    """The distribution of a sampled token, on the host: token ids [k] int32, and probabilities [k] float32 that sum to 1."""
 
     ids: Tensor
     weights: Tensor
 
     @staticmethod
     def dense(rows: Sequence[Odds], vocab: int, device: torch.device) -> Tensor:
-        """[n, vocab] float32: the distributions of n tokens, zero where a token could not be drawn."""
+        """[n, vocab] float32: the distributions of n tokens, zero for tokens that could not be sampled."""
         out = torch.zeros(len(rows), vocab, device=device)
         row = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(one.ids) for one in rows]))
         column, weight = (torch.cat([getattr(one, name) for one in rows]) for name in ("ids", "weights"))
@@ -38,8 +38,8 @@ class Odds:
 
 @dataclass(frozen=True)
 class Written:
-    """`ids` the draft wrote, the seconds that took, the seconds its prompt had taken, and what each token was drawn from;
-    `odds` is empty where tokens were not drawn but are the likeliest ones."""
+    """The draft's new `ids`, the seconds they took, the seconds of its prompt, and the distribution of each token; `odds` is
+    empty for greedy tokens."""
 
     ids: list[int]
     seconds: float
@@ -69,7 +69,7 @@ class Writer:
         warp: Warp | None = None,
         seed: int = 0,
     ) -> None:
-        """Run the prompt, or the columns `keep` of it. `warp` is the target's sampling, `seed` that of the draft's draws."""
+        """Run the prompt, or the columns `keep` of it. `warp` is the target's sampling, `seed` the draft's."""
         began = time.perf_counter()
         self._prompt = inputs["input_ids"][0].cpu()
         self._warp, self._random = warp, torch.Generator().manual_seed(seed)
@@ -123,7 +123,7 @@ def _likeliest(q: Tensor) -> Odds:
 
 @torch.no_grad()
 def bare_step_s(runner: Runner, device: torch.device | str) -> float:
-    """Seconds of a step after hardly any prompt: no pruner makes steps faster than this."""
+    """Seconds of a step after a very short prompt: no pruner makes steps faster than this."""
     ids = torch.zeros(1, 4, dtype=torch.long, device=device)
     runner.prefill({"input_ids": ids})
     times = []

@@ -137,7 +137,7 @@ class WholeStream(StreamState):
         told = saving.read_json(folder / "state.json", {"units": int, "head": int})
         if told["units"] < 0 or told["head"] != self.stream.head:
             raise ModelError(
-                "state.json: it is of a stream with another head, or damaged; save the session anew."
+                "state.json: it is of a stream with another head, or damaged; save the session again."
             )
         self._count, self._headed = told["units"], True
         self._load(folder)

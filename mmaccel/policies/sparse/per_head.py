@@ -205,7 +205,7 @@ def _number(what: str, value: Any) -> int:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise RecipeError(f"per_head: {shown(value)} is no {what}; give its number, 0 or more.")
+        raise RecipeError(f"per_head: {shown(value)} is not a {what}; give its number, 0 or more.")
     return value
 
 

@@ -75,7 +75,7 @@ class Segments:
 
 
 def check_stride(name: str, stride: Stride, low: int, high: int) -> None:
-    """Refuses what is no stride, and bounds that are no range."""
+    """Refuses what is not a stride, and bounds that are no range."""
     if stride != "frame" and (not isinstance(stride, int) or isinstance(stride, bool) or stride < 1):
         raise RecipeError(
             f"{name}: stride is {shown(stride)}; give 'frame' or a number of tokens, at least 1."

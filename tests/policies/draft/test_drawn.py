@@ -69,7 +69,7 @@ def test_what_a_token_was_drawn_from_crosses_the_wire() -> None:
 
 def test_a_distribution_without_its_token_is_nonsense() -> None:
     choice, target = Toy(model="1:odds:2", window=3, timeout_s=20.0), view(TARGET, VOCAB)
-    with pytest.warns(MmaccelWarning, match="nonsense"):
+    with pytest.warns(MmaccelWarning, match="malformed"):
         _, _, meter = slowly(target, choice, warp=Softmax())
     assert len(meter.failures) == 1
     target.release()

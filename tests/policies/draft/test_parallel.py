@@ -362,7 +362,7 @@ def test_a_draft_that_cannot_gain_rests_and_says_so(monkeypatch: pytest.MonkeyPa
     assert ids == alone(target, [0], limit(60))
     assert told["pauses"] >= 1 and told["expected_gain"] <= 1 and told["drafted"] < 40
     why = state.notes()[-1]
-    assert why.startswith(f"put to rest {told['pauses']:.0f} time")
+    assert why.startswith(f"paused {told['pauses']:.0f} time")
     assert f"is worth {told['expected_gain']:.2f} x" in why
 
 

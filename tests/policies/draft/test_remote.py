@@ -131,8 +131,8 @@ DEAD = {
     "killed": "ended",
     "prompt": "ended|reached",
     "raises": "out of cheese",
-    "foreign": "nonsense",
-    "talks": "nonsense",
+    "foreign": "malformed",
+    "talks": "malformed",
     "stalled": "said nothing for",
     "half": "half a message",
 }

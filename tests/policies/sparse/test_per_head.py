@@ -242,8 +242,8 @@ def test_the_shipped_table_lies_in_the_model_s_folder(tmp_path: Path) -> None:
         (dict(table="nowhere.json"), "'nowhere.json' cannot be read .no such file"),
         (dict(table=3), "table is 3; give 'shipped', a file, or a mapping"),
         (dict(table={0: 4}), r"table\[0\] is 4; give a mapping"),
-        (dict(table={"x": {}}), "'x' is no layer"),
-        (dict(table={0: {-1: "grid"}}), "-1 is no head"),
+        (dict(table={"x": {}}), "'x' is not a layer"),
+        (dict(table={0: {-1: "grid"}}), "-1 is not a head"),
         (dict(table={0: {1: dict(window=3)}}), "a mapping needs the policy's name"),
         (dict(table={0: {1: "per_head"}}), "give one pattern"),
         (dict(table={0: {1: dict(name="grid", block=32)}}), "blocks of 32 and the rest of 64"),
@@ -263,7 +263,7 @@ def test_nearest_names_are_told() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
         ('{"kind": "other"}', "holds no head patterns"),
         ('{"kind": "mmaccel heads", "schema": 99}', "has schema 99 and this version reads 1"),
         ('{"kind": "mmaccel heads", "schema": 1, "layers": [[]]}', "is not whole"),

@@ -85,7 +85,7 @@ def _pieces(store: HostStore) -> Iterator[tuple[int, list[int]]]:
 
 def _read(store: HostStore, path: Path, piece: dict[str, Any]) -> Tensor:
     if path.name != piece["file"]:
-        raise ValueError(f"{shown(piece['file'])} is no file of a store")
+        raise ValueError(f"{shown(piece['file'])} is not a file of a store")
     outside.regular(path, path.name, StoreError, fix="save it again")
     with safe_open(path, framework="pt") as file:
         kept: Tensor = file.get_tensor("units")

@@ -124,7 +124,7 @@ def _tensor(value: Any) -> Tensor | None:
             tensor = torch.from_numpy(value.copy() if any(step < 0 for step in value.strides) else value)
         except (TypeError, ValueError) as error:
             raise VideoError(
-                f"pixels have the numpy type {value.dtype}; give bytes (uint8), 0 to 255."
+                f"pixels are numpy {value.dtype}; give bytes (uint8), 0 to 255."
             ) from error
     else:
         return None

@@ -102,7 +102,7 @@ def folder_of(name: str | os.PathLike[str]) -> Path:
 def _json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    content = outside.read_json(path, str(path), ModelError, fix="save it anew")
+    content = outside.read_json(path, str(path), ModelError, fix="save it again")
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold one JSON object.")
     return content
@@ -126,4 +126,4 @@ def _template(folder: Path) -> str | None:
     if old is not None:
         return old.get("chat_template")
     new = folder / "chat_template.jinja"
-    return outside.read_text(new, str(new), ModelError, fix="save it anew") if new.is_file() else None
+    return outside.read_text(new, str(new), ModelError, fix="save it again") if new.is_file() else None

@@ -113,15 +113,15 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
         ("ask", "CLIP", "other.mp4", "hi", "--model", "OV"),
         "give one video, not two",
     ),
-    "two videos and no question": (("ask", "CLIP", "CLIP", "--model", "OV"), "run the command for each."),
-    "two videos of caption": (("caption", "CLIP", "other.mp4"), "'other.mp4'; run the command for each."),
+    "two videos and no question": (("ask", "CLIP", "CLIP", "--model", "OV"), "run the command once for each."),
+    "two videos of caption": (("caption", "CLIP", "other.mp4"), "'other.mp4'); run the command once for each."),
     "a question in pieces": (
         ("ask", "CLIP", "what", "colour", "--model", "OV"),
         "'what' and 'colour' among them; put it in quotes.",
     ),
     "a question in no UTF-8": (
         ("ask", "CLIP", "what \udcff ?", "--model", "OV"),
-        "no UTF-8; write it in UTF-8.",
+        "not UTF-8; write it in UTF-8.",
     ),
     "a question of watch in no UTF-8": (
         ("watch", "CLIP", "--model", "OV", "--question", "what ?", "--question", "\udcff ?"),
@@ -135,7 +135,7 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     "no name": (("ask", "", "what ?", "--model", "OV"), "check the path."),
     "a recipe that is a folder": (
         ("ask", "CLIP", "what ?", "--recipe", "FOLDER/a.yaml"),
-        "is a folder and no file",
+        "is a folder, not a file",
     ),
     "a recipe in UTF-16": (
         ("ask", "CLIP", "what ?", "--recipe", "FOLDER/16.yaml"),

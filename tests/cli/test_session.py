@@ -169,7 +169,7 @@ def test_a_file_of_questions(
         (b"a ?@soon\n", "standard input: 'soon' after"),
         (
             b"what is it ?\n\xff\xfe bad ?\n",
-            "no text in UTF-8: line 2 has other bytes; give one question a line",
+            "not UTF-8 text: line 2 has other bytes; give one question a line",
         ),
         (b"x" * (1 << 20) + b"?", "standard input has more than 1 MiB"),
     ):

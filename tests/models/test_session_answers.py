@@ -102,7 +102,7 @@ def test_a_memory_that_keeps_little_answers_where_all_of_the_stream_would_not_fi
             session.watch(film(20), fps=FPS)
         with pytest.raises(ModelError, match="positions"):
             session.ask(long, 2)
-        with pytest.warns(MmaccelWarning, match="kv 'full' can answer no question from here on") as told:
+        with pytest.warns(MmaccelWarning, match="kv 'full' cannot answer questions from now on") as told:
             session.watch(film(20), fps=FPS)
             session.watch(film(3), fps=FPS)
         assert len(told) == 1

@@ -212,7 +212,7 @@ class VisionBetween(Half):
 
 
 PRUNE = {
-    "text": (DropsText, "drops columns that are no video's"),
+    "text": (DropsText, "drops columns that are not visual"),
     "order": (Backwards, "do not ascend"),
     "range": (TooFar, "a column that is not there"),
     "a mask": (AMask, "torch.bool; give columns [n], long"),

@@ -123,9 +123,7 @@ def _tensor(value: Any) -> Tensor | None:
         try:
             tensor = torch.from_numpy(value.copy() if any(step < 0 for step in value.strides) else value)
         except (TypeError, ValueError) as error:
-            raise VideoError(
-                f"pixels are numpy {value.dtype}; give bytes (uint8), 0 to 255."
-            ) from error
+            raise VideoError(f"pixels are numpy {value.dtype}; give bytes (uint8), 0 to 255.") from error
     else:
         return None
     kind = str(tensor.dtype).removeprefix("torch.")

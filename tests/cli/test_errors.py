@@ -113,8 +113,14 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
         ("ask", "CLIP", "other.mp4", "hi", "--model", "OV"),
         "give one video, not two",
     ),
-    "two videos and no question": (("ask", "CLIP", "CLIP", "--model", "OV"), "run the command once for each."),
-    "two videos of caption": (("caption", "CLIP", "other.mp4"), "'other.mp4'); run the command once for each."),
+    "two videos and no question": (
+        ("ask", "CLIP", "CLIP", "--model", "OV"),
+        "run the command once for each.",
+    ),
+    "two videos of caption": (
+        ("caption", "CLIP", "other.mp4"),
+        "'other.mp4'); run the command once for each.",
+    ),
     "a question in pieces": (
         ("ask", "CLIP", "what", "colour", "--model", "OV"),
         "'what' and 'colour' among them; put it in quotes.",

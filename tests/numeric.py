@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 
 LEVELS = ["DEFAULT", "AVX2", "AVX512"]
@@ -26,6 +27,21 @@ SETTINGS = [
 """What the environment names, and the least that a processor must have for it."""
 
 
+def said(code: int) -> str:
+    """What the exit status of pytest means."""
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        return (
+            f"failed, no test marked `numeric` was found with the options {sys.argv[1:]}; give fewer options"
+        )
+    return "passed" if code == pytest.ExitCode.OK else f"failed, pytest ended with {code}"
+
+
+def cpu_seconds() -> float:
+    """What the processes that this one started, and waited for, have taken."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def main() -> int:
     here = torch.backends.cpu.get_cpu_capability()
     lines, status = [], 0
@@ -35,15 +51,15 @@ def main() -> int:
             lines.append(f"{setting}: left out, this processor has {here} and not {needed}")
             continue
         print(f"== {setting}", flush=True)
-        begin = time.monotonic()
+        begin, used = time.monotonic(), cpu_seconds()
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-m", "numeric and not gpu and not slow", *sys.argv[1:]],
             env={**os.environ, variable: value},
             check=False,
         )
-        said = "passed" if done.returncode == 0 else f"failed, pytest ended with {done.returncode}"
-        lines.append(f"{setting}: {said}, {time.monotonic() - begin:.0f} s")
-        status = status or done.returncode
+        took = f"{time.monotonic() - begin:.0f} s ({cpu_seconds() - used:.0f} s of CPU)"
+        lines.append(f"{setting}: {said(done.returncode)}, {took}")
+        status = status or int(done.returncode != 0)
     print(*lines, sep="\n")
     return status
 

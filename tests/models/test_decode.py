@@ -18,6 +18,8 @@ from tests.core.toy import Meter
 from tests.core.toy import prompt as told
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.fixture(scope="module", params=sorted(BUILD))
 def family(request):

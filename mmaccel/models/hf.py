@@ -356,6 +356,12 @@ class Attachment(Attaching):
         """`generate`, without a deadline of its own."""
         default = self.model.generation_config
         check_generate(self.owner.recipe, kwargs, default)
+        if self.pruning is not None and asked("use_cache", kwargs, default) is False:
+            # Without a memory each token would have the prompt pruned anew, by a question that has grown.
+            out = self.generated(**{**kwargs, "use_cache": True})
+            if not isinstance(out, Tensor):
+                out.past_key_values = None
+            return out
         if kwargs.get("input_ids") is None and isinstance(kwargs.get("inputs"), Tensor):
             kwargs["input_ids"] = kwargs.pop("inputs")
         ids, draft = kwargs.get("input_ids"), self.owner.recipe.draft.active

@@ -80,6 +80,17 @@ def test_without_a_cache_none_is_kept(family, recipe):
     assert shapes[: len(shapes) // 2] == shapes[len(shapes) // 2 :]
 
 
+@pytest.mark.parametrize("prune", [{"name": "fastv", "layer": 1}, "visionzip"], ids=str)
+def test_a_pruned_prompt_without_a_cache_is_pruned_once(family, prune):
+    kind, model = family
+    inputs = {**prompt(kind, PROMPTS["video"]), "max_new_tokens": 16, "do_sample": False}
+    with mmaccel.accelerate(model, prune=prune):
+        want = model.generate(**inputs)
+        assert torch.equal(model.generate(**inputs, use_cache=False), want)
+        got = model.generate(**inputs, use_cache=False, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, want) and got.past_key_values is None
+
+
 def test_a_draft_without_a_cache_gives_none_back(family):
     kind, model = family
     inputs = prompt(kind, PROMPTS["video"])

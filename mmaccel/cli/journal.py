@@ -8,15 +8,17 @@ checksum, and after it, with the checksum.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmaccel.cli.console import remark, sentence
 from mmaccel.cli.stopping import shielded
+from mmaccel.core import outside
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.folder import FACTS
 
@@ -99,19 +101,37 @@ def _of_session(folder: Path) -> Point | None:
 def _points(folder: Path) -> list[Point]:
     """The lines of a journal; none of a damaged one."""
     found = []
+    place = journal_of(folder)
     try:
-        with journal_of(folder).open(encoding="utf-8") as file:
-            lines = file.read(LIMIT).splitlines()
-        for line in lines:
+        for line in outside.read_text(place, place.name, MmaccelError, most=LIMIT).splitlines():
             told = json.loads(line)
             found.append(Point(**told | {"reading": Reading(**told["reading"])}))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (MmaccelError, ValueError, TypeError, KeyError, RecursionError):
         return []
-    return found
+    return found if all(map(_is_sound, found)) else []
+
+
+def _is_sound(point: Point) -> bool:
+    """Whether each value is of its kind, and the times are some."""
+    kinds: dict[str, Any] = {
+        "str": str,
+        "bool": bool,
+        "int": int,
+        "float": int | float,
+        "int | None": int | None,
+    }
+    values = [(one.type, getattr(part, one.name)) for part in (point, point.reading) for one in fields(part)]
+    right = all(
+        isinstance(value, kinds[str(kind)]) and (kind == "bool" or not isinstance(value, bool))
+        for kind, value in values
+        if kind != "Reading"
+    )
+    return right and 0 <= point.until < math.inf and math.isfinite(point.shift)
 
 
 def _write(folder: Path, points: list[Point]) -> None:
     place = journal_of(folder)
+    place.parent.mkdir(parents=True, exist_ok=True)
     part = place.with_name(f"{place.name}-part")
     part.write_text("".join(json.dumps(asdict(one)) + "\n" for one in points), encoding="utf-8")
     part.replace(place)
@@ -136,6 +156,7 @@ class Keeper:
         self._session, self._folder, self._reading = session, folder, reading
         self._every, self._last, self._cost = every, time.monotonic(), 0.0
         self._begun, self._until = len(session), 0.0 if point is None else point.until
+        self._told = False
         self.shift: float | None = None if point is None else point.shift
 
     def now_and_then(self) -> None:
@@ -161,14 +182,28 @@ class Keeper:
             before = _of_session(folder)
             point = self._point(whole)
             if point is not None:
-                _write(folder, [one for one in (point, before) if one is not None])
+                self._note(folder, [one for one in (point, before) if one is not None])
             session.save(folder)
-            if point is not None:
-                sealed = replace(point, session=zlib.crc32((folder / FACTS).read_bytes()))
-                _write(folder, [sealed])
+            sealed = (
+                None if point is None else replace(point, session=zlib.crc32((folder / FACTS).read_bytes()))
+            )
+            self._note(folder, [] if sealed is None else [sealed])
+        return True
+
+    def _note(self, folder: Path, points: list[Point]) -> None:
+        """Write the journal, or remove it where there is nothing to say; a session is saved without one too."""
+        try:
+            if points:
+                _write(folder, points)
             else:
                 journal_of(folder).unlink(missing_ok=True)
-        return True
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                remark(
+                    f"without a journal, which cannot be written beside {folder} ({outside.reason(error)}): a watch that is "
+                    "killed cannot be gone on with."
+                )
 
     def _point(self, whole: bool) -> Point | None:
         if self._reading is None:

@@ -185,7 +185,7 @@ def watch(
         except KeyboardInterrupt:
             stopped = True
         except Exception as error:
-            failed.append(known(error))
+            failed.append(error)
         failed = [*broken, *failed]
         # Also when a camera fell silent, or a memory is full, after hours of watching.
         try:
@@ -194,7 +194,7 @@ def watch(
         except KeyboardInterrupt:
             stopped = True
         except Exception as error:
-            failed.append(known(error))
+            failed.append(error)
         events = uneven.give()
         facts: dict[str, Any] = {
             "video": video,
@@ -208,7 +208,7 @@ def watch(
             "complete": not stopped and not failed,
             "ended": "stopped" if stopped else ended(broken, failed),
             "events": [asdict(one) for one in events],
-            "error": " ".join(str(sentence(error)) for error in failed) or None,
+            "error": " ".join(map(in_words, failed)) or None,
             "unanswered": [{"question": text, "at": at} for at, text in left],
         }
     frames = many(facts["frames"], "frame")
@@ -231,17 +231,15 @@ def watch(
         if kept:
             remark(f"saved {frames} to {save}")
         for another in failed[1:]:
-            remark(f"error: {sentence(another)}")
+            remark(f"error: {in_words(another)}")
         raise failed[0]
     if stopped:
         raise typer.Exit(130)
 
 
-def known(error: Exception) -> Exception:
-    """An error that is told in a sentence, after all that there is to show; another is raised."""
-    if sentence(error) is None:
-        raise error
-    return error
+def in_words(error: Exception) -> str:
+    """An error in a sentence; what nobody foresaw by its name."""
+    return sentence(error) or f"{type(error).__name__}: {error}"
 
 
 def parsed(text: str, source: str = "--question") -> Asked:

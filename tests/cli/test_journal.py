@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 
 from mmaccel import media
 from mmaccel.cli import main
+from mmaccel.cli.journal import Reading, journal_of, point_of
 from mmaccel.core import record
+from mmaccel.core.session import VideoSession
 from mmaccel.media import Video
 from tests.media.films import write_film
 from tests.media.odd import CASES
@@ -203,3 +206,77 @@ def test_an_odd_file_is_watched(call: Call, ov: str, tmp_path: Path, name: str) 
     told = json.loads(out)
     assert (status, err, told["ended"]) == (0, "", "end") and len(told["answers"]) == 1
     assert told["frames"] == len(media.read(path, fps=fps)) and told["seconds"] == (told["frames"] - 1) / fps
+
+
+@pytest.mark.parametrize("name", ["runs/today/stream", "n" * 245, "blocked"])
+def test_a_session_is_saved_where_its_journal_cannot_be(
+    call: Call, ov: str, slides: Path, tmp_path: Path, name: str
+) -> None:
+    place = tmp_path / name
+    if name == "blocked":
+        place.with_name(".blocked.mmaccel-journal-part").mkdir()
+    base = ("watch", slides, "--model", ov, "--recipe", "recent", "--fps", 0.5, "--json")
+    status, out, err = call(*base, "--save", place)
+    assert status == 0 and json.loads(out)["saved"] == str(place) and (place / "session.json").is_file()
+    if name == "runs/today/stream":
+        assert journal_of(place).is_file() and err == ""
+    else:
+        assert err.startswith("without a journal") and err.count("\n") == 1
+
+
+GOOD: dict[str, Any] = {"until": 4.5, "shift": 0.0, "whole": False, "frames": 3, "session": None}
+READ: dict[str, Any] = {"video": "/a.mp4", "bytes": 5, "fps": 1.0, "gaps": "hold"}
+DAMAGED: dict[str, Any] = {
+    "until": {**GOOD, "until": "x"},
+    "until nan": {**GOOD, "until": float("nan")},
+    "until -1": {**GOOD, "until": -1.0},
+    "shift": {**GOOD, "shift": None},
+    "fps": {**GOOD, "reading": {**READ, "fps": "x"}},
+    "bytes": {**GOOD, "reading": {**READ, "bytes": []}},
+    "whole": {**GOOD, "whole": 0},
+    "a list": [],
+    "deep": None,
+}
+
+
+@pytest.mark.parametrize("name", [*DAMAGED, "pipe", "bytes of no text", "none"])
+def test_a_damaged_journal_is_as_if_there_were_none(tmp_path: Path, name: str) -> None:
+    folder, reading = tmp_path / "s", Reading(**READ)
+    folder.mkdir()
+    (folder / "session.json").write_text('{"frames": 3}')
+    place = journal_of(folder)
+    place.write_text(json.dumps({**GOOD, "reading": READ}))
+    assert point_of(folder, reading) is not None
+    told = DAMAGED.get(name)
+    place.write_text(json.dumps({"reading": READ, **told} if isinstance(told, dict) else told))
+    if name == "deep":
+        place.write_text("[" * 60_000)
+    elif name == "bytes of no text":
+        place.write_bytes(b"\xff\xfe")
+    elif name in ("pipe", "none"):
+        place.unlink()
+        if name == "pipe":
+            os.mkfifo(place)
+    assert point_of(folder, reading) is None
+
+
+def test_an_error_that_nobody_foresaw_loses_nothing(
+    call: Call, ov: str, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """What was watched is saved and what was answered is shown before it is raised."""
+    inner = VideoSession.watch
+
+    def watch(session: VideoSession, *given: Any, **how: Any) -> int:
+        if len(session) >= 10:
+            raise RuntimeError("a bug")
+        return inner(session, *given, **how)
+
+    monkeypatch.setattr(VideoSession, "watch", watch)
+    words = ("watch", slides, "--model", ov, "--recipe", "recent", "--fps", 1, "--clip", 5, "--json")
+    words += ("--question", "what ?@3", "--max-new-tokens", 1, "--save", tmp_path / "s")
+    with pytest.raises(RuntimeError, match="a bug"):
+        main([str(one) for one in words])
+    told = json.loads(capsys.readouterr().out)
+    assert told["saved"] == str(tmp_path / "s") and len(told["answers"]) == 1
+    assert told["error"] == "RuntimeError: a bug" and told["ended"] == "error"
+    assert json.loads((tmp_path / "s" / "session.json").read_text())["frames"] == told["frames"] >= 10

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import Literal
 
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, shown
 
 Over = Literal["timeout", "cancelled"]
 
@@ -34,9 +33,11 @@ class Deadline:
 
     def __init__(self, seconds: float | None = None, event: threading.Event | None = None) -> None:
         if seconds is not None and not (
-            isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds < math.inf
+            isinstance(seconds, int | float)
+            and not isinstance(seconds, bool)
+            and 0 < seconds <= threading.TIMEOUT_MAX
         ):
-            raise ModelError(f"timeout: {seconds!r}; give a positive number of seconds, or None.")
+            raise ModelError(f"timeout: {shown(seconds)}; give a positive number of seconds, or None.")
         self._end = None if seconds is None else monotonic() + seconds
         self._cancelled, self._event = threading.Event(), event or threading.Event()
 

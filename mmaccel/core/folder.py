@@ -8,6 +8,7 @@ be removed, so that the next save ends what a killed one left. Every other file 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -32,20 +33,36 @@ ENDINGS = (".safetensors", ".json")
 
 def writable(path: Path) -> None:
     """Raises `ModelError` where a session cannot be saved to `path` because something else is there, which is left alone."""
-    if path.is_dir():
-        names = set(os.listdir(path))
-        if not names - {NOTE} or (FACTS in names and _marked(path / FACTS)) or _marked(path / NOTE):
-            return
-    elif not path.exists():
-        return
-    raise ModelError(f"{path} exists and is not a saved session; give another path.")
+    try:
+        place = path.resolve()
+        above = next(one for one in (place, *place.parents) if one.exists())
+        if not above.is_dir() and above != place:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        names = set(os.listdir(place)) if above == place and above.is_dir() else set()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{path} cannot be written ({outside.reason(error)}); give another path.") from error
+    is_ours = not names - {NOTE} or (FACTS in names and _marked(place / FACTS)) or _marked(place / NOTE)
+    if not above.is_dir() or not is_ours:
+        raise ModelError(f"{path} exists and is not a saved session; give another path.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ModelError(f"{path} cannot be written (permission denied); give another path.")
 
 
 def listed(place: Path) -> set[str]:
     """The files that the `session.json` of a folder lists, by their paths within it; of a folder without one, none."""
     if not (place / FACTS).exists():
         return set()
-    return {name for name in _marked(place / FACTS).get("files", ()) if ours(name)}
+    return _names(_marked(place / FACTS))
+
+
+def _names(told: Mapping[str, Any]) -> set[str]:
+    """The files that a list of ours names; none where it is damaged."""
+    files = told.get("files")
+    return (
+        {name for name in files if isinstance(name, str) and ours(name)}
+        if isinstance(files, dict | list)
+        else set()
+    )
 
 
 def ours(name: str) -> bool:
@@ -97,7 +114,7 @@ def _sweep(place: Path) -> None:
     if note:
         kept = listed(place)
         part = note.get("part")
-        left = {name for name in note.get("files", ()) if ours(name)}
+        left = _names(note)
         if isinstance(part, str) and DATA.fullmatch(part):
             left |= {str(file.relative_to(place)) for file in _files(place / part) if file.suffix in ENDINGS}
         for name in left - kept:

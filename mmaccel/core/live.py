@@ -272,6 +272,7 @@ class Live:
         if film.timed and not isinstance(state, FrameState):
             film.stream.places.told(state.units(), self._pending_times(waiting))
         left = self._left(piece)
+        piece = replace(piece, room=min(room, left))  # memory is taken for no more than there are positions
         deadline.check()
         evidence = state.evidence
         if isinstance(state, FrameState):

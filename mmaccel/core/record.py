@@ -30,6 +30,8 @@ CHECKSUM = "checksum"
 STORE = "store"
 """Folders of a memory that check themselves."""
 READ_BYTES = 1 << 24
+PIXELS = 1 << 25
+"""Most pixels of a frame: 8K."""
 
 
 def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
@@ -159,6 +161,11 @@ def load(facts: Facts, live: Live) -> None:
     found = saving.read_tensors(facts.data / FILM, wanted, torch.device("cpu"))
     film.spans = [(a, b) for a, b in found["spans"].tolist()]
     film.times = found["times"].tolist()
+    ends = [0, *(first + count for first, count in film.spans)]
+    unbroken = all(count > 0 and first == end for (first, count), end in zip(film.spans, ends, strict=False))
+    rising = all(map(math.isfinite, film.times)) and film.times == sorted(film.times)
+    if not (unbroken and ends[-1] <= len(film.times) and rising):
+        raise ModelError(f"{facts.data}: spans or times in {FILM} are damaged; save the session anew.")
     film.pending = found.get("pending")
     film.timed = told.get("timed") is True  # earlier versions placed every unit at the first clip's rate
     if film.timed:
@@ -172,8 +179,9 @@ def load(facts: Facts, live: Live) -> None:
 
 
 def _is_size(told: Any) -> bool:
-    """Whether it is a height and a width in pixels."""
-    return isinstance(told, list) and len(told) == 2 and all(type(n) is int and n > 0 for n in told)
+    """Whether it is a height and a width in pixels, of a frame that memory has room for."""
+    whole = isinstance(told, list) and len(told) == 2 and all(type(n) is int and n > 0 for n in told)
+    return whole and told[0] * told[1] <= PIXELS
 
 
 def _is_rate(told: Any) -> bool:

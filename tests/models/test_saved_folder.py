@@ -6,14 +6,16 @@ import json
 import os
 import signal
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import mmaccel
-from mmaccel.core import record
+from mmaccel.core import folder, record
 from mmaccel.core.errors import ModelError
 from tests.models.streams import FPS, film, logits
 from tests.models.test_session_faults import begun
@@ -203,3 +205,45 @@ def test_two_saves_into_one_folder_take_turns(tmp_path: Path, monkeypatch: pytes
         one.save(place)
         other.load(place)
         assert told and len(other) == 3
+
+
+@pytest.mark.parametrize("files", [None, 5, [1, None], "abc", {"data-1/../a": 1}])
+def test_a_list_that_is_damaged_is_written_anew(tmp_path: Path, files: Any) -> None:
+    place = tmp_path / "stream"
+    with begun("recent", 3) as session:
+        session.save(place)
+        facts = json.loads((place / "session.json").read_text())
+        (place / "session.json").write_text(json.dumps({**facts, "files": files}))
+        (place / ".mmaccel-saving.json").write_text(json.dumps({**facts, "files": files, "part": 3}))
+        session.save(place)
+        session.load(place)
+
+
+@pytest.mark.parametrize("name", ["loop", "file/stream", "nul\0", "n" * 300])
+def test_what_can_be_no_folder_is_told_before_anything_is_watched(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ModelError, match=r"cannot be written \(.*\); give another path\.$"):
+        folder.writable(tmp_path / name)
+    folder.writable(tmp_path / "new" / "stream")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["spans", "times", "size"])
+def test_a_film_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
+    """Who changes a file on purpose changes its checksum."""
+    place = tmp_path / "stream"
+    with begun("mosaic", 4) as session:
+        session.save(place)
+        facts = json.loads((place / "session.json").read_text())
+        film, path = load_file(place / "data-1/film.safetensors"), place / "data-1/film.safetensors"
+        if name == "size":
+            facts["size"] = [10**6, 10**6]
+        else:
+            save_file({**film, name: film[name] + (9 if name == "spans" else float("nan"))}, path)
+            known = [path.stat().st_size, zlib.crc32(path.read_bytes())]
+            facts["files"]["data-1/film.safetensors"] = known
+        (place / "session.json").write_text(json.dumps(record.sealed(facts)))
+        with pytest.raises(ModelError, match=f"{name}.* damaged; save the session anew"):
+            session.load(place)
+        assert len(session) == 4

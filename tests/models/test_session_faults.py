@@ -227,6 +227,7 @@ def test_a_broken_watch_forgets_no_more_than_a_whole_one_up_to_there(kv: str, pa
         (lambda s: s.ask("  "), "question: it is empty"),
         (lambda s: s.ask(5), "question: 5 is not text; give a string"),
         (lambda s: s.ask(None), "question: None is not text; give a string"),
+        (lambda s: s.ask(QUESTION, timeout=10**400), "timeout: a whole number of 1329 bits; give a positive"),
         (lambda s: s.ask(QUESTION, 0), "max_new_tokens: 0; give at least 1"),
         (lambda s: s.load("nowhere"), "nowhere is not a saved session"),
     ],
@@ -234,6 +235,12 @@ def test_a_broken_watch_forgets_no_more_than_a_whole_one_up_to_there(kv: str, pa
 def test_wrong_calls_are_one_sentence(call: Any, match: str) -> None:
     with begun() as session, unharmed(session, MmaccelError, match):
         call(session)
+
+
+@pytest.mark.parametrize("kv", ["recent", "mosaic", "streammem"])
+def test_memory_is_taken_for_no_more_of_an_answer_than_there_are_positions(kv: str) -> None:
+    with begun(kv) as session:
+        assert session.ask(QUESTION, 10**12, timeout=0.5).finish_reason in ("stop", "timeout")
 
 
 def test_a_closed_session_serves_nothing(tmp_path: Path) -> None:

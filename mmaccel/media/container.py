@@ -18,7 +18,7 @@ from av.format import Flags
 from mmaccel.core.errors import VideoError
 from mmaccel.media.clock import Log
 from mmaccel.media.pipe import Pipe, is_pipe
-from mmaccel.media.place import LIST, is_file, is_url, named, reason
+from mmaccel.media.place import LIST, is_file, is_url, named, plain, reason
 
 FOREVER = float("inf")
 PATIENCE_S = 30.0
@@ -54,7 +54,7 @@ class Source:
         timeout: float | None = None,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        where = os.fspath(path)
+        where = path = plain(os.fspath(path))
         self._where, self.name = where, named(where)
         self.live = live
         if timeout is not None and not timeout > 0:
@@ -304,7 +304,7 @@ class Source:
         try:
             offset = int((max(time, 0.0) + (self._start or 0.0)) / self._unit)
             self._container.seek(offset, stream=self._stream, backward=True)
-        except av.error.FFmpegError:
+        except (av.error.FFmpegError, OverflowError):
             self.gap = FOREVER
 
     def _rewind(self) -> None:

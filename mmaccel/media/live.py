@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import queue
-import select
 import signal
 import stat
 import sys
@@ -14,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar
+
+from mmaccel.media.pipe import ready
 
 Item = TypeVar("Item")
 
@@ -139,15 +140,15 @@ class Growing(io.RawIOBase):
         patience = time.monotonic() + self._timeout
         while not self._over:
             # A file is always ready; a pipe is when there is data or nobody writes any more.
-            ready = bool(select.select([self._file], [], [], self._poll)[0])
-            data = self._file.read(size) if ready else None
+            there = ready(self._file.fileno(), self._poll)
+            data = self._file.read(size) if there else None
             if data:
                 return bytes(data)
             if time.monotonic() >= patience:
                 # FFmpeg asks several times before it believes in an end.
-                self._over = (ready and is_finished(self._file.fileno())) or not self._wait(self._timeout)
+                self._over = (there and is_finished(self._file.fileno())) or not self._wait(self._timeout)
                 patience = time.monotonic() + self._timeout
-            elif ready:
+            elif there:
                 time.sleep(self._poll)
         return b""
 

@@ -7,6 +7,9 @@ import os
 import select
 import stat
 
+LONGEST_MS = 2**31 - 1
+"""The longest the system waits, 24 days."""
+
 
 def is_pipe(name: str) -> bool:
     """Whether `name` is a named pipe."""
@@ -14,6 +17,13 @@ def is_pipe(name: str) -> bool:
         return stat.S_ISFIFO(os.stat(name).st_mode)
     except (OSError, ValueError):
         return False
+
+
+def ready(number: int, seconds: float) -> bool:
+    """Whether a file has something to read, or is at its end, within `seconds`."""
+    asked = select.poll()  # `select` refuses the files of a program that has many open
+    asked.register(number, select.POLLIN)
+    return bool(asked.poll(min(1e3 * seconds, LONGEST_MS)))
 
 
 class Pipe(io.RawIOBase):
@@ -31,7 +41,7 @@ class Pipe(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         # Not ready before the first writer; ready, with nothing to read, once the last has gone.
-        if not select.select([self._number], [], [], self._timeout)[0]:
+        if not ready(self._number, self._timeout):
             raise TimeoutError(f"nothing came for {self._timeout:g} s")
         return os.read(self._number, size if size >= 0 else io.DEFAULT_BUFFER_SIZE)
 

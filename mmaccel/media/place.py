@@ -16,6 +16,11 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
+def plain(path: str) -> str:
+    """The path of an address that names a file of this machine; any other as it is."""
+    return "/" + path[7:].lstrip("/") if path[:7].lower() == "file://" else path
+
+
 def named(path: str) -> str:
     """A path as errors show it: on one line, at most about 240 characters."""
     return path if 0 < len(path) <= 240 and path.isprintable() else shown(path, 240)[1:-1] or '""'

@@ -16,7 +16,7 @@ from mmaccel.media.container import Source
 from mmaccel.media.live import Growing, Pump, Stall
 from mmaccel.media.picture import Picture
 from mmaccel.media.pipe import is_pipe
-from mmaccel.media.place import is_file, is_url
+from mmaccel.media.place import is_file, is_url, plain
 from mmaccel.media.reader import Plan, check_gaps, pile, warn_of_loss, warn_of_shrinking
 from mmaccel.media.sampling import TIE, grid, nearest
 from mmaccel.media.video import Event, Gaps, Progress, Video
@@ -58,8 +58,9 @@ def clips(
     the next clip to wait longer; a URL or device is then opened again. A fault raises `VideoError`, for example when a
     connection breaks or no frame can be read. Damaged parts of a file are left out, and a `VideoWarning` at the end says so.
     """
-    if not fps > 0:
+    if not 0 < fps < float("inf"):
         raise VideoError(f"fps={fps} must be a positive number of frames a second.")
+    source = plain(os.fspath(source))
     if frames_per_clip < 1:
         raise VideoError(f"frames_per_clip={frames_per_clip} must be at least 1.")
     if not timeout > 0:

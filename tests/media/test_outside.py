@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 import time
@@ -185,3 +186,52 @@ def test_a_frame_with_unknown_data_beside_it_is_set_upright(
         frame = next(container.decode(video=0))
     stand: Any = Unknown(frame.rotation)
     assert orientation(stand) == orientation(frame)
+
+
+def test_the_address_of_a_file_is_its_path(film: Film, tmp_path: Path) -> None:
+    """A pipe, a device or a list of other files is told under such an address too; opening a pipe would wait for ever."""
+    path = film("a.mkv")
+    assert len(media.read(f"file://{path}", frames=3)) == 3
+    assert len(next(media.clips(f"FILE://{path}", fps=1, frames_per_clip=2, follow=True, timeout=0.2))) == 2
+    os.mkfifo(tmp_path / "pipe.mp4")
+    for take in (
+        media.read,
+        lambda name, timeout: next(media.clips(name, fps=1, frames_per_clip=1, timeout=timeout)),
+    ):
+        with pytest.raises(VideoError):
+            take(f"file://{tmp_path}/pipe.mp4", timeout=0.1)
+    with pytest.raises(VideoError, match="is a device"):
+        media.read("file:///dev/zero")
+
+
+def test_a_file_is_followed_in_a_program_that_has_many_open(film: Film, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2048:
+        pytest.skip("no more than 2048 files may be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        clips = media.clips(film("a.ts"), fps=1, frames_per_clip=4, follow=True, timeout=0.2)
+        assert sum(map(len, clips)) > 0
+    finally:
+        for one in files:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("fps", [1e-300, 1e-310])
+def test_a_rate_that_is_next_to_none_gives_the_first_frame(film: Film, fps: float) -> None:
+    path = film("a.mkv")
+    assert len(media.read(path, fps=fps)) == sum(map(len, media.clips(path, fps=fps, frames_per_clip=9))) == 1
+    with pytest.raises(VideoError, match="must be a positive number"):
+        media.clips(path, fps=float("inf"), frames_per_clip=1)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e300])
+def test_a_pipe_may_be_waited_for_as_long_as_one_likes(film: Film, tmp_path: Path, timeout: float) -> None:
+    path, data = tmp_path / "pipe.mkv", film("a.mkv").read_bytes()
+    os.mkfifo(path)
+    thread = threading.Thread(target=lambda: path.write_bytes(data))
+    thread.start()
+    assert len(media.read(path, fps=1, timeout=timeout)) > 0
+    thread.join()

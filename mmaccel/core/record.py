@@ -165,7 +165,7 @@ def load(facts: Facts, live: Live) -> None:
     unbroken = all(count > 0 and first == end for (first, count), end in zip(film.spans, ends, strict=False))
     rising = all(map(math.isfinite, film.times)) and film.times == sorted(film.times)
     if not (unbroken and ends[-1] <= len(film.times) and rising):
-        raise ModelError(f"{facts.data}: spans or times in {FILM} are damaged; save the session anew.")
+        raise ModelError(f"{facts.data}: spans or times in {FILM} are damaged; save the session again.")
     film.pending = found.get("pending")
     film.timed = told.get("timed") is True  # earlier versions placed every unit at the first clip's rate
     if film.timed:

@@ -244,6 +244,6 @@ def test_a_film_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
             known = [path.stat().st_size, zlib.crc32(path.read_bytes())]
             facts["files"]["data-1/film.safetensors"] = known
         (place / "session.json").write_text(json.dumps(record.sealed(facts)))
-        with pytest.raises(ModelError, match=f"{name}.* damaged; save the session anew"):
+        with pytest.raises(ModelError, match=f"{name}.* damaged; save the session again"):
             session.load(place)
         assert len(session) == 4

@@ -164,7 +164,7 @@ class ModelAdapter(ABC):
 
     def weights_digest(self, model: nn.Module) -> str | None:
         """A short digest of the weights that make queries and keys, the same in any floating type that holds the saved
-        weights; None where they are not at hand (no weights, a shard of them, quantized, or off the device)."""
+        weights; None where it cannot be read (no weights, a shard of them, quantized, or off the device)."""
         return None
 
     def own_heads(self, model: nn.Module) -> range:
@@ -241,8 +241,8 @@ class ModelAdapter(ABC):
 
     @abstractmethod
     def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
-        """Lay the road of `owner` through `model`, then call `owner.joined`; what is returned calls `owner.left` and leaves
-        no trace. Both wait for calls of the model under way, and leave the model as it was where they fail."""
+        """Attach the recipe of `owner` to `model`, then call `owner.joined`; the returned function calls `owner.left` and
+        restores the model. Both wait for running calls of the model, and leave the model as it was when they fail."""
 
     @abstractmethod
     def runner(self, model: nn.Module, kv: KVPolicy | None = None) -> Runner:

@@ -42,7 +42,7 @@ class Road:
     _warned: bool = False
 
     def check_length(self, tokens: int) -> None:
-        """Warn, once while a recipe is attached, of a prompt far from the length that the pattern was chosen for."""
+        """Warn, once for each attached recipe, of a prompt much longer or shorter than that of the search."""
         context = self.recipe.sparse.context
         if context is None or context / ELSEWHERE <= tokens <= context * ELSEWHERE:
             return
@@ -110,7 +110,7 @@ class Watched:
 
 
 class Probe:
-    """Reads what the layers of one run compute, on the way. It travels with the run, so runs of other threads do not reach
+    """Reads what the layers of one run compute. It belongs to the run, so that runs of other threads do not reach
     it. Override what is to be read; an error raised here ends the pass.
     """
 

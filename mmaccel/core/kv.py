@@ -287,8 +287,8 @@ class StreamState(KVState):
         return count
 
     def shown(self, piece: Piece) -> tuple[int, bool]:
-        """Behind how many units' places the question of `piece` would stand, asked before it is run, and whether these are
-        the units' own: all units then; fewer where those shown are closed up, at most where the number is not known yet."""
+        """After how many units the question of `piece` gets its positions, asked before it runs, and whether these are the
+        units' own positions: then all units; fewer where the shown units are closed up (an upper bound if not known yet)."""
         return self.units(), True
 
     def idle(self) -> None:
@@ -315,7 +315,7 @@ class StreamState(KVState):
         return features, [1] * features.shape[0]
 
     def waiting(self) -> Tensor | None:
-        """Features [w, P, E] that `merge` holds back, as they would be run now: a question sees them after all units."""
+        """Features [w, P, E] that `merge` keeps back, merged as of now: a question sees them after all units."""
         return None
 
     def save(self, path: str | Path) -> None:

@@ -128,8 +128,8 @@ class Live:
         progress: Callable[[int], None] | None = None,
         deadline: Deadline | None = None,
     ) -> int:
-        """Take in frames [T, 3, H, W] shown at `moments`; `progress` is told how many are through. Gives how many were taken
-        in: fewer than all when the deadline comes first, and then those whose passes were complete."""
+        """Take in frames [T, 3, H, W] shown at `moments`; calls `progress` with the number read so far. Gives the number
+        taken in: when the deadline comes first, those whose passes were complete."""
         film, pace = self.film, self.seam.pace
         before = len(film.times)
         frames = self._alike(frames)
@@ -156,7 +156,7 @@ class Live:
         return len(moments)
 
     def _tell_of_the_end(self) -> None:
-        """Warn, once, when the stream leaves no position for any question."""
+        """Warn, once, when the stream leaves no position for a question."""
         places = self.film.stream.places
         units, own = self.state.shown(Piece(kind="question", rows=1))
         if self._full or places.admits(units, 0, 1, own):
@@ -290,7 +290,7 @@ class Live:
             yield Question(turn, logits, tail.ids, meter, left, shown)
 
     def _pending_times(self, waiting: Tensor | None) -> list[float]:
-        """When the units were shown that the memory has not taken in yet."""
+        """The times of the units that the memory has not taken in yet."""
         film, times = self.film, list[float]()
         if waiting is not None:
             times.append(film.times[sum(film.spans[-1]) if film.spans else 0])

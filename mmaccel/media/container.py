@@ -22,11 +22,11 @@ from mmaccel.media.place import LIST, is_file, is_url, named, plain, reason
 
 FOREVER = float("inf")
 PATIENCE_S = 30.0
-"""Seconds that an address or a pipe may be silent where nobody says how long."""
+"""The default of `timeout`: seconds that a URL or a pipe may be silent."""
 BACK = 1.0
-"""Seconds by which presentation times fall when a clock begins anew; less is a frame out of order."""
+"""A clock restarts where times fall by more than this many seconds; less is a frame out of order."""
 AHEAD = 86400.0
-"""Seconds between two frames that are no gap: the clock was set anew, or its counter ran over."""
+"""More seconds than this between two frames are no gap: the clock was set, or its counter overflowed."""
 
 
 class Source:
@@ -182,7 +182,7 @@ class Source:
         return [time - (self._start or 0.0) for time in times]
 
     def _anew(self, packet: Any, last: float) -> bool:
-        """Whether the clock begins anew with a packet that follows one decoded at `last` seconds."""
+        """Whether the clock restarts with a packet that follows one decoded at `last` seconds."""
         step = self._decoded(packet, last) - last
         return last > -FOREVER and not -BACK <= step <= AHEAD
 
@@ -342,7 +342,7 @@ class Source:
                 return
 
     def _again(self, error: Exception) -> Iterator[Any]:
-        """The packets of a live source that fell silent, opened anew; raises `VideoError` where it broke off instead."""
+        """The packets of a live source that went silent, opened again; raises `VideoError` where the connection broke."""
         silent = isinstance(error, (av.error.ExitError, av.error.TimeoutError))
         if not silent or self._wait is None:
             raise VideoError(f"{self.name} broke off: {reason(error)}.") from error

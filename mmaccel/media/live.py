@@ -61,7 +61,7 @@ class Pump(Generic[Item]):
 
 
 class _Line(Generic[Item]):
-    """What goes from the thread to the caller."""
+    """The queue from the thread to the caller."""
 
     def __init__(self, most: int) -> None:
         self._queue: queue.Queue[Item | BaseException] = queue.Queue(most)
@@ -111,7 +111,7 @@ def _pumped(make: Callable[[Callable[[float], bool]], Iterator[Item]], line: _Li
 
 
 class Growing(io.RawIOBase):
-    """A file that is read while it is written: at its end `read` waits for more.
+    """A file that is still being written: at its end `read` waits for more.
 
     When nothing came for `timeout` seconds the file is over if nobody has it open for writing. Else, and where the system
     does not tell, `wait(timeout)` is called, and reading goes on if it returns True.
@@ -158,7 +158,7 @@ class Growing(io.RawIOBase):
 
 
 def is_finished(file: int) -> bool:
-    """Whether nobody has a file, or the pipe that is at its end, open for writing; False where the system does not tell."""
+    """Whether no process has the file, or the pipe at its end, open for writing; False where the system cannot say."""
     if stat.S_ISFIFO(os.fstat(file).st_mode):
         return True
     if sys.platform != "linux":

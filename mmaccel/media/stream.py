@@ -89,7 +89,7 @@ def clips(
 
 @dataclass(eq=False)
 class _Opened:
-    """What was asked for, and the `source` once it is open."""
+    """The arguments of `clips`, and the `source` once it is open."""
 
     path: str | os.PathLike[str]
     fps: float
@@ -150,7 +150,7 @@ class _Opened:
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """A frame [3, H, W], None before the start; when it was shown, its tick, and what was uneven up to there."""
+    """A frame [3, H, W], None before `start`; its presentation time, its tick, and the events up to it."""
 
     frame: torch.Tensor | None
     time: float
@@ -187,7 +187,7 @@ class Clips(Iterator[Video]):
             except (Stall, VideoError) as error:
                 self._end = error
             if self._clip:
-                # What there is comes before the word on why there is no more.
+                # The frames so far come before the error.
                 return self._made()
         end, source = self._end, self._opened.source
         if isinstance(end, Stall):
@@ -204,7 +204,7 @@ class Clips(Iterator[Video]):
         raise end
 
     def close(self) -> None:
-        """Read no further; a second call does nothing."""
+        """Stop reading; a second call does nothing."""
         self._opened.source, self._end = None, StopIteration()
         self._items.close()
 
@@ -229,7 +229,7 @@ class Clips(Iterator[Video]):
             )
 
     def _made(self) -> Video:
-        """The clip of what was taken."""
+        """A clip of the frames taken since the last one."""
         taken, self._clip = self._clip, []
         events, opened, source = self._log.give(), self._opened, self._opened.source
         return Video(

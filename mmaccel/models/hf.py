@@ -56,7 +56,7 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The registered attention function: the `Run` travels in the place of the mask. It gives weights if asked for."""
+    """The registered attention function; the `Run` takes the place of the mask. Gives weights on request."""
     if not isinstance(attention_mask, Run | PackedRun | StreamRun):
         raise ModelError(
             "a layer of an accelerated model was called by itself; call the model, or detach the recipe first."
@@ -164,7 +164,7 @@ class Attachment(Attaching):
         return {**kwargs, NOTE: replace(note, layout=layout)}
 
     def _caches(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a forward pass keeps what it reads: as asked, or else as the model's config says."""
+        """Whether a forward pass keeps a cache: as `use_cache` says, else as the model's config says."""
         asked = kwargs.get("use_cache")
         return (asked if asked is not None else getattr(self.text.config, "use_cache", None)) is not False
 

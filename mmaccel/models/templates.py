@@ -24,7 +24,7 @@ GROWTH, FRAME = 4, 1 << 16
 
 
 class Written(str):
-    """What a template wrote. `plain` has what stands for special tokens that are text: its mark -> the token's text."""
+    """The text that a template wrote. `plain` maps each mark to the special token's text that it replaces."""
 
     plain: Mapping[str, str]
 
@@ -75,7 +75,7 @@ def written(
 
 
 def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text; in one that is `Written`, what is marked as plain is split as any other text is."""
+    """Token ids of a text; in a `Written`, marked special tokens are tokenized as plain text."""
     ids: list[int]
     plain = text.plain if isinstance(text, Written) else {}
     if not plain:
@@ -99,7 +99,7 @@ def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
 def _marked(
     special: re.Pattern[str], messages: Sequence[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The messages with a mark that nobody can guess for each of `special` in their texts."""
+    """The messages, with a random mark in place of each of `special` in their texts."""
     plain: dict[str, str] = {}
     secret = secrets.token_hex(8)
 
@@ -144,7 +144,7 @@ def _check(template: str) -> None:
 
 @functools.cache
 def _generation() -> Any:
-    """The block that templates of transformers may have beside those of jinja2, parsed and not run."""
+    """Parses, without running it, the block that transformers adds to jinja2."""
     import jinja2.ext
 
     class Generation(jinja2.ext.Extension):

@@ -122,8 +122,8 @@ class VideoStalled(VideoError):
 
     def __init__(self, name: str, seconds: float, frames: int) -> None:
         super().__init__(
-            f"{name} stalled: nothing came for {seconds:g} s after {frames} frame{'' if frames == 1 else 's'}, and it is "
-            "not over; ask for the next clip to wait on, or raise timeout."
+            f"{name} stalled: nothing came for {seconds:g} s after {frames} frame{'' if frames == 1 else 's'}, and it has "
+            "not ended; ask for the next clip to wait longer, or raise timeout."
         )
         self.seconds, self.frames = seconds, frames
 

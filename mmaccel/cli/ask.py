@@ -261,8 +261,8 @@ def video_tokens(answer: Answer, whole: int) -> dict[str, int]:
 
     told = {"prompt": whole}
     for name, count in answer.report.kv.items():
-        if name.startswith("video "):
-            told[name.removeprefix("video ")] = int(count)
+        if name.startswith("visual "):
+            told[name.removeprefix("visual ")] = int(count)
     draft = answer.report.recipe["draft"]
     pruner = draft.get("prune")
     if pruner is not None and draft.get("prune_when") != "measured":

@@ -34,7 +34,8 @@ class Source:
 
     `rate` frames a second on average (0.0 unknown), `duration` seconds (None unknown), `count` frames as the
     header tells (0 unknown), `width` and `height` as stored; `damaged` counts the parts that could not be
-    decoded so far, and `log` has what was uneven in the times. Times start at 0 with the stream.
+    decoded so far, `corrupt` has the packets that the container marks as corrupt, by their decoding times, and `log` has
+    what was uneven in the times. Times start at 0 with the stream.
 
     `timeout`: seconds without data from an address, a device or a pipe (None: `PATIENCE_S`) that end the reading, or
     after which `wait(timeout)` is called; the source is opened anew if it returns True.
@@ -67,6 +68,7 @@ class Source:
         self._timeout, self._wait = timeout, wait
         self._opened_anew = False
         self.damaged = 0
+        self.corrupt: set[int] = set()
         self.restarted = False
         self.log = Log()
         # Seconds between key frames, the longest seen; None before two were, infinite where seeking fails.
@@ -160,6 +162,7 @@ class Source:
             for packet in self._container.demux(self._stream):
                 if packet.size == 0 or packet.is_discard:
                     continue
+                self._look(packet)
                 if packet.pts is None or self._anew(packet, last):
                     return None
                 last = self._decoded(packet, last)
@@ -283,6 +286,10 @@ class Source:
             return float(frame.duration * self._unit)
         return 1.0 / self.rate if self.rate else 0.04
 
+    def _look(self, packet: av.Packet) -> None:
+        if packet.is_corrupt:
+            self.corrupt.add(packet.dts or 0)
+
     def reaches(self, end: float) -> bool:
         """Whether frames up to `end` seconds are all there are, but for rounding."""
         return self.duration is not None and end > self.duration - 1.5 / (self.rate or 25.0)
@@ -330,6 +337,7 @@ class Source:
                 packet = None
             if packet is None:
                 return (yield from self._flush())
+            self._look(packet)
             try:
                 frames = packet.decode()
             except av.error.EOFError:

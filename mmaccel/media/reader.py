@@ -274,9 +274,10 @@ def warn_of_loss(source: Source, plan: Plan, kept: int, end: float) -> None:
     ):
         # A header counts frames that an edit list hides, too.
         told = f"{kept} of {plan.total} frames could be read, {(plan.total or 0) - kept} were lost"
-    if lost or source.damaged:
-        if source.damaged:
-            told += f"; it is damaged in {source.damaged} place{'s' if source.damaged > 1 else ''}"
+    # Packets where recordings are joined are marked as corrupt, too; most begin a clock anew.
+    if places := max(source.damaged, 0 if source.restarted else len(source.corrupt)):
+        told += f"; it is damaged in {places} place{'s' if places > 1 else ''}"
+    if lost or places:
         warnings.warn(f"{source.name}: {told}.", VideoWarning, stacklevel=3)
 
 

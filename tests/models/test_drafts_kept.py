@@ -11,7 +11,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import VIDEO
-from mmaccel.core.prune import question
+from mmaccel.core.prune import observers
 from mmaccel.eval.answer import prompt as story
 from mmaccel.eval.caption import caption_cases
 from mmaccel.eval.cases import Film
@@ -78,7 +78,7 @@ BETWEEN = [("text", 4), ("video", 5), ("text", 6), ("video", 5)]
 
 @pytest.mark.parametrize("pieces", [PROMPTS["long"], BETWEEN], ids=["after the video", "between two"])
 def test_sparse_to_dense_keeps_the_video_that_the_question_attends_to(family, monkeypatch, pieces) -> None:
-    """Against eager attention, under its causal mask: no row of the question attends to what comes later."""
+    """Against eager attention of the rows that see all of the video: the text after it, or the last row."""
     model, _, _ = family
     inputs = prompt("qwen" if "Qwen" in type(model).__name__ else "llava", pieces)
     taken: list[torch.Tensor] = []
@@ -94,7 +94,7 @@ def test_sparse_to_dense_keeps_the_video_that_the_question_attends_to(family, mo
         layout = fast.adapter.layout(model, inputs)
     with torch.no_grad():
         attention = by_hand.eager(model)(**inputs, output_attentions=True).attentions
-    asked, video = question(layout), (layout.modality[0] == VIDEO).nonzero()[:, 0]
+    asked, video = observers(layout), (layout.modality[0] == VIDEO).nonzero()[:, 0]
     assert len(taken) == len(attention) == 3
     for columns, weights in zip(taken, attention, strict=True):
         paid = weights[0].unflatten(0, (2, -1))[:, :, asked].mean((1, 2))[:, video]

@@ -65,12 +65,14 @@ def test_the_answer_ends_with_the_positions(
     with mmaccel.accelerate(model, draft=STRATEGIES[strategy](draft)) as fast:
         with pytest.warns(MmaccelWarning, match=told) as warned:
             assert said(fast, inputs, 40) == want[:ROOM].tolist()
-        assert len([one for one in warned if issubclass(one.category, MmaccelWarning)]) == 1
+        # A draft's pruner that finds no video in a prompt says so, too.
+        assert len([one for one in warned if "positions" in str(one.message)]) == 1
         assert fast.report().draft["failed"] is None
         if strategy in ("sequential", "pruned", "text_only", "tree", "parallel", "sparse_to_dense"):
             assert fast.report().draft["rounds"] > 0
         with warnings.catch_warnings():
-            warnings.simplefilter("error", MmaccelWarning)  # what just fits is nothing to tell of
+            # An answer that just fits gives no warning.
+            warnings.filterwarnings("error", message=".*positions", category=MmaccelWarning)
             assert said(fast, inputs, ROOM) == want[:ROOM].tolist()
 
 

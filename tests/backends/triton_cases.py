@@ -360,9 +360,10 @@ def test_two_blocks_of_queries_as_one(name: str, start: int) -> None:
     wide = replace(
         plan,
         parts=tuple(
-            Part(
-                p.q_row.expand(plan.batch, 4, -1),
-                tuple(replace(s, q_place=s.q_place.expand(-1, 4, -1)) for s in p.spans),
+            replace(
+                p,
+                q_row=p.q_row.expand(plan.batch, 4, -1),
+                spans=tuple(replace(s, q_place=s.q_place.expand(-1, 4, -1)) for s in p.spans),
             )
             for p in plan.parts
         ),

@@ -73,7 +73,7 @@ def small(case: str) -> SparsePattern:
     cls = registry("sparse")[name]
     fields = {f.name: f.type for f in dataclasses.fields(cls)}
     given_fields = {n: v for n, v in SMALL.items() if n in fields and fields[n] == type(v).__name__}
-    return cls(**given_fields, **NEEDED.get(name, {}), **more)
+    return cls(**{**given_fields, **NEEDED.get(name, {}), **more})
 
 
 def plan_of(pattern: SparsePattern, scene: Scene) -> AttentionPlan | None:

@@ -43,7 +43,7 @@ def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> No
     first, second = _remote.Remote(worker, VOCAB), _remote.Remote(worker, VOCAB)
     given = {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}
     stop(worker)
-    first.begin(given, None, True, False)
+    first.begin(given, None, True, False, 0)
     first.keep(torch.tensor([1]))
     first.ask(0, [], 3)
     assert first.collect(0.1) is None
@@ -52,7 +52,7 @@ def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> No
     assert written is not None and [1, 0, *written.ids] == alone(TARGET, [1, 0], limit(5))
     first.close()
     stop(worker)
-    second.begin(given, None, True, False)
+    second.begin(given, None, True, False, 0)
     end = threading.Thread(target=second.close)
     end.start()
     end.join(0.1)
@@ -123,7 +123,7 @@ def test_a_prompt_that_is_not_taken_does_not_hide_why_a_sequence_ended(worker: W
     worker.silence_s = 0.3
     one = _remote.Remote(worker, VOCAB)
     stop(worker)
-    one.begin({"input_ids": torch.zeros(1, 1 << 20, dtype=torch.long)}, None, True, False)
+    one.begin({"input_ids": torch.zeros(1, 1 << 20, dtype=torch.long)}, None, True, False, 0)
     with pytest.raises(MemoryError):
         try:
             raise MemoryError

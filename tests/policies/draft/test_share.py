@@ -42,7 +42,7 @@ def test_the_faster_of_two_measured_ways_is_taken(window: int | None) -> None:
     ways = [answer(shares, window=window, **worse) for _ in range(5)]
     assert [way for way, _ in ways] == ["whole", "part", "whole", "whole", "whole"]
     assert (
-        "measured before 0.1 of the video is" in ways[0][1]
+        "measured first, before 0.1 of the video" in ways[0][1]
         and "read 0.1 of the video: to measure it" in ways[1][1]
     )
     assert "read the whole video: expected" in ways[2][1]
@@ -107,7 +107,7 @@ def test_either_way_the_text_is_the_plain_one_and_the_report_says_which(
             report = fast.report()
             assert report.draft["accepted"] > 0 and report.draft["failed"] is None
             notes.append(next(line for line in str(report).splitlines() if "it read" in line))
-    assert "read the whole video: that is measured" in notes[0] and "read 0.1 of the video: to" in notes[1]
+    assert "read the whole video: it is measured" in notes[0] and "read 0.1 of the video: to" in notes[1]
     assert "expected" in notes[2] and len(told) == (2 if "read 0.1 of the video" in notes[2] else 1)
 
 

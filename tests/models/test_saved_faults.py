@@ -166,7 +166,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "letter.txt").write_text("dear")
         for path in (tmp_path / "other", tmp_path / "other" / "letter.txt"):
-            with pytest.raises(ModelError, match="no saved session"):
+            with pytest.raises(ModelError, match="not a saved session"):
                 session.save(path)
         assert (tmp_path / "other" / "letter.txt").read_text() == "dear"
         session.save(whole)

@@ -11,7 +11,7 @@ from mmaccel.backends import index
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.policies.sparse import Grid
 from mmaccel.policies.sparse.intra import Layer
-from mmaccel.policies.sparse.residue import ClassOrder
+from mmaccel.policies.sparse.residue import Beyond, ClassOrder
 from tests.policies.sparse.scenes import Scene, sequence
 
 from .test_triton import run
@@ -36,14 +36,17 @@ def test_the_operators_keep_their_contracts() -> None:
         torch.library.opcheck(index.slash_runs, (kept, shape, member, member, reach, *more, 16))
 
 
+@pytest.mark.parametrize(
+    "beyond", [Beyond(), Beyond(window=9, sink=3)], ids=["lines", "lines beyond a window"]
+)
 @pytest.mark.parametrize(("columns", "rows"), [(48, 32), (0, 0)])
-def test_turned_classes_keep_their_contract(columns: int, rows: int) -> None:
+def test_turned_classes_keep_their_contract(columns: int, rows: int, beyond: Beyond) -> None:
     scene = Scene((sequence([(TEXT, [4]), (VIDEO, [6] * 9), (TEXT, [7])]),), size=16)
     query, key, _ = scene.tensors(torch.float32)
     sight = Layer(query, key, scene.layout(), scene.layout(), 16).sight()
     classes = Grid(min_stride=2, max_stride=12, block=16)._classes(sight)
     assert classes.frames is not None
-    order = ClassOrder.of(sight, classes.frames)
+    order = ClassOrder.of(sight, classes.frames, beyond)
     arguments = (order.queries, order.q_begin, order.keys, order.k_begin, classes.frames.stride[:, 0, 0])
     told = (classes.line, classes.shift, classes.dense, classes.room, False, columns, rows)
     torch.library.opcheck(index.turned_classes, (*arguments, *told))

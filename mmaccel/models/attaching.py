@@ -59,9 +59,11 @@ class Gate:
         self._alone: int | None = None
         self._ends: Collection[nn.Module] = ()
         self._taken: Callable[[], Attaching | None] = lambda: None
+        # Here and not as decorators, which load the compiler, and Triton with it, when the package is imported.
+        self.enter: Callable[..., bool] = torch.compiler.disable(self._enter)
+        self.leave: Callable[[], None] = torch.compiler.disable(self._leave)
 
-    @torch.compiler.disable
-    def enter(self, attaching: Attaching | None = None) -> bool:
+    def _enter(self, attaching: Attaching | None = None) -> bool:
         """Begin a call; waits while the model is changed. False: the call runs plain and must not call `leave`, because
         `attaching` is over, or because it belongs to a generation that began before."""
         me = threading.get_ident()
@@ -81,8 +83,7 @@ class Gate:
             self._inside[me] = self._inside.get(me, 0) + 1
         return True
 
-    @torch.compiler.disable
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """End a call that `enter` let in."""
         me = threading.get_ident()
         with self._state:

@@ -4,7 +4,12 @@
     OMP_NUM_THREADS=1 taskset -c 2,3 python bench/decode_cpu.py --only "parallel 4" --out one.jsonl
     python bench/decode_cpu.py --rows one.jsonl other.jsonl --out bench/results/decode_cpu_202601.jsonl
 
-The last puts rows together that were measured apart, of one case each for example, and tells the verdict over all of them.
+    python bench/decode_cpu.py --temperature 0.7 --windows 1 --only "sequential 1" "parallel 1" --out kept.jsonl
+    python bench/decode_cpu.py --rows one.jsonl other.jsonl --table
+
+`--rows` puts rows together that were measured apart, of one case each for example, and tells the verdict over all of them;
+`--table` prints them as the tables of docs/speed.md. With a temperature every way draws its tokens, each caption with a seed
+of its own, the same for every way, and each caption is decoded plainly by drawing too.
 
 The target runs in this process and, for `parallel`, its draft in a second one, each on one thread: so that the overlap is
 real. Acceptance and times are measured, nothing is replayed. Every way generates the captions of the same videos, greedily;
@@ -15,7 +20,9 @@ them is measured too.
 Rows: `window` (a number or null), `a_step` (tokens a target step, the target's own counted), `kept` (drafted ones alone, a
 round), `streak`, `tokens_per_s`, `speedup` over plain decoding and `against_sequential`, `same` (the tokens are the plain
 ones). The row `memory` has the most bytes that the pipeline and drafting in turns hold. The last line tells what was to
-be reached: `parallel` at 0.9 of the simulator's ratio over `sequential`, and at 1.15.
+be reached: `parallel` at 0.9 of the simulator's ratio over `sequential`, and at 1.15. Under sampling `same` is null,
+for two ways draw different texts. The row `kept` holds the share of drafted tokens that `parallel 1` keeps against that of
+`sequential 1`, to be within 0.02 of each other, with the standard error of the difference.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import statistics
 import sys
 from collections import Counter
@@ -46,6 +54,9 @@ from mmaccel.eval.cases import Film
 from mmaccel.models.loading import load_model, load_processor
 
 WINDOWS = (2, 3, 4, 5, 6, 8)
+CONCLUSIONS = ("verdict", "kept")
+CLOSE = 0.02
+"""How far apart the shares kept by `parallel` and `sequential` may be at a window of 1."""
 UV = {"name": "uv", "retention": 0.1}
 SPEC = {"name": "attention", "retention": 0.1, "compact": True}
 
@@ -91,22 +102,34 @@ def prompts(name: str, model: Any, frames: int, captions: int, seed: int) -> lis
 
 
 def measured(
-    model: Any, inputs: list[Any], tokens: int, drafts: Mapping[str, dict[str, Any]], repeats: int
+    model: Any,
+    inputs: list[Any],
+    tokens: int,
+    drafts: Mapping[str, dict[str, Any]],
+    repeats: int,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """A row for each way, over all prompts and repeats; each generation has a plain one just before it.
 
-    A way stays attached over all of them, so that its draft's process is started once; the plain ones come from a twin.
+    A way stays attached over all of them, so that its draft's process is started once; the plain ones come from a twin. With
+    a `temperature` tokens are drawn; the seeds count up from `seed`, one for each caption and repeat.
     """
     beside = twin(model)
+    sampling = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    )
     for name, draft in drafts.items():
         found: list[acceptance.Drafted] = []
         with accelerate(model, Recipe(draft=draft)) as fast:  # type: ignore[arg-type]
             fast.generate(**inputs[0], max_new_tokens=8, do_sample=False)
-            for _ in range(repeats):
-                for one in inputs:
-                    plain = acceptance.alone(beside, one, tokens)
-                    found.append(acceptance.drafted(fast, one, tokens, plain))
-        yield row(name, draft, found)
+            for number, one in enumerate(inputs * repeats, seed):
+                torch.manual_seed(number)
+                plain = acceptance.alone(beside, one, tokens, **sampling)
+                torch.manual_seed(number)
+                found.append(acceptance.drafted(fast, one, tokens, plain, **sampling))
+        told = row(name, draft, found) | {"temperature": temperature}
+        yield told | {"same": None} if temperature else told
 
 
 def twin(model: nn.Module) -> nn.Module:
@@ -128,6 +151,7 @@ def row(name: str, draft: dict[str, Any], found: list[acceptance.Drafted]) -> di
         "window": draft.get("window"),
         "captions": len(found),
         "tokens": sum(one.tokens for one in found),
+        "rounds": sum(one.rounds for one in found),
         "a_step": sum(one.tokens - 1 for one in found) / max(sum(one.steps for one in found), 1),
         "kept": sum(one.kept * one.rounds for one in found) / max(sum(one.rounds for one in found), 1),
         "streak": middle([one.streak for one in found]),
@@ -194,26 +218,89 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
+def as_often(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The shares that `parallel` and `sequential` keep at a window of 1; None where a row is missing.
+
+    `parallel` has every token of a text judged, `sequential` leaves out those that the target adds to what it kept: in a
+    text whose easy and hard places alternate the shares differ by that too, at temperature 0 as well.
+    """
+    by = {r["case"]: r for r in rows if r["case"] in ("sequential 1", "parallel 1") and "rounds" in r}
+    if len(by) < 2:
+        return None
+    kept = {name: r["kept"] for name, r in by.items()}
+    gap = kept["parallel 1"] - kept["sequential 1"]
+    error = math.sqrt(sum(r["kept"] * (1 - r["kept"]) / r["rounds"] for r in by.values()))
+    rounds = {name: r["rounds"] for name, r in by.items()}
+    told = {"case": "kept", **kept, "rounds": rounds, "gap": gap, "standard_error": error}
+    return {**told, "reached": abs(gap) <= CLOSE}
+
+
+def run_of(row: dict[str, Any]) -> tuple[str, float]:
+    """The model and the temperature of a row."""
+    return row["model"], row.get("temperature", 0.0)
+
+
+def runs_of(rows: list[dict[str, Any]]) -> dict[tuple[str, float], list[dict[str, Any]]]:
+    """The rows of each model and temperature."""
+    return {run: [row for row in rows if run_of(row) == run] for run in dict.fromkeys(map(run_of, rows))}
+
+
+def conclusions(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The verdict and the row `kept` of each model and temperature, where the rows for them are there."""
+    return [
+        {"model": model, **({"temperature": heat} if heat else {}), **told}
+        for (model, heat), some in runs_of(rows).items()
+        for told in (verdict(some), as_often(some))
+        if told is not None
+    ]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a line for each model, temperature and way, with tokens a second of plain decoding in the same turns."""
+    lines = [
+        "| pair | T | way | a step | kept | tokens a second | plain | over plain |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for r in rows:
+        if "speedup" not in r or r["speedup"] is None:
+            continue
+        cells = [f"{r['model']}", f"{r.get('temperature', 0.0):g}", f"{r['case']}", f"{r['a_step']:.2f}"]
+        cells += [
+            f"{r['kept']:.2f}",
+            f"{r['tokens_per_s']:.0f}",
+            f"{r['plain_per_s']:.0f}",
+            f"{r['speedup']:.2f} x",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    for r in rows:
+        if r.get("case") == "kept":
+            one, two = r["parallel 1"], r["sequential 1"]
+            lines.append(
+                f"\n{r['model']}, T = {r.get('temperature', 0.0):g}, windows of 1: `parallel` keeps {one:.3f}, `sequential` "
+                f"{two:.3f} of drafted tokens; apart {r['gap']:+.3f}, standard error {r['standard_error']:.3f}."
+            )
+    return "\n".join(lines)
+
+
 def together(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The rows of some files without their verdicts, and a verdict for each model; what stands twice counts once.
+    """The rows of some files without their conclusions, and those over all of them; what stands twice counts once.
 
     Raises `SystemExit` where two rows of a case differ, of which one would have to be chosen, and where the videos do.
     """
-    found = list({json.dumps(row): row for row in read_rows(paths) if row.get("case") != "verdict"}.values())
+    given = [row for row in read_rows(paths) if row.get("case") not in CONCLUSIONS]
+    found = list({json.dumps(row): row for row in given}.values())
     cases = [row for row in found if "case" in row]
-    twice = [key for key, count in Counter((row["model"], row["case"]) for row in cases).items() if count > 1]
+    twice = [key for key, count in Counter((*run_of(row), row["case"]) for row in cases).items() if count > 1]
     if twice:
         raise SystemExit(
-            f"--rows: {twice[0][1]} of {twice[0][0]} was measured twice; give the file of one of them."
+            f"--rows: {twice[0][2]} of {twice[0][0]} was measured twice; give the file of one of them."
         )
-    for model in dict.fromkeys(row["model"] for row in cases):
-        rows = [row for row in cases if row["model"] == model and row["case"] != "memory"]
+    measures = [row for row in cases if row["case"] != "memory"]
+    for run, rows in runs_of(measures).items():
         for name in ("frames", "captions", "seed"):
             if len(values := {row.get(name) for row in rows}) > 1:
-                raise SystemExit(f"--rows: {name} of {model} are {values}; give files that have the same.")
-        if (told := verdict(rows)) is not None:
-            found.append({"model": model, **told})
-    return found
+                raise SystemExit(f"--rows: {name} of {run[0]} are {values}; give files that have the same.")
+    return found + conclusions(measures)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -227,20 +314,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=40)
+    parser.add_argument("--temperature", type=float, default=0.0, help="of drawn tokens; 0: greedy decoding")
     parser.add_argument("--windows", type=int, nargs="*", default=list(WINDOWS))
     parser.add_argument("--only", nargs="*", help="cases whose name begins so")
     parser.add_argument(
         "--rows", nargs="+", type=Path, help="measure nothing: put the rows of these files together"
     )
+    parser.add_argument("--table", action="store_true", help="with --rows: print the rows as Markdown tables")
     parser.add_argument("--out")
     given = parser.parse_args(argv)
+    if given.temperature < 0:
+        parser.error(
+            f"--temperature: {given.temperature:g}; give 0 for greedy decoding, or more to draw tokens."
+        )
     if given.rows:
-        if not given.out:
-            parser.error("--rows: give --out too, the file that all rows are written to.")
+        if not given.out and not given.table:
+            parser.error("--rows: give --out too, the file that all rows are written to, or --table.")
         found = together(given.rows)
-        write_rows(Path(given.out), found)
-        print("\n".join(json.dumps(row) for row in found if row.get("case") == "verdict"))
+        if given.out:
+            write_rows(Path(given.out), found)
+        if given.table:
+            print(table(found))
+        else:
+            print("\n".join(json.dumps(row) for row in found if row.get("case") in CONCLUSIONS))
         return
+    if given.table:
+        parser.error("--table: give --rows too, the files of rows to print.")
     torch.set_num_threads(1)
     model = load_model(given.model, dtype=torch.float32)
     inputs = prompts(given.model, model, given.frames, given.captions, given.seed)
@@ -250,7 +349,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     log = Log(given.out) if given.out else None
     print(json.dumps({"environment": environment()}))
     rows = []
-    for found in measured(model, inputs, given.tokens, drafts, given.repeats):
+    sampling = given.temperature, given.seed
+    for found in measured(model, inputs, given.tokens, drafts, given.repeats, *sampling):
         found |= {"model": given.model, "frames": given.frames, "seed": given.seed}
         rows.append(found)
         print(json.dumps(found), flush=True)
@@ -262,9 +362,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(found), flush=True)
         if log is not None:
             log.row(**found)
-    told = verdict(rows)
-    if told is not None:
-        last = {"model": given.model, **told}
+    for last in conclusions(rows):
         print(json.dumps(last))
         if log is not None:
             log.row(**last)

@@ -149,6 +149,35 @@ def test_a_way_starts_one_process_and_what_it_is_held_against_is_plain(
     assert [report.draft["rounds"] > 0 for report in reports] == [False, True] * 4
 
 
+def test_rows_of_drawn_tokens(shipped: Callable[[str], str]) -> None:
+    """Each caption has a seed of its own, the same for every way; texts differ, so that nothing is called the same."""
+    name = shipped("tiny-qwen")
+    model = load_model(name, dtype=torch.float32)
+    inputs = decode_cpu.prompts(name, model, 8, 1, 3)
+    drafts = {way: {"name": "prompt_lookup"} for way in ("one", "other")}
+    one, other = decode_cpu.measured(model, inputs, 16, drafts, 2, 1.5, 7)
+    assert one["same"] is other["same"] is None and one["temperature"] == 1.5 and one["captions"] == 2
+    drawn = [(row["tokens"], row["rounds"], row["kept"], row["a_step"]) for row in (one, other)]
+    assert drawn[0] == drawn[1] and not one["failed"]
+
+
+def test_shares_kept_under_sampling_are_held_against_each_other() -> None:
+    base = {"model": "tiny-ov", "temperature": 0.7, "speedup": 1.5, "plain_per_s": 10.0, "tokens_per_s": 15.0}
+    base |= {"window": 1, "draft_step_s": 0.1, "share": 0.8, "a_step": 1.0}
+    turns = base | {"case": "sequential 1", "draft": {}, "kept": 0.5, "rounds": 10_000}
+    ahead = base | {"case": "parallel 1", "draft": {}, "kept": 0.53, "rounds": 10_000}
+    *_, told = decode_cpu.conclusions([turns, ahead])
+    assert told["case"] == "kept" and told["temperature"] == 0.7 and not told["reached"]
+    assert told["gap"] == pytest.approx(0.03) and told["standard_error"] == pytest.approx(0.00706, abs=1e-5)
+    *_, told = decode_cpu.conclusions([turns, ahead | {"kept": 0.51}])
+    assert told["reached"]
+    assert decode_cpu.conclusions([turns, ahead | {"temperature": 1.5}]) == []
+    lines = decode_cpu.table([turns, ahead, told]).splitlines()
+    assert (
+        "| tiny-ov | 0.7 | parallel 1 | 1.00 | 0.53 | 15 | 10 | 1.50 x |" in lines and "+0.010" in lines[-1]
+    )
+
+
 def test_rows_measured_apart_have_one_verdict(tmp_path: Path) -> None:
     base = {"captions": 2, "frames": 8, "model": "tiny-ov", "share": 0.8, "plain_per_s": 10.0}
     turns = {"case": "sequential 3", "draft": {"name": "sequential"}, "window": 3, "speedup": 1.5}

@@ -20,7 +20,7 @@ from mmaccel.cli.console import remark, sentence
 from mmaccel.cli.stopping import shielded
 from mmaccel.core import outside
 from mmaccel.core.errors import MmaccelError
-from mmaccel.core.folder import FACTS
+from mmaccel.core.folder import FACTS, sync, write_private
 
 if TYPE_CHECKING:
     from mmaccel.core.session import VideoSession
@@ -133,8 +133,9 @@ def _write(folder: Path, points: list[Point]) -> None:
     place = journal_of(folder)
     place.parent.mkdir(parents=True, exist_ok=True)
     part = place.with_name(f"{place.name}-part")
-    part.write_text("".join(json.dumps(asdict(one)) + "\n" for one in points), encoding="utf-8")
-    part.replace(place)
+    write_private(part, "".join(json.dumps(asdict(one)) + "\n" for one in points))
+    os.replace(part, place)
+    sync(place.parent)
 
 
 class Keeper:

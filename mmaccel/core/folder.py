@@ -4,6 +4,9 @@ A save writes its files into a new folder within the session's, ``data-1``, ``da
 which lists them, into place. A save that is killed leaves the former `session.json` with its files, or the new one with its
 own. At the end the files that the former list names are removed, one by one. A note, `.mmaccel-saving.json`, says what is to
 be removed, so that the next save ends what a killed one left. Every other file stays where it is.
+
+The new files are on the disk before their list is, and the former ones go when the list is on the disk, so that a loss of
+power does the same as a kill.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -29,6 +33,10 @@ NOTE = ".mmaccel-saving.json"
 DATA = re.compile(r"data-[1-9][0-9]{0,8}")
 ENDINGS = (".safetensors", ".json")
 """Of all files that a save writes."""
+WAIT_S = 10.0
+"""Seconds that a save waits for another one to end."""
+NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES}
+"""What a file system says that cannot write a file or a folder to the disk on demand."""
 
 
 def writable(path: Path) -> None:
@@ -82,7 +90,7 @@ def replace(place: Path, write: Callable[[Path], Mapping[str, Any]]) -> None:
     write  fills the folder it is given and returns what `session.json` is to say; after an error in it the former session
            is as it was
     """
-    made = not place.exists()
+    made = [one for one in (place, *place.parents) if not one.exists()]
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         with _alone(place):
@@ -90,18 +98,24 @@ def replace(place: Path, write: Callable[[Path], Mapping[str, Any]]) -> None:
             numbers = [int(name[5:]) for name in os.listdir(place) if DATA.fullmatch(name)]
             part = place / f"data-{max(numbers, default=0) + 1}"
             note = {"format": FORMAT, "version": VERSION, "part": part.name, "files": sorted(listed(place))}
-            with open(place / NOTE, "w", encoding="utf-8", opener=_private) as file:
-                json.dump(note, file)
             try:
+                write_private(place / NOTE, json.dumps(note))
                 part.mkdir(mode=0o700)
                 saving.write_json(part / FACTS, write(part))
                 for root, _, files in os.walk(part):
-                    os.chmod(root, 0o700)
                     for name in files:
                         os.chmod(os.path.join(root, name), 0o600)
+                        sync(os.path.join(root, name))
+                    os.chmod(root, 0o700)
+                    sync(root)
+                for one in [folder.parent for folder in made]:
+                    sync(one)
                 os.replace(part / FACTS, place / FACTS)
-            finally:
+            except BaseException:
                 _sweep(place)
+                raise
+            sync(place)
+            _sweep(place)
     finally:
         if made:
             with suppress(OSError):
@@ -152,26 +166,52 @@ def _marked(path: Path) -> dict[str, Any]:
     return told if known and told.get("version") in range(UNSEALED, VERSION + 1) else {}
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+def write_private(path: Path, text: str) -> None:
+    """Write a text file that only its owner may read, and wait until it is on the disk; raises OSError."""
+    with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        os.fchmod(file.fileno(), 0o600)  # there may have been a file
+        file.write(text)
+    sync(path)
+
+
+def sync(path: str | Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk, where the file system can tell; raises OSError."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
 
 
 @contextmanager
 def _alone(place: Path) -> Iterator[None]:
-    """Keep other saves out of the folder; the lock is the system's and ends with the process."""
-    handle = os.open(place, os.O_RDONLY)
+    """Keep other saves out of the folder, once none is under way; the lock is the system's and ends with the process."""
+    handle, late = os.open(place, os.O_RDONLY), time.monotonic() + WAIT_S
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ModelError(
-                f"save: another save writes to {place} now; wait until it ends, or give another path."
-            ) from error
-        except OSError:
-            pass  # a file system without locks
+        with suppress(OSError):  # a file system without locks
+            while not _locks(handle):
+                if time.monotonic() > late:
+                    raise ModelError(
+                        f"save: another save writes to {place} and has not ended after {WAIT_S:g} s; save again later, "
+                        "or give another path."
+                    )
+                time.sleep(0.05)
         yield
     finally:
         os.close(handle)
+
+
+def _locks(handle: int) -> bool:
+    """Lock a file; False where somebody else has the lock."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read(folder: Path) -> dict[str, Any]:

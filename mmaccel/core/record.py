@@ -21,8 +21,9 @@ from torch import Tensor
 
 from mmaccel.core import folder, outside, saving
 from mmaccel.core.adapter import StreamSeam
-from mmaccel.core.errors import ModelError, shown
+from mmaccel.core.errors import MmaccelError, ModelError, shown
 from mmaccel.core.folder import FACTS, FILM, FORMAT, MEMORY, UNSEALED, VERSION, writable
+from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.live import Film, Live
 from mmaccel.core.recipe import Recipe
 
@@ -30,6 +31,8 @@ CHECKSUM = "checksum"
 STORE = "store"
 """Folders of a memory that check themselves."""
 READ_BYTES = 1 << 24
+READS = 5
+"""How often a session is read at most, while another process saves to its folder."""
 PIXELS = 1 << 25
 """Most pixels of a frame: 8K."""
 
@@ -89,7 +92,43 @@ def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**bare, CHECKSUM: zlib.crc32(json.dumps(bare, sort_keys=True).encode())}
 
 
-def check(where: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
+def load(where: Path, seam: StreamSeam, recipe: Recipe, kv: StreamPolicy) -> Live:
+    """The stream of a saved session, whose memory is `kv`; raises an `MmaccelError` when it does not fit.
+
+    It is read again where another process saves to the folder meanwhile, which removes the files that were to be read.
+    """
+    for left in reversed(range(READS)):
+        before = _mark(where)
+        try:
+            facts = _check(where, seam, recipe)
+            live = Live.open(seam, kv, recipe.chunk, *facts.opening)
+            try:
+                _fill(facts, live)
+            except BaseException:
+                live.state.close()
+                raise
+            return live
+        except (MmaccelError, OSError) as error:
+            if left and _mark(where) != before:
+                continue
+            if isinstance(error, MmaccelError):
+                raise
+            raise ModelError(
+                f"{where} cannot be read ({outside.reason(error)}); save the session again."
+            ) from error
+    raise AssertionError("the last try returns or raises")
+
+
+def _mark(where: Path) -> tuple[int, int, int] | None:
+    """What another `session.json` has another of; None where there is none."""
+    try:
+        found = (where / FACTS).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _check(where: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
     """The facts of a saved session, its files there in full; raises `ModelError` when it does not fit."""
     told = _read(where)
     mine = _facts(seam, recipe)
@@ -149,7 +188,7 @@ def _check_file(where: Path, name: str, known: Any) -> None:
         raise ModelError(f"{where}: {name} {state}; the session is damaged, save it again.")
 
 
-def load(facts: Facts, live: Live) -> None:
+def _fill(facts: Facts, live: Live) -> None:
     """Fill a stream that was just opened."""
     told, film, state = facts.told, live.film, live.state
     wanted: dict[str, Any] = {

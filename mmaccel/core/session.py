@@ -349,14 +349,7 @@ class VideoSession:
     def load(self, path: str | Path) -> None:
         """Go on from what `save` wrote with the same model and kv; when that cannot be used, the session is as it was."""
         with self._working():
-            facts = record.check(Path(path), self._seam, self.recipe)
-            live = Live.open(self._seam, self._kv, self.recipe.chunk, *facts.opening)
-            try:
-                record.load(facts, live)
-            except BaseException:
-                live.state.close()
-                raise
-            before, self._live = self._live, live
+            before, self._live = self._live, record.load(Path(path), self._seam, self.recipe, self._kv)
             if before is not None:
                 before.state.close()
 

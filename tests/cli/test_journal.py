@@ -219,9 +219,33 @@ def test_a_session_is_saved_where_its_journal_cannot_be(
     status, out, err = call(*base, "--save", place)
     assert status == 0 and json.loads(out)["saved"] == str(place) and (place / "session.json").is_file()
     if name == "runs/today/stream":
-        assert journal_of(place).is_file() and err == ""
+        assert journal_of(place).stat().st_mode & 0o777 == 0o600 and err == ""
     else:
         assert err.startswith("without a journal") and err.count("\n") == 1
+
+
+def test_a_journal_is_on_the_disk_before_the_former_one_goes(
+    call: Call, ov: str, slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = journal_of(tmp_path / "s")
+    place.with_name(f"{place.name}-part").write_text("of a watch that was killed, readable by all")
+    found, sync, move = list[str](), os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        found.append(f"sync {os.readlink(f'/proc/self/fd/{handle}')}")
+        sync(handle)
+
+    def moved(old: Any, new: Any, **how: Any) -> None:
+        found.append(f"move {new}")
+        move(old, new, **how)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", moved)
+    base = ("watch", slides, "--model", ov, "--recipe", "recent", "--fps", 0.1, "--json")
+    assert call(*base, "--save", tmp_path / "s")[0] == 0 and place.stat().st_mode & 0o777 == 0o600
+    order = [f"sync {place}-part", f"move {place}", f"sync {tmp_path}"]
+    steps = [one for one in found if one in order]
+    assert steps[:3] == order and steps[-3:] == order and f"move {tmp_path / 's' / 'session.json'}" in found
 
 
 GOOD: dict[str, Any] = {"until": 4.5, "shift": 0.0, "whole": False, "frames": 3, "session": None}

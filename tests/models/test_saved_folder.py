@@ -202,6 +202,7 @@ def test_two_saves_into_one_folder_take_turns(tmp_path: Path, monkeypatch: pytes
             return write(where, name)
 
         patch.setattr(record, "_print_of", meanwhile)
+        patch.setattr(folder, "WAIT_S", 0.1)
         one.save(place)
         other.load(place)
         assert told and len(other) == 3

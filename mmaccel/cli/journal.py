@@ -12,12 +12,16 @@ import math
 import os
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmaccel.cli.console import remark, sentence
-from mmaccel.cli.stopping import shielded
+import typer
+
+from mmaccel.cli.console import many, remark, sentence
+from mmaccel.cli.stopping import INTERRUPTED, shielded
 from mmaccel.core import outside
 from mmaccel.core.errors import MmaccelError
 from mmaccel.core.folder import FACTS, sync, write_private
@@ -138,6 +142,20 @@ def _write(folder: Path, points: list[Point]) -> None:
     sync(place.parent)
 
 
+@contextmanager
+def opening(folder: Path | None) -> Iterator[None]:
+    """Before the first frame: a stop inside says what it means for the session in `folder`, and ends the command."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if folder is None:
+            raise
+        is_there = (folder / FACTS).is_file()
+        what = f"the session in {folder} is as it was" if is_there else f"nothing was saved to {folder}"
+        remark(f"stopped before the first frame; {what}.")
+        raise typer.Exit(INTERRUPTED) from None
+
+
 class Keeper:
     """Saves a session to `folder` now and then, with its journal; without a folder it does nothing.
 
@@ -158,6 +176,7 @@ class Keeper:
         self._every, self._last, self._cost = every, time.monotonic(), 0.0
         self._begun, self._until = len(session), 0.0 if point is None else point.until
         self._told = False
+        self._saved = 0
         self.shift: float | None = None if point is None else point.shift
 
     def now_and_then(self) -> None:
@@ -185,11 +204,22 @@ class Keeper:
             if point is not None:
                 self._note(folder, [one for one in (point, before) if one is not None])
             session.save(folder)
+            self._saved = len(session)
             sealed = (
                 None if point is None else replace(point, session=zlib.crc32((folder / FACTS).read_bytes()))
             )
             self._note(folder, [] if sealed is None else [sealed])
         return True
+
+    def saved(self) -> str:
+        """Which of the frames are saved, in words; "" without a folder."""
+        if self._folder is None:
+            return ""
+        if not self._saved:
+            return f"nothing was saved to {self._folder}"
+        if self._saved < len(self._session):
+            return f"the first {many(self._saved, 'frame')} are saved to {self._folder}, the rest is not"
+        return f"saved to {self._folder}"
 
     def _note(self, folder: Path, points: list[Point]) -> None:
         """Write the journal, or remove it where there is nothing to say; a session is saved without one too."""

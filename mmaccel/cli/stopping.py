@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED, TERMINATED = 130, 143
+AGAIN_S = 1.0
+"""Seconds after which another SIGTERM acts: a supervisor may signal a process and its whole group, and means one stop."""
 
 
 class _Signal:
@@ -17,14 +20,20 @@ class _Signal:
     def __init__(self) -> None:
         self.came = self.waits = False
         self.shields = 0
+        self._acted = 0.0
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        # A supervisor may signal a process and its whole group: only the first signal counts.
-        if not self.came:
-            self.came = True
-            self.waits = self.shields > 0
-            if not self.waits:
-                raise KeyboardInterrupt
+        """Raise KeyboardInterrupt, or have the shield raise it when it ends; do nothing soon after the last time.
+
+        Python swallows what is raised in a `__del__` or in some callbacks: the next SIGTERM has to act too.
+        """
+        now = time.monotonic()
+        if self.came and now - self._acted < AGAIN_S:
+            return
+        self.came, self._acted = True, now
+        self.waits = self.shields > 0
+        if not self.waits:
+            raise KeyboardInterrupt
 
 
 _signal = _Signal()
@@ -32,7 +41,7 @@ _signal = _Signal()
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Inside, the first SIGTERM raises KeyboardInterrupt in the main thread and later ones do nothing.
+    """Inside, SIGTERM raises KeyboardInterrupt in the main thread, one that comes `AGAIN_S` after it too.
 
     Where SIGTERM is ignored or has a handler of the caller's own, that stays.
     """

@@ -19,7 +19,7 @@ from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, counter, err, many, out, print_json, remark, sentence
 from mmaccel.cli.evidence import as_object, below, evidence_table
-from mmaccel.cli.journal import EVERY_S, Keeper, Reading, point_of
+from mmaccel.cli.journal import EVERY_S, Keeper, Reading, opening, point_of
 from mmaccel.cli.source import described, ended, rated, until_broken
 from mmaccel.cli.stopping import shielded
 from mmaccel.core import outside
@@ -108,34 +108,35 @@ def watch(
         raise RecipeError("--recipe: a saved session has its own; leave --recipe or --load out.")
     if save is not None:
         writable(save)
-    chosen = choices.memory(recipe or RECIPE) if load is None else Recipe.load(recipe_of(load))
-    place, kept_in = choices.where(device), choices.dtype(dtype)
-    processor = choices.processor(model)
-    clips: Iterator[Video] = iter(())
-    reading, point, broken = None, None, list[VideoError]()
-    if video is not None:
-        # What is live runs away while a model is loaded, and cannot be gone on with.
-        live = format is not None or is_url(video)
-        if not live and os.path.isfile(video):
-            reading = Reading.of(video, follow, fps, gaps)
-            point = point_of(load, reading) if load is not None else None
-        how: dict[str, Any] = {"follow": follow, "timeout": timeout, "format": format, "gaps": gaps}
-        start = 0.0 if point is None else point.until
-        clips = media.clips(video, fps=fps, frames_per_clip=clip, start=start, **how)
-        # Of a camera, or of a file that grows, the rate is a guess.
-        clips = rated(clips, video, fps, guess=follow or format is not None, quiet=as_json)
-        clips = until_broken(clips, broken)
-        if not live and not follow:
-            # Opened before a model is loaded.
-            clips = chain([one for one in [next(clips, None)] if one is not None], clips)
-    asked += piped(question or [])
-    terminal = sys.stdin is not None and sys.stdin.isatty() and not as_json
-    if video is None and not asked and not terminal:
-        raise ModelError("--load without a video: there is no question; give one with --question.")
-    asked.sort(key=lambda one: float("inf") if one[0] is None else one[0])
-    session = VideoSession(choices.load(model, place, kept_in), processor, chosen)
-    if load is not None:
-        session.load(load)
+    with opening(save):
+        chosen = choices.memory(recipe or RECIPE) if load is None else Recipe.load(recipe_of(load))
+        place, kept_in = choices.where(device), choices.dtype(dtype)
+        processor = choices.processor(model)
+        clips: Iterator[Video] = iter(())
+        reading, point, broken = None, None, list[VideoError]()
+        if video is not None:
+            # What is live runs away while a model is loaded, and cannot be gone on with.
+            live = format is not None or is_url(video)
+            if not live and os.path.isfile(video):
+                reading = Reading.of(video, follow, fps, gaps)
+                point = point_of(load, reading) if load is not None else None
+            how: dict[str, Any] = {"follow": follow, "timeout": timeout, "format": format, "gaps": gaps}
+            start = 0.0 if point is None else point.until
+            clips = media.clips(video, fps=fps, frames_per_clip=clip, start=start, **how)
+            # Of a camera, or of a file that grows, the rate is a guess.
+            clips = rated(clips, video, fps, guess=follow or format is not None, quiet=as_json)
+            clips = until_broken(clips, broken)
+            if not live and not follow:
+                # Opened before a model is loaded.
+                clips = chain([one for one in [next(clips, None)] if one is not None], clips)
+        asked += piped(question or [])
+        terminal = sys.stdin is not None and sys.stdin.isatty() and not as_json
+        if video is None and not asked and not terminal:
+            raise ModelError("--load without a video: there is no question; give one with --question.")
+        asked.sort(key=lambda one: float("inf") if one[0] is None else one[0])
+        session = VideoSession(choices.load(model, place, kept_in), processor, chosen)
+        if load is not None:
+            session.load(load)
     typed = Typed(terminal)
     told: list[dict[str, Any]] = []
     left = list(asked)
@@ -211,6 +212,7 @@ def watch(
             "error": " ".join(map(in_words, failed)) or None,
             "unanswered": [{"question": text, "at": at} for at, text in left],
         }
+        saved = keeper.saved()
     frames = many(facts["frames"], "frame")
     if as_json:
         print_json({**facts, "answers": told})
@@ -226,10 +228,10 @@ def watch(
             end = "stopped after" if stopped else "watched"
             closing = f"{end} {frames}, {facts['seconds']:.0f} s"
             closing += "; the source is over" if follow and not stopped else ""
-            err().print(closing + (f"; saved to {save}" if kept else ""), highlight=False)
+            remark(closing + (f"; {saved}" if saved else ""))
     if failed:
-        if kept:
-            remark(f"saved {frames} to {save}")
+        if saved:
+            remark(f"saved {frames} to {save}" if kept else saved)
         for another in failed[1:]:
             remark(f"error: {in_words(another)}")
         raise failed[0]

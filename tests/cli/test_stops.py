@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mmaccel.cli import console
+from mmaccel.cli import console, stopping
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -253,6 +253,93 @@ def test_sigterm_while_a_session_is_saved_waits_for_the_save(
     status, out, err = call(*words)
     assert status == 143 and json.loads(out)["saved"] == str(tmp_path / "s") and err == ""
     assert json.loads((tmp_path / "s" / "session.json").read_text())["frames"] == 7
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("swallowed", [True, False])
+def test_sigterm_acts_again_where_the_first_was_swallowed(
+    call: Call, monkeypatch: pytest.MonkeyPatch, swallowed: bool
+) -> None:
+    from mmaccel.cli import catalog
+
+    class Callback:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def twice(*_: object) -> None:
+        if swallowed:
+            Callback()
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # to the process's group: it stops nothing that cleans up
+            cleaned.append(True)
+
+    cleaned: list[bool] = []
+    monkeypatch.setattr(stopping, "AGAIN_S", 0.05 if swallowed else 60.0)
+    monkeypatch.setattr(catalog, "presets", twice)
+    begin = time.monotonic()
+    assert call("list") == (143, "", "stopped.\n") and time.monotonic() - begin < 4
+    assert bool(cleaned) is not swallowed
+
+
+@pytest.mark.parametrize(("stop", "code"), STOPS)
+@pytest.mark.parametrize("when", ["the model loads", "the model loads again", "the first clip"])
+def test_a_watch_stopped_early_says_that_nothing_is_saved(
+    call: Call,
+    ov: str,
+    clip: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+    stop: Stop,
+    code: int,
+) -> None:
+    from mmaccel.cli import choices
+    from mmaccel.core.session import VideoSession
+
+    place = tmp_path / "s"
+    base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25)
+    if when == "the model loads again":
+        assert call(*base, "--save", place)[0] == 0
+    early = (choices, "load") if "loads" in when else (VideoSession, "watch")
+    monkeypatch.setattr(*early, lambda *_, **__: stop())
+    status, out, err = call(*base, "--save", place)
+    told = {
+        "the model loads": f"stopped before the first frame; nothing was saved to {place}.",
+        "the model loads again": f"stopped before the first frame; the session in {place} is as it was.",
+        "the first clip": f"stopped after 0 frames, 0 s; nothing was saved to {place}",
+    }
+    assert (status, out) == (code, "") and err.splitlines()[-1] == told[when]
+    if when == "the model loads":
+        assert call(*base)[2].splitlines()[-1] == "stopped."
+
+
+@pytest.mark.parametrize("saves", [0, 1])
+def test_a_watch_whose_last_save_is_stopped_says_what_is_saved(
+    call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: int
+) -> None:
+    from mmaccel.core import record
+
+    inner, left = record.save, [saves]
+
+    def save(*given: Any) -> None:
+        if not left[0]:
+            interrupt()
+        left[0] -= 1
+        inner(*given)
+
+    monkeypatch.setattr(record, "save", save)
+    monkeypatch.setattr("mmaccel.cli.journal.Keeper.now_and_then", lambda keeper: keeper.save(False))
+    base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--clip", 4)
+    status, _, err = call(*base, "--save", tmp_path / "s")
+    told = f"the first 4 frames are saved to {tmp_path / 's'}, the rest is not"
+    told = told if saves else f"nothing was saved to {tmp_path / 's'}"
+    stopped = "stopped after 8 frames, 28 s" if saves else "stopped after 4 frames, 12 s"
+    assert status == 130 and err.splitlines()[-1] == f"{stopped}; {told}"
 
 
 def test_a_handler_of_the_caller_stays(call: Call) -> None:

@@ -73,9 +73,12 @@ def journal_of(folder: Path) -> Path:
 
 
 def point_of(folder: Path, reading: Reading) -> Point | None:
-    """Where to continue an unfinished reading of the session in `folder`; None: it was finished, or of another video."""
+    """Where to continue the last reading of the session in `folder`; None: it was of another video.
+
+    `whole` of the point says that nothing can be left: the video was read to its end, and no longer grew.
+    """
     last = _of_session(folder)
-    if last is None or last.whole or last.reading.video != reading.video:
+    if last is None or last.reading.video != reading.video:
         return None
     sizes = {last.reading.bytes, reading.bytes} - {None}
     if replace(last.reading, bytes=reading.bytes) != reading or len(sizes) > 1:
@@ -84,8 +87,11 @@ def point_of(folder: Path, reading: Reading) -> Point | None:
             f"--fps {last.reading.fps:g} --gaps {last.reading.gaps}, or had read a different file."
         )
         return None
+    if last.whole and None not in (last.reading.bytes, reading.bytes):
+        remark(f"nothing of {reading.video} is left to watch: the saved session has watched it to its end.")
+        return last
     remark(f"continues at {last.until:g} s of {reading.video}, where the saved session stopped reading.")
-    return last
+    return replace(last, whole=False)
 
 
 def _of_session(folder: Path) -> Point | None:

@@ -122,7 +122,8 @@ def watch(
                 point = point_of(load, reading) if load is not None else None
             how: dict[str, Any] = {"follow": follow, "timeout": timeout, "format": format, "gaps": gaps}
             start = 0.0 if point is None else point.until
-            clips = media.clips(video, fps=fps, frames_per_clip=clip, start=start, **how)
+            if point is None or not point.whole:
+                clips = media.clips(video, fps=fps, frames_per_clip=clip, start=start, **how)
             # Of a camera, or of a file that grows, the rate is a guess.
             clips = rated(clips, video, fps, guess=follow or format is not None, quiet=as_json)
             clips = until_broken(clips, broken)
@@ -147,7 +148,7 @@ def watch(
         told.append(_ask(session, text, at, max_new_tokens, evidence, as_json))
 
     with session:
-        begin = session.seconds if len(session) else None
+        begin, had = session.seconds if len(session) else None, len(session)
         keeper, whole = Keeper(session, save, reading, point, every), False
         try:
             with bars() as progress:
@@ -176,6 +177,8 @@ def watch(
                         answer(text)
             # What was seen before a stall or a fault is asked about all the same.
             whole = not broken
+            if whole and point is not None and not (point.whole or len(session) > had):
+                remark(f"nothing of {video} is left to watch behind {point.until:g} s.")
             for at, text in asked:
                 if at is not None and at > session.seconds + 1 / fps:
                     asked_there(text, f"{at:g} s, past the last frame at {session.seconds:g} s")

@@ -121,8 +121,20 @@ def test_a_killed_watch_goes_on(
     assert after["answers"][-1]["answer"] == whole["answers"][-1]["answer"]
     assert after["answers"][-1]["evidence"] == whole["answers"][-1]["evidence"]
     assert memory(folder) == memory(tmp_path / "whole")
-    # What was read to its end is watched anew, behind what there is.
-    status, out, err = call(*again, "--load", folder)
+    # What was read to its end is not read again.
+    over = f"nothing of {slides} is left to watch: the saved session has watched it to its end.\n"
+    with monkeypatch.context() as broken:
+        broken.setattr(media, "clips", None)
+        status, out, err = call(*again, *QUESTIONS[2:], "--load", folder, "--save", folder)
+    anew = json.loads(out)
+    assert (status, err, anew["frames"], anew["ended"]) == (0, over, 23, "end")
+    assert anew["answers"][0]["answer"] == after["answers"][0]["answer"]
+    assert memory(folder) == memory(tmp_path / "whole")
+    assert call(*again, "--load", folder)[2] == over
+    # Another file follows what there is.
+    another = tmp_path / "another.mkv"
+    another.write_bytes(slides.read_bytes())
+    status, out, err = call("watch", another, *again[2:], "--load", folder)
     assert (status, err, json.loads(out)["frames"]) == (0, "", 46)
 
 
@@ -175,9 +187,13 @@ def test_a_stall_is_told_and_what_came_is_kept(call: Call, ov: str, tmp_path: Pa
         f"{path} stalled: nothing came for 0.5 s after {taken} frames, and it has not ended; raise --timeout."
     )
     assert told["error"] == stall and err == f"saved {taken} frames to {tmp_path / 's'}\nerror: {stall}\n"
-    status, out, err = call(*words, "--load", tmp_path / "s")
+    status, out, err = call(*words, "--load", tmp_path / "s", "--save", tmp_path / "s")
     assert (status, json.loads(out)["frames"], json.loads(out)["ended"]) == (0, 30, "end")
     assert f"continues at {taken / 5 - 0.1:g} s of" in err
+    # What was followed to its end may have grown since.
+    status, out, err = call(*words, "--load", tmp_path / "s")
+    assert (status, json.loads(out)["frames"], json.loads(out)["ended"]) == (0, 30, "end")
+    assert err.endswith(f"nothing of {path} is left to watch behind 5.9 s.\n")
 
 
 def test_gaps_are_skipped_or_listed(call: Call, ov: str, slides: Path) -> None:

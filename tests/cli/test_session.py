@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,7 +76,10 @@ def test_it_watches_asks_saves_and_goes_on(call: Call, clip: str, ov: str, tmp_p
     assert len(best) == 5 and ranks == sorted(ranks) and told["answers"][0]["moments"] == 6
     assert all(first == last and first in range(6) for first, last in (one["frames"] for one in best))
     assert told["answers"][1]["ttft_s"] > 0 and told["recipe"]["kv"]["name"] == "rekv"
-    status, out, err = call(*base, "--load", tmp_path / "s", "--question", "what was first ?@72")
+    another = shutil.copy(clip, tmp_path / "another.mp4")
+    status, out, err = call(
+        "watch", another, *base[2:], "--load", tmp_path / "s", "--question", "what was first ?@72"
+    )
     told = json.loads(out)
     assert (status, err, told["began"], told["frames"]) == (0, "", 60.0, 32)
     assert [(a["asked_at"], a["frames"]) for a in told["answers"]] == [(72.0, 19)]
@@ -184,7 +188,9 @@ def test_a_file_of_questions(
 def test_a_time_before_a_saved_session_s_end_is_told(call: Call, clip: str, ov: str, tmp_path: Path) -> None:
     base = ("watch", clip, "--model", ov, "--json", "--max-new-tokens", 1, "--fps", 0.1)
     assert call(*base, "--recipe", "recent", "--save", tmp_path / "s")[0] == 0
-    status, _, err = call(*base, "--load", tmp_path / "s", "--question", "what was first ?@20")
+    another = shutil.copy(clip, tmp_path / "another.mp4")
+    asked = ("--question", "what was first ?@20")
+    status, _, err = call("watch", another, *base[2:], "--load", tmp_path / "s", *asked)
     assert status == 0
     assert (
         err == "'what was first ?' is for 20 s, before the saved session's end at 60 s; it is asked there.\n"

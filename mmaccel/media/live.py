@@ -1,22 +1,27 @@
-"""Live sources: a file that grows, and a thread that reads ahead of the caller and reports a stall."""
+"""Sources read in a thread: a queue that reports a stall and can be left, and a file that grows."""
 
 from __future__ import annotations
 
 import io
 import os
-import queue
 import signal
 import stat
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mmaccel.media.pipe import ready
 
 Item = TypeVar("Item")
+
+CHECK_S = 0.05
+"""Seconds between two calls of `check` while an item is awaited."""
+
+LEAVE_S = 0.5
+"""Seconds that `Pump.close` waits for its thread."""
 
 
 class Stall(Exception):
@@ -27,82 +32,111 @@ class Stall(Exception):
         self.seconds = seconds
 
 
-class Pump(Generic[Item]):
-    """Reads `items` in a thread, at most `most` ahead. `next` raises what reading raised, and `Stall` where reading waits.
+class Line(Generic[Item]):
+    """The queue from the thread that reads to the caller: at most `most` items, and whether the source stalls."""
 
-    make(wait)  opens the source and gives its items; it calls `wait(seconds)` when nothing came for so long, which returns
-                True once the caller asks for more, and False when the caller is gone
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._items: deque[Item | BaseException] = deque()
+        self._changed = threading.Condition()
+        self._awaited = self._over = False
+        self._stall: Stall | None = None
+
+    @property
+    def left(self) -> bool:
+        """Whether the caller wants no more."""
+        return self._over
+
+    @property
+    def starved(self) -> bool:
+        """Whether the caller awaits an item, or wants no more. A slow caller has items to take: it awaits none."""
+        with self._changed:
+            return self._over or (self._awaited and not self._items)
+
+    def put(self, item: Item | BaseException) -> bool:
+        """Hand over, when there is room; False when the caller wants no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or len(self._items) < self._most)
+            if not self._over:
+                self._items.append(item)
+                self._changed.notify_all()
+            return not self._over
+
+    def get(self, check: Callable[[float], None]) -> Item:
+        """The next item; `check(seconds)` is called with how long it was awaited so far. Raises what `put` was given to
+        raise, `Stall`, `StopIteration` once the line is closed, and what `check` raises."""
+        began = time.monotonic()
+        with self._changed:
+            self._awaited = True
+            self._changed.notify_all()
+            try:
+                while not (self._over or self._items or self._stall):
+                    self._changed.wait(CHECK_S)
+                    check(time.monotonic() - began)
+            finally:
+                self._awaited = False
+            if self._over:
+                raise StopIteration
+            if not self._items and self._stall is not None:
+                stall, self._stall = self._stall, None
+                raise stall
+            item = self._items.popleft()
+            self._changed.notify_all()
+            if isinstance(item, BaseException):
+                self._over = True
+                raise item
+            return item
+
+    def wait(self, seconds: float) -> bool:
+        """Report a stall once the caller has taken all items, and wait until it asks for more; False when it does not."""
+        with self._changed:
+            self._stall = Stall(seconds)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._over or (self._stall is None and self._awaited))
+            return not self._over
+
+    def close(self) -> None:
+        """Whoever waits at either end goes on."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+
+class Pump(Generic[Item]):
+    """Reads items in a thread, at most `most` ahead. `get` raises what reading raised, and `Stall` where reading waits.
+
+    make(line)  opens the source and gives its items; it calls `line.wait(seconds)` when nothing came for so long, which
+                returns True once the caller asks for more, and ends when `line.left`
     """
 
-    def __init__(self, make: Callable[[Callable[[float], bool]], Iterator[Item]], most: int) -> None:
-        self._line = _Line[Item](most)
+    def __init__(self, make: Callable[[Line[Item]], Iterator[Item]], most: int) -> None:
+        self._line = Line[Item](most)
         self._thread = threading.Thread(
             target=_pumped, args=(make, self._line), name="mmaccel-media", daemon=True
         )
         self._begun = False
 
-    def __iter__(self) -> Pump[Item]:
-        return self
-
-    def __next__(self) -> Item:
+    def get(self, check: Callable[[float], None]) -> Item:
+        """The next item, as `Line.get` gives it."""
         if not self._begun:
             self._begun = True
             self._thread.start()
-        return self._line.get()
+        return self._line.get(check)
 
     def close(self) -> None:
-        """End the reading; what it waits for at an address may keep the thread for as long as the source's timeout."""
+        """End the reading. A thread that waits for an address ends when that sends something or its timeout is over."""
         self._line.close()
         if self._begun and threading.current_thread() is not self._thread:
-            self._thread.join(1.0)
+            self._thread.join(LEAVE_S)
 
     def __del__(self) -> None:
         self._line.close()
 
 
-class _Line(Generic[Item]):
-    """The queue from the thread to the caller."""
-
-    def __init__(self, most: int) -> None:
-        self._queue: queue.Queue[Item | BaseException] = queue.Queue(most)
-        self._asked, self._over = threading.Event(), threading.Event()
-
-    def put(self, item: Item | BaseException) -> bool:
-        """Hand over, when there is room; False when the caller is gone."""
-        while not self._over.is_set():
-            with suppress(queue.Full):
-                self._queue.put(item, timeout=0.1)
-                return True
-        return False
-
-    def get(self) -> Item:
-        if self._over.is_set():
-            raise StopIteration
-        self._asked.set()
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            if not isinstance(item, Stall):
-                self._over.set()
-            raise item
-        return item
-
-    def wait(self, seconds: float) -> bool:
-        """Report a stall, and wait until the caller asks for more."""
-        self._asked.clear()
-        if not self.put(Stall(seconds)):
-            return False
-        self._asked.wait()
-        return not self._over.is_set()
-
-    def close(self) -> None:
-        self._over.set()
-        self._asked.set()
-
-
-def _pumped(make: Callable[[Callable[[float], bool]], Iterator[Item]], line: _Line[Item]) -> None:
+def _pumped(make: Callable[[Line[Item]], Iterator[Item]], line: Line[Item]) -> None:
     end: BaseException = StopIteration()
     try:
-        for item in make(line.wait):
+        for item in make(line):
             if not line.put(item):
                 return
     except BaseException as error:
@@ -114,20 +148,21 @@ class Growing(io.RawIOBase):
     """A file that is still being written: at its end `read` waits for more.
 
     When nothing came for `timeout` seconds the file is over if nobody has it open for writing. Else, and where the system
-    does not tell, `wait(timeout)` is called, and reading goes on if it returns True.
+    does not tell, `line.wait(timeout)` is called, and reading goes on if it returns True. A caller that still has items to
+    take does not wait: reading then goes on at once. When the caller has left, the file is over.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         timeout: float,
-        wait: Callable[[float], bool],
+        line: Line[Any],
         poll: float = 0.02,
     ) -> None:
         super().__init__()
         # To open a pipe would wait for its writer.
         self._file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
-        self._timeout, self._wait, self._poll = timeout, wait, poll
+        self._timeout, self._line, self._poll = timeout, line, poll
         self._over = False
 
     def readable(self) -> bool:
@@ -138,7 +173,7 @@ class Growing(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         patience = time.monotonic() + self._timeout
-        while not self._over:
+        while not (self._over or self._line.left):
             # A file is always ready; a pipe is when there is data or nobody writes any more.
             there = ready(self._file.fileno(), self._poll)
             data = self._file.read(size) if there else None
@@ -146,7 +181,9 @@ class Growing(io.RawIOBase):
                 return bytes(data)
             if time.monotonic() >= patience:
                 # FFmpeg asks several times before it believes in an end.
-                self._over = (there and is_finished(self._file.fileno())) or not self._wait(self._timeout)
+                self._over = (there and is_finished(self._file.fileno())) or (
+                    self._line.starved and not self._line.wait(self._timeout)
+                )
                 patience = time.monotonic() + self._timeout
             elif there:
                 time.sleep(self._poll)

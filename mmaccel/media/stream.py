@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import torch
 from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.clock import Log, Ticks
 from mmaccel.media.container import Source
-from mmaccel.media.live import Growing, Pump, Stall
+from mmaccel.media.live import Growing, Line, Pump, Stall
 from mmaccel.media.picture import Picture
 from mmaccel.media.pipe import is_pipe
 from mmaccel.media.place import is_file, is_url, plain
@@ -22,7 +23,7 @@ from mmaccel.media.sampling import TIE, grid, nearest
 from mmaccel.media.video import Event, Gaps, Progress, Video
 
 AHEAD = 8
-"""Frames of a live source that a thread reads ahead of the caller."""
+"""Frames that a thread reads ahead of the caller."""
 
 
 def clips(
@@ -39,6 +40,8 @@ def clips(
     options: dict[str, str] | None = None,
     gaps: Gaps = "hold",
     start: float = 0.0,
+    check: Callable[[], None] | None = None,
+    quiet: float | None = None,
 ) -> Clips:
     """Give clips of `frames_per_clip` frames: at each tick ``k / fps`` seconds the frame shown nearest to it.
 
@@ -50,7 +53,9 @@ def clips(
     `source` is a file, a file still being written (`follow=True`), a pipe, a URL, or a device with its `format` (for
     instance "v4l2"). A file is followed as fragmented mp4, MPEG-TS or Matroska: a plain mp4 has no index until it is
     finished. Times run on from clip to clip; at most two clips are held at a time. `progress(done, None)` counts frames.
-    Arguments are checked at the call, the source is opened at the first clip.
+    Arguments are checked at the call. A thread opens the source at the first clip and reads a few frames ahead. While a
+    frame is awaited, `check` is called some 20 times a second; what it raises ends the call, and the next one goes on.
+    `quiet`: when a live source sent no frame for so many seconds, the frames so far are given as a shorter clip.
 
     There are three endings. At the end of the source the iteration stops. A followed file or a pipe has ended when nothing
     came for `timeout` seconds and no process has it open for writing. A stall raises `VideoStalled`, after a clip of the
@@ -84,7 +89,7 @@ def clips(
         gaps,
         start,
     )
-    return Clips(opened, progress)
+    return Clips(opened, progress, check, quiet if opened.live else None)
 
 
 @dataclass(eq=False)
@@ -108,12 +113,13 @@ class _Opened:
     def live(self) -> bool:
         return self.follow or is_url(self.path) or self.format is not None
 
-    def items(self, wait: Callable[[float], bool]) -> Generator[_Taken, None, None]:
+    def items(self, line: Line[_Taken]) -> Iterator[_Taken]:
         """The frames that are taken."""
         with ExitStack() as stack:
-            source = self.source = self._open(stack, wait)
+            source = self.source = self._open(stack, line)
             ticks, taken = Ticks(0.0, self.fps, source.log), 0
-            for moment, frame in nearest(source.frames(), grid(0.0, self.fps), source.jump, source.until):
+            frames = itertools.takewhile(lambda _: not line.left, source.frames())
+            for moment, frame in nearest(frames, grid(0.0, self.fps), source.jump, source.until):
                 self.seen += 1
                 if ticks.again(frame) and self.gaps == "skip":
                     continue
@@ -123,17 +129,19 @@ class _Opened:
                 events = source.log.give(ticks.now)
                 yield _Taken(drawn, moment, ticks.now, ticks.number, events, taken % self.length == 0)
 
-    def _open(self, stack: ExitStack, wait: Callable[[float], bool]) -> Source:
+    def _open(self, stack: ExitStack, line: Line[_Taken]) -> Source:
         path, options = self.path, self.options
         if not self.live:
             return stack.enter_context(Source(path, options=options, timeout=self.timeout))
         if not self.follow:
             return stack.enter_context(
-                Source(path, live=True, format=self.format, options=options, timeout=self.timeout, wait=wait)
+                Source(
+                    path, live=True, format=self.format, options=options, timeout=self.timeout, wait=line.wait
+                )
             )
         regular = is_file(os.fspath(path), may_be_empty=True)
         try:
-            file = stack.enter_context(Growing(path, self.timeout, wait))
+            file = stack.enter_context(Growing(path, self.timeout, line))
             return stack.enter_context(Source(path, file=file, live=True, options=options))
         except VideoError as error:
             if not regular:
@@ -160,16 +168,22 @@ class _Taken:
     ends: bool
 
 
+class _Quiet(Exception):
+    """No frame came for a while."""
+
+
 class Clips(Iterator[Video]):
     """The clips of a source; `close` gives it back before its end."""
 
-    def __init__(self, opened: _Opened, progress: Progress | None) -> None:
-        self._opened, self._progress = opened, progress
-        self._items: Pump[_Taken] | Generator[_Taken, None, None]
-        if opened.live:
-            self._items = Pump(opened.items, min(opened.length, AHEAD))
-        else:
-            self._items = opened.items(lambda _: False)
+    def __init__(
+        self,
+        opened: _Opened,
+        progress: Progress | None,
+        check: Callable[[], None] | None,
+        quiet: float | None,
+    ) -> None:
+        self._opened, self._progress, self._check, self._quiet = opened, progress, check, quiet
+        self._items = Pump(opened.items, min(opened.length, AHEAD))
         self._clip: list[_Taken] = []
         self._log = Log()
         self._taken = 0
@@ -179,11 +193,13 @@ class Clips(Iterator[Video]):
     def __next__(self) -> Video:
         if self._end is None:
             try:
-                for item in self._items:
-                    if self._takes(item):
-                        return self._made()
-                self._check()
-                self._end = StopIteration()
+                while not self._takes(self._items.get(self._awaits)):
+                    pass
+                return self._made()
+            except _Quiet:
+                return self._made()
+            except StopIteration:
+                self._end = StopIteration() if self._taken else self._nothing()
             except (Stall, VideoError) as error:
                 self._end = error
             if self._clip:
@@ -204,9 +220,17 @@ class Clips(Iterator[Video]):
         raise end
 
     def close(self) -> None:
-        """Stop reading; a second call does nothing."""
+        """Stop reading, within a second; a second call does nothing. While an address is silent, the thread that reads it
+        ends only when it sends something or `timeout` is over."""
         self._opened.source, self._end = None, StopIteration()
         self._items.close()
+
+    def _awaits(self, seconds: float) -> None:
+        """Called while a frame is awaited."""
+        if self._check is not None:
+            self._check()
+        if self._clip and self._quiet is not None and seconds > self._quiet:
+            raise _Quiet
 
     def _takes(self, item: _Taken) -> bool:
         """Take a frame; True when a clip is whole."""
@@ -222,11 +246,8 @@ class Clips(Iterator[Video]):
                 self._progress(self._taken, None)
         return item.ends and bool(self._clip)
 
-    def _check(self) -> None:
-        if not self._taken:
-            raise VideoError(
-                f"{os.fspath(self._opened.path)} has no frames: nothing could be decoded from it."
-            )
+    def _nothing(self) -> VideoError:
+        return VideoError(f"{os.fspath(self._opened.path)} has no frames: nothing could be decoded from it.")
 
     def _made(self) -> Video:
         """A clip of the frames taken since the last one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -67,10 +67,13 @@ class StreamSeam(ABC):
     device: torch.device
 
     @abstractmethod
-    def clips(self, video: Any, fps: float | None) -> Iterator[Clip]:
+    def clips(
+        self, video: Any, fps: float | None, check: Callable[[], None] | None = None
+    ) -> Generator[Clip, None, None]:
         """`video` (frames, a `Video`, a clip, a path) as frames a session takes in; a path is read at `fps`, in pieces.
 
-        Raises `VideoError` in one sentence.
+        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError` in one
+        sentence.
         """
 
     @abstractmethod

@@ -142,3 +142,12 @@ class MmaccelWarning(UserWarning):
 
 class VideoWarning(MmaccelWarning):
     """Frames were lost; the message says how many."""
+
+
+def tell_kept(error: Exception, frames: int) -> None:
+    """Add to an error that the `frames` before it were kept."""
+    told = f"the {frames} frames before it are kept"
+    if isinstance(error, MmaccelError):
+        error.args = (f"{str(error).rstrip('.')}; {told}.",)
+    else:
+        error.add_note(f"{told}.")

@@ -6,7 +6,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -22,7 +22,7 @@ from mmaccel.core.answering import answered
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.compose import stream_policy
 from mmaccel.core.deadline import Deadline, Ended, Over
-from mmaccel.core.errors import MmaccelError, MmaccelWarning, ModelError
+from mmaccel.core.errors import MmaccelWarning, ModelError, tell_kept
 from mmaccel.core.live import Live, moments
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter, Report
@@ -86,8 +86,9 @@ class VideoSession:
         `progress(done, total)` counts frames; `total` is None for a path. After an error the session keeps nothing of this
         call; of a path without `times` it keeps the clips before the error. For spill "drop_oldest" see the class.
         `timeout`: seconds from the start of this call. When they are over, or `cancel` is called, the call ends after the
-        current pass of frames. The session keeps the frames that the model has read, leaves out the others, and a warning
-        gives the number kept. For endless sources: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
+        current pass of frames, or at once while it waits for frames of a path. The session keeps the frames that the model
+        has read, leaves out the others, and a warning gives the number kept. Of a live source the model reads what has come
+        once nothing came for half a second. For endless ones: ``for clip in mmaccel.media.clips(...): session.watch(clip)``.
         """
         if fps is not None and not 0 < fps < math.inf:
             raise ModelError(f"fps: {fps!r}; give a positive number of frames a second.")
@@ -121,16 +122,19 @@ class VideoSession:
         # Times are given for all frames of a call: all are taken in, or none.
         each, every = (self._whole, nullcontext) if given is None else (nullcontext, self._whole)
         try:
-            with every():
-                for clip in self._seam.clips(video, fps):
-                    with each():
-                        taken = self._take(clip, given, done, progress, deadline)
-                        if not clip.part:
-                            self._rest()
-                    done, part = done + taken, clip.part
-                    if taken < len(clip.frames):
-                        over = deadline.over()
-                        break
+            with every(), closing(self._seam.clips(video, fps, deadline.check)) as clips:
+                try:
+                    for clip in clips:
+                        with each():
+                            taken = self._take(clip, given, done, progress, deadline)
+                            if not clip.part:
+                                self._rest()
+                        done, part = done + taken, clip.part
+                        if taken < len(clip.frames):
+                            over = deadline.over()
+                            break
+                except Ended as end:  # while frames were awaited
+                    over = end.reason
                 if given is not None and over is None and done != len(given):
                     raise ModelError(
                         f"times: there are {len(given)} for {done} frames; give one for each frame."
@@ -139,7 +143,7 @@ class VideoSession:
                     self._rest()
         except Exception as error:
             if done and given is None:
-                _tell_kept(error, done)
+                tell_kept(error, done)
             raise
         return done, over
 
@@ -382,12 +386,3 @@ class VideoSession:
             if self._closed:
                 raise ModelError("the session is closed; open a new one, or resume a saved one.")
             yield
-
-
-def _tell_kept(error: Exception, frames: int) -> None:
-    """Add to an error that the `frames` before it were kept."""
-    told = f"the {frames} frames before it are kept"
-    if isinstance(error, MmaccelError):
-        error.args = (f"{str(error).rstrip('.')}; {told}.",)
-    else:
-        error.add_note(f"{told}.")

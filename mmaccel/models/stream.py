@@ -13,8 +13,8 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ READ_FPS = 0.5
 
 READ_FRAMES = 64
 """Frames of a file that are held at a time."""
+
+QUIET_S = 0.5
+"""Seconds without a frame after which the model reads what a live source has sent."""
 
 
 class Seam(StreamSeam):
@@ -76,13 +79,18 @@ class Seam(StreamSeam):
 
     # Pixels.
 
-    def clips(self, video: Any, fps: float | None) -> Iterator[Clip]:
+    def clips(
+        self, video: Any, fps: float | None, check: Callable[[], None] | None = None
+    ) -> Generator[Clip, None, None]:
         from mmaccel.media import Video, clips
         from mmaccel.media.intake import as_frames
 
         if isinstance(video, str | os.PathLike):
-            for one in clips(video, fps=READ_FPS if fps is None else fps, frames_per_clip=READ_FRAMES):
-                yield Clip(one.frames, one.clock.tolist(), one.fps, part=True)
+            rate = READ_FPS if fps is None else fps
+            read = clips(video, fps=rate, frames_per_clip=READ_FRAMES, check=check, quiet=QUIET_S)
+            with closing(read):
+                for one in read:
+                    yield Clip(one.frames, one.clock.tolist(), one.fps, part=True)
         elif isinstance(video, Video):
             yield Clip(video.frames, video.clock.tolist(), video.fps if fps is None else fps)
         elif hasattr(video, "__len__") and not len(video):

@@ -1,0 +1,93 @@
+"""A session that watches a source which is silent: its deadline and `cancel` act, and what was watched stays."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mmaccel
+from mmaccel.core.errors import MmaccelWarning
+from mmaccel.media.container import Source
+from tests.media.odd import even, write
+from tests.models.streams import open_session
+
+FRAMES = 24
+
+
+@contextmanager
+def silent_pipe(path: Path, data: bytes) -> Iterator[None]:
+    """A pipe that has `data` and stays open."""
+    os.mkfifo(path)
+    over = threading.Event()
+
+    def feed() -> None:
+        with path.open("wb", buffering=0) as file:
+            file.write(data)
+            over.wait(20)
+
+    writer = threading.Thread(target=feed)
+    writer.start()
+    try:
+        yield
+    finally:
+        over.set()
+        writer.join()
+
+
+def watched(session: mmaccel.VideoSession, path: Path, how: str, **more: Any) -> tuple[int, float]:
+    """The frames that `watch` takes in, and the seconds it lasts, when it is ended after 1.5 s."""
+    timer = threading.Timer(1.5, session.cancel)
+    if how == "cancel":
+        timer.start()
+    else:
+        more["timeout"] = 1.5
+    began = time.monotonic()
+    told = "was cancelled" if how == "cancel" else "reached its timeout"
+    with pytest.warns(
+        MmaccelWarning, match=rf"watch: it {told}; it took in \d+ frames and left out"
+    ) as caught:
+        done = session.watch(path, fps=1.0, **more)
+    took = time.monotonic() - began
+    timer.join() if how == "cancel" else None
+    assert f"took in {done} frames" in str(caught[-1].message)
+    return done, took
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancel"])
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_silent_pipe_is_left(tmp_path: Path, how: str, sent: bool) -> None:
+    film = write(tmp_path / "film.ts", even(FRAMES, 1.0), gop=1)
+    data = film.read_bytes() if sent else b""
+    with open_session("random-ov", "recent") as session, silent_pipe(tmp_path / "pipe.ts", data):
+        done, took = watched(session, tmp_path / "pipe.ts", how)
+        assert took < 2.7 and done == session.frames
+        assert FRAMES - 4 <= done < FRAMES if sent else done == 0, done
+        assert not [one for one in threading.enumerate() if one.name == "mmaccel-media"]
+        session.watch(film, fps=1.0)
+        assert session.frames == done + FRAMES, "the session goes on"
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancel"])
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_slow_decoder_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, timed: bool
+) -> None:
+    film, frames = write(tmp_path / "film.mp4", even(140, 1.0)), Source.frames
+
+    def slow(self: Source, start: float = 0.0) -> Iterator[Any]:
+        for number, pair in enumerate(frames(self, start)):
+            time.sleep(0.3 if number > 70 else 0)
+            yield pair
+
+    monkeypatch.setattr(Source, "frames", slow)
+    more = {"times": even(140, 1.0)} if timed else {}
+    with open_session("random-ov", "recent") as session:
+        done, took = watched(session, film, how, **more)
+        assert took < 3 and done == session.frames == 64

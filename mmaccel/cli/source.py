@@ -15,22 +15,30 @@ if TYPE_CHECKING:
 def rated(clips: Iterator[Video], video: str, fps: float, *, guess: bool, quiet: bool) -> Iterator[Video]:
     """The same clips; prints before the first how many frames a second are read, and how many the source has.
 
-    Raises `VideoError` where `fps` is more than the source has; `guess`: the source's rate is unknown.
+    Raises `VideoError` where `fps` is more than both the source's mean rate and `FASTEST`; `guess`: that rate is unknown.
     """
+    from mmaccel.media.sampling import FASTEST
+
     for number, part in enumerate(clips):
         if number == 0:
             own = None if guess or not part.source_fps > 0 else part.source_fps
-            if own is not None and fps > 1.001 * own:
-                raise VideoError(
-                    f"--fps: {fps:g} is more than the {own:g} frames a second of {video}; give no more than it has."
+            if fps > max(FASTEST, 1.001 * (own or 0.0)):
+                most = (
+                    f"{FASTEST:g} that can be read" if own is None else f"{own:g} frames a second of {video}"
                 )
+                raise VideoError(f"--fps: {fps:g} is more than the {most}; give no more.")
             if not quiet:
                 err().print(rate(fps, own), highlight=False, soft_wrap=True)
         yield part
 
 
 def rate(fps: float, own: float | None) -> str:
-    """The line on the rate; `own` is that of the source, None where unknown."""
+    """The line on the rate; `own` is the mean rate of the source, None where unknown."""
+    if own is not None and fps > 1.001 * own:
+        return (
+            f"reads {fps:g} frames a second (--fps); the source has {own:g} on average, and what stands is taken as --gaps "
+            "says."
+        )
     if own is not None and fps > 0.999 * own:
         return f"reads every frame, {own:g} a second (--fps)."
     of = "" if own is None else f" of {own:g}"

@@ -18,7 +18,7 @@ from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media.clock import Ticks, rising
 from mmaccel.media.container import Source
 from mmaccel.media.picture import Picture
-from mmaccel.media.sampling import TIE, Thinned, grid, nearest, uniform, unless_last
+from mmaccel.media.sampling import FASTEST, TIE, Thinned, grid, nearest, uniform, unless_last
 from mmaccel.media.video import Gaps, Progress, Video
 
 Stream = Iterable[tuple[float, av.VideoFrame]]
@@ -64,7 +64,7 @@ def read(
       are shrunk while decoding to twice it where they would together take more than `ROOM` bytes.
     - `progress(done, total)` is called after each kept frame, those let go later among them; `options` go to the opener.
     - `timeout`: seconds that an address or a pipe may be silent (None: 30).
-    - `faster`: whether `fps` may be more than the source has, so that frames are repeated; else that is refused.
+    - `faster`: whether `fps` may be more than both the mean rate of the source and `FASTEST`; else that is refused.
 
     Sparse frames of a local file are reached by seeking. Raises `VideoError` when nothing can be read; warns
     `VideoWarning` when some of the asked frames could not be, and says how many.
@@ -72,9 +72,10 @@ def read(
     _check(fps, frames, start, stop, max_frames, size, max_side)
     check_gaps(gaps)
     with Source(path, options=options, timeout=timeout) as source:
-        if fps is not None and not faster and fps > 1.001 * source.rate > 0:
+        if fps is not None and not faster and fps > max(FASTEST, 1.001 * source.rate):
             raise VideoError(
-                f"fps={fps:g} is more than the {source.rate:g} frames a second of {source.name}; give no more than it has."
+                f"fps={fps:g} is more than the {source.rate or FASTEST:g} frames a second of {source.name}; give no more "
+                "than it has."
             )
         picture = Picture(size, max_side)
         plan = _plan(source, fps, frames, start or 0.0, stop, max_frames)

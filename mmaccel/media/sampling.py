@@ -11,6 +11,9 @@ Item = TypeVar("Item")
 TIE = 1e-9
 """Distances that differ by less are equal: times are sums of rounded fractions of a second."""
 
+FASTEST = 1000.0
+"""Frames a second that are given of any video. Its mean rate is no bound: between rare slides the last one is held."""
+
 
 def uniform(total: int, count: int) -> list[int]:
     """`count` of `total` frame numbers, evenly spaced from 0: number i is `i * total // count`.

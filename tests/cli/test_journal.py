@@ -216,12 +216,31 @@ def test_an_odd_file_is_watched(call: Call, ov: str, tmp_path: Path, name: str) 
     case = CASES[name]
     path = tmp_path / f"odd.{case.suffix}"
     case.make(path)
-    fps = min(case.fps, 0.2) if "0.2" in name else case.fps
+    fps = case.fps
     words = ("--question", "how many ?", "--max-new-tokens", 1, "--json")
     status, out, err = call("watch", path, "--model", ov, "--recipe", "recent", "--fps", fps, *words)
     told = json.loads(out)
     assert (status, err, told["ended"]) == (0, "", "end") and len(told["answers"]) == 1
     assert told["frames"] == len(media.read(path, fps=fps)) and told["seconds"] == (told["frames"] - 1) / fps
+
+
+def test_rare_slides_are_watched_at_a_rate_above_their_mean(call: Call, ov: str, tmp_path: Path) -> None:
+    """Three slides in 24 s: 0.125 frames a second, of which each is on the screen at eight ticks of --fps 1."""
+    path = write_film(tmp_path / "slide.mp4", 3, times=[0, 8, 16])
+    words = ("--model", ov, "--max-new-tokens", 1, "--fps", 1)
+    status, _, err = call("watch", path, *words, "--recipe", "recent")
+    own = media.read(path).source_fps
+    assert own < 0.2 and (status, err.splitlines()[0]) == (
+        0,
+        f"reads 1 frames a second (--fps); the source has {own:g} on average, and what stands is taken as --gaps says.",
+    )
+    frames = len(media.read(path, fps=1))
+    assert frames > 16 and f"watched {frames} frames" in err
+    assert call("ask", path, "how many ?", *words)[0] == 0
+    for more, most in (((), f"{own:g} frames a second of {path}"), (("--follow",), "1000 that can be read")):
+        status, out, err = call("watch", path, *words, "--fps", 1e9, *more)
+        told = f"error: --fps: 1e+09 is more than the {most}; give no more.\n"
+        assert (status, out, err) == (2, "", told)
 
 
 @pytest.mark.parametrize("name", ["runs/today/stream", "n" * 245, "blocked"])

@@ -34,8 +34,9 @@ class Source:
 
     `rate` frames a second on average (0.0 unknown), `duration` seconds (None unknown), `count` frames as the
     header tells (0 unknown), `width` and `height` as stored; `damaged` counts the parts that could not be
-    decoded so far, `corrupt` has the packets that the container marks as corrupt, by their decoding times, and `log` has
-    what was uneven in the times. Times start at 0 with the stream.
+    decoded so far, `stopped` says how an address or a pipe ended too early ("" if it did not), `corrupt` has the packets
+    that the container marks as corrupt, by their decoding times, and `log` has what was uneven in the times. Times start
+    at 0 with the stream.
 
     `timeout`: seconds without data from an address, a device or a pipe (None: `PATIENCE_S`) that end the reading, or
     after which `wait(timeout)` is called; the source is opened anew if it returns True.
@@ -68,6 +69,7 @@ class Source:
         self._timeout, self._wait = timeout, wait
         self._opened_anew = False
         self.damaged = 0
+        self.stopped = ""
         self.corrupt: set[int] = set()
         self.restarted = False
         self.log = Log()
@@ -333,7 +335,7 @@ class Source:
                     packets = self._again(error)
                     continue
                 # The data ends here in the middle of something; what the decoder still holds is good.
-                self.damaged += 1
+                self._ends(error)
                 packet = None
             if packet is None:
                 return (yield from self._flush())
@@ -351,8 +353,7 @@ class Source:
 
     def _again(self, error: Exception) -> Iterator[Any]:
         """The packets of a live source that went silent, opened again; raises `VideoError` where the connection broke."""
-        silent = isinstance(error, (av.error.ExitError, av.error.TimeoutError))
-        if not silent or self._wait is None:
+        if not _is_silence(error) or self._wait is None:
             raise VideoError(f"{self.name} broke off: {reason(error)}.") from error
         if not self._wait(self._timeout or 0.0):
             return iter(())
@@ -361,6 +362,15 @@ class Source:
         self._opened_anew = True
         packets: Iterator[Any] = self._container.demux(self._stream)
         return packets
+
+    def _ends(self, error: Exception) -> None:
+        """Note why a source that is not live ends in the middle: damage, a stall or a broken connection."""
+        if self.local or isinstance(error, av.error.InvalidDataError):
+            self.damaged += 1
+        elif _is_silence(error):
+            self.stopped = f"it stalled: nothing came for {self._timeout:g} s; raise timeout to wait longer"
+        else:
+            self.stopped = f"it broke off: {reason(error)}"
 
     def _flush(self) -> Iterator[av.VideoFrame]:
         try:
@@ -374,11 +384,15 @@ def _is_cover(stream: Any) -> bool:
     return bool(stream.disposition & av.stream.Disposition.attached_pic)
 
 
+def _is_silence(error: Exception) -> bool:
+    return isinstance(error, (av.error.ExitError, TimeoutError))
+
+
 def _why_not_open(name: str, error: Exception) -> str:
     if isinstance(error, av.error.InvalidDataError):
         return f"{name} is not a video that can be read: it is another kind of file, or was cut short."
     if isinstance(error, av.error.EOFError):
         return f"{name} has no frames: its data ends before the first."
-    if isinstance(error, (av.error.ExitError, TimeoutError)):
+    if _is_silence(error):
         return f"{name} sent nothing in the time allowed: check the address, or raise timeout."
     return f"{name} cannot be opened: {reason(error)}."

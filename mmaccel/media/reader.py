@@ -67,7 +67,8 @@ def read(
     - `faster`: whether `fps` may be more than both the mean rate of the source and `FASTEST`; else that is refused.
 
     Sparse frames of a local file are reached by seeking. Raises `VideoError` when nothing can be read; warns
-    `VideoWarning` when some of the asked frames could not be, and says how many.
+    `VideoWarning` when some of the asked frames could not be, says how many, and whether the source is damaged, stalled
+    (an address or a pipe sent nothing for `timeout`) or broke off.
     """
     _check(fps, frames, start, stop, max_frames, size, max_side)
     check_gaps(gaps)
@@ -278,7 +279,9 @@ def warn_of_loss(source: Source, plan: Plan, kept: int, end: float) -> None:
     # Packets where recordings are joined are marked as corrupt, too; most begin a clock anew.
     if places := max(source.damaged, 0 if source.restarted else len(source.corrupt)):
         told += f"; it is damaged in {places} place{'s' if places > 1 else ''}"
-    if lost or places:
+    if source.stopped:
+        told += f"; {source.stopped}"
+    if lost or places or source.stopped:
         warnings.warn(f"{source.name}: {told}.", VideoWarning, stacklevel=3)
 
 
@@ -300,6 +303,8 @@ def _ceil(value: float) -> int:
 
 
 def _nothing(source: Source, start: float | None, stop: float | None) -> str:
+    if source.stopped:
+        return f"{source.name} has no frames: {source.stopped}."
     if source.damaged:
         return f"{source.name} is damaged: none of its frames could be decoded."
     if (start or stop is not None) and (source.duration or source.count):

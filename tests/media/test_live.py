@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import os
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from mmaccel import media
+from mmaccel.core.errors import VideoError, VideoWarning
 from tests.media.films import Film, numbers
 from tests.media.test_stream import halting
 
@@ -88,3 +90,62 @@ def test_an_address_waits_for_a_slow_consumer(film: Film) -> None:
         finally:
             server.shutdown()
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(60))
+
+
+@pytest.mark.parametrize("how", ["stall", "cut"])
+@pytest.mark.parametrize("share", [2, 1000])
+def test_a_read_tells_a_stall_and_a_fault_from_damage(film: Film, how: str, share: int) -> None:
+    path = film("film.ts", height=128, width=256, gop=6, options={"preset": "ultrafast", "qp": "5"})
+    data, over = path.read_bytes(), threading.Event()
+
+    class Part(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data[: len(data) // share])
+            if how == "stall":
+                over.wait(20)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Part) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/film.ts"
+        try:
+            if share == 2:
+                told = (
+                    r"it stalled: nothing came for 0\.6 s" if how == "stall" else "it broke off: input/output"
+                )
+                with pytest.warns(VideoWarning, match=told) as caught:
+                    video = media.read(url, timeout=0.6)
+                assert 20 < len(video) < 40 and "damaged" not in str(caught[0].message)
+                assert numbers(video.frames)[:-1] == list(range(len(video) - 1)), "the last was cut"
+            else:
+                told = (
+                    "sent nothing in the time allowed" if how == "stall" else "cannot be opened: input/output"
+                )
+                with pytest.raises(VideoError, match=told):
+                    media.read(url, timeout=0.6)
+        finally:
+            over.set()
+            server.shutdown()
+
+
+def test_a_read_of_a_pipe_that_falls_silent_tells_a_stall(film: Film, tmp_path: Path) -> None:
+    data, over = film("whole.ts").read_bytes(), threading.Event()
+    os.mkfifo(tmp_path / "pipe.ts")
+
+    def feed() -> None:
+        with (tmp_path / "pipe.ts").open("wb", buffering=0) as file:
+            file.write(data[: len(data) // 2])
+            over.wait(20)
+
+    writer = threading.Thread(target=feed)
+    writer.start()
+    with pytest.warns(VideoWarning, match=r"could be read; it stalled: nothing came for 0\.4 s") as caught:
+        video = media.read(tmp_path / "pipe.ts", fps=5, timeout=0.4)
+    over.set()
+    writer.join()
+    assert 10 < len(video) < 30 and "damaged" not in str(caught[0].message)

@@ -1,4 +1,9 @@
-"""The clock that takes frames at even ticks, and the log of gaps and irregular times."""
+"""The clock that takes frames at even ticks, and the log of gaps and irregular times.
+
+At a tick the frame that stands is taken, the last that has begun. A frame that begins within half a tick after it is taken
+instead where that is nearer in time. So of frames that come at the rate of the ticks or faster the nearest is taken, and a
+still moment shows its frame until half a tick before the next at the earliest.
+"""
 
 from __future__ import annotations
 

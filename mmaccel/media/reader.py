@@ -18,7 +18,7 @@ from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media.clock import Ticks, rising
 from mmaccel.media.container import Source
 from mmaccel.media.picture import Picture
-from mmaccel.media.sampling import FASTEST, TIE, Thinned, grid, nearest, uniform, unless_last
+from mmaccel.media.sampling import FASTEST, TIE, Thinned, grid, half_tick, nearest, uniform, unless_last
 from mmaccel.media.video import Gaps, Progress, Video
 
 Stream = Iterable[tuple[float, av.VideoFrame]]
@@ -52,7 +52,8 @@ def read(
     """Read a video: `fps` frames a second, `frames` evenly spaced frames, or, with neither, every frame.
 
     - `fps`: at `start + k / fps` seconds, the frame whose presentation time lies nearest, so that a variable frame
-      rate is respected. `Video.clock` has these ticks, `Video.times` the presentation times.
+      rate is respected; one that comes more than half a tick later is not taken early: the frame before it stands.
+      `Video.clock` has these ticks, `Video.times` the presentation times.
     - `gaps`: at a tick that shows the same frame as the tick before, "hold" takes that frame again, "skip" takes none,
       and "mark" takes it again and lists gaps and irregular times in `Video.events` (`media.Event`).
     - `frames`: of the N there are, number `i * N // frames`, as `transformers.video_utils.load_video` does.
@@ -180,7 +181,7 @@ def _by_rate(source: Source, fps: float, start: float, stop: float | None, most:
     total = max(0, _ceil((end - start) * fps)) if end is not None else None
     if total is not None and end is not None and most is not None and total > most:
         fps, total = most / (end - start), most
-    kept = nearest(source.frames(start), grid(start, fps, stop), source.jump, source.until)
+    kept = nearest(source.frames(start), grid(start, fps, stop), source.jump, source.until, half_tick(fps))
     if most is not None:
         # A length that is rounded down should not cost every second frame.
         kept = unless_last(kept, most) if total == most else kept

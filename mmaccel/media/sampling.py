@@ -15,6 +15,15 @@ FASTEST = 1000.0
 """Frames a second that are given of any video. Its mean rate is no bound: between rare slides the last one is held."""
 
 
+ROUNDED = 1e-3
+"""Seconds: Matroska and FLV give times in whole milliseconds, so that even frames are not quite even."""
+
+
+def half_tick(fps: float) -> float:
+    """How early, in seconds, a frame may be taken at a tick; frames at an even rate of `fps` or more never come earlier."""
+    return 0.5 / fps + ROUNDED
+
+
 def uniform(total: int, count: int) -> list[int]:
     """`count` of `total` frame numbers, evenly spaced from 0: number i is `i * total // count`.
 
@@ -34,8 +43,10 @@ def nearest(
     targets: Iterable[float],
     jump: Callable[[float, float], None] | None = None,
     until: Callable[[float, Item], float] | None = None,
+    early: float = float("inf"),
 ) -> Iterator[tuple[float, Item]]:
-    """For each target the item whose place lies nearest to it; of two equally near, the earlier.
+    """For each target the item whose place lies nearest to it; of two equally near, the earlier. An item that comes more
+    than `early` after a target is not taken for it where there is one before: that one still stands.
 
     `stream` yields (place, item) in order and is read only as far as needed; two items are held at a time.
     `targets` do not decrease. `jump(place, target)` may move the stream ahead, to a place not after the
@@ -48,7 +59,8 @@ def nearest(
         return
     for place, item in stream:
         while place >= target:
-            if before is not None and target - before[0] <= place - target + TIE:
+            ahead = place - target
+            if before is not None and (target - before[0] <= ahead + TIE or ahead > early + TIE):
                 yield before
             else:
                 yield place, item

@@ -19,7 +19,7 @@ from mmaccel.media.picture import Picture
 from mmaccel.media.pipe import is_pipe
 from mmaccel.media.place import is_file, is_url, plain
 from mmaccel.media.reader import Plan, check_gaps, pile, warn_of_loss, warn_of_shrinking
-from mmaccel.media.sampling import TIE, grid, nearest
+from mmaccel.media.sampling import TIE, grid, half_tick, nearest
 from mmaccel.media.video import Event, Gaps, Progress, Video
 
 AHEAD = 8
@@ -43,7 +43,8 @@ def clips(
     check: Callable[[], None] | None = None,
     quiet: float | None = None,
 ) -> Clips:
-    """Give clips of `frames_per_clip` frames: at each tick ``k / fps`` seconds the frame shown nearest to it.
+    """Give clips of `frames_per_clip` frames: at each tick ``k / fps`` seconds the frame shown nearest to it, but none that
+    comes more than half a tick later.
 
     The last clip may be shorter. `Video.clock` has the ticks, which rise evenly, and `Video.times` the presentation
     times. At a tick that shows the same frame as the tick before, `gaps` "hold" takes that frame again, "skip" takes
@@ -119,7 +120,8 @@ class _Opened:
             source = self.source = self._open(stack, line)
             ticks, taken = Ticks(0.0, self.fps, source.log), 0
             frames = itertools.takewhile(lambda _: not line.left, source.frames())
-            for moment, frame in nearest(frames, grid(0.0, self.fps), source.jump, source.until):
+            ticked = nearest(frames, grid(0.0, self.fps), source.jump, source.until, half_tick(self.fps))
+            for moment, frame in ticked:
                 self.seen += 1
                 if ticks.again(frame) and self.gaps == "skip":
                     continue

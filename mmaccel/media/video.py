@@ -27,9 +27,8 @@ Gaps = Literal["hold", "skip", "mark"]
 class Event:
     """A gap or an irregularity in the times of a source, at `time` seconds of `Video.clock`, for `seconds`.
 
-    - "gap": the ticks from `time` on, for `seconds`, give the frame of the tick before. A tick takes the nearest frame, so
-      that one long gap of the source may be two events: the frame before it, then the frame after it. A gap over several
-      clips has an event in each.
+    - "gap": the ticks from `time` on, for `seconds`, give the frame of the tick before. A gap over several clips has an
+      event in each.
     - "repeat": a frame came with the presentation time of the frame before it, or an earlier one.
     - "restart": the presentation times jumped by `seconds` (back, below 0; or more than a day ahead).
       `Video.times` runs on.

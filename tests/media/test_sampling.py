@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmaccel.media.sampling import grid, nearest, uniform
+from mmaccel.media.sampling import grid, half_tick, nearest, uniform
 
 
 @given(st.integers(1, 500), st.integers(1, 500))
@@ -48,6 +48,40 @@ def test_nearest_agrees_with_a_search_over_all(places: list[int], fps: int, tail
     gaps = np.abs(times[None] - np.array(wanted)[:, None])
     first = np.argmax(gaps <= gaps.min(1, keepdims=True) + 1e-9, axis=1)
     assert kept == [round(times[place] * 1000) for place in first]
+
+
+@given(st.floats(1, 120), st.floats(0.01, 1), st.floats(0, 1), st.integers(2, 60), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_even_frames_are_taken_as_the_nearest(
+    rate: float, share: float, start: float, count: int, rounded: bool
+) -> None:
+    """At a rate of at most the source's; also where the container rounds times to milliseconds."""
+    times = [round(n / rate, 3) if rounded else n / rate for n in range(count)]
+    stream, fps = list(zip(times, range(count), strict=True)), rate * share
+    ticks = list(grid(start / fps, fps, times[-1]))
+    assert list(nearest(stream, ticks, early=half_tick(fps))) == list(nearest(stream, ticks))
+
+
+def test_a_still_moment_shows_the_frame_that_stands() -> None:
+    stream = [(0.0, "a"), (0.4, "b"), (10.0, "c"), (11.0, "d")]
+    found = [item for _, item in nearest(stream, grid(0.0, 2.0, 11.1), early=half_tick(2.0))]
+    assert found == ["a", *"b" * 19, "c", "c", "d"], "c comes at 10 s, tick 20"
+    late = [
+        item
+        for _, item in nearest(
+            [(0.0, "a"), (9.7, "c"), (20.0, "d")], grid(0.0, 1.0, 12), early=half_tick(1.0)
+        )
+    ]
+    assert late == [*"a" * 10, "c", "c"], "c comes 0.7 s after tick 9 and 0.3 s before tick 10"
+    early = [
+        item
+        for _, item in nearest(
+            [(0.0, "a"), (9.3, "c"), (20.0, "d")], grid(0.0, 1.0, 11), early=half_tick(1.0)
+        )
+    ]
+    assert early == [*"a" * 9, "c", "c"], "c comes 0.3 s after tick 9: the nearest tick shows it"
+    first = [item for _, item in nearest([(3.0, "a"), (9.0, "b")], grid(0.0, 1.0, 10), early=half_tick(1.0))]
+    assert first == [*"a" * 9, "b"], "before the first frame nothing stands"
 
 
 def test_nearest_holds_two_items_at_a_time() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.worker import READY, Worker
-from mmaccel.policies.draft import _remote
-from mmaccel.policies.draft._writer import Odds, Writer
+from mmaccel.policies.draft import _remote, parallel
+from mmaccel.policies.draft._writer import Odds, Writer, Written
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.test_generate import limit, run
 from tests.core.toy import ToyRunner, Triples, bigram, prompt, view
 from tests.policies.draft.toy_service import VOCAB, table
 
-from .test_parallel import V, pipeline
+from .test_parallel import V, pipeline, sampled
 from .test_remote import SERVICE, TARGET, Toy, slowly
 
 
@@ -35,6 +37,21 @@ def test_as_many_drawn_tokens_are_kept_as_by_drafting_in_turns(heat: float) -> N
         assert not meter.failures
         kept.append(sum(two for _, two in meter.rounds) / sum(one for one, _ in meter.rounds))
     assert kept[0] == pytest.approx(kept[1], abs=0.02) and 0.3 < kept[0] < 0.95
+
+
+def test_sampled_triples_of_a_late_draft_have_the_targets_joint_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Windows that come when the target has gone on by itself: refused, or agreed with by chance and judged from there."""
+    dice, late = random.Random(2), []  # type: random.Random, list[bool]
+
+    class Late(parallel.Local):
+        def collect(self, limit_s: float) -> Written | None:
+            late.append(dice.random() < 0.3)
+            return None if late[-1] else super().collect(limit_s)
+
+    monkeypatch.setattr(parallel, "Local", Late)
+    assert sampled("plain", 1_500) > 1e-4 and sum(late) > 300
 
 
 class Softmax:

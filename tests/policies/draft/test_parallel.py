@@ -246,7 +246,8 @@ def sampled(shape: str, triples: int = 2_500, window: int = 2) -> float:
     for _ in range(triples // chunk):
         said = prompt([0], warp=lambda ids, logits: warp(logits), generator=g)
         state = pipeline(large, small, V, window=window)
-        ids, _, _ = run(large, state, limit(1 + 3 * chunk), said)
+        ids, _, meter = run(large, state, limit(1 + 3 * chunk), said)
+        assert not meter.failures
         modes = state.counters()
         assert min(modes["pre_verify"], modes["post_verify"]) > 20
         counts += count_triples(torch.tensor(ids[1:]).view(-1, 3), V)

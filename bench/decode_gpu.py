@@ -20,7 +20,8 @@ flash     a step of the model by transformers' own code without and with a flash
 prefill   seconds to read a video and to say a token after it, at several lengths
 lossy     the same of a target under each lossy pruner, as it comes and without one, vision tower and all: the first token, a
           captured step and one through the modules, in turns, the most memory beyond the weights, and what is held
-batch     several sequences in turns
+batch     several prompts at once through `generate`, replayed acceptance, target and draft on one device: plain steps of the
+          batch beside a draft in turns and one that `in_batches` lets draft where it was measured to be faster
 
 A target that fills one device and some of a second, the draft beside it there: --device cuda:0 cuda:0 cuda:0 cuda:1
 --draft-device cuda:1.
@@ -34,6 +35,7 @@ A step that fails or outlasts its time leaves the others alone; one whose row is
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 import time
@@ -47,17 +49,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 import replayed
 from pair import SEATS, SELF, Bench, read_and_say, tell, timed_step
 from pipeline import pipeline_part, sharded_part
-from replayed import after, decode, warm
+from replayed import after
 from steps import Step, run_steps
 from timing import Log, compare, measure
 
 from mmaccel.core.attach import accelerate, adapter_for
+from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
-from mmaccel.eval import simulate
+from mmaccel.eval import acceptance, simulate
 from mmaccel.models import shapes
 from mmaccel.models.cache import KVCache
 from mmaccel.models.runner import HFRunner
-from mmaccel.policies.draft import Off
+from mmaccel.policies.draft import Off, Sequential
 
 LENGTHS = (8 << 10, 16 << 10, 24 << 10, 32 << 10)
 """Tokens of video at which prefill and flash kernels are timed."""
@@ -250,25 +253,51 @@ def read_under(
 
 
 def batch_part(bench: Bench) -> Iterator[Step]:
-    def run(options: argparse.Namespace, log: Log) -> None:
-        tokens = max(24, bench.tokens // 4)
-        base = 0.0
-        for count in (1, *SEATS):
-            runners = [after(bench.target, bench.columns, keep=0.9) for _ in range(count)]
-            for runner in runners:
-                warm(runner, (1,), bench.device)
-            drafts: Any = [Off().open(None) for _ in runners]  # type: ignore[arg-type]
-            row = decode(runners, drafts, [bench.columns, 0], tokens, 1)
-            base = base or row["tokens_per_s"]
-            told = {
-                "case": "batch alone",
-                "shape": options.target,
-                "sequences": count,
-                "columns": bench.columns,
-            }
-            tell(log, **told, **row, speedup=row["tokens_per_s"] / base)
+    """Equal prompts at once through `generate`: plain steps of the batch, a draft in turns, and one that `in_batches` lets
+    draft where it was measured to be faster; the draft lies beside the target."""
+    given = bench.given
 
-    yield Step("batch", 20.0, run)
+    def of(count: int) -> Callable[[argparse.Namespace, Log], None]:
+        def run(options: argparse.Namespace, log: Log) -> None:
+            one = replayed.question(given.target, bench.columns, given.device)
+            drafts: dict[str, Any] = {"plain": Off()}
+            for choice in ("always", "measured"):
+                drafts[choice] = Sequential(model=bench.small, window=given.windows[0], in_batches=choice)
+            found = {}
+            for way, draft in drafts.items():
+                with replayed.replaying(bench.target, given.keep, given.seed):
+                    found[way] = batched_pace(bench, draft, one, count)
+            row = {f"{way}_per_s": pace for way, (pace, _) in found.items()}
+            plain = row["plain_per_s"]
+            told = {"case": "batched", "target": given.target, "draft": given.draft, "keep": given.keep}
+            told |= {"sequences": count, "columns": bench.columns, "window": given.windows[0], **row}
+            told |= {f"{way}_over_plain": row[f"{way}_per_s"] / plain for way in ("always", "measured")}
+            tell(log, **told, measured_drafts=found["measured"][1] > 0)
+
+        return run
+
+    for count in SEATS:
+        yield Step(f"batch:{count}", 120.0, of(count))
+
+
+def batched_pace(bench: Bench, draft: Any, one: dict[str, torch.Tensor], count: int) -> tuple[float, int]:
+    """Tokens a second, after the first two, that `count` sequences get together, and the rounds of the draft in it.
+
+    What the draft's choice rests on is measured first: a prompt alone and two calls of the batch. The best of up to three
+    timings counts.
+    """
+    many = {name: torch.cat([x] * count) for name, x in one.items()}
+    tokens, taken = max(24, bench.tokens // 4), dict[int, float]()
+    with accelerate(bench.target, Recipe(draft=draft)) as fast:
+        for inputs in (one, many, many):
+            acceptance.generate(fast, inputs, tokens, eos_token_id=None)
+        for length in (2, tokens) * min(bench.given.repeats, 3):
+            replayed.wait(bench.device)
+            began = time.perf_counter()
+            _, report = acceptance.generate(fast, many, length, eos_token_id=None)
+            replayed.wait(bench.device)
+            taken[length] = min(time.perf_counter() - began, taken.get(length, math.inf))
+    return count * (tokens - 2) / (taken[tokens] - taken[2]), report.draft["rounds"]
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[Step]]] = {

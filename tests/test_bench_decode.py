@@ -321,6 +321,22 @@ def test_memory_of_two_processes_and_two_models_on_one_device(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_a_batch_is_held_against_plain_steps_of_it(tmp_path: Path) -> None:
+    """On one device, through `generate`; what is measured drafts only where that was faster than plain steps."""
+    shape, out = "llava-onevision-0.5b", tmp_path / "rows.jsonl"
+    run(
+        *("bench/decode_gpu.py", "batch", "--device", "cpu", "--layers", "1", "--shrink", "64"),
+        *("--target", shape, "--draft", shape, "--windows", "3", "--repeats", "1", "--limit", "10000"),
+        *("--only", "batch:2", "--out", str(out)),
+    )
+    (row,) = (row for row in read(out) if "case" in row)
+    assert row["case"] == "batched" and row["sequences"] == 2
+    assert row["always_over_plain"] == row["always_per_s"] / row["plain_per_s"]
+    # A draft as large as its target, on the same core: turns are slower by far.
+    assert row["always_over_plain"] < 1 and row["measured_drafts"] is False
+
+
+@pytest.mark.slow
 def test_pruning_is_the_same_by_one_process_and_by_two(tmp_path: Path) -> None:
     few = ("--captions", "2", "--frames", "16", "--tokens", "24", "--kept", "0.1", "--device", "cpu")
     told = []

@@ -121,10 +121,11 @@ def compared(
     inputs = prompt(processor, [{"type": "video", "video": video}, text], model)
     found = {}
     for name, recipe in recipes.items():
-        with _layers(model, recipe, progress, max_new_tokens) as streamer:
-            found[name] = answer(
-                model, processor, inputs, recipe, max_new_tokens=max_new_tokens, streamer=streamer
-            )
+        with (
+            _layers(model, recipe, progress, max_new_tokens) as streamer,
+            choices.attach(model, recipe, progress) as fast,
+        ):
+            found[name] = answer(fast, processor, inputs, max_new_tokens=max_new_tokens, streamer=streamer)
     return found, candidates(adapter_for(model).layout(model, inputs)).numel()
 
 

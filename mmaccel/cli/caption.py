@@ -62,7 +62,9 @@ def caption(
     text = {"type": "text", "text": request or CAPTION_REQUEST}
     inputs = prompt(processor, [{"type": "video", "video": seen}, text], loaded)
     streamer = Words(processor.decode, None if as_json else _say)
-    with accelerate(loaded, chosen) as fast:
+    with bars() as progress:
+        drafting = choices.attach(loaded, chosen, progress)
+    with drafting as fast:
         # Without a reference the draft is held against itself: speed and sameness are then not told.
         ids, report = acceptance.generate(fast, inputs, max_new_tokens, streamer=streamer)
         plain = acceptance.Plain(ids, None, None)

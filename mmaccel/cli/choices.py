@@ -14,7 +14,10 @@ from mmaccel.core.recipe import TABLE, Recipe, fields_of, names
 from mmaccel.core.registry import registry
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
     from torch import nn
+
+    from mmaccel.core.attach import Accelerated
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -101,6 +104,19 @@ def load(model: str, device: str, dtype: str) -> nn.Module:
     if dtype == "auto":
         return load_model(model, dtype=torch.float32 if device == "cpu" else "auto", device=device)
     return load_model(model, dtype=getattr(torch, dtype), device=device)
+
+
+def attach(model: nn.Module, recipe: Recipe, progress: Progress) -> Accelerated:
+    """The model under a recipe; a bar shows while the draft's model loads, or its process starts."""
+    from mmaccel.core.attach import accelerate
+
+    if not recipe.draft.active:
+        return accelerate(model, recipe)
+    task = progress.add_task("draft", total=1, unit="started")
+    try:
+        return accelerate(model, recipe)
+    finally:
+        progress.remove_task(task)
 
 
 def dtype(name: str) -> str:

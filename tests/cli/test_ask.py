@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,19 @@ def test_progress_tells_what_is_under_way(
         f"prefill 0/{depth[1]} layers, in the attention of layer 1; 0 s",
         f"prefill 1/{depth[2]} layers, in layer 2; 0 s",
     ]
+
+
+def test_progress_tells_that_a_draft_is_started(
+    call: Call, clip: str, random_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mmaccel.policies.draft import Sequential
+
+    def slow(self: Any, target: Any, check: Any = Sequential.check) -> None:
+        time.sleep(0.3)
+        check(self, target)
+
+    monkeypatch.setattr(Sequential, "check", slow)
+    monkeypatch.setattr(console, "EVERY_S", 0.1)
+    folder = random_folder("tiny-ov-draft")
+    status, _, err = call("ask", clip, "hi", "--model", folder, "--draft", folder, "--max-new-tokens", 2)
+    assert status == 0 and "draft 0/1 started; " in err

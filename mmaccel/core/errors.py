@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -151,3 +153,15 @@ def tell_kept(error: Exception, frames: int) -> None:
         error.args = (f"{str(error).rstrip('.')}; {told}.",)
     else:
         error.add_note(f"{told}.")
+
+
+OURS = ("mmaccel", "torch", "transformers", "contextlib", "functools")
+"""Packages whose lines no warning names: the user did not write them."""
+
+
+def warn(message: str, category: type[MmaccelWarning] = MmaccelWarning) -> None:
+    """Warn at the line of the user's code: that of the innermost frame outside the packages of `OURS`."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -3,6 +3,10 @@
 Each text model has a `Gate`. Calls enter and leave it; attaching and detaching wait until no call is inside, and new calls
 wait until they are done. Calls that began before anything was attached entered no gate: they are found on the stacks of
 their threads, so that a plain model needs no hook.
+
+A call under way may itself wait for a new call, of a helper thread. So a new call waits at most `FIRST_S` for a change that
+waits for older calls, and then runs. When all calls have ended that were under way when the wait began, it begins anew with
+those under way now, and new calls wait `LONGER` times as long: sooner or later longer than any call lasts.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -20,14 +25,22 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, warn
 
 POLL_S = 0.002
 """Seconds between two checks of the stacks of other threads."""
+FIRST_S, LONGER = 0.2, 8
+"""Seconds that a new call waits at first for a change that waits for older calls, and the factor by which they grow."""
+LONG_S = 60.0
+"""Seconds after which a change that waits says for which call."""
 
 _ABSENT = object()
 _CALLS = {"_call_impl", "_wrapped_call_impl", "generate", "_call"}
 """Names of the functions that run a module: of `nn.Module`, of generation in transformers, and of `Attaching`."""
+
+
+_Calls = dict[object, int]
+"""Calls under way -> their threads."""
 
 
 def put(undo: ExitStack, module: nn.Module, name: str, value: Any) -> None:
@@ -54,8 +67,9 @@ class Gate:
         self.turns = threading.RLock()
         """The lock under which passes of streams take turns."""
         self._state = threading.Condition()
-        self._inside: dict[int, int] = {}
+        self._inside: dict[int, tuple[object, int]] = {}  # thread -> its outermost call, and how many within
         self._waiting: dict[int, Attaching | None] = {}
+        self._let_in: set[int] = set()
         self._alone: int | None = None
         self._ends: Collection[nn.Module] = ()
         self._taken: Callable[[], Attaching | None] = lambda: None
@@ -65,7 +79,7 @@ class Gate:
 
     def _enter(self, attaching: Attaching | None = None) -> bool:
         """Begin a call; waits while the model is changed. False: the call runs plain and must not call `leave`, because
-        `attaching` is over, or because it belongs to a generation that began before."""
+        `attaching` is over, or because it belongs to a generation that began before, or may be what such a one waits for."""
         me = threading.get_ident()
         with self._state:
             while me not in self._inside and (attaching is None or not attaching.over):
@@ -77,18 +91,26 @@ class Gate:
                 try:
                     self._state.wait()
                 finally:
+                    let_in = me in self._let_in
                     del self._waiting[me]
+                    self._let_in.discard(me)
+                if let_in:
+                    if self._ends:
+                        return False
+                    break
             if attaching is not None and attaching.over and me not in self._inside:
                 return False
-            self._inside[me] = self._inside.get(me, 0) + 1
+            call, depth = self._inside.get(me, (object(), 0))
+            self._inside[me] = call, depth + 1
         return True
 
     def _leave(self) -> None:
         """End a call that `enter` let in."""
         me = threading.get_ident()
         with self._state:
-            self._inside[me] -= 1
-            if not self._inside[me]:
+            call, depth = self._inside[me]
+            self._inside[me] = call, depth - 1
+            if depth == 1:
                 del self._inside[me]
                 self._state.notify_all()
 
@@ -114,36 +136,72 @@ class Gate:
             self._alone = me
         try:
             with self._state:
-                while self._inside:
-                    self._state.wait()
+                self._settle(what, self._entered, FIRST_S)
             yield
         finally:
             with self._state:
                 self._alone, self._ends = None, ()
+                self._let_in.clear()
                 self._state.notify_all()
 
     def drain(self, what: str, modules: Collection[nn.Module]) -> None:
         """Wait until no other thread is inside a call of `modules` that entered no gate. Only inside `alone`."""
-        if _works(sys._getframe(), modules):
+        if _call_of(sys._getframe(), modules) is not None:
             raise _within(what)
-        me = threading.get_ident()
         with self._state:
             self._ends = modules
             # Passes of these generations may wait already, since before it was known that they are to end.
             self._state.notify_all()
-            while any(
-                # A frame that has returned meanwhile no longer knows who called it: then the look says nothing.
-                _works(frame, modules) or sys._current_frames().get(thread) is not frame
-                for thread, frame in sys._current_frames().items()
-                if thread != me and not self._stays(thread, frame)
-            ):
-                self._state.wait(POLL_S)
+            self._settle(what, self._at_work, POLL_S)
+
+    def _settle(self, what: str, under_way: Callable[[], tuple[_Calls, bool]], pause: float) -> None:
+        """Wait until no call is under way, and let new ones in that wait too long. `under_way()` gives each call that is
+        known to be, with its thread, and whether there may be others."""
+        older, patience, began = under_way()[0], FIRST_S, time.monotonic()
+        until, told = began + patience, False
+        while any(found := under_way()):
+            now = found[0]
+            if now and not now.keys() & older.keys():
+                if older:
+                    patience *= LONGER
+                    until = time.monotonic() + patience
+                older = now
+            if time.monotonic() >= until:
+                until = time.monotonic() + patience
+                self._let_in |= self._waiting.keys()
+                self._state.notify_all()
+            if now and not told and time.monotonic() > began + LONG_S:
+                told = True
+                names = {one.ident: one.name for one in threading.enumerate()}
+                where = ", ".join(sorted({repr(names.get(thread, str(thread))) for thread in now.values()}))
+                warn(
+                    f"{what} has waited {LONG_S:g} s for a call of the model to end, in thread {where}; it waits on."
+                )
+            self._state.wait(pause)
+
+    def _entered(self) -> tuple[_Calls, bool]:
+        """The calls inside, and whether others were let in that have not entered yet."""
+        return {call: thread for thread, (call, _) in self._inside.items()}, bool(self._let_in)
+
+    def _at_work(self) -> tuple[_Calls, bool]:
+        """The calls of other threads that entered no gate, by their outermost frames, and whether there may be others."""
+        found: _Calls = {}
+        unsure = False
+        for thread, frame in sys._current_frames().items():
+            if thread == threading.get_ident() or self._stays(thread, frame):
+                continue
+            call = _call_of(frame, self._ends)
+            if call is not None:
+                found[call] = thread
+            # A frame that has returned meanwhile no longer knows who called it: then the look says nothing.
+            unsure |= sys._current_frames().get(thread) is not frame
+        return found, unsure
 
     def _stays(self, thread: int, frame: FrameType) -> bool:
         """Whether a thread waits to enter, and goes on waiting if it is woken now."""
         attaching = self._waiting.get(thread)
         waits = thread in self._waiting and (attaching is None or not attaching.over)
-        return waits and not _generates(frame, self._ends)
+        return waits and thread not in self._let_in and not _generates(frame, self._ends)
 
     def take(self, attaching: Attaching) -> None:
         """Note that a recipe is attached; raises `ModelError` where one is. Only inside `alone`."""
@@ -161,7 +219,7 @@ class Gate:
         me = threading.get_ident()
         self.turns, self._state = threading.RLock(), threading.Condition()
         self._inside = {thread: calls for thread, calls in self._inside.items() if thread == me}
-        self._waiting = {}
+        self._waiting, self._let_in = {}, set()
         if self._alone != me:
             self._alone, self._ends = None, ()
 
@@ -251,20 +309,23 @@ def _within(what: str) -> ModelError:
     )
 
 
-def _works(frame: FrameType | None, modules: Collection[nn.Module], names: Collection[str] = _CALLS) -> bool:
-    """Whether `frame`, or a frame that called it, runs one of `modules` in a function of `names`."""
+def _call_of(
+    frame: FrameType | None, modules: Collection[nn.Module], names: Collection[str] = _CALLS
+) -> FrameType | None:
+    """The outermost of `frame` and the frames that called it which runs one of `modules` in a function of `names`."""
+    found = None
     while frame is not None:
         if frame.f_code.co_name in names:
             who = frame.f_locals.get("self")
             who = who.model if isinstance(who, Attaching) else who
             if any(who is one for one in modules):
-                return True
+                found = frame
         frame = frame.f_back
-    return False
+    return found
 
 
 def _generates(frame: FrameType | None, modules: Collection[nn.Module]) -> bool:
-    return _works(frame, modules, {"generate"})
+    return _call_of(frame, modules, {"generate"}) is not None
 
 
 _lent: WeakKeyDictionary[nn.Module, dict[str, tuple[ExitStack, list[int]]]] = WeakKeyDictionary()

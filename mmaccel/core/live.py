@@ -83,17 +83,18 @@ class Live:
         fps: float | None,
         unit: int,
         marks: Tensor,
+        timed: bool = False,
     ) -> Live:
-        """A stream that has seen nothing."""
+        """A stream that has seen nothing. With times and no rate, positions have one unit a second."""
         stream = Stream(
             unit=unit,
             head=seam.head().numel(),
             pace=seam.pace,
-            places=seam.places(size, fps),
+            places=seam.places(size, float(seam.pace) if timed and fps is None else fps),
             dtype=seam.dtype,
         )
         state = kv.stream(stream, seam.view.geometry, seam.view, seam.device)
-        return cls(seam, kv, chunk, Film(size, fps, unit, marks, stream), state)
+        return cls(seam, kv, chunk, Film(size, fps, unit, marks, stream, timed=timed), state)
 
     @classmethod
     def begin(
@@ -109,8 +110,8 @@ class Live:
         some = filled(frames[: seam.pace], seam.pace)
         size = _size(frames)
         features, marks = seam.features(some, size)
-        live = cls.open(seam, kv, chunk, size, fps, features.shape[1], marks)
-        live.film.raw, live.film.timed = size, timed
+        live = cls.open(seam, kv, chunk, size, fps, features.shape[1], marks, timed)
+        live.film.raw = size
         try:
             if not isinstance(live.state, FrameState):
                 live._head(live.state)

@@ -101,7 +101,7 @@ def load(where: Path, seam: StreamSeam, recipe: Recipe, kv: StreamPolicy) -> Liv
         before = _mark(where)
         try:
             facts = _check(where, seam, recipe)
-            live = Live.open(seam, kv, recipe.chunk, *facts.opening)
+            live = Live.open(seam, kv, recipe.chunk, *facts.opening, facts.told.get("timed") is True)
             try:
                 _fill(facts, live)
             except BaseException:
@@ -206,8 +206,7 @@ def _fill(facts: Facts, live: Live) -> None:
     if not (unbroken and ends[-1] <= len(film.times) and rising):
         raise ModelError(f"{facts.data}: spans or times in {FILM} are damaged; save the session again.")
     film.pending = found.get("pending")
-    film.timed = told.get("timed") is True  # earlier versions placed every unit at the first clip's rate
-    if film.timed:
+    if film.timed:  # earlier versions placed every unit at the first clip's rate
         film.stream.places.told(0, [film.times[first] for first, _ in film.spans])
     film.raw = None if told["raw"] is None else (told["raw"][0], told["raw"][1])
     state.load(facts.data / MEMORY)

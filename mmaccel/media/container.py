@@ -18,7 +18,7 @@ from av.format import Flags
 from mmaccel.core.errors import VideoError
 from mmaccel.media.clock import Log
 from mmaccel.media.pipe import Pipe, is_pipe
-from mmaccel.media.place import LIST, is_file, is_url, named, plain, reason
+from mmaccel.media.place import LIST, is_file, is_silence, is_url, named, plain, reason, why_not_open
 
 FOREVER = float("inf")
 PATIENCE_S = 30.0
@@ -33,8 +33,8 @@ class Source:
     """A video file, URL or readable object, opened for decoding.
 
     `rate` frames a second on average (0.0 unknown), `duration` seconds (None unknown), `count` frames as the
-    header tells (0 unknown), `width` and `height` as stored; `damaged` counts the parts that could not be
-    decoded so far, `stopped` says how an address or a pipe ended too early ("" if it did not), `corrupt` has the packets
+    header tells (0 unknown), `width` and `height` as stored; `damaged` has the seconds of the parts that could not
+    be decoded so far, `stopped` says how an address or a pipe ended too early ("" if it did not), `corrupt` has the packets
     that the container marks as corrupt, by their decoding times, and `log` has what was uneven in the times. Times start
     at 0 with the stream.
 
@@ -68,9 +68,10 @@ class Source:
             file = Pipe(where, timeout)
         self._timeout, self._wait = timeout, wait
         self._opened_anew = False
-        self.damaged = 0
+        self.damaged: list[float] = []
         self.stopped = ""
         self.corrupt: set[int] = set()
+        self._read = 0.0
         self.restarted = False
         self.log = Log()
         # Seconds between key frames, the longest seen; None before two were, infinite where seeking fails.
@@ -115,7 +116,7 @@ class Source:
         try:
             self._container: Any = self._opener()
         except (av.error.FFmpegError, OSError, ValueError) as error:
-            raise VideoError(_why_not_open(self.name, error)) from error
+            raise VideoError(why_not_open(self.name, error)) from error
         try:
             self._stream = self._pick()
         except VideoError:
@@ -173,7 +174,7 @@ class Source:
                 if packet.is_keyframe:
                     keys.append(times[-1])
         except av.error.FFmpegError:
-            self.damaged += 1
+            self.damaged.append(last)
         finally:
             self._rewind()
         times.sort()
@@ -292,6 +293,13 @@ class Source:
         if packet.is_corrupt:
             self.corrupt.add(packet.dts or 0)
 
+    def places(self, stop: float | None = None) -> int:
+        """How many places are damaged before `stop` seconds. A decoder of many threads reads far beyond its last frame."""
+        last = FOREVER if stop is None else stop + (self._start or 0.0)
+        # Packets where recordings are joined are marked as corrupt, too; most begin a clock anew.
+        corrupt = 0 if self.restarted else sum(dts * self._unit < last for dts in self.corrupt)
+        return max(sum(time < last for time in self.damaged), corrupt)
+
     def reaches(self, end: float) -> bool:
         """Whether frames up to `end` seconds are all there are, but for rounding."""
         return self.duration is not None and end > self.duration - 1.5 / (self.rate or 25.0)
@@ -340,12 +348,13 @@ class Source:
             if packet is None:
                 return (yield from self._flush())
             self._look(packet)
+            self._read = self._decoded(packet, self._read)
             try:
                 frames = packet.decode()
             except av.error.EOFError:
                 return
             except av.error.FFmpegError:
-                self.damaged += 1
+                self.damaged.append(self._read)
                 continue
             yield from frames
             if packet.size == 0:
@@ -353,7 +362,7 @@ class Source:
 
     def _again(self, error: Exception) -> Iterator[Any]:
         """The packets of a live source that went silent, opened again; raises `VideoError` where the connection broke."""
-        if not _is_silence(error) or self._wait is None:
+        if not is_silence(error) or self._wait is None:
             raise VideoError(f"{self.name} broke off: {reason(error)}.") from error
         if not self._wait(self._timeout or 0.0):
             return iter(())
@@ -366,8 +375,8 @@ class Source:
     def _ends(self, error: Exception) -> None:
         """Note why a source that is not live ends in the middle: damage, a stall or a broken connection."""
         if self.local or isinstance(error, av.error.InvalidDataError):
-            self.damaged += 1
-        elif _is_silence(error):
+            self.damaged.append(self._read)
+        elif is_silence(error):
             self.stopped = f"it stalled: nothing came for {self._timeout:g} s; raise timeout to wait longer"
         else:
             self.stopped = f"it broke off: {reason(error)}"
@@ -382,17 +391,3 @@ class Source:
 def _is_cover(stream: Any) -> bool:
     """True for the picture of a piece of music, which containers hold as a video of one frame."""
     return bool(stream.disposition & av.stream.Disposition.attached_pic)
-
-
-def _is_silence(error: Exception) -> bool:
-    return isinstance(error, (av.error.ExitError, TimeoutError))
-
-
-def _why_not_open(name: str, error: Exception) -> str:
-    if isinstance(error, av.error.InvalidDataError):
-        return f"{name} is not a video that can be read: it is another kind of file, or was cut short."
-    if isinstance(error, av.error.EOFError):
-        return f"{name} has no frames: its data ends before the first."
-    if _is_silence(error):
-        return f"{name} sent nothing in the time allowed: check the address, or raise timeout."
-    return f"{name} cannot be opened: {reason(error)}."

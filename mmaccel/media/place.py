@@ -1,9 +1,11 @@
-"""Checks a path or address before anything is opened."""
+"""Checks a path or address before it is opened, and says why it cannot be read."""
 
 from __future__ import annotations
 
 import os
 import stat
+
+import av.error
 
 from mmaccel.core.errors import VideoError, shown
 
@@ -56,3 +58,19 @@ def reason(error: Exception) -> str:
     """The reason of a system error, in lower case."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return str(text).rstrip(".").lower()
+
+
+def is_silence(error: Exception) -> bool:
+    """Whether a source sent nothing in the time allowed."""
+    return isinstance(error, (av.error.ExitError, TimeoutError))
+
+
+def why_not_open(name: str, error: Exception) -> str:
+    """One sentence: why FFmpeg does not open `name`."""
+    if isinstance(error, av.error.InvalidDataError):
+        return f"{name} is not a video that can be read: it is another kind of file, or was cut short."
+    if isinstance(error, av.error.EOFError):
+        return f"{name} has no frames: its data ends before the first."
+    if is_silence(error):
+        return f"{name} sent nothing in the time allowed: check the address, or raise timeout."
+    return f"{name} cannot be opened: {reason(error)}."

@@ -113,7 +113,7 @@ def read(
                 _check_memory(source, picture, AHEAD if plan.most is None else min(AHEAD, plan.most - done))
         if not kept:
             raise VideoError(_nothing(source, start, stop))
-        warn_of_loss(source, plan, thinned.seen + skipped, end)
+        warn_of_loss(source, plan, thinned.seen + skipped, end, stop)
         if not fitted:
             warn_of_shrinking(source, picture)
         times = [time for _, time, _ in kept]
@@ -260,8 +260,8 @@ def pile(frames: list[Tensor]) -> Tensor:
     return stacked
 
 
-def warn_of_loss(source: Source, plan: Plan, kept: int, end: float) -> None:
-    """Tell, in one sentence, how many frames could not be read; `end` is when the last of them does."""
+def warn_of_loss(source: Source, plan: Plan, kept: int, end: float, stop: float | None = None) -> None:
+    """Tell, in one sentence, how many frames before `stop` could not be read; `end` is when the last of them does."""
     told, lost = f"{kept} frames could be read", True
     if plan.due - plan.there > plan.slack:
         told = f"only {plan.there} of its {plan.due} frames are in the file, {plan.due - plan.there} are lost"
@@ -277,8 +277,7 @@ def warn_of_loss(source: Source, plan: Plan, kept: int, end: float) -> None:
     ):
         # A header counts frames that an edit list hides, too.
         told = f"{kept} of {plan.total} frames could be read, {(plan.total or 0) - kept} were lost"
-    # Packets where recordings are joined are marked as corrupt, too; most begin a clock anew.
-    if places := max(source.damaged, 0 if source.restarted else len(source.corrupt)):
+    if places := source.places(stop):
         told += f"; it is damaged in {places} place{'s' if places > 1 else ''}"
     if source.stopped:
         told += f"; {source.stopped}"

@@ -16,6 +16,7 @@ import pytest
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoWarning
+from mmaccel.media import container
 from tests.media.films import Film, numbers
 
 
@@ -101,14 +102,14 @@ def test_no_frames(film: Film, name: str) -> None:
 
 def test_sound_alone(tmp_path: Path) -> None:
     path = tmp_path / "sound.mp4"
-    with av.open(str(path), "w") as container:
-        stream: Any = container.add_stream("aac", rate=16000, layout="mono")
+    with av.open(str(path), "w") as written:
+        stream: Any = written.add_stream("aac", rate=16000, layout="mono")
         for number in range(4):
             samples = np.zeros((1, 1024), np.float32)
             frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
             frame.sample_rate, frame.pts = 16000, number * 1024
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+            written.mux(stream.encode(frame))
+        written.mux(stream.encode(None))
     assert sentence(path) == "FILE has no video: it holds only audio."
 
 
@@ -171,7 +172,18 @@ def test_a_truncated_file_without_an_index_is_told_by_its_duration(film: Film) -
     assert float(told[2]) == pytest.approx(end) and int(told[3]) == round(10 * (6.0 - end))
 
 
-def test_a_truncated_file_that_ends_after_the_span_asked_for(film: Film) -> None:
+@pytest.mark.parametrize("threads", [1, 16])
+def test_a_truncated_file_that_ends_after_the_span_asked_for(
+    film: Film, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder of sixteen threads has read to the broken end before it gives the last frame of the span."""
+    opened = container.Source._open
+
+    def open_with_threads(source: container.Source) -> None:
+        opened(source)
+        source._stream.codec_context.thread_count = threads
+
+    monkeypatch.setattr(container.Source, "_open", open_with_threads)
     path = film(muxer={"movflags": "faststart"})
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with warnings.catch_warnings():

@@ -15,6 +15,7 @@ from mmaccel.models.processor import Processor
 from mmaccel.models.tiny.configs import SPECS, build_model
 from mmaccel.models.tiny.tokenizer import build_tokenizer
 from mmaccel.world import World, render, vocabulary
+from tests.models.tiny_random import redraw_patches
 
 FPS = 2.0
 QUESTION = "what colour was the star ?"
@@ -41,6 +42,8 @@ def pair(name: str) -> tuple[Any, Processor]:
         config.vision_config.temporal_patch_size = 2
         config.vision_config.tokens_per_second = 4
     model = type(like)(config).float().eval()
+    if name == "random-ov":
+        redraw_patches(model, 10)
     model.generation_config.eos_token_id = 2
     kind = config.model_type
     stock = mmaccel.load_processor(name.replace("random", "tiny"))

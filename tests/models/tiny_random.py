@@ -48,12 +48,16 @@ def llava(layers: int = 2, hidden: int = 64, seed: int = 0):
             image_grid_pinpoints=[[28, 28], [28, 56], [56, 28]],
         )
     ).eval()  # fmt: skip
-    # The one weight that is a truncated normal: each version of PyTorch draws those in a way of its own.
+    redraw_patches(model, seed + 3)
+    return model
+
+
+def redraw_patches(model, seed: int) -> None:
+    """Draws the one weight of a LLaVA that is a truncated normal: each version of PyTorch draws those in its own way."""
     patches = model.model.vision_tower.embeddings.patch_embedding.weight
     torch.nn.init.normal_(
-        patches, std=patches[0].numel() ** -0.5, generator=torch.Generator().manual_seed(seed + 3)
+        patches, std=patches[0].numel() ** -0.5, generator=torch.Generator().manual_seed(seed)
     )
-    return model
 
 
 BUILD = {"qwen": qwen, "llava": llava}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -12,7 +11,7 @@ from mmaccel.core.adapter import StreamSeam
 from mmaccel.core.answer import FinishReason, Said
 from mmaccel.core.deadline import Deadline
 from mmaccel.core.draft import DraftStrategy, Prompt
-from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.errors import warn
 from mmaccel.core.generate import speculate
 from mmaccel.core.live import Question
 
@@ -57,10 +56,8 @@ def answered(
 
     speculate(asked.turn, draft, prompt, asked.logits, stop=stop, emit=emit, meter=asked.meter)
     if reason == "positions":
-        warnings.warn(
+        warn(
             "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); ask in "
-            "fewer words, or open the session with a kv that keeps less.",
-            MmaccelWarning,
-            stacklevel=4,
+            "fewer words, or open the session with a kv that keeps less."
         )
     return said, reason

@@ -5,7 +5,6 @@ A `Road` is decided once, when a recipe is attached; a `Run` is one pass of the 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from mmaccel.backends import ops, select
 from mmaccel.core.draft import Branches
-from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.errors import warn
 from mmaccel.core.kv import KVState, KVView, StreamState
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.lower import attend_plan
@@ -50,9 +49,7 @@ class Road:
         self.meter.note(told)
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"{told}; search at this length for budgets that fit it.", MmaccelWarning, stacklevel=2
-            )
+            warn(f"{told}; search at this length for budgets that fit it.")
 
     def sparse(self, layer: int) -> bool:
         """Whether a prefill follows the pattern at `layer`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.draft import DraftState, Prompt, Proposal
-from mmaccel.core.errors import DraftError, MmaccelWarning
+from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.runner import Runner
 from mmaccel.core.verify import accept, accept_tree, check
 
@@ -227,4 +226,4 @@ class _Guard:
         reason = f"{type(error).__name__}: {error}"
         self._meter.draft_failed(reason)
         message = f"the draft failed and was dropped; decoding goes on without it ({reason})."
-        warnings.warn(message, MmaccelWarning, stacklevel=2)
+        warn(message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from torch import Tensor
 from mmaccel.core.adapter import StreamSeam
 from mmaccel.core.answer import Evidence, Turn
 from mmaccel.core.deadline import Deadline
-from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.kv import FrameState, Piece, Seen, Stream, StreamPolicy, StreamState
 from mmaccel.core.report import Meter
 
@@ -163,12 +162,10 @@ class Live:
         if self._full or places.admits(units, 0, 1, own):
             return
         self._full = True
-        warnings.warn(
+        warn(
             f"the stream takes {places.ends(units, 0, 1, own)[1]} of the model's {places.limit} positions "
             f"(max_position_embeddings): kv {self.kv.name!r} cannot answer questions from now on; open a session with a kv "
-            "that keeps less, such as 'mosaic'.",
-            MmaccelWarning,
-            stacklevel=6,
+            "that keeps less, such as 'mosaic'."
         )
 
     def _alike(self, frames: Tensor) -> Tensor:
@@ -179,11 +176,7 @@ class Live:
         if not self._warned and not seam.fits(frames, film.size):
             self._warned = True
             (height, width), (h, w) = film.size, size
-            warnings.warn(
-                f"frames of {w}x{h} are resized to {width}x{height}, the size with which the stream began.",
-                MmaccelWarning,
-                stacklevel=6,
-            )
+            warn(f"frames of {w}x{h} are resized to {width}x{height}, the size with which the stream began.")
         if film.pending is not None and film.raw is not None:
             return seam.resized(frames, film.raw)
         film.raw = size

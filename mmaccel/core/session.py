@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from mmaccel.core.answering import answered
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.compose import stream_policy
 from mmaccel.core.deadline import Deadline, Ended, Over
-from mmaccel.core.errors import MmaccelWarning, ModelError, tell_kept
+from mmaccel.core.errors import ModelError, tell_kept, warn
 from mmaccel.core.live import Live, moments
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter, Report
@@ -104,9 +103,7 @@ class VideoSession:
             over = end.reason
         if over is not None:
             why = "it reached its timeout" if over == "timeout" else "it was cancelled"
-            warnings.warn(
-                f"watch: {why}; it took in {done} frames and left out the rest.", MmaccelWarning, stacklevel=2
-            )
+            warn(f"watch: {why}; it took in {done} frames and left out the rest.")
         return done
 
     def _watch(

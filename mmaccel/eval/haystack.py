@@ -7,7 +7,6 @@ question by question.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.errors import warn
 from mmaccel.core.recipe import Recipe
 from mmaccel.eval.answer import Answer
 from mmaccel.eval.cases import Case, Film
@@ -120,11 +119,9 @@ def whole_films(
             yield tuple(asked[depth] for depth in range(depths))
     if found < samples:
         kind = f"documents of {documents} segments and {frames}" if documents else f"videos of {frames}"
-        warnings.warn(
+        warn(
             f"only {found} of {samples} {kind} frames have a card in each of {depths} depths, of {tried} that were tried; "
-            "the others are not asked about.",
-            MmaccelWarning,
-            stacklevel=2,
+            "the others are not asked about."
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -14,7 +13,7 @@ import av
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import VideoError, VideoWarning
+from mmaccel.core.errors import VideoError, VideoWarning, warn
 from mmaccel.media.clock import Ticks, rising
 from mmaccel.media.container import Source
 from mmaccel.media.picture import Picture
@@ -282,18 +281,17 @@ def warn_of_loss(source: Source, plan: Plan, kept: int, end: float, stop: float 
     if source.stopped:
         told += f"; {source.stopped}"
     if lost or places or source.stopped:
-        warnings.warn(f"{source.name}: {told}.", VideoWarning, stacklevel=3)
+        warn(f"{source.name}: {told}.", VideoWarning)
 
 
 def warn_of_shrinking(source: Source, picture: Picture) -> None:
     """Tell that frames were larger than `max_side`."""
     if picture.shrunk_from is not None and picture.size is not None:
         (height, width), (rows, columns) = picture.shrunk_from, picture.size
-        warnings.warn(
+        warn(
             f"{source.name}: frames of {width}x{height} were shrunk to {columns}x{rows} and none lost; "
             "max_side= or size= sets another size.",
             VideoWarning,
-            stacklevel=3,
         )
 
 

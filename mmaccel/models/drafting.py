@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.attention import Probe
 from mmaccel.core.deadline import Ended
 from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
-from mmaccel.core.errors import DraftError, MmaccelWarning
+from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.generate import Speculation, lockstep
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.report import SequenceMeter
@@ -88,9 +87,7 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor
         cache = None
         told = "past_key_values is None: under a draft each sequence of a batch has its own cache"
         attachment.owner.road.meter.note(f"draft: {told}")
-        warnings.warn(
-            f"{told}; set use_cache=False, or give prompts one by one.", MmaccelWarning, stacklevel=2
-        )
+        warn(f"{told}; set use_cache=False, or give prompts one by one.")
     return GenerateDecoderOnlyOutput(
         sequences=ids,  # type: ignore[arg-type]
         scores=_steps([one.scores() for one in begun], len(unread)) if options.output_scores else None,  # type: ignore[arg-type]
@@ -193,7 +190,7 @@ class _Sequence:
         except Exception as error:
             told = f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
             self.meter.note(f"draft: {told}")
-            warnings.warn(f"the draft failed after the answer: {told}.", MmaccelWarning, stacklevel=2)
+            warn(f"the draft failed after the answer: {told}.")
 
 
 def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Generator | None) -> _Sequence:
@@ -358,7 +355,7 @@ class _Careful:
         reason = f"{type(error).__name__}: {error}"
         self._meter.draft_failed(reason)
         message = f"the draft failed and was dropped; decoding goes on without it ({reason})."
-        warnings.warn(message, MmaccelWarning, stacklevel=2)
+        warn(message)
         with suppress(Exception):
             self.state.close()
         self.state = _Silent()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.errors import ModelError, warn
 
 
 def positions_of(config: Any) -> int | None:
@@ -41,11 +40,9 @@ class Limit(StoppingCriteria):
         over = input_ids.shape[1] >= ends
         if not self._told and bool(over.any()):
             self._told = True
-            warnings.warn(
+            warn(
                 f"max_new_tokens: the model has {self._most} positions (max_position_embeddings), and the answer ends with "
-                "them; give a shorter prompt for a longer answer.",
-                MmaccelWarning,
-                stacklevel=2,
+                "them; give a shorter prompt for a longer answer."
             )
         return over.to(input_ids.device)
 

@@ -7,7 +7,6 @@ same files, writes the same files and gives the same tensors. A family is a row 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core import outside
-from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.errors import ModelError, warn
 from mmaccel.media.intake import as_frames, as_image
 from mmaccel.models.conversation import bared, conversations, image_rows, is_path, video_list
 from mmaccel.models.processor_files import read_folder, write_folder
@@ -279,10 +278,8 @@ class Processor:
                 del counts[number]
                 if asked:
                     # As transformers has it.
-                    warnings.warn(
-                        f"the text has {asked} placeholders {token!r} and no {kind} is given: each is read as a word.",
-                        MmaccelWarning,
-                        stacklevel=2,
+                    warn(
+                        f"the text has {asked} placeholders {token!r} and no {kind} is given: each is read as a word."
                     )
             elif asked != given:
                 raise ModelError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attention import Probe, Run
-from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.prune import Signals, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
@@ -61,7 +60,7 @@ def tell_idle(pruner: TokenPruner, meter: Meter) -> None:
     what = " or ".join(sorted(f"{MODALITIES[kind]} tokens" for kind in pruner.prunes))
     sentence = f"prune {pruner.name!r} did nothing: the prompt has no {what}"
     meter.note(sentence)
-    warnings.warn(f"{sentence}.", MmaccelWarning, stacklevel=2)
+    warn(f"{sentence}.")
 
 
 class Ear:

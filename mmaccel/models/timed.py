@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from mmaccel.core.deadline import Deadline, Ended
-from mmaccel.core.errors import MmaccelWarning, ModelError
+from mmaccel.core.errors import ModelError, warn
 from mmaccel.models.arguments import asked
 from mmaccel.models.cache import KVCache
 
@@ -44,10 +43,8 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
             with suppress(ModelError):
                 cache.state.truncate(before[1])
                 cache.sequence = before[0]
-        warnings.warn(
-            "max_time: the time ran out before the prompt was read, so no token was generated; give more seconds.",
-            MmaccelWarning,
-            stacklevel=2,
+        warn(
+            "max_time: the time ran out before the prompt was read, so no token was generated; give more seconds."
         )
         return _nothing(kwargs, default)
     finally:

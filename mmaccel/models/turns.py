@@ -3,14 +3,13 @@ other; a plain step serves the whole batch."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mmaccel.core.errors import MmaccelWarning
+from mmaccel.core.errors import warn
 from mmaccel.core.report import Meter
 from mmaccel.models.arguments import asked
 
@@ -91,11 +90,7 @@ class Turns:
         owner.road.meter.note(f"draft: {told}")
         if not self.warned and choice != "never":
             self.warned = True
-            warnings.warn(
-                f"draft {owner.recipe.draft.name!r}: {told}; set in_batches to 'always' to have it draft.",
-                MmaccelWarning,
-                stacklevel=5,
-            )
+            warn(f"draft {owner.recipe.draft.name!r}: {told}; set in_batches to 'always' to have it draft.")
         return True
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import time
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.draft import Warp
-from mmaccel.core.errors import DraftError, MmaccelWarning
+from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.registry import registry
 from mmaccel.core.verify import UNIT_SLACK
 from mmaccel.core.worker import OWN, READY, Message, Wire, Worker, beating, inbox
@@ -127,10 +126,8 @@ class Remote:
                 self._worker.posted()
             except DraftError as error:
                 # A process that cannot be told has ended, and what it held with it: what is said is whole without it.
-                warnings.warn(
-                    f"the draft's process was ended when its prompt was over; the next one starts another ({error}).",
-                    MmaccelWarning,
-                    stacklevel=2,
+                warn(
+                    f"the draft's process was ended when its prompt was over; the next one starts another ({error})."
                 )
 
 
@@ -231,11 +228,9 @@ def _packed(warp: Warp | None) -> bytes:
 
 
 def _tell_greedy(why: str) -> None:
-    warnings.warn(
+    warn(
         "the draft's process cannot be told how tokens are chosen and guesses the likeliest: fewer are accepted; give "
-        f"logits processors that can be pickled, of a module that can be imported ({why}).",
-        MmaccelWarning,
-        stacklevel=2,
+        f"logits processors that can be pickled, of a module that can be imported ({why})."
     )
 
 

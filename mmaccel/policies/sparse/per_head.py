@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from mmaccel.core.errors import MmaccelWarning, RecipeError, shown
+from mmaccel.core.errors import RecipeError, shown, warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.mix import Share, mix, runs
 from mmaccel.core.placed import counted_from
@@ -166,11 +165,9 @@ class PerHead(SparsePattern):
         theirs = None if self._file is None else self._file.get("weights")
         ours = None if theirs is None else model.weights_digest
         if ours is not None and ours != theirs:
-            warnings.warn(
+            warn(
                 f"per_head: table {self.table!r} was searched on other weights of this architecture; "
-                "run `mmaccel search` on this model for patterns that fit its heads.",
-                MmaccelWarning,
-                stacklevel=2,
+                "run `mmaccel search` on this model for patterns that fit its heads."
             )
 
     def at(self, layer: int) -> SparsePattern:

@@ -1,7 +1,9 @@
 """Runs the tests marked `numeric` by the kernels of several processors: `python -m tests.numeric [options of pytest]`.
 
 numpy's OpenBLAS, by which Triton's interpreter multiplies, and PyTorch's own kernels choose theirs by the processor, and
-sum in another order on another. The environment chooses here. What this processor lacks is left out, with a line.
+sum in another order on another. The environment chooses here: one variable for each library, and under it run the tests
+marked with that library, `numeric(by="numpy")` or `numeric(by="torch")`. What this processor lacks is left out, with a
+line.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ import torch
 
 LEVELS = ["DEFAULT", "AVX2", "AVX512"]
 SETTINGS = [
-    ("OPENBLAS_CORETYPE", "Prescott", "DEFAULT"),
-    ("OPENBLAS_CORETYPE", "Haswell", "AVX2"),
-    ("OPENBLAS_CORETYPE", "Zen", "AVX2"),
-    ("OPENBLAS_CORETYPE", "SkylakeX", "AVX512"),
-    ("ATEN_CPU_CAPABILITY", "default", "DEFAULT"),
-    ("ATEN_CPU_CAPABILITY", "avx2", "AVX2"),
-    ("ATEN_CPU_CAPABILITY", "avx512", "AVX512"),
+    ("numpy", "OPENBLAS_CORETYPE", "Prescott", "DEFAULT"),
+    ("numpy", "OPENBLAS_CORETYPE", "Haswell", "AVX2"),
+    ("numpy", "OPENBLAS_CORETYPE", "Zen", "AVX2"),
+    ("numpy", "OPENBLAS_CORETYPE", "SkylakeX", "AVX512"),
+    ("torch", "ATEN_CPU_CAPABILITY", "default", "DEFAULT"),
+    ("torch", "ATEN_CPU_CAPABILITY", "avx2", "AVX2"),
+    ("torch", "ATEN_CPU_CAPABILITY", "avx512", "AVX512"),
 ]
-"""What the environment names, and the least that a processor must have for it."""
+"""The library, what the environment names, and the least that a processor must have for it."""
+
+MARK = "numeric(by='{}') and not gpu and not slow"
 
 
 def said(code: int) -> str:
@@ -45,15 +49,15 @@ def cpu_seconds() -> float:
 def main() -> int:
     here = torch.backends.cpu.get_cpu_capability()
     lines, status = [], 0
-    for variable, value, needed in SETTINGS:
+    for library, variable, value, needed in SETTINGS:
         setting = f"{variable}={value}"
-        if LEVELS.index(needed) > LEVELS.index(here):
+        if here not in LEVELS[LEVELS.index(needed) :]:
             lines.append(f"{setting}: left out, this processor has {here} and not {needed}")
             continue
         print(f"== {setting}", flush=True)
         begin, used = time.monotonic(), cpu_seconds()
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-m", "numeric and not gpu and not slow", *sys.argv[1:]],
+            [sys.executable, "-m", "pytest", "-q", "-m", MARK.format(library), *sys.argv[1:]],
             env={**os.environ, variable: value},
             check=False,
         )

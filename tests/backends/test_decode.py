@@ -106,7 +106,7 @@ def test_compiles_for_devices_that_are_not_here() -> None:
             assert 2 * int(shared) <= 231424, line
 
 
-@pytest.mark.numeric
+@pytest.mark.numeric(by="numpy")
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")

@@ -9,7 +9,7 @@ from .test_triton import run
 pytest.importorskip("triton")
 
 
-@pytest.mark.numeric
+@pytest.mark.numeric(by="numpy")
 def test_interpreted() -> None:
     quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
     out = run("pytest", "tests/backends/hopper_cases.py", *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")

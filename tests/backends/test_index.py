@@ -52,7 +52,7 @@ def test_turned_classes_keep_their_contract(columns: int, rows: int, beyond: Bey
     torch.library.opcheck(index.turned_classes, (*arguments, *told))
 
 
-@pytest.mark.numeric
+@pytest.mark.numeric(by="numpy")
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     warnings = ("-W", "ignore::DeprecationWarning")

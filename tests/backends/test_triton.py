@@ -34,7 +34,7 @@ def run(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.numeric
+@pytest.mark.numeric(by="numpy")
 @pytest.mark.parametrize("chosen", ["test_patterns", "not test_patterns"], ids=["patterns", "the rest"])
 def test_interpreted(chosen: str) -> None:
     cases = "tests/backends/triton_cases.py"

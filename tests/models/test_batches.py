@@ -69,7 +69,7 @@ def strategies(model) -> dict:
 STRATEGIES = list(strategies(object.__new__(torch.nn.Module)))
 
 
-@pytest.mark.numeric
+@pytest.mark.numeric(by="torch")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_sequence_is_what_it_is_alone(family, strategy):
     """Tokens, and the rounds in which they came: nothing of one sequence gets into another."""

@@ -18,7 +18,7 @@ from tests.core.toy import Meter
 from tests.core.toy import prompt as told
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
-pytestmark = pytest.mark.numeric
+pytestmark = pytest.mark.numeric(by="torch")
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))

@@ -11,7 +11,7 @@ from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 
 FAMILIES = sorted(BUILD)
 TOLERANCE = 1e-5
-pytestmark = pytest.mark.numeric
+pytestmark = pytest.mark.numeric(by="torch")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -18,7 +18,7 @@ from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, Vision
 from tests.models.test_decode import counted
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
-pytestmark = pytest.mark.numeric
+pytestmark = pytest.mark.numeric(by="torch")
 PRUNERS: dict[str, Any] = {
     "fastv": FastV(retention=0.4),
     "fastv, numbered anew": FastV(retention=0.4, compact=True),

@@ -256,7 +256,7 @@ def test_with_gradients_on_it_runs_and_says_that_it_has_none(family, name):
     assert all(p.grad is None for p in model.model.language_model.layers[0].parameters())
 
 
-@pytest.mark.numeric
+@pytest.mark.numeric(by="torch")
 @pytest.mark.parametrize("name", ["dense", "a_shape", "vertical_slash", "grid"])
 def test_under_autocast(family, name, monkeypatch):
     """With the same plans in bfloat16, the error is that of the plain model: twice it, over other numbers of the same size.

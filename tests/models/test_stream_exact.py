@@ -27,7 +27,7 @@ from tests.models.streams import (
 WHOLE = every_stream()
 TIGHT = every_stream(frames=6, window=8)
 TOLERANCE, EQUAL = 1e-4, 1e-5
-pytestmark = pytest.mark.numeric
+pytestmark = pytest.mark.numeric(by="torch")
 MIXED = [("tiny-ov", "rekv"), ("tiny-ov", "mosaic"), ("tiny-qwen", "rekv"), ("tiny-qwen", "mosaic")]
 BOTH = [(name, kv) for name in ("random-ov", "random-qwen") for kv in WHOLE]
 

@@ -23,7 +23,7 @@ def called(sizes: list[int], ask: bool, **fields: Any) -> tuple[Driven, torch.Te
     return driven, torch.cat(out, 2)
 
 
-@pytest.mark.numeric
+@pytest.mark.numeric(by="torch")
 @pytest.mark.parametrize(
     ("sizes", "ask"), [([4] * 15, True), ([16, 4, 28, 12], False)], ids=["often", "seldom"]
 )

@@ -62,7 +62,7 @@ def test_much_happens_in_a_long_stream(encode_frames: int) -> None:
     audit(driven.state.tree, 1e-9)
 
 
-@pytest.mark.numeric
+@pytest.mark.numeric(by="torch")
 @pytest.mark.parametrize(
     "fields",
     [

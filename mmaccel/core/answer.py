@@ -66,6 +66,12 @@ class Answer:
     counters: dict[str, float] = field(default_factory=dict)
     finish_reason: FinishReason = "stop"
 
+    def __repr__(self) -> str:
+        """The text and what it took; evidence and counters are attributes."""
+        pace = "" if self.tokens_per_s is None else f", then {self.tokens_per_s:.1f} tokens/s"
+        taken = f"{len(self.ids)} tokens, the first after {self.ttft_s:.3f} s{pace}"
+        return f"Answer({self.text!r}, finish_reason={self.finish_reason!r}, {taken})"
+
     def top(self, count: int = 8) -> list[Evidence]:
         """The frames of which most reached the answer, best first; where that is not known those most layers recalled."""
         order = sorted(self.evidence, key=lambda one: (-(one.score or 0.0), -one.recalled, one.frames))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ class Answer:
     """
 
     text: str
-    raw: str
-    report: Report
+    raw: str = field(repr=False)
+    report: Report = field(repr=False)
     finish_reason: FinishReason = "stop"
 
     def figures(self) -> dict[str, Any]:

@@ -29,6 +29,8 @@ def test_an_answer_says_why_it_ends(draft: dict[str, Any]) -> None:
         assert whole.finish_reason == "stop" and len(whole.ids) < MAX_NEW_TOKENS
         cut = session.ask("describe the video .", 5)
         assert cut.finish_reason == "length" and len(cut.ids) == 5
+        told = f"Answer({cut.text!r}, finish_reason='length', 5 tokens, the first after {cut.ttft_s:.3f} s"
+        assert repr(cut).startswith(told) and len(repr(cut)) < len(told) + 30 and cut.counters
         just = session.ask(QUESTION, len(whole.ids))
         assert (just.ids, just.finish_reason) == (whole.ids, "length"), "the end of the answer was not said"
         reply = session.ask("describe the video .", 5, stream=True)

@@ -78,7 +78,7 @@ def test_no_combination_is_left_out_unseen():
 @pytest.mark.parametrize(("strategy", "prune", "memory"), CASES)
 @settings(max_examples=4)
 @given(
-    kind=st.sampled_from(["text", "video", "two videos", "interleaved", "long"]),
+    kind=st.sampled_from(sorted(PIECES)),
     seed=st.integers(0, 99),
     window=st.integers(1, 5),
     tokens=st.integers(1, 14),
@@ -100,7 +100,9 @@ def test_greedy_tokens_are_those_of_the_target_alone(
             warnings.filterwarnings("ignore", r"prune '\w+' did nothing: ", MmaccelWarning)
         with mmaccel.accelerate(target, kv=kv, draft=STRATEGIES[strategy](draft, window, **more)) as fast:
             assert torch.equal(target.generate(**inputs, **options), alone)
-            assert fast.report().draft["failed"] is None
+            told = fast.report().draft
+    assert told["failed"] is None
+    assert tokens < 6 or strategy == "prompt_lookup" or told["proposed"] > 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

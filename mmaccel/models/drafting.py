@@ -27,6 +27,7 @@ from mmaccel.models.decode import admits, open_runner
 from mmaccel.models.runner import unpadded
 from mmaccel.models.sampling import allowed_to, check_processors, of_one, warp
 from mmaccel.models.signals import Listener
+from mmaccel.models.turns import columns
 
 if TYPE_CHECKING:
     from mmaccel.models.hf import Attachment
@@ -61,7 +62,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
         except Ended:
             if not begun:
                 raise
-        _in_turns(attachment, [sequence.decoding for sequence in begun])
+        _in_turns(attachment, columns(kwargs), [sequence.decoding for sequence in begun])
     finally:
         for sequence in begun:
             sequence.end()
@@ -101,12 +102,12 @@ def _steps(rows: list[Tensor], unread: int) -> tuple[Tensor, ...]:
     return torch.nn.utils.rnn.pad_sequence([*rows, *([rows[0][:0]] * unread)]).unbind(0)
 
 
-def _in_turns(attachment: Attachment, sequences: list[Speculation]) -> None:
-    """Decode, and time what a token takes."""
+def _in_turns(attachment: Attachment, length: int, sequences: list[Speculation]) -> None:
+    """Decode, and time what a token takes on prompts of `length` columns."""
     began, before = time.perf_counter(), sum(one.ids.shape[1] for one in sequences)
     lockstep(sequences)
     after = sum(one.ids.shape[1] for one in sequences)
-    attachment.turns.drafted(time.perf_counter() - began, after - before)
+    attachment.turns.drafted(length, time.perf_counter() - began, after - before)
 
 
 def _sequences(

@@ -41,7 +41,7 @@ from mmaccel.models.limit import limited, positions_of
 from mmaccel.models.pointwise import in_chunks, turning
 from mmaccel.models.pruning import Pruning
 from mmaccel.models.signals import hear
-from mmaccel.models.turns import Turns, sequences
+from mmaccel.models.turns import Turns, columns, sequences
 from mmaccel.models.vision import by_parts
 
 ATTENTION = "mmaccel"
@@ -383,7 +383,7 @@ class Attachment(Attaching):
                 kwargs["streamer"] = Clock(meter.token, kwargs.get("streamer"))
             out = self.generate(**self.limited(kwargs))
             if rests:
-                self.turns.plain(sequences(self, kwargs), meter)
+                self.turns.plain(sequences(self, kwargs), columns(kwargs), meter)
             return out
         finally:
             # A model may be its own assistant, and be asked while it is at work.

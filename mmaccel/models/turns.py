@@ -28,32 +28,42 @@ TIMED = 2
 class Turns:
     """Times measured on one accelerated model, and the decision for a batch.
 
-    drafted_s  seconds that a token of one sequence takes with the draft, from the last call that drafted, of any batch
-    plain_s    for each size of a batch the seconds of its plain steps, each of which gives every sequence a token, by call
+    A step takes longer on a longer prompt, so that times are kept apart by the number of binary digits of the prompt's
+    length: those of prompts of 1,024 to 2,047 columns are together.
+
+    drafted_s  for each class of lengths the seconds that a token of one sequence takes with the draft, from the last call
+               that drafted, of any batch; a class next to it will do, for a prompt given alone is rarely as long as a batch
+    plain_s    for each size of a batch and class of lengths the seconds of its plain steps, each of which gives every
+               sequence a token, by call
     """
 
-    drafted_s: float | None = None
-    plain_s: dict[int, list[float]] = field(default_factory=dict)
+    drafted_s: dict[int, float] = field(default_factory=dict)
+    plain_s: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     warned: bool = False
 
-    def drafted(self, seconds: float, tokens: int) -> None:
-        """A call with a draft took `seconds` for `tokens`, over all its sequences."""
+    def drafted(self, length: int, seconds: float, tokens: int) -> None:
+        """A call with a draft, on prompts of `length` columns, took `seconds` for `tokens`, over all its sequences."""
         if tokens >= STEPS:
-            self.drafted_s = seconds / tokens
+            self.drafted_s[length.bit_length()] = seconds / tokens
 
-    def plain(self, batch: int, meter: Meter) -> None:
-        """A plain call of `batch` sequences has ended."""
-        steps = meter.new_tokens - 1
+    def plain(self, batch: int, length: int, meter: Meter) -> None:
+        """A plain call of `batch` sequences, on prompts of `length` columns, has ended."""
+        steps, key = meter.new_tokens - 1, (batch, length.bit_length())
         if steps >= STEPS and meter.first is not None and meter.last is not None:
-            self.plain_s[batch] = [*self.plain_s.get(batch, []), (meter.last - meter.first) / steps][-TIMED:]
+            self.plain_s[key] = [*self.plain_s.get(key, []), (meter.last - meter.first) / steps][-TIMED:]
 
-    def why_not(self, batch: int) -> str | None:
-        """Why a draft would not be faster in a batch of this size; None: it is."""
-        timed, own = self.plain_s.get(batch, []), self.drafted_s
+    def why_not(self, batch: int, length: int) -> str | None:
+        """Why a draft would not be faster in a batch of this size, on prompts of `length` columns; None: it is."""
+        size = length.bit_length()
+        timed = self.plain_s.get((batch, size), [])
+        own = next(
+            (self.drafted_s[near] for near in (size, size + 1, size - 1) if near in self.drafted_s), None
+        )
         if own is None:
-            return "the time of a drafted token is measured on a prompt given alone, and none was given"
+            return f"a drafted token is timed on a prompt of about {length} tokens given alone, and none was given"
         if len(timed) < TIMED:
-            return f"plain steps of {batch} sequences must first be timed in {TIMED} calls"
+            alike = f"{1 << size >> 1} to {(1 << size) - 1} tokens"
+            return f"plain steps of {batch} sequences, of {alike} each, must first be timed in {TIMED} calls"
         turns, step = own * batch, min(timed)
         if turns * MARGIN <= step:
             return None
@@ -83,7 +93,7 @@ class Turns:
         elif sampled:
             why = "tokens are sampled, and measured times must not change them"
         else:
-            why = self.why_not(count)
+            why = self.why_not(count, columns(kwargs))
         if why is None:
             return False
         told = f"it does not draft in a batch of {count}: {why}"
@@ -100,3 +110,9 @@ def sequences(attachment: Attachment, kwargs: Mapping[str, Any]) -> int:
     return (len(ids) if isinstance(ids, Tensor) else 1) * (
         asked("num_return_sequences", kwargs, default) or 1
     )
+
+
+def columns(kwargs: Mapping[str, Any]) -> int:
+    """The length of the prompts of a call of `generate`, with their padding."""
+    ids = kwargs.get("input_ids")
+    return ids.shape[1] if isinstance(ids, Tensor) else 0

@@ -45,7 +45,7 @@ def test_it_rests_until_it_is_measured_to_pay(family, monkeypatch):
         assert torch.equal(model.generate(**together, **GREEDY), plain)
         decided = fast.report()
         assert decided.draft["rounds"] > 0 or "with a draft in turns" in str(decided)
-        monkeypatch.setattr(Turns, "why_not", lambda self, batch: None)
+        monkeypatch.setattr(Turns, "why_not", lambda self, batch, length: None)
         assert torch.equal(model.generate(**together, **GREEDY), plain)
         assert fast.report().draft["rounds"] > 0 and not fast.report().notes
 
@@ -55,7 +55,7 @@ def test_what_is_sampled_is_not_drafted_for_by_the_clock(family, monkeypatch):
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
     torch.manual_seed(3)
     plain = model.generate(**together, **options)
-    monkeypatch.setattr(Turns, "why_not", lambda self, batch: None)
+    monkeypatch.setattr(Turns, "why_not", lambda self, batch, length: None)
     with mmaccel.accelerate(model, draft=PromptLookup()) as fast:
         for _ in range(2):
             torch.manual_seed(3)
@@ -84,17 +84,32 @@ def test_it_can_be_told_always_or_never(family, recwarn):
         mmaccel.Recipe(draft={"name": "sequential", "in_batches": "often"})
 
 
+def test_a_time_of_another_length_decides_nothing(family):
+    """A short prompt given alone says nothing of a batch of long ones."""
+    model, _, together, plain = family
+    short = {name: together[name][1:2, -6:] for name in ("input_ids", "attention_mask")}
+    assert together["input_ids"].shape[1] >= 16
+    with mmaccel.accelerate(model, draft=PromptLookup()) as fast:
+        model.generate(**short, **GREEDY)
+        assert fast.report().draft["rounds"] > 0
+        for _ in range(3):
+            assert torch.equal(model.generate(**together, **GREEDY), plain)
+        told = str(fast.report())
+        assert " tokens given alone, and none was given" in told and "with a draft in turns" not in told
+
+
 def test_what_pays_is_what_was_measured():
     turns, meter = Turns(), Meter(new_tokens=11, first=1.0, last=2.0)
-    turns.plain(4, meter)
-    turns.drafted(0.5, 25)
-    assert "timed in 2 calls" in turns.why_not(4)
-    turns.plain(4, Meter(new_tokens=11, first=1.0, last=6.0))
-    assert turns.why_not(4) is None, (
+    turns.plain(4, 1024, meter)
+    turns.drafted(1500, 0.5, 25)
+    assert "of 1024 to 2047 tokens each, must first be timed in 2 calls" in turns.why_not(4, 1024)
+    turns.plain(4, 2047, Meter(new_tokens=11, first=1.0, last=6.0))
+    assert turns.why_not(4, 2000) is None, (
         "the faster of two calls is what steps take: 100 ms; 4 turns of 20 ms pay"
     )
-    turns.drafted(1.0, 25)
-    assert "160 ms with a draft in turns, 100 ms in plain steps" in turns.why_not(4)
-    turns.drafted(9.0, 3)
-    turns.plain(2, Meter(new_tokens=3, first=1.0, last=2.0))
-    assert turns.drafted_s == 0.04 and 2 not in turns.plain_s, "so few are no measure"
+    assert "2 calls" in turns.why_not(4, 2048) and "none was given" in turns.why_not(4, 4096)
+    turns.drafted(1024, 1.0, 25)
+    assert "160 ms with a draft in turns, 100 ms in plain steps" in turns.why_not(4, 1024)
+    turns.drafted(1024, 9.0, 3)
+    turns.plain(2, 1024, Meter(new_tokens=3, first=1.0, last=2.0))
+    assert turns.drafted_s == {11: 0.04} and (2, 11) not in turns.plain_s, "so few are no measure"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core import outside
-from mmaccel.core.errors import ModelError, shown
+from mmaccel.core.errors import MmaccelError, ModelError, shown
 
 Wanted = Mapping[str, tuple[Sequence[int], torch.dtype]]
 """Shape and type of each tensor of a file; -1 in a shape stands for any size."""
@@ -90,6 +90,13 @@ def read_json(path: Path, wanted: Mapping[str, type]) -> dict[str, Any]:
                 f"{path.name}: {name} is {shown(value)} where {kind.__name__} is wanted; the file is damaged."
             )
     return facts
+
+
+def numbers(value: Any, what: str, end: int, failure: type[MmaccelError] = ModelError) -> list[int]:
+    """The value, a list of whole numbers from 0 to below `end`; raises `failure` for anything else, which `what` names."""
+    if not isinstance(value, list) or any(type(one) is not int or not 0 <= one < end for one in value):
+        raise failure(f"{what} is {shown(value)} where numbers below {end} are wanted; the file is damaged.")
+    return value
 
 
 def _first_line(error: Exception) -> str:

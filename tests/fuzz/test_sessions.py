@@ -8,10 +8,14 @@ import os
 import random
 import shutil
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load as tensors_of
+from safetensors.torch import save_file
 
 import mmaccel
 from mmaccel.core import record
@@ -20,7 +24,9 @@ from tests.fuzz.values import changed
 from tests.models.streams import QUESTION
 from tests.models.test_session_faults import begun
 
-KINDS = ("recent", "mosaic")
+KINDS = ("recent", "rekv", "mosaic")
+FRAMES = 12
+"""Of a saved session: a mosaic has clusters by then, and units on the host."""
 
 
 @functools.cache
@@ -38,18 +44,64 @@ def load(kv: str, place: Path, ask: bool) -> Case:
     return work
 
 
+def rewrite(chance: random.Random, path: Path) -> None:
+    """Change what a file says, so that it is a file of its kind all the same."""
+    if path.suffix == ".json":
+        path.write_text(json.dumps(changed(chance, json.loads(path.read_text()))))
+        return
+    tensors = tensors_of(path.read_bytes())
+    for name in chance.sample(list(tensors), min(len(tensors), chance.choice((1, 1, 3)))):
+        one, way = tensors[name], chance.randrange(8)
+        if way == 0:
+            del tensors[name]
+        elif way == 1 and one.ndim:
+            tensors[name] = one[: chance.randrange(len(one) + 1)].clone()
+        elif way == 2:
+            tensors[name] = one.to(chance.choice((torch.float32, torch.float16, torch.int64, torch.uint8)))
+        elif way == 3:
+            tensors[name] = torch.cat([one[None], one[None]]).flatten(0, min(one.ndim, 1))
+        elif one.numel():
+            # A scalar of the kind that the tensor has.
+            values = (0, 1, -1, 7, 10**6, 2**31, -(2**63), 2**63 - 1, float("nan"), float("inf"), -1e30)
+            fits = [value for value in values if one.is_floating_point() or isinstance(value, int)]
+            where = chance.choice((slice(None), chance.randrange(one.numel())))
+            flat = one.clone().flatten()
+            flat[where] = torch.tensor(chance.choice(fits)).to(one.dtype)
+            tensors[name] = flat.view(one.shape)
+    save_file(tensors, path)
+
+
+def reseal(place: Path) -> None:
+    """Let each checksum of a saved session be that of what is there, as one does who changes a file on purpose."""
+    facts = json.loads((place / "session.json").read_text())
+    for index in place.rglob("store.json"):
+        with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):
+            told = json.loads(index.read_text())
+            for piece in told["pieces"]:
+                units = tensors_of((index.parent / piece["file"]).read_bytes())["units"]
+                piece["crc"] = zlib.crc32(units.contiguous().view(-1).view(torch.uint8).numpy())
+            index.write_text(json.dumps(told))
+    for name, (_, checksum) in facts["files"].items():
+        data = (place / name).read_bytes()
+        facts["files"][name] = [len(data), None if checksum is None else zlib.crc32(data)]
+    (place / "session.json").write_text(json.dumps(record.sealed(facts)))
+
+
 def saved(chance: random.Random, folder: Path) -> Case:
     kv = chance.choice(KINDS)
     whole, place = folder / kv, folder / "case"
     if not whole.exists():
-        with begun(kv, 6) as one:
+        with begun(kv, FRAMES) as one:
             one.save(whole)
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(whole, place)
     facts = json.loads((place / "session.json").read_text())
     name = chance.choice([*facts["files"], *["session.json"] * 3])
     path, way = place / name, chance.randrange(6)
-    if name == "session.json" and way < 4:
+    if chance.random() < 0.5:
+        rewrite(chance, place / chance.choice([*facts["files"]]))
+        reseal(place)
+    elif name == "session.json" and way < 4:
         told: Any = changed(chance, facts)
         sealed = way and isinstance(told, dict)
         path.write_text(json.dumps(record.sealed(told) if sealed else told))

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 import mmaccel
 from mmaccel.core import folder, record
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import MmaccelError, ModelError
 from tests.models.streams import FPS, film, logits
 from tests.models.test_session_faults import begun
 
@@ -230,9 +230,56 @@ def test_what_can_be_no_folder_is_told_before_anything_is_watched(tmp_path: Path
     assert not (tmp_path / "new").exists()
 
 
+def resealed(place: Path) -> None:
+    """Who changes a file on purpose changes its checksum."""
+    facts = json.loads((place / "session.json").read_text())
+    for name, (_, checksum) in facts["files"].items():
+        data = (place / name).read_bytes()
+        facts["files"][name] = [len(data), checksum and zlib.crc32(data)]
+    (place / "session.json").write_text(json.dumps(record.sealed(facts)))
+
+
+NUMBERS: list[tuple[str, str, Any]] = [
+    ("rekv", "index.json", {"gone": [[1]]}),
+    ("rekv", "index.json", {"gone": [12]}),
+    ("mosaic", "clusters.json", {"absent": [None]}),
+    ("mosaic", "clusters.json", {"absent": [10**6]}),
+    ("mosaic", "clusters.json", {"buffer": [5, 5]}),
+    ("mosaic", "clusters.json", {"buffer": [[-1], []]}),
+    ("mosaic", "clusters.json", {"counters": {"splits": "many"}}),
+    ("mosaic", "clusters.safetensors", {"semantic.parent": -1}),
+    ("mosaic", "clusters.safetensors", {"semantic.size": -1}),
+    ("mosaic", "clusters.safetensors", {"visual.members": 0}),
+    ("mosaic", "clusters.safetensors", {"semantic.owner": 0}),
+    ("rekv", "store/store.json", {"units": [2**31]}),
+    ("rekv", "store/store.json", {"layer": float("inf")}),
+    ("rekv", "store/store.json", {"groups": [2**63]}),
+    ("rekv", "store/store.json", {"file": "x" * 5000}),
+]
+
+
+@pytest.mark.parametrize(("kv", "name", "wrong"), NUMBERS)
+def test_numbers_of_nothing_are_refused(tmp_path: Path, kv: str, name: str, wrong: dict[str, Any]) -> None:
+    place, path = tmp_path / "stream", tmp_path / "stream" / "data-1" / "memory" / name
+    with begun(kv, 12) as session:
+        session.save(place)
+        ((field, value),) = wrong.items()
+        if path.suffix == ".safetensors":
+            tensors = load(path.read_bytes())
+            save_file({**tensors, field: torch.full_like(tensors[field], value)}, path)
+        else:
+            facts = json.loads(path.read_text())
+            inner = facts["pieces"][0] if "pieces" in facts else facts
+            inner[field] = value * len(inner[field]) if field in ("units", "groups") else value
+            path.write_text(json.dumps(facts))
+        resealed(place)
+        with pytest.raises(MmaccelError, match=r"damaged\.$|save it again\.$") as caught:
+            session.load(place)
+        assert len(str(caught.value)) < 500 and len(session) == 12
+
+
 @pytest.mark.parametrize("name", ["spans", "times", "size"])
 def test_a_film_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
-    """Who changes a file on purpose changes its checksum."""
     place = tmp_path / "stream"
     with begun("mosaic", 4) as session:
         session.save(place)
@@ -242,9 +289,8 @@ def test_a_film_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
             facts["size"] = [10**6, 10**6]
         else:
             save_file({**film, name: film[name] + (9 if name == "spans" else float("nan"))}, path)
-            known = [path.stat().st_size, zlib.crc32(path.read_bytes())]
-            facts["files"]["data-1/film.safetensors"] = known
         (place / "session.json").write_text(json.dumps(record.sealed(facts)))
+        resealed(place)
         with pytest.raises(ModelError, match=f"{name}.* damaged; save the session again"):
             session.load(place)
         assert len(session) == 4

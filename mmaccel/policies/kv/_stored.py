@@ -246,8 +246,9 @@ class StoredMemory(StreamMemory):
         self.index.fill(
             saving.read_tensors(folder / "index.safetensors", wanted if self._count else {}, self.device)
         )
-        self.index.gone = set(saving.read_json(folder / "index.json", {"gone": list})["gone"])
-        self.store.load(folder / "store")
+        gone = saving.read_json(folder / "index.json", {"gone": list})["gone"]
+        self.index.gone = set(saving.numbers(gone, "index.json: gone", self._count))
+        self.store.load(folder / "store", self._count)
 
     def close(self) -> None:
         self.store.close()

@@ -127,7 +127,7 @@ class OffloadStream(WholeStream):
         wanted = {f"head.{n}.{side}": (shape, self.stream.dtype) for n in layers for side in ("key", "value")}
         found = saving.read_tensors(folder / "head.safetensors", wanted, self.device)
         self._heads = [(found[f"head.{n}.key"], found[f"head.{n}.value"]) for n in layers]
-        self.store.load(folder / "store")
+        self.store.load(folder / "store", self._count)
 
     def held(self) -> int:
         turn = max((pair[0].shape[2] for pair in self._turns if pair is not None), default=0)

@@ -350,7 +350,7 @@ class MosaicMemory(StreamMemory):
     def _load(self, folder: Path) -> None:
         self.index.absent = saved.load(self.tree, self._count, folder)
         self.index.refresh()
-        self.store.load(folder / "store")
+        self.store.load(folder / "store", self._count * self.parts)
 
     def close(self) -> None:
         self.store.close()

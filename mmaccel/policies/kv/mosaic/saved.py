@@ -12,6 +12,8 @@ from mmaccel.core.errors import ModelError
 from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
 from mmaccel.policies.kv.mosaic.level import ROWS
 
+MOST = 1 << 53
+"""Counters are below this."""
 FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absent": list}
 
 
@@ -59,11 +61,15 @@ def load(tree: Hierarchy, units: int, folder: Path) -> Tensor:
             wanted[f"{name}.owner"] = (level.layers, count), torch.long
             wanted[f"{name}.threshold"] = (2, level.layers), work
     found = saving.read_tensors(folder / "clusters.safetensors", wanted, torch.device("cpu"))
+    count = found["semantic.size"].shape[1] if facts["started"] else 0
+    buffer = [saving.numbers(ids, "clusters.json: buffer", count) for ids in facts["buffer"]]
+    saving.numbers(list(facts["counters"].values()), "clusters.json: counters", MOST)
+    gone = saving.numbers(facts["absent"], "clusters.json: absent", entries)
     _check(found, folder, units, entries)
     summaries.load({name: found.pop(name) for name in list(found) if "." not in name})
-    tree.load(found, units, facts["buffer"], facts["counters"])
+    tree.load(found, units, buffer, facts["counters"])
     absent = torch.zeros(entries, dtype=torch.bool)
-    absent[[int(entry) for entry in facts["absent"]]] = True
+    absent[gone] = True
     return absent
 
 
@@ -77,8 +83,26 @@ def _check(found: dict[str, Tensor], folder: Path, units: int, entries: int) -> 
         above = found["visual.size"].shape[1]
         bounds = {"owner": count, "members": most, "home": count, "parent": above}
         wrong = [row for row, end in bounds.items() if _outside(found[f"{name}.{row}"], end)]
-        if len(clusters) > 1 or wrong:
+        if len(clusters) > 1 or wrong or not _fits(found, name):
             raise ModelError(f"{folder}: {name} clusters do not fit together; the file is damaged.")
+
+
+def _fits(found: dict[str, Tensor], name: str) -> bool:
+    """Whether each cluster of a level has as many members as its size says, they are its own, and it has a parent."""
+    size, members, owner = (found[f"{name}.{row}"] for row in ("size", "members", "owner"))
+    held = torch.arange(members.shape[2]) < size[..., None]
+    owners = owner.gather(1, members.clamp_min(0).flatten(1)).view(members.shape)
+    own = torch.arange(size.shape[1])[:, None].expand(members.shape)
+    fits = (
+        torch.equal(held, members >= 0)
+        and torch.equal(held.sum(2), size)
+        and torch.equal(owners[held], own[held])
+    )
+    if name == "semantic":
+        above = found["visual.size"].expand(size.shape[0], -1)
+        parent = found["semantic.parent"]
+        fits = fits and bool(((parent >= 0) & (above.gather(1, parent.clamp_min(0)) > 0))[size > 0].all())
+    return fits
 
 
 def _outside(numbers: Tensor, end: int) -> bool:

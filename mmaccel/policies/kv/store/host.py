@@ -302,8 +302,8 @@ class HostStore:
         self._wire.settle()
         saved.save(self, Path(folder))
 
-    def load(self, folder: str | Path) -> None:
-        """Hold what was saved to `folder` and nothing else; when it cannot be read, `StoreError`, and all stays as it is."""
+    def load(self, folder: str | Path, end: int = saved.MOST) -> None:
+        """Hold the units below `end` saved to `folder`, nothing else; or raise `StoreError` and leave all as it is."""
         self._open()
         shape = self.shape
         fresh = HostStore(
@@ -311,7 +311,7 @@ class HostStore:
             device=self.device, lanes=self.lanes, **self._options,  # type: ignore[arg-type]
         )  # fmt: skip
         try:
-            saved.load(fresh, Path(folder))
+            saved.load(fresh, Path(folder), end)
         except BaseException:
             fresh.close()
             raise

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 VERSION = 1
 INDEX = "store.json"
 FILE_BYTES = 256 * 2**20
+MOST = 1 << 31
+"""Units, and groups of them, are numbers below this."""
 
 
 def save(store: HostStore, folder: Path) -> None:
@@ -47,8 +49,11 @@ def save(store: HostStore, folder: Path) -> None:
         ) from error
 
 
-def load(store: HostStore, folder: Path) -> None:
-    """Put what `save` wrote into `store`, which is empty; raises `StoreError` for anything that is not as it was written."""
+def load(store: HostStore, folder: Path, end: int) -> None:
+    """Put what `save` wrote into `store`, which is empty; raises `StoreError` for anything that is not as it was written.
+
+    Units are numbers below `end`.
+    """
     try:
         index = outside.read_json(folder / INDEX, INDEX, StoreError, fix="save it again")
         if index["version"] != VERSION:
@@ -61,6 +66,7 @@ def load(store: HostStore, folder: Path) -> None:
                 "load it with the model and frame size it was saved with."
             )
         for piece in index["pieces"]:
+            _check(store, piece, end)
             kept = _read(store, folder / piece["file"], piece)
             for unit, group, one in zip(piece["units"], piece["groups"], kept, strict=True):
                 key, value = one.to(store.device)
@@ -83,10 +89,21 @@ def _pieces(store: HostStore) -> Iterator[tuple[int, list[int]]]:
         yield from ((layer, units[i : i + most]) for i in range(0, len(units), most))
 
 
+def _check(store: HostStore, piece: dict[str, Any], end: int) -> None:
+    """Raise `StoreError` where a number of a piece is of nothing."""
+    groups = [group for group in piece["groups"] if group is not None]
+    for name, value, most in (
+        ("layer", [piece["layer"]], store.shape.layers),
+        ("units", piece["units"], end),
+        ("groups", groups, MOST),
+    ):
+        saving.numbers(value, f"{INDEX}: {name}", most, StoreError)
+
+
 def _read(store: HostStore, path: Path, piece: dict[str, Any]) -> Tensor:
     if path.name != piece["file"]:
         raise ValueError(f"{shown(piece['file'])} is not a file of a store")
-    outside.regular(path, path.name, StoreError, fix="save it again")
+    outside.regular(path, shown(path.name), StoreError, fix="save it again")
     with safe_open(path, framework="pt") as file:
         kept: Tensor = file.get_tensor("units")
     wanted = len(piece["units"]), *store.shape.unit

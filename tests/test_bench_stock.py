@@ -14,6 +14,9 @@ sys.path.insert(0, str(ROOT / "tests" / "stock"))
 import stock  # noqa: E402
 import stock_plugin  # noqa: E402
 
+import mmaccel  # noqa: E402
+from tests.models.tiny_random import BUILD  # noqa: E402
+
 ROWS = stock.read(ROOT / "bench" / "results" / "stock_cpu_202611.jsonl")
 
 
@@ -44,10 +47,11 @@ def test_every_failure_has_a_reason() -> None:
         ),
         (
             "dense",
-            "test_can_set_attention_dynamically",
-            "AssertionError: False is not true",
+            "a",
+            f"AssertionError: False is not true; {stock_plugin.OWN_CONFIG}",
             "private config copy",
         ),
+        ("dense", "test_can_set_attention_dynamically", "AssertionError: False is not true", "other"),
         ("sequential", "a", "mmaccel.core.errors.DraftError: num_beams: one; set it.", "refused: num_beams"),
         ("dense", "a", "mmaccel.core.errors.ModelError: num_beams: one; set it.", "other"),
         ("window", "a", "mmaccel.core.errors.ModelError: use_cache: leave it out.", "other"),
@@ -64,3 +68,19 @@ def test_a_failure_is_sorted(recipe: str, test: str, error: str, why: str) -> No
 def test_a_test_that_is_lost_is_a_failure_without_a_reason() -> None:
     row = stock.row("dense", "a", {"one": ("passed", ""), "two": ("passed", "")}, {"one": ("passed", "")})
     assert row["other"] == ["two"] and row["passed"] == 1
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llava"])
+def test_a_failure_beside_a_config_of_ours_is_known_by_it(kind: str) -> None:
+    model = BUILD[kind]()
+    with mmaccel.accelerate(model):
+        ours, theirs = model.model.language_model, model.config
+        for value, seen in ((ours, True), (ours.config, True), (theirs, False), (model, False), (5, False)):
+            with pytest.raises(AssertionError) as caught:
+                _fail_beside(value)
+            assert stock_plugin._looks_at_own_config(caught.traceback, ROOT) is seen
+            assert not stock_plugin._looks_at_own_config(caught.traceback, ROOT / "bench")
+
+
+def _fail_beside(value: object) -> None:
+    raise AssertionError("False is not true")

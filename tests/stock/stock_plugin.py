@@ -12,6 +12,7 @@ import copy
 import functools
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import pytest
 import transformers
 
 import mmaccel
+from mmaccel.models.hf import ATTENTION
+from mmaccel.models.windows import WINDOWS
 
 RECIPES: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -37,12 +40,14 @@ LEFT_OUT = (
 )  # fmt: skip
 """Parts of the names of tests that are not run: they are about other things than a model's calls, or too slow."""
 
+OWN_CONFIG = "while the test looks at a config that mmaccel gave a module"
+"""What is added to an error that a test raises itself, where a variable of it is such a config, or a module that has one."""
+
 REASONS = {
     "no gradient": r"no gradient; detach the recipe to train",
     "static cache": r"cache_implementation: an accelerated",
     "4-D mask": r"attention_mask: an accelerated model takes a mask of shape",
-    "private config copy": r"attn_implementation: it was set while|subconfig_are_same|attention_dynamically"
-    r"|attn_implementation_composite|can_dispatch_composite",
+    "private config copy": rf"attn_implementation: it was set while|{OWN_CONFIG}",
     "class of the exception": r"^\S*mismatching",
 }
 """The five reasons for which an accelerated model may fail a test that the plain one passes, and what tells them: a part of
@@ -125,17 +130,39 @@ def _attach_all(model: Any, name: str) -> None:
     model.__init__, model.from_pretrained = made, classmethod(loaded)
 
 
+def _looks_at_own_config(traceback: Any, checkout: Path) -> bool:
+    """Whether the error was raised in the tests of `checkout`, by code that has such a config at hand."""
+    where = [entry for entry in traceback if "unittest" not in Path(entry.path).parts]
+    if not where or not Path(where[-1].path).is_relative_to(checkout):
+        return False
+    found = False
+    for value in where[-1].frame.f_locals.values():
+        with suppress(Exception):
+            config = value if isinstance(value, transformers.PreTrainedConfig) else value.config
+            found |= config._attn_implementation in (ATTENTION, WINDOWS)
+    return found
+
+
 class _Log:
     """What each test came to."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.results = path, {}
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Any:
+        report = yield
+        if call.excinfo is not None and _looks_at_own_config(call.excinfo.traceback, item.config.rootpath):
+            report.stock_own_config = True
+        return report
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = "::".join(report.nodeid.split("::")[-2:])
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            self.results[name] = ["failed", str(crash.message if crash else report.longrepr)[:600]]
+            told = str(crash.message if crash else report.longrepr)[:600]
+            mark = f"; {OWN_CONFIG}" if getattr(report, "stock_own_config", False) else ""
+            self.results[name] = ["failed", told + mark]
         elif report.skipped:
             self.results.setdefault(name, ["skipped", ""])
         elif report.when == "call":

@@ -72,6 +72,7 @@ def fit(pixels: Pixels) -> Callable[[int, int, int], tuple[int, int]]:
     from mmaccel.media.preprocess import frame_size_of, patch_size_of
 
     def size(frames: int, height: int, width: int) -> tuple[int, int]:
+        """(height, width) in pixels of what the model is given of so many frames of this size."""
         if not pixels.do_resize:
             return height, width
         if pixels.merge_size is not None:

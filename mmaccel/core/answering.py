@@ -37,6 +37,7 @@ def answered(
     reason: FinishReason = "stop"
 
     def stop(ids: Tensor) -> bool:
+        """Whether the answer ends with the last of `ids` [1, S]; notes why."""
         nonlocal reason
         count, over = ids.shape[1] - start, deadline.over()
         if int(ids[0, -1]) in ends:
@@ -50,6 +51,7 @@ def answered(
         return reason != "stop"
 
     def emit(new: Tensor) -> None:
+        """Take in the tokens `new` [n]; those that end an answer are not part of its text."""
         tokens = new.tolist()
         asked.meter.token(len(tokens))
         said.add([token for token in tokens if token not in ends])

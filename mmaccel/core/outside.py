@@ -157,6 +157,7 @@ class _Limited(yaml.SafeLoader):
         self._sizes: dict[str, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """As PyYAML's; raises `YAMLError` where the text is nested too deep, or holds too many values."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         name: str | None = getattr(event, "anchor", None)
         if isinstance(event, yaml.AliasEvent):
@@ -180,6 +181,7 @@ class _Limited(yaml.SafeLoader):
             raise yaml.YAMLError(f"it holds more than {YAML_NODES} values, with its aliases expanded")
 
     def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
+        """As PyYAML's; raises `YAMLError` for a number that is too long."""
         node = super().compose_scalar_node(anchor)
         if node.tag.rpartition(":")[2] in ("int", "float") and len(node.value) > DIGITS:
             raise yaml.YAMLError(
@@ -188,6 +190,7 @@ class _Limited(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As PyYAML's; raises `YAMLError` for a key that is given twice."""
         lines: dict[str, int] = {}
         for key, _ in getattr(node, "value", ()):
             if not isinstance(key, yaml.ScalarNode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import signal
@@ -120,6 +121,7 @@ class Pump(Generic[Item]):
         """The next item, as `Line.get` gives it."""
         if not self._begun:
             self._begun = True
+            _running[self._thread] = self._line
             self._thread.start()
         return self._line.get(check)
 
@@ -133,7 +135,29 @@ class Pump(Generic[Item]):
         self._line.close()
 
 
+_running: dict[threading.Thread, Line[Any]] = {}
+
+
+@atexit.register
+def _leave() -> None:
+    """End all reading before the interpreter goes: it ends the process where a thread comes back into torch later."""
+    for thread, line in list(_running.items()):
+        line.close()
+        thread.join(LEAVE_S)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)
+
+
 def _pumped(make: Callable[[Line[Item]], Iterator[Item]], line: Line[Item]) -> None:
+    try:
+        _read(make, line)
+    finally:
+        _running.pop(threading.current_thread(), None)
+
+
+def _read(make: Callable[[Line[Item]], Iterator[Item]], line: Line[Item]) -> None:
     end: BaseException = StopIteration()
     try:
         for item in make(line):

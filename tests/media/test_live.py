@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.server
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -149,3 +151,16 @@ def test_a_read_of_a_pipe_that_falls_silent_tells_a_stall(film: Film, tmp_path: 
     over.set()
     writer.join()
     assert 10 < len(video) < 30 and "damaged" not in str(caught[0].message)
+
+
+def test_a_process_ends_its_reading_first(film: Film) -> None:
+    """A thread that comes back into torch while the interpreter goes would abort the process."""
+    code = (
+        "import atexit, threading\n"
+        "atexit.register(lambda: print([one.name for one in threading.enumerate()]))\n"
+        "from mmaccel import media\n"
+        f"stream = media.clips({str(film())!r}, fps=10, frames_per_clip=4)\n"
+        "print(len(next(stream)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4\n['MainThread']\n", "")

@@ -83,7 +83,8 @@ class VideoSession:
                as Qwen2.5-VL's are, they follow the times; where units are closed up, or the first clip has neither times
                nor a rate, they follow the first clip's rate.
         `progress(done, total)` counts frames; `total` is None for a path. After an error the session keeps nothing of this
-        call; of a path without `times` it keeps the clips before the error. For spill "drop_oldest" see the class.
+        call; of a path without `times` it keeps the clips before the error. A live source that sends nothing for 10 s gives
+        `VideoStalled`; watch it again to wait longer. For spill "drop_oldest" see the class.
         `timeout`: seconds from the start of this call. When they are over, or `cancel` is called, the call ends after the
         current pass of frames, or at once while it waits for frames of a path. The session keeps the frames that the model
         has read, leaves out the others, and a warning gives the number kept. Of a live source the model reads what has come

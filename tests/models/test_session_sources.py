@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import threading
 import time
@@ -41,7 +42,7 @@ def silent_pipe(path: Path, data: bytes) -> Iterator[None]:
         writer.join()
 
 
-def watched(session: mmaccel.VideoSession, path: Path, how: str, **more: Any) -> tuple[int, float]:
+def watched(session: mmaccel.VideoSession, path: Path | str, how: str, **more: Any) -> tuple[int, float]:
     """The frames that `watch` takes in, and the seconds it lasts, when it is ended after 1.5 s."""
     timer = threading.Timer(1.5, session.cancel)
     if how == "cancel":
@@ -91,3 +92,28 @@ def test_a_slow_decoder_is_left(
     with open_session("random-ov", "recent") as session:
         done, took = watched(session, film, how, **more)
         assert took < 3 and done == session.frames == 64
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancel"])
+def test_an_address_that_never_answers_is_left(how: str) -> None:
+    over = threading.Event()
+
+    class Silent(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            over.wait(20)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with (
+        open_session("random-ov", "recent") as session,
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            address = f"http://127.0.0.1:{server.server_address[1]}/camera.ts"
+            done, took = watched(session, address, how)
+        finally:
+            over.set()
+            server.shutdown()
+    assert done == 0 and took < 3

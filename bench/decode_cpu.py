@@ -22,7 +22,8 @@ round), `streak`, `tokens_per_s`, `speedup` over plain decoding and `against_seq
 ones). The row `memory` has the most bytes that the pipeline and drafting in turns hold. The last line tells what was to
 be reached: `parallel` at 0.9 of the simulator's ratio over `sequential`, and at 1.15. Under sampling `same` is null,
 for two ways draw different texts. The row `kept` holds the share of drafted tokens that `parallel 1` keeps against that of
-`sequential 1`, to be within 0.02 of each other, with the standard error of the difference.
+`sequential 1`, to be within 0.02 of each other, with the standard error of the difference, and the difference that is
+expected by the distributions of target and draft (`expected_gap`, of the row `expected`; see expected.py).
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import statistics
 import sys
 from collections import Counter
@@ -42,6 +42,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from expected import as_often, chances, shares
 from held import Held
 from timing import Log, environment, read_rows, write_rows
 
@@ -55,8 +56,6 @@ from mmaccel.models.loading import load_model, load_processor
 
 WINDOWS = (2, 3, 4, 5, 6, 8)
 CONCLUSIONS = ("verdict", "kept")
-CLOSE = 0.02
-"""How far apart the shares kept by `parallel` and `sequential` may be at a window of 1."""
 UV = {"name": "uv", "retention": 0.1}
 SPEC = {"name": "attention", "retention": 0.1, "compact": True}
 
@@ -116,9 +115,7 @@ def measured(
     a `temperature` tokens are drawn; the seeds count up from `seed`, one for each caption and repeat.
     """
     beside = twin(model)
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    )
+    sampling = drawing(temperature)
     for name, draft in drafts.items():
         found: list[acceptance.Drafted] = []
         with accelerate(model, Recipe(draft=draft)) as fast:  # type: ignore[arg-type]
@@ -130,6 +127,23 @@ def measured(
                 found.append(acceptance.drafted(fast, one, tokens, plain, **sampling))
         told = row(name, draft, found) | {"temperature": temperature}
         yield told | {"same": None} if temperature else told
+
+
+def expected_shares(
+    model: Any, draft: Any, inputs: list[Any], tokens: int, temperature: float, seed: int
+) -> dict[str, Any]:
+    """The shares that should be kept at a window of 1, over the texts that plain decoding draws."""
+    found = []
+    for number, one in enumerate(inputs, seed):
+        torch.manual_seed(number)
+        plain = acceptance.alone(model, one, tokens, **drawing(temperature))
+        found.append(chances(model, draft, one, plain.ids, temperature))
+    return shares(found)
+
+
+def drawing(temperature: float) -> dict[str, Any]:
+    """Arguments of `generate`: temperature alone, or none for greedy decoding."""
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
 
 
 def twin(model: nn.Module) -> nn.Module:
@@ -218,23 +232,6 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def as_often(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The shares that `parallel` and `sequential` keep at a window of 1; None where a row is missing.
-
-    `parallel` has every token of a text judged, `sequential` leaves out those that the target adds to what it kept: in a
-    text whose easy and hard places alternate the shares differ by that too, at temperature 0 as well.
-    """
-    by = {r["case"]: r for r in rows if r["case"] in ("sequential 1", "parallel 1") and "rounds" in r}
-    if len(by) < 2:
-        return None
-    kept = {name: r["kept"] for name, r in by.items()}
-    gap = kept["parallel 1"] - kept["sequential 1"]
-    error = math.sqrt(sum(r["kept"] * (1 - r["kept"]) / r["rounds"] for r in by.values()))
-    rounds = {name: r["rounds"] for name, r in by.items()}
-    told = {"case": "kept", **kept, "rounds": rounds, "gap": gap, "standard_error": error}
-    return {**told, "reached": abs(gap) <= CLOSE}
-
-
 def run_of(row: dict[str, Any]) -> tuple[str, float]:
     """The model and the temperature of a row."""
     return row["model"], row.get("temperature", 0.0)
@@ -277,7 +274,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             one, two = r["parallel 1"], r["sequential 1"]
             lines.append(
                 f"\n{r['model']}, T = {r.get('temperature', 0.0):g}, windows of 1: `parallel` keeps {one:.3f}, `sequential` "
-                f"{two:.3f} of drafted tokens; apart {r['gap']:+.3f}, standard error {r['standard_error']:.3f}."
+                f"{two:.3f} of drafted tokens; apart {r['gap']:+.3f}, standard error {r['standard_error']:.3f}"
+                + (f", expected {r['expected_gap']:+.3f}." if "expected_gap" in r else ".")
             )
     return "\n".join(lines)
 
@@ -350,6 +348,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(json.dumps({"environment": environment()}))
     rows = []
     sampling = given.temperature, given.seed
+    if given.temperature and (not given.only or "expected" in given.only):
+        run = {"frames": given.frames, "captions": given.captions * given.repeats, "seed": given.seed}
+        found = {"case": "expected", "model": given.model, "temperature": given.temperature, **run}
+        draft = load_model(f"{given.model}-draft", dtype=torch.float32)
+        found |= expected_shares(model, draft, inputs * given.repeats, given.tokens, *sampling)
+        rows.append(found)
+        print(json.dumps(found), flush=True)
+        if log is not None:
+            log.row(**found)
     for found in measured(model, inputs, given.tokens, drafts, given.repeats, *sampling):
         found |= {"model": given.model, "frames": given.frames, "seed": given.seed}
         rows.append(found)

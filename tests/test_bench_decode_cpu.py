@@ -16,10 +16,12 @@ from mmaccel import load_model
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.report import Report
 from mmaccel.eval import acceptance
+from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 import decode_cpu
+import expected
 
 
 def test_no_verdict_without_both_ways() -> None:
@@ -81,13 +83,36 @@ def test_shares_kept_under_sampling_are_held_against_each_other() -> None:
     *_, told = decode_cpu.conclusions([turns, ahead])
     assert told["case"] == "kept" and told["temperature"] == 0.7 and not told["reached"]
     assert told["gap"] == pytest.approx(0.03) and told["standard_error"] == pytest.approx(0.00706, abs=1e-5)
-    *_, told = decode_cpu.conclusions([turns, ahead | {"kept": 0.51}])
-    assert told["reached"]
+    should = {
+        "case": "expected",
+        "model": "tiny-ov",
+        "temperature": 0.7,
+        "parallel 1": 0.52,
+        "sequential 1": 0.5,
+    }
+    *_, told = decode_cpu.conclusions([turns, ahead | {"kept": 0.51}, should])
+    assert told["reached"] and told["expected_gap"] == pytest.approx(0.02)
     assert decode_cpu.conclusions([turns, ahead | {"temperature": 1.5}]) == []
     lines = decode_cpu.table([turns, ahead, told]).splitlines()
     assert (
-        "| tiny-ov | 0.7 | parallel 1 | 1.00 | 0.53 | 15 | 10 | 1.50 x |" in lines and "+0.010" in lines[-1]
+        "| tiny-ov | 0.7 | parallel 1 | 1.00 | 0.53 | 15 | 10 | 1.50 x |" in lines
+        and "+0.010" in lines[-1]
+        and "expected +0.020." in lines[-1]
     )
+
+
+def test_expected_shares_are_those_of_all_places_and_of_the_starts_of_rounds() -> None:
+    """Every other token is sure, the rest are kept half the time; rounds end up at the sure ones."""
+    told = expected.shares([torch.tensor([0.5, 1.0] * 500)])
+    assert told["tokens"] == 1000 and told["parallel 1"] == 0.75
+    # From a hard place to the next hard one, or, refused, to a sure one, and from there to sure ones alone.
+    assert told["sequential 1"] == pytest.approx(1.0, abs=0.01)
+    model = BUILD["qwen"](layers=1)
+    ids = torch.arange(5) + 20
+    same = expected.chances(model, model, prompt("qwen", PROMPTS["video"]), ids, 0.7)
+    assert torch.allclose(same, torch.ones(4))
+    other = expected.chances(model, BUILD["qwen"](seed=1), prompt("qwen", PROMPTS["video"]), ids, 0.7)
+    assert len(other) == 4 and other.min() < 0.99
 
 
 def test_rows_measured_apart_have_one_verdict(tmp_path: Path) -> None:

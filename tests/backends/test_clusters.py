@@ -17,7 +17,6 @@ QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 CASES = "tests/backends/clusters_cases.py"
 
 
-@pytest.mark.numeric(by="numpy")
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     warnings = ("-W", "ignore::DeprecationWarning")

@@ -22,7 +22,6 @@ def test_the_operator_keeps_its_contract() -> None:
     assert (units[:, :, 1] == 0).all()
 
 
-@pytest.mark.numeric(by="numpy")
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")

@@ -22,7 +22,6 @@ def test_the_operators_keep_their_contracts() -> None:
     torch.library.opcheck(ops.listed_area, (lists, torch.empty(0, dtype=torch.int32), row, heads, 16, 16))
 
 
-@pytest.mark.numeric(by="numpy")
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")

@@ -40,7 +40,6 @@ def test_the_operator_keeps_its_contract() -> None:
     torch.library.opcheck(assembled, (sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends))
 
 
-@pytest.mark.numeric(by="numpy")
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     warnings = ("-W", "ignore::DeprecationWarning")

@@ -35,7 +35,6 @@ def test_the_plain_forms() -> None:
     torch.testing.assert_close(q, torch.cat([wanted[..., 0], wanted[..., 1]], -1))
 
 
-@pytest.mark.numeric(by="numpy")
 def test_interpreted() -> None:
     pytest.importorskip("triton")
     quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")

@@ -120,12 +120,13 @@ class VideoError(MmaccelError):
 
 
 class VideoStalled(VideoError):
-    """A stream that has not ended sent nothing for `seconds`, after `frames` frames. Ask for the next clip to wait again."""
+    """A stream that has not ended sent nothing for `seconds`, after `frames` frames. To wait longer, ask `media.clips`
+    for the next clip, or call `watch` again."""
 
     def __init__(self, name: str, seconds: float, frames: int) -> None:
         super().__init__(
             f"{name} stalled: nothing came for {seconds:g} s after {frames} frame{'' if frames == 1 else 's'}, and it has "
-            "not ended; ask for the next clip to wait longer, or raise timeout."
+            "not ended; to wait longer, ask media.clips for the next clip, or call watch again."
         )
         self.seconds, self.frames = seconds, frames
 

@@ -33,6 +33,10 @@ class Stall(Exception):
         self.seconds = seconds
 
 
+class Forked(Exception):
+    """The process forked: the thread that reads is in its parent."""
+
+
 class Line(Generic[Item]):
     """The queue from the thread that reads to the caller: at most `most` items, and whether the source stalls."""
 
@@ -67,15 +71,12 @@ class Line(Generic[Item]):
         """The next item; `check(seconds)` is called with how long it was awaited so far. Raises what `put` was given to
         raise, `Stall`, `StopIteration` once the line is closed, and what `check` raises."""
         began = time.monotonic()
+        try:
+            while not self._there():
+                check(time.monotonic() - began)  # without the lock: it may run anything
+        finally:
+            self._awaited = False
         with self._changed:
-            self._awaited = True
-            self._changed.notify_all()
-            try:
-                while not (self._over or self._items or self._stall):
-                    self._changed.wait(CHECK_S)
-                    check(time.monotonic() - began)
-            finally:
-                self._awaited = False
             if self._over:
                 raise StopIteration
             if not self._items and self._stall is not None:
@@ -87,6 +88,16 @@ class Line(Generic[Item]):
                 self._over = True
                 raise item
             return item
+
+    def _there(self) -> bool:
+        """Whether `get` has something to give or to raise; waits a little where it has not."""
+        with self._changed:
+            if not self._awaited:
+                self._awaited = True
+                self._changed.notify_all()
+            if not (self._over or self._items or self._stall):
+                self._changed.wait(CHECK_S)
+            return bool(self._over or self._items or self._stall)
 
     def wait(self, seconds: float) -> bool:
         """Report a stall once the caller has taken all items, and wait until it asks for more; False when it does not."""
@@ -101,6 +112,11 @@ class Line(Generic[Item]):
         with self._changed:
             self._over = True
             self._changed.notify_all()
+
+    def forked(self) -> None:
+        """In a forked process nobody reads, and nobody gives back a lock: what was read is given, and then `Forked`."""
+        self._changed = threading.Condition()
+        self._items.append(Forked())
 
 
 class Pump(Generic[Item]):
@@ -141,13 +157,21 @@ _running: dict[threading.Thread, Line[Any]] = {}
 @atexit.register
 def _leave() -> None:
     """End all reading before the interpreter goes: it ends the process where a thread comes back into torch later."""
-    for thread, line in list(_running.items()):
+    running, late = list(_running.items()), time.monotonic() + LEAVE_S
+    for _, line in running:
         line.close()
-        thread.join(LEAVE_S)
+    for thread, _ in running:
+        thread.join(max(0.0, late - time.monotonic()))
+
+
+def _forked() -> None:
+    for line in list(_running.values()):
+        line.forked()
+    _running.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_running.clear)
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _pumped(make: Callable[[Line[Item]], Iterator[Item]], line: Line[Item]) -> None:

@@ -14,7 +14,7 @@ import torch
 from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.clock import Log, Ticks
 from mmaccel.media.container import Source
-from mmaccel.media.live import Growing, Line, Pump, Stall
+from mmaccel.media.live import Forked, Growing, Line, Pump, Stall
 from mmaccel.media.picture import Picture
 from mmaccel.media.pipe import is_pipe
 from mmaccel.media.place import is_file, is_url, plain
@@ -204,6 +204,11 @@ class Clips(Iterator[Video]):
                 self._end = StopIteration() if self._taken else self._nothing()
             except (Stall, VideoError) as error:
                 self._end = error
+            except Forked:
+                self._end = VideoError(
+                    f"{os.fspath(self._opened.path)} is read by the process that this one was forked from; "
+                    "call clips anew here."
+                )
             if self._clip:
                 # The frames so far come before the error.
                 return self._made()

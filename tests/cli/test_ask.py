@@ -229,11 +229,11 @@ def test_progress_tells_that_a_draft_is_started(
     from mmaccel.policies.draft import Sequential
 
     def slow(self: Any, target: Any, check: Any = Sequential.check) -> None:
-        time.sleep(0.3)
+        time.sleep(0.5)
         check(self, target)
 
     monkeypatch.setattr(Sequential, "check", slow)
-    monkeypatch.setattr(console, "EVERY_S", 0.1)
+    monkeypatch.setattr(console, "EVERY_S", 0.02)
     folder = random_folder("tiny-ov-draft")
     status, _, err = call("ask", clip, "hi", "--model", folder, "--draft", folder, "--max-new-tokens", 2)
     assert status == 0 and "draft 0/1 started; " in err

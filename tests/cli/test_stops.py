@@ -271,7 +271,7 @@ def test_sigterm_acts_again_where_the_first_was_swallowed(
             Callback()
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
+            time.sleep(60)
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
@@ -282,7 +282,7 @@ def test_sigterm_acts_again_where_the_first_was_swallowed(
     monkeypatch.setattr(stopping, "AGAIN_S", 0.05 if swallowed else 60.0)
     monkeypatch.setattr(catalog, "presets", twice)
     begin = time.monotonic()
-    assert call("list") == (143, "", "stopped.\n") and time.monotonic() - begin < 4
+    assert call("list") == (143, "", "stopped.\n") and time.monotonic() - begin < 50
     assert bool(cleaned) is not swallowed
 
 

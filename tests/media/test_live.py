@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import http.server
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -23,12 +25,20 @@ def readers() -> set[threading.Thread]:
     return {one for one in threading.enumerate() if one.name == "mmaccel-media"}
 
 
+def gone(others: set[threading.Thread]) -> bool:
+    """Whether all readers but `others` end, on however slow a machine."""
+    late = time.monotonic() + 15
+    while readers() - others and time.monotonic() < late:
+        time.sleep(0.01)
+    return not readers() - others
+
+
 def test_a_silence_that_a_slow_consumer_does_not_wait_for_is_no_stall(film: Film, tmp_path: Path) -> None:
     path = tmp_path / "halt.ts"
     with halting(film("whole.ts").read_bytes(), path) as go:
-        stream = media.clips(path, fps=5, frames_per_clip=8, follow=True, timeout=0.3)
+        stream = media.clips(path, fps=5, frames_per_clip=8, follow=True, timeout=1.0)
         parts = [next(stream)]
-        time.sleep(0.8)
+        time.sleep(1.3)
         go.set()
         parts += list(stream)
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(0, 60, 2))
@@ -43,8 +53,73 @@ def test_close_leaves_no_thread_at_a_silent_file(film: Film, tmp_path: Path, fra
         assert 0 < len(next(stream)) <= frames
         began = time.monotonic()
         stream.close()
-        assert time.monotonic() - began < 1 and list(stream) == []
-        assert not readers() - others
+        assert list(stream) == [] and gone(others)
+        assert time.monotonic() - began < 15, "the source may be silent for 20 s"
+
+
+def test_clips_that_are_dropped_leave_no_thread(film: Film) -> None:
+    others = readers()
+    stream = media.clips(film(), fps=10, frames_per_clip=4)
+    with pytest.raises(ZeroDivisionError):
+        for _ in stream:
+            assert readers() - others, "it reads ahead"
+            raise ZeroDivisionError
+    del stream
+    next(media.clips(film(), fps=10, frames_per_clip=4))
+    assert gone(others)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_is_told_that_its_parent_reads(film: Film) -> None:
+    """The lock of the queue is held by a thread that the new process lacks."""
+    path = film()
+    stream, other = (media.clips(path, fps=10, frames_per_clip=4) for _ in range(2))
+    parts = [next(stream)]
+    next(other)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with stream._items._line._changed, other._items._line._changed:
+            reached.set()
+            assert go_on.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert reached.wait(20)
+    gc.collect()  # FFmpeg waits for its own threads where an encoder is freed, and the new process has none
+    child = os.fork()
+    if not child:
+        signal.alarm(15)
+        try:
+            other.close()
+            try:
+                list(stream)
+            except VideoError as error:
+                told = f"{path} is read by the process that this one was forked from; call clips anew here."
+                anew = list(media.clips(path, fps=10, frames_per_clip=4))
+                os._exit(0 if str(error) == told and len(anew) == 15 and list(stream) == [] else 1)
+        finally:
+            os._exit(2)
+    go_on.set()
+    holder.join(20)
+    parts += list(stream)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert numbers(torch.cat([part.frames for part in parts])) == list(range(60))
+
+
+def test_check_may_wait_for_a_thread_that_closes(film: Film, tmp_path: Path) -> None:
+    path = tmp_path / "halt.ts"
+
+    def check() -> None:
+        closer = threading.Thread(target=stream.close)
+        closer.start()
+        closer.join(15)
+        assert not closer.is_alive()
+
+    with halting(film("whole.ts").read_bytes(), path):
+        stream = media.clips(path, fps=5, frames_per_clip=50, follow=True, timeout=20, check=check)
+        assert sum(map(len, stream)) < 30
 
 
 class Late(Exception):
@@ -59,7 +134,7 @@ def test_what_check_raises_ends_the_wait_and_loses_no_frame(film: Film, tmp_path
             raise Late
 
     with halting(film("whole.ts").read_bytes(), path) as go:
-        stream = media.clips(path, fps=5, frames_per_clip=50, follow=True, timeout=1.5, check=check)
+        stream = media.clips(path, fps=5, frames_per_clip=50, follow=True, timeout=2, check=check)
         with pytest.raises(Late):
             next(stream)
         until[0] += 60
@@ -87,9 +162,9 @@ def test_an_address_waits_for_a_slow_consumer(film: Film) -> None:
         try:
             url = f"http://127.0.0.1:{server.server_address[1]}/film.mkv"
             parts = []
-            for clip in media.clips(url, fps=10, frames_per_clip=20, timeout=0.5):
+            for clip in media.clips(url, fps=10, frames_per_clip=20, timeout=1.5):
                 parts.append(clip)
-                time.sleep(0.8)
+                time.sleep(2.0 if len(parts) == 1 else 0)
         finally:
             server.shutdown()
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(60))
@@ -119,10 +194,10 @@ def test_a_read_tells_a_stall_and_a_fault_from_damage(film: Film, how: str, shar
         try:
             if share == 2:
                 told = (
-                    r"it stalled: nothing came for 0\.6 s" if how == "stall" else "it broke off: input/output"
+                    r"it stalled: nothing came for 1\.5 s" if how == "stall" else "it broke off: input/output"
                 )
                 with pytest.warns(VideoWarning, match=told) as caught:
-                    video = media.read(url, timeout=0.6)
+                    video = media.read(url, timeout=1.5)
                 assert 20 < len(video) < 40 and "damaged" not in str(caught[0].message)
                 assert numbers(video.frames)[:-1] == list(range(len(video) - 1)), "the last was cut"
             else:
@@ -130,7 +205,7 @@ def test_a_read_tells_a_stall_and_a_fault_from_damage(film: Film, how: str, shar
                     "sent nothing in the time allowed" if how == "stall" else "cannot be opened: input/output"
                 )
                 with pytest.raises(VideoError, match=told):
-                    media.read(url, timeout=0.6)
+                    media.read(url, timeout=1.5)
         finally:
             over.set()
             server.shutdown()
@@ -147,8 +222,8 @@ def test_a_read_of_a_pipe_that_falls_silent_tells_a_stall(film: Film, tmp_path: 
 
     writer = threading.Thread(target=feed)
     writer.start()
-    with pytest.warns(VideoWarning, match=r"could be read; it stalled: nothing came for 0\.4 s") as caught:
-        video = media.read(tmp_path / "pipe.ts", fps=5, timeout=0.4)
+    with pytest.warns(VideoWarning, match=r"could be read; it stalled: nothing came for 1\.5 s") as caught:
+        video = media.read(tmp_path / "pipe.ts", fps=5, timeout=1.5)
     over.set()
     writer.join()
     assert 10 < len(video) < 30 and "damaged" not in str(caught[0].message)

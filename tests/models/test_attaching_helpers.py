@@ -102,6 +102,14 @@ def test_calls_that_overlap_for_ever_do_not_keep_a_change_waiting(
     slow.remove()
 
 
+def go_on_when(go_on: threading.Event, told: list[Any]) -> None:
+    """Set the event once something is told."""
+    late = time.monotonic() + 15
+    while not told and time.monotonic() < late:
+        time.sleep(0.01)
+    go_on.set()
+
+
 def test_a_change_says_which_call_it_waits_for(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, model = family
     monkeypatch.setattr(attaching, "LONG_S", 0.2)
@@ -116,14 +124,14 @@ def test_a_change_says_which_call_it_waits_for(family: Any, monkeypatch: pytest.
         work = threading.Thread(target=lambda: model(**inputs), name="serves-questions")
         work.start()
         assert reached.wait(20)
-        timer = threading.Timer(0.6, go_on.set)
-        timer.start()
         with pytest.warns(
             MmaccelWarning, match=r"has waited .* for a call .* thread 'serves-questions'"
         ) as told:
+            end = threading.Thread(target=go_on_when, args=(go_on, told.list))
+            end.start()
             change()
         work.join(20)
-        timer.join()
+        end.join()
         assert len(told) == 1 and told[0].filename == __file__
         reached.clear()
         go_on.clear()

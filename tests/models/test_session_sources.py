@@ -17,9 +17,12 @@ import mmaccel
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.media.container import Source
 from tests.media.odd import even, write
+from tests.media.test_live import gone, readers
 from tests.models.streams import open_session
 
 FRAMES = 24
+AFTER_S, LATE_S = 2.5, 9.0
+"""When `watch` is ended, and less than the 10 s after which it would tell a stall."""
 
 
 @contextmanager
@@ -43,12 +46,12 @@ def silent_pipe(path: Path, data: bytes) -> Iterator[None]:
 
 
 def watched(session: mmaccel.VideoSession, path: Path | str, how: str, **more: Any) -> tuple[int, float]:
-    """The frames that `watch` takes in, and the seconds it lasts, when it is ended after 1.5 s."""
-    timer = threading.Timer(1.5, session.cancel)
+    """The frames that `watch` takes in, and the seconds it lasts, when it is ended after `AFTER_S`."""
+    timer = threading.Timer(AFTER_S, session.cancel)
     if how == "cancel":
         timer.start()
     else:
-        more["timeout"] = 1.5
+        more["timeout"] = AFTER_S
     began = time.monotonic()
     told = "was cancelled" if how == "cancel" else "reached its timeout"
     with pytest.warns(
@@ -65,13 +68,12 @@ def watched(session: mmaccel.VideoSession, path: Path | str, how: str, **more: A
 @pytest.mark.parametrize("sent", [False, True])
 def test_a_silent_pipe_is_left(tmp_path: Path, how: str, sent: bool) -> None:
     film = write(tmp_path / "film.ts", even(FRAMES, 1.0), gop=1)
-    data, others = film.read_bytes() if sent else b"", set(threading.enumerate())
+    data, others = film.read_bytes() if sent else b"", readers()
     with open_session("random-ov", "recent") as session, silent_pipe(tmp_path / "pipe.ts", data):
         done, took = watched(session, tmp_path / "pipe.ts", how)
-        assert took < 2.7 and done == session.frames
+        assert took < LATE_S and done == session.frames
         assert FRAMES - 4 <= done < FRAMES if sent else done == 0, done
-        left = set(threading.enumerate()) - others
-        assert not [one for one in left if one.name == "mmaccel-media"]
+        assert gone(others), "no thread reads on"
         session.watch(film, fps=1.0)
         assert session.frames == done + FRAMES, "the session goes on"
 
@@ -92,7 +94,7 @@ def test_a_slow_decoder_is_left(
     more = {"times": even(140, 1.0)} if timed else {}
     with open_session("random-ov", "recent") as session:
         done, took = watched(session, film, how, **more)
-        assert took < 3 and done == session.frames == 64
+        assert took < LATE_S and done == session.frames == 64
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
@@ -117,4 +119,4 @@ def test_an_address_that_never_answers_is_left(how: str) -> None:
         finally:
             over.set()
             server.shutdown()
-    assert done == 0 and took < 3
+    assert done == 0 and took < LATE_S

@@ -136,9 +136,13 @@ class Pump(Generic[Item]):
     def get(self, check: Callable[[float], None]) -> Item:
         """The next item, as `Line.get` gives it."""
         if not self._begun:
-            self._begun = True
             _running[self._thread] = self._line
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # no more threads: the next call tries again
+                del _running[self._thread]
+                raise
+            self._begun = True
         return self._line.get(check)
 
     def close(self) -> None:

@@ -108,6 +108,21 @@ def test_a_forked_process_is_told_that_its_parent_reads(film: Film) -> None:
     assert numbers(torch.cat([part.frames for part in parts])) == list(range(60))
 
 
+def test_a_thread_that_cannot_be_started_is_told_and_tried_again(
+    film: Film, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    stream = media.clips(film(), fps=10, frames_per_clip=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start"):
+                next(stream)
+    assert numbers(next(stream).frames) == list(range(60)) and list(stream) == []
+
+
 def test_check_may_wait_for_a_thread_that_closes(film: Film, tmp_path: Path) -> None:
     path = tmp_path / "halt.ts"
 

@@ -23,10 +23,10 @@ def rated(clips: Iterator[Video], video: str, fps: float, *, guess: bool, quiet:
         if number == 0:
             own = None if guess or not part.source_fps > 0 else part.source_fps
             if fps > max(FASTEST, 1.001 * (own or 0.0)):
-                most = (
-                    f"{FASTEST:g} that can be read" if own is None else f"{own:g} frames a second of {video}"
+                raise VideoError(
+                    f"--fps: {fps:g} is more than the {max(FASTEST, own or 0.0):g} frames a second that can be read of "
+                    f"{video}; give no more."
                 )
-                raise VideoError(f"--fps: {fps:g} is more than the {most}; give no more.")
             if not quiet:
                 err().print(rate(fps, own), highlight=False, soft_wrap=True)
         yield part

@@ -75,8 +75,8 @@ def read(
     with Source(path, options=options, timeout=timeout) as source:
         if fps is not None and not faster and fps > max(FASTEST, 1.001 * source.rate):
             raise VideoError(
-                f"fps={fps:g} is more than the {source.rate or FASTEST:g} frames a second of {source.name}; give no more "
-                "than it has."
+                f"fps={fps:g} is more than the {max(FASTEST, source.rate):g} frames a second that can be read of "
+                f"{source.name}; give no more."
             )
         picture = Picture(size, max_side)
         plan = _plan(source, fps, frames, start or 0.0, stop, max_frames)

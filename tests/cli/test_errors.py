@@ -135,7 +135,7 @@ ERRORS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "more frames than there are": (
         ("ask", "CLIP", "what ?", "--model", "OV", "--fps", "1e9"),
-        "--fps 1e+09 is more than the 1 frames a second of",
+        "--fps 1e+09 is more than the 240 frames a second that can be read of",
     ),
     "no time at all": (("ask", "CLIP", "what ?", "--model", "OV", "--timeout", "0"), "--timeout 0 must be"),
     "no name": (("ask", "", "what ?", "--model", "OV"), "check the path."),

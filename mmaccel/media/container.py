@@ -235,7 +235,8 @@ class Source:
                         break
                     goal = None
                 restarted = settled and last > -FOREVER and not last - BACK <= time <= last + AHEAD
-                if self.damaged and not (self._joined or self.live):
+                if not (self._joined or self.live):
+                    # The clock of a file runs on: what is out of order is damage, of which the decoder may say nothing.
                     restarted = False
                 if time <= last and not restarted and (not settled or self.damaged):
                     # Behind a seek, or out of order after damage.

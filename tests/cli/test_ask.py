@@ -168,7 +168,7 @@ def test_a_damaged_video_is_answered_with_a_warning(call: Call, clip: str, ov: s
     with av.open(str(cut), "w", format="mpegts") as container:
         stream = container.add_stream("libx264", rate=2)
         stream.width, stream.height, stream.pix_fmt = 280, 168, "yuv420p"
-        stream.thread_count = 1  # the same bytes on every processor
+        stream.thread_count = 3  # the same bytes on every processor
         for frame in source.frames:
             picture = av.VideoFrame.from_ndarray(frame.permute(1, 2, 0).contiguous().numpy(), format="rgb24")
             container.mux(stream.encode(picture))

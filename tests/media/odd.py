@@ -327,7 +327,7 @@ def cover(path: Path) -> None:
         sound: Any = container.add_stream("aac", rate=16000, layout="mono")
         picture: Any = container.add_stream("mjpeg", rate=1)
         picture.width, picture.height, picture.pix_fmt = WIDTH, HEIGHT, "yuvj420p"
-        picture.disposition = av.stream.Disposition.attached_pic
+        picture.disposition = av.stream.Disposition.attached_pic.value
         container.mux(picture.encode(av.VideoFrame.from_ndarray(card(1, HEIGHT, WIDTH), format="rgb24")))
         for number in range(4):
             frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")

@@ -172,7 +172,19 @@ def test_a_truncated_file_without_an_index_is_told_by_its_duration(film: Film) -
     assert float(told[2]) == pytest.approx(end) and int(told[3]) == round(10 * (6.0 - end))
 
 
-@pytest.mark.parametrize("threads", [1, 16])
+@pytest.mark.parametrize(
+    "threads",
+    [
+        1,
+        pytest.param(
+            16,
+            marks=pytest.mark.skipif(
+                av.library_versions["libavcodec"][0] < 62,
+                reason="FFmpeg before 8 loses the frames that its threads hold where a file breaks off",
+            ),
+        ),
+    ],
+)
 def test_a_truncated_file_that_ends_after_the_span_asked_for(
     film: Film, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,3 +222,24 @@ def test_clips_tell_of_a_truncated_file_too(film: Film) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.warns(VideoWarning, match=r"\d+ of 60 frames could be read, \d+ were lost"):
         assert sum(map(len, media.clips(path, fps=10, frames_per_clip=8))) < 60
+
+
+def test_frames_out_of_order_in_a_damaged_file_shift_no_clock(
+    film: Film, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of damage that a decoder conceals only the order of frames may tell; the clock of a file does not restart."""
+    path, decode = film(), container.Source._decode
+
+    def disordered(source: container.Source) -> Iterator[av.VideoFrame]:
+        frames = list(decode(source))
+        yield from [*frames[:40], frames[20], *frames[40:]]
+
+    monkeypatch.setattr(container.Source, "_decode", disordered)
+    video = media.read(path)
+    assert numbers(video.frames)[-1] == 59 and video.times[-1] == pytest.approx(5.9, abs=0.01)
+    assert not [
+        event
+        for clip in media.clips(path, fps=10, frames_per_clip=16, gaps="mark")
+        for event in clip.events
+        if event.kind == "restart"
+    ]

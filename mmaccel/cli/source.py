@@ -55,17 +55,16 @@ def until_broken(clips: Iterator[Video], broken: list[VideoError]) -> Iterator[V
             begun = True
             yield part
     except VideoStalled as stall:
-        if not begun:
-            raise
         name = str(stall).partition(" stalled:")[0]
         frames = many(stall.frames, "frame")
-        broken.append(
-            VideoError(
-                f"{name} stalled: nothing came for {stall.seconds:g} s after {frames}, and it has not ended; "
-                "raise --timeout."
-            )
+        told = VideoError(
+            f"{name} stalled: nothing came for {stall.seconds:g} s after {frames}, and it has not ended; "
+            "raise --timeout."
         )
-        broken[0].__cause__ = stall
+        if not begun:
+            raise told from stall
+        told.__cause__ = stall
+        broken.append(told)
     except VideoError as error:
         if not begun:
             raise

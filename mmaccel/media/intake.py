@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,8 +61,9 @@ def _given(video: Any, fps: float | None) -> tuple[Tensor, float | None]:
         told = (
             f"an array of shape {tuple(tensor.shape)}" if tensor is not None else f"a {type(video).__name__}"
         )
+        each = "; give each of its clips by itself" if isinstance(video, Iterator) else ""
         raise VideoError(
-            f"a video must be a path, a Video, frames [T, 3, H, W] or a list of images, not {told}."
+            f"a video must be a path, a Video, frames [T, 3, H, W] or a list of images, not {told}{each}."
         )
     if tensor.shape[1] not in (1, 3):
         tensor = tensor.permute(0, 3, 1, 2)

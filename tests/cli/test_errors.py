@@ -181,6 +181,22 @@ def test_a_silent_server_is_told_in_time(command: tuple[str, ...], call: Call, o
     )
 
 
+def test_a_pipe_that_is_silent_from_the_start_names_the_option(call: Call, ov: str, tmp_path: Path) -> None:
+    pipe = tmp_path / "camera"
+    os.mkfifo(pipe)
+    keep_open = os.open(pipe, os.O_RDWR)
+    try:
+        status, out, err = call("watch", pipe, "--model", ov, "--timeout", "0.5", "--question", "what ?")
+    finally:
+        os.close(keep_open)
+    assert (
+        (status, out) == (2, "")
+        and err.startswith("error: ")
+        and "--timeout" in err
+        and "media.clips" not in err
+    )
+
+
 @pytest.mark.parametrize("question", ["What is written on the sign? " * 20, "What is shown after intro.mp4"])
 def test_a_question_is_no_second_video(question: str, call: Call, clip: str, ov: str) -> None:
     """One longer than a file's name can be, and one whose last word ends as the video's name does."""

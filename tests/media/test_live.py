@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoWarning
+from mmaccel.media.intake import as_frames
 from tests.media.films import Film, numbers
 from tests.media.test_stream import halting
 
@@ -255,3 +257,11 @@ def test_a_process_ends_its_reading_first(film: Film) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "4\n['MainThread']\n", "")
+
+
+def test_clips_where_a_video_is_asked_for_are_refused_with_what_to_do(film: Film) -> None:
+    with (
+        closing(media.clips(film(), fps=5, frames_per_clip=4)) as clips,
+        pytest.raises(VideoError, match="each of its clips by itself"),
+    ):
+        as_frames(clips, 1.0)

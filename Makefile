@@ -28,14 +28,14 @@ $(PY):
 
 # torch first, by itself: the build that pip finds for this machine is the one everything else must accept.
 # An environment whose making was broken off may lack pip; it is mended here.
-$(STAMP): pyproject.toml $(CONSTRAINTS) | $(PY)
+$(STAMP): pyproject.toml lab/pyproject.toml $(CONSTRAINTS) | $(PY)
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip --default-pip >/dev/null
 	$(PY) -m pip install --quiet $$(grep '^torch==' $(CONSTRAINTS))
-	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev]'
+	$(PY) -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev]' -e lab
 	@touch $@
 
 demo: $(STAMP)
-	$(VENV)/bin/mmaccel demo --worlds $(WORLDS) --seed0 $(SEED)
+	$(VENV)/bin/mmaccel-lab demo --worlds $(WORLDS) --seed0 $(SEED)
 
 test: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest -n $(WORKERS)
@@ -64,8 +64,8 @@ types: $(STAMP)
 check: lint types test
 
 train: $(STAMP)
-	$(PY) -m mmaccel.train all --out $(OUT) --seconds $(SECONDS_EACH)
-	$(PY) -m mmaccel.train install $(OUT)
+	$(PY) -m mmaccel_lab.train all --out $(OUT) --seconds $(SECONDS_EACH)
+	$(PY) -m mmaccel_lab.train install $(OUT)
 
 bench: $(STAMP)
 	$(TEST_ENV) $(PY) -m pytest bench -o addopts='' --benchmark-only

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 
 
-def main() -> None:
-    """As `mmaccel.cli.main`; stopped while that is imported, one line on standard error and 130."""
+def main(commands: str = "mmaccel.cli") -> None:
+    """As `main` of the module `commands`; stopped while that is imported, one line on standard error and 130."""
     # Read when torch is loaded: threads that spin while they wait take the time of those that work, where the machine is
     # busy or a draft has a process of its own.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        from mmaccel.cli import main as command
+        command = import_module(commands).main
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr, flush=True)
         # What is half imported may not survive an orderly end.

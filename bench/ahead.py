@@ -22,7 +22,7 @@ import torch
 from timing import Log
 
 import mmaccel
-from mmaccel.world import World, render
+from mmaccel_lab.world import World, render
 
 KINDS = ("needle", "scene", "order", "combine")
 WINDOW, STILL = 16, 0.3

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import Log, compare
 
 import mmaccel
+from mmaccel.cli.answer import ask, prompt
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
-from mmaccel.eval.answer import ask, prompt
-from mmaccel.eval.cases import Case, Film, cases, tokens_per_frame
+from mmaccel_lab.eval.cases import Case, Film, cases, tokens_per_frame
 
 RECIPES = ("searched", "short-window")
 WINDOW = {"name": "a_shape", "sink": 128, "window": 1024}

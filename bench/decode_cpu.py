@@ -46,13 +46,14 @@ from expected import as_often, chances, shares
 from held import Held
 from timing import Log, environment, read_rows, write_rows
 
+from mmaccel.cli import acceptance
+from mmaccel.cli.answer import prompt
 from mmaccel.core.attach import accelerate
 from mmaccel.core.recipe import Recipe
-from mmaccel.eval import acceptance, simulate
-from mmaccel.eval.answer import prompt
-from mmaccel.eval.caption import caption_cases
-from mmaccel.eval.cases import Film
 from mmaccel.models.loading import load_model, load_processor
+from mmaccel_lab.eval import simulate
+from mmaccel_lab.eval.caption import caption_cases
+from mmaccel_lab.eval.cases import Film
 
 WINDOWS = (2, 3, 4, 5, 6, 8)
 CONCLUSIONS = ("verdict", "kept")

@@ -53,14 +53,15 @@ from replayed import after
 from steps import Step, run_steps
 from timing import Log, compare, measure
 
+from mmaccel.cli import acceptance
 from mmaccel.core.attach import accelerate, adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
-from mmaccel.eval import acceptance, simulate
 from mmaccel.models import shapes
 from mmaccel.models.cache import KVCache
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential
+from mmaccel_lab.eval import simulate
 
 LENGTHS = (8 << 10, 16 << 10, 24 << 10, 32 << 10)
 """Tokens of video at which prefill and flash kernels are timed."""

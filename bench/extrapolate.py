@@ -24,12 +24,12 @@ from timing import Log, environment
 
 from mmaccel import load_model, load_processor
 from mmaccel.backends import select
+from mmaccel.cli.answer import prompt
 from mmaccel.core.layout import MODALITIES
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.recipe import Recipe
-from mmaccel.eval.answer import prompt
-from mmaccel.eval.cases import Film, cases, tokens_per_frame
 from mmaccel.search.sample import Inside, watch
+from mmaccel_lab.eval.cases import Film, cases, tokens_per_frame
 
 SAMPLED = 256
 """Rows of each segment."""

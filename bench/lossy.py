@@ -1,6 +1,6 @@
 """Lossy pruners at one share of the video, whatever their own settings count: what `pruning.py` holds side by side.
 
-The measure is one for all (`mmaccel.eval.pruning.seen_share`): the share of the video tokens that a decoded token sees, a
+One measure for all (`mmaccel_lab.eval.pruning.seen_share`): the share of the video tokens that a decoded token sees, a
 mean over the layers from the method's first cut on. A mean over all layers would not do on eight of them: FastV, PyramidDrop
 and SparseVLM rank by attention, so that a first layer reads everything, and that alone is an eighth.
 """

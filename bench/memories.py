@@ -12,7 +12,7 @@ change nothing of what is kept, and the vision tower looks at a world once for a
 is there, so that a run that is broken off, by --limit or an interrupt too, has lost what was not asked yet and no more. The
 same command with the same --out goes on with the worlds that are not complete.
 
-Rows by `what`: "answer" (see `mmaccel.eval.stream.Shot`), "watch" (`Watch`: time, counters, clusters against the truth),
+Rows by `what`: "answer" (see `mmaccel_lab.eval.stream.Shot`), "watch" (`Watch`: time, counters, clusters against the truth),
 "world" (all memories were asked), and at the end, over the questions that every memory was asked: "mean" (accuracy and
 recall with 95% intervals, of each memory, budget, kind and length), "paired" (the first memory against each other one, and
 mosaic against rekv, on the same questions), "watches", "idle" (what should have happened in a memory's streams, retrievals,
@@ -36,11 +36,11 @@ import jobs
 from timing import Log, read_rows, write_rows
 
 from mmaccel import load_model, load_processor
-from mmaccel.cli.stream import memory_of
-from mmaccel.eval.purity import Clustering
-from mmaccel.eval.stream import KINDS, Shot, Watch, memories_for, shots
-from mmaccel.eval.stream_tables import paired, rows, watches, whole
-from mmaccel.world import World
+from mmaccel_lab.cli.stream import memory_of
+from mmaccel_lab.eval.purity import Clustering
+from mmaccel_lab.eval.stream import KINDS, Shot, Watch, memories_for, shots
+from mmaccel_lab.eval.stream_tables import paired, rows, watches, whole
+from mmaccel_lab.world import World
 
 Memory = str | dict[str, Any]
 
@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path, help="file of result rows")
     parser.add_argument("--plan", choices=list(PLANS), default="all", help="memories to compare")
     parser.add_argument(
-        "--memory", nargs="+", help="of the plan, or others, as mmaccel eval stream takes them"
+        "--memory", nargs="+", help="of the plan, or others, as mmaccel-lab eval stream takes them"
     )
     parser.add_argument("--frames", nargs="+", type=int, default=[500, 1000, 2000, 4000], help="lengths")
     parser.add_argument(

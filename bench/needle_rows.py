@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmaccel.eval.cases import Case
-from mmaccel.eval.haystack import Gap, Haystack, Shot, interval, spread_by
-from mmaccel.eval.picture import haystack_maps
 from mmaccel.figure import save
+from mmaccel_lab.eval.cases import Case
+from mmaccel_lab.eval.haystack import Gap, Haystack, Shot, interval, spread_by
+from mmaccel_lab.eval.picture import haystack_maps
 
 OURS = ("dense", "searched")
 

@@ -11,9 +11,9 @@ from typing import Any
 from needle_rows import OURS, Level, Setting
 
 from mmaccel.cli import choices
-from mmaccel.eval.cases import Case, seed_at, tokens_per_frame
-from mmaccel.eval.haystack import whole_films
-from mmaccel.world import World
+from mmaccel_lab.eval.cases import Case, seed_at, tokens_per_frame
+from mmaccel_lab.eval.haystack import whole_films
+from mmaccel_lab.world import World
 
 BASELINES = ("a_shape", "tri_shape", "sf_fixed", "sf_strided", "minference", "block_topk")
 LESS = ("without_boundaries", "without_tail", "without_both")

@@ -4,7 +4,7 @@
     python bench/needles.py --rows needles.jsonl --maps docs          # asks nothing: figures and maps from rows alone
 
 A sample of the map is a round: one video for each length, task and model, with a question at every depth
-(`mmaccel.eval.haystack.whole_films`). Rounds follow each other, so that a run that is cut is a whole map of fewer samples;
+(the lab's `eval.haystack.whole_films`). Rounds follow each other, so that a run that is cut is a whole map of fewer samples;
 after the second come a compressor before every method (two lengths), and dense attention and ours in float32. The questions
 of a video go through a method in one batch, whose prompts have one length, and the vision tower sees the video once for all
 methods; a method that drops tokens takes them one by one, and so do all where questions differ in their number of tokens.
@@ -12,7 +12,7 @@ Intervals know that questions of a video go together. What a process had no memo
 done, by half as many processes and one by one. Every row is written when it is there; the same command with the same --out
 goes on with what that file lacks.
 
-A row is an answer (see `mmaccel.eval.haystack.Shot`; `kept` is a mean over what was asked at once), or a level: the fields
+A row is an answer (`eval.haystack.Shot` of the lab; `kept` is a mean over what was asked at once), or a level: the fields
 of a rival at a length, and the share it computes of the first prompts there, where `wanted` was wanted. Both say the model,
 the video segments of a document (0: one video), the compressor and the dtype. Levels hold for all dtypes, and may come out
 of another file.
@@ -46,14 +46,14 @@ from needle_units import METHODS, SEGMENTS, Unit, rivals_of, units
 from stopping import ends_in_order
 
 from mmaccel.cli import choices
-from mmaccel.cli.haystack import methods_of
-from mmaccel.eval.answer import ask_each, prompt
-from mmaccel.eval.cases import Case, Film
-from mmaccel.eval.encoded import Encoded
-from mmaccel.eval.haystack import Shot
-from mmaccel.eval.methods import Methods
-from mmaccel.eval.needle import MAX_NEW_TOKENS
-from mmaccel.world import World, write_mp4
+from mmaccel.cli.answer import ask_each, prompt
+from mmaccel_lab.cli.haystack import methods_of
+from mmaccel_lab.eval.cases import Case, Film
+from mmaccel_lab.eval.encoded import Encoded
+from mmaccel_lab.eval.haystack import Shot
+from mmaccel_lab.eval.methods import Methods
+from mmaccel_lab.eval.needle import MAX_NEW_TOKENS
+from mmaccel_lab.world import World, write_mp4
 
 WAIT = 0.2
 """Seconds between two looks at what is ready."""

@@ -22,15 +22,16 @@ import replayed
 from replayed import after, cache_bytes, decode, make_ready, model_of, second_process, warm
 from timing import Log, measure
 
+from mmaccel.cli import acceptance
 from mmaccel.core.attach import accelerate
 from mmaccel.core.draft import Prompt
 from mmaccel.core.worker import READY, Worker
-from mmaccel.eval import acceptance, simulate
 from mmaccel.models.decode import StaticRunner
 from mmaccel.policies.draft import Parallel, _remote
 from mmaccel.policies.draft.parallel import Pipeline
 from mmaccel.policies.draft.sequential import Drafter
 from mmaccel.policies.draft.tree import _Gardener
+from mmaccel_lab.eval import simulate
 
 SELF = 256 << 10
 """Columns after which a model drafts for itself."""

@@ -33,15 +33,16 @@ from replayed import after, cache_bytes, decode, warm
 from steps import Step
 from timing import Log, measure
 
+from mmaccel.cli import acceptance
 from mmaccel.core.attach import accelerate
 from mmaccel.core.draft import DraftState
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
 from mmaccel.core.worker import Worker
-from mmaccel.eval import acceptance, simulate
 from mmaccel.models import spread as spreading
 from mmaccel.policies.draft import Off, Parallel, Sequential, Tree
 from mmaccel.policies.prune import AttentionPrune, UVPrune
+from mmaccel_lab.eval import simulate
 
 
 class Elsewhere(Parallel):

@@ -40,13 +40,14 @@ from lossy import lossy
 from timing import Log, read_rows, write_rows
 
 from mmaccel import load_model, load_processor
+from mmaccel.cli.answer import prompt
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.recipe import Recipe
-from mmaccel.eval.answer import prompt
-from mmaccel.eval.caption import caption_cases
-from mmaccel.eval.cases import Film
-from mmaccel.eval.pruning import (
+from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
+from mmaccel_lab.eval.caption import caption_cases
+from mmaccel_lab.eval.cases import Film
+from mmaccel_lab.eval.pruning import (
     agrees,
     at_ends,
     by_frame,
@@ -58,7 +59,6 @@ from mmaccel.eval.pruning import (
     seen_share,
     write,
 )
-from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
 
 KEPT = (1.0, 0.5, 0.1, 0.05, 0.01)
 STRETCHES = 32

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mmaccel.core.errors import MmaccelError
-from mmaccel.eval import simulate
 from mmaccel.figure import figure, save
+from mmaccel_lab.eval import simulate
 
 SHOWN = ("uv", "uv, no variation", "attention", "attention, variation", "uniform", "random")
 """Pruners that are drawn; the rows hold more."""

@@ -41,7 +41,6 @@ from mmaccel.backends import select
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.sparse import SparsePattern
-from mmaccel.eval.rivals import PRUNERS, RIVALS, level
 from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.per_head import LayerHeads
 from mmaccel.search.algorithm import decided, kinds_of, levelled, scored
@@ -50,6 +49,7 @@ from mmaccel.search.measure import Bench
 from mmaccel.search.sample import Inside, frame_tokens, present
 from mmaccel.search.space import Scale, built
 from mmaccel.search.table import Ledger
+from mmaccel_lab.eval.rivals import PRUNERS, RIVALS, level
 
 SAMPLED = 1024
 """Rows on which recall and error are taken."""

@@ -24,8 +24,8 @@ from mmaccel.core.kv import Piece
 from mmaccel.core.live import Live
 from mmaccel.models import shapes
 from mmaccel.models.processor import Processor
-from mmaccel.models.tiny.tokenizer import build_tokenizer
-from mmaccel.world import vocabulary
+from mmaccel_lab.tiny.tokenizer import build_tokenizer
+from mmaccel_lab.world import vocabulary
 
 SHAPE = "llava-onevision-7b"
 SIDE = 384

@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import Log
 
 from mmaccel import load_model, load_processor
-from mmaccel.eval.answer import prompt
-from mmaccel.eval.cases import Film
+from mmaccel.cli.answer import prompt
 from mmaccel.figure import figure, save
 from mmaccel.search.picture import CELLS, weights
 from mmaccel.search.sample import Inside, watch
-from mmaccel.world import World
+from mmaccel_lab.eval.cases import Film
+from mmaccel_lab.world import World
 
 WEIGHT = 0.95
 """What the chosen pairs of a row hold of its weight."""

@@ -16,7 +16,7 @@ from scenes import QUESTION, SIDE, Scenes, build
 from timing import Log, Times, compare
 
 import mmaccel
-from mmaccel.world import World, render
+from mmaccel_lab.world import World, render
 
 WINDOW, FRAMES, LOCAL, KINDS = 76, 64, 8, 48
 """Of every memory, in frames; and the scenes of the stream."""

@@ -21,7 +21,7 @@ from mmaccel.core.registry import KINDS, register, registry
 from mmaccel.core.report import Report
 from mmaccel.core.session import VideoSession
 from mmaccel.models.loading import check_recipe, load_model, load_processor
-from mmaccel.models.tiny import NAMES as _SHIPPED
+from mmaccel.models.shipped import NAMES as _SHIPPED
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,7 @@ __all__ = [
     "register",
 ]
 
-_ROOMS = ("eval", "media", "search", "world")
+_ROOMS = ("media", "search")
 
 
 def list_policies(kind: str | None = None) -> dict[str, list[str]]:
@@ -56,7 +56,7 @@ def list_policies(kind: str | None = None) -> dict[str, list[str]]:
 
 
 def list_models() -> tuple[str, ...]:
-    """The models that are shipped with the package; `load_model` takes these names, folders and hub names."""
+    """The models that mmaccel-lab ships; `load_model` takes these names, folders and hub names."""
     return _SHIPPED
 
 

@@ -30,9 +30,9 @@ def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
     made: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
-        from mmaccel.models.tiny.configs import SPECS, build_model
-        from mmaccel.models.tiny.package import export
-        from mmaccel.train.dialect import words
+        from mmaccel_lab.tiny.configs import SPECS, build_model
+        from mmaccel_lab.tiny.package import export
+        from mmaccel_lab.train.dialect import words
 
         if name not in made:
             made[name] = tmp_path_factory.mktemp("models") / name
@@ -54,12 +54,13 @@ def shipped() -> Callable[[str], str]:
 
     def name_of(name: str) -> str:
         from mmaccel.core.errors import ModelError
-        from mmaccel.models import tiny
+        from mmaccel.models.shipped import path
+        from mmaccel_lab.tiny import ROOT
 
         try:
-            tiny.path(name)
+            path(name)
         except ModelError as error:
-            if any(tiny.ROOT.glob("*/config.json")):
+            if any(ROOT.glob("*/config.json")):
                 pytest.fail(str(error))
             pytest.skip(str(error))
         return name

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from mmaccel import load_model
+from mmaccel.cli import acceptance
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.report import Report
-from mmaccel.eval import acceptance
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))

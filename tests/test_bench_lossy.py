@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from mmaccel import load_model, load_processor
+from mmaccel.cli.answer import prompt
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
-from mmaccel.eval.answer import prompt
-from mmaccel.eval.caption import caption_cases
-from mmaccel.eval.cases import Film
-from mmaccel.eval.pruning import average_share, seen_share, write
+from mmaccel_lab.eval.caption import caption_cases
+from mmaccel_lab.eval.cases import Film
+from mmaccel_lab.eval.pruning import average_share, seen_share, write
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.eval.answer import ask, prompt
-from mmaccel.eval.haystack import Shot
+from mmaccel.cli.answer import ask, prompt
+from mmaccel_lab.eval.haystack import Shot
 
 BENCH = Path(__file__).parent.parent / "bench"
 RECORD = BENCH / "results" / "haystack_h200_202611.jsonl"

@@ -16,8 +16,11 @@ from mmaccel.core.registry import registry
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mmaccel"
+LAB = ROOT / "lab" / "mmaccel_lab"
 FILES = sorted(PACKAGE.rglob("*.py"))
-ALL_FILES = sorted([*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")])
+LAB_FILES = sorted(LAB.rglob("*.py"))
+SHIPPED = [*FILES, *LAB_FILES]
+ALL_FILES = sorted([*SHIPPED, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")])
 
 # What each room may import of this package. A dotted entry admits that module alone.
 WALLS = {
@@ -30,37 +33,37 @@ WALLS = {
     "policies": {"policies", "core", "backends.ops"},
     "models": {"models", "core", "media", "backends.fused", "backends.ops", "backends.pointwise"},
     "media": {"media", "core.errors"},
-    "world": {"world", "core.errors"},
-    "train": {"train", "models", "world", "core"},
     "figure": {"core.errors"},
     "search": {"search", "core", "policies", "backends", "figure"},
-    "eval": {"eval", "core", "models", "policies", "media", "world", "figure"},
-    "cli": {
-        "__version__",
-        "cli",
-        "eval",
-        "search",
-        "figure",
-        "core",
-        "models",
-        "policies",
-        "backends",
-        "media",
-        "world",
-    },
+    "cli": {"__version__", "cli", "search", "figure", "core", "models", "policies", "backends", "media"},
 }
+# The same of the lab: of mmaccel, and of the lab itself. mmaccel imports nothing of the lab.
+LAB_WALLS: dict[str, tuple[set[str], set[str]]] = {
+    "__init__": (set(), set()),
+    "__main__": ({"mmaccel_command"}, set()),
+    "world": ({"core.errors"}, {"world"}),
+    "tiny": ({"core", "models"}, {"tiny"}),
+    "train": ({"core", "models"}, {"train", "tiny", "world"}),
+    "eval": (
+        {"cli.acceptance", "cli.answer", "core", "figure", "media", "models", "policies"},
+        {"eval", "world"},
+    ),
+    "cli": ({"backends", "cli", "core", "figure", "models", "policies", "search"}, {"cli", "eval", "world"}),
+}
+# The only file of mmaccel that looks for the lab, by its name and when a shipped model is asked for.
+LOOKS_FOR_THE_LAB = "models/shipped.py"
 # Optional or heavy packages, and the only places that may name them.
 ONLY_IN = {
     "triton": ("backends/triton/",),
     "flash_attn": ("backends/",),
     "cutlass": ("backends/flash/",),
-    "transformers": ("models/",),
-    "tokenizers": ("models/",),
-    "av": ("media/", "world/"),
+    "transformers": ("models/", "lab/tiny/", "lab/train/"),
+    "tokenizers": ("models/", "lab/tiny/"),
+    "av": ("media/", "lab/world/"),
     "PIL": ("media/",),
-    "rich": ("cli/",),
-    "typer": ("cli/",),
-    "matplotlib": ("figure.py", "search/", "eval/"),
+    "rich": ("cli/", "lab/cli/"),
+    "typer": ("cli/", "lab/cli/"),
+    "matplotlib": ("figure.py", "search/", "cli/stream_picture.py", "lab/eval/"),
     "torchvision": (),
 }
 LONGEST = 400
@@ -76,40 +79,61 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).parts
+def room(path: Path, package: Path) -> str:
+    parts = path.relative_to(package).parts
     return parts[0] if len(parts) > 1 else path.stem
 
 
-def admits(name: str, allowed: set[str]) -> bool:
-    inner = name.removeprefix("mmaccel.")
+def admits(name: str, allowed: set[str], package: str = "mmaccel") -> bool:
+    inner = name.removeprefix(package + ".")
     return any(inner == one or inner.startswith(one + ".") for one in allowed)
 
 
 def trespasses(path: Path) -> Iterator[str]:
     """Imports of a file that its room's walls forbid."""
-    inside, allowed = str(path.relative_to(PACKAGE)), WALLS[room(path)]
+    lab = path.is_relative_to(LAB)
+    inside = f"lab/{path.relative_to(LAB)}" if lab else str(path.relative_to(PACKAGE))
+    ours, labs = LAB_WALLS[room(path, LAB)] if lab else (WALLS[room(path, PACKAGE)], set())
     for name in imported(path):
-        places = ONLY_IN.get(name.split(".")[0])
-        ours = name.startswith("mmaccel")
-        if (ours and not admits(name, allowed)) or (places is not None and not inside.startswith(places)):
+        top = name.split(".")[0]
+        places = ONLY_IN.get(top)
+        wrong = places is not None and not inside.startswith(places)
+        if top == "mmaccel_lab":
+            wrong = not admits(name, labs, top)
+        elif top.startswith("mmaccel"):
+            wrong = not admits(name, ours)
+        if wrong:
             yield f"{inside} imports {name}"
 
 
 def test_imports_run_one_way() -> None:
-    assert [told for path in FILES for told in trespasses(path)] == []
+    assert [told for path in SHIPPED for told in trespasses(path)] == []
 
 
 def test_walls_catch_a_hole() -> None:
     assert not admits("mmaccel.models.hf", WALLS["policies"])
     assert not admits("mmaccel.backends.reference", WALLS["policies"])
-    assert not admits("mmaccel.core.errors_of_another_kind", WALLS["world"])
-    assert admits("mmaccel.core.errors.WorldError", WALLS["world"])
+    assert not admits("mmaccel.core.errors_of_another_kind", WALLS["media"])
+    assert admits("mmaccel.core.errors.WorldError", WALLS["media"])
+    assert not admits("mmaccel_lab.eval.cases", LAB_WALLS["train"][1], "mmaccel_lab")
+
+
+def test_mmaccel_looks_for_the_lab_in_one_place() -> None:
+    """An import is caught by the walls; here also a name in a string, which `importlib` could take."""
+    name = re.compile(r"^\s*mmaccel_lab\b")
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and name.match(node.value)
+    }
+    assert found == {LOOKS_FOR_THE_LAB}
 
 
 def test_every_room_has_its_walls() -> None:
-    rooms = {p.name for p in PACKAGE.iterdir() if p.is_dir() and any(p.glob("*.py"))}
-    assert rooms <= set(WALLS), "a new room needs a line in WALLS"
+    for package, walls in ((PACKAGE, set(WALLS)), (LAB, set(LAB_WALLS))):
+        rooms = {p.name for p in package.iterdir() if p.is_dir() and any(p.glob("*.py"))}
+        assert rooms <= walls, "a new room needs a line in WALLS"
 
 
 def test_no_file_is_too_long() -> None:
@@ -127,7 +151,7 @@ def test_every_file_says_what_it_is() -> None:
 def test_nothing_is_left_undone() -> None:
     left = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError|breakpoint\(\))")
     assert [
-        str(path.relative_to(ROOT)) for path in FILES if left.search(path.read_text(encoding="utf-8"))
+        str(path.relative_to(ROOT)) for path in SHIPPED if left.search(path.read_text(encoding="utf-8"))
     ] == []
 
 
@@ -137,7 +161,7 @@ def rank(name: str) -> tuple[int, str]:
 
 
 def test_public_names_are_sorted() -> None:
-    for path in FILES:
+    for path in SHIPPED:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == "__all__" for t in node.targets):
                 names = list(ast.literal_eval(node.value))
@@ -174,10 +198,11 @@ def test_a_policy_file_is_imported_by_its_room() -> None:
 
 
 def test_tests_reach_every_module() -> None:
-    for path in FILES:
+    for path in SHIPPED:
         if path.stem == "__main__":
             continue
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        root = LAB.parent if path.is_relative_to(LAB) else ROOT
+        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         if ".triton" not in name and name != "mmaccel.backends.flash.within":
             assert importlib.import_module(name) is sys.modules[name]
 
@@ -197,6 +222,7 @@ def test_the_readme_s_links_lead_somewhere() -> None:
         ROOT / "CONTRIBUTING.md",
         *(ROOT / "docs").glob("*.md"),
         ROOT / "bench" / "README.md",
+        ROOT / "lab" / "README.md",
     ):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
@@ -231,5 +257,7 @@ def test_the_lock_fits_the_bounds() -> None:
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     oldest = {pin.name.lower(): Version(next(iter(pin.specifier)).version) for pin in pins}
     assert oldest == {name: Version(bound) for name, bound in lowest.items()}
-    assert project["version"] == mmaccel.__version__
+    lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == lab["version"] == mmaccel.__version__
+    assert lab["dependencies"] == [f"mmaccel=={mmaccel.__version__}"]
     assert f"## [{mmaccel.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -99,6 +99,48 @@ def test_importing_starts_no_device() -> None:
     assert run(code).strip() == "False torch.float32"
 
 
+WITHOUT_THE_LAB = """
+import mmaccel
+from mmaccel.cli import main
+print(mmaccel.list_models()[0])
+for load in (mmaccel.load_model, mmaccel.load_processor):
+    try:
+        load("tiny-ov")
+    except mmaccel.MmaccelError as error:
+        print(error)
+for words in (["ask", "none.mp4", "hi", "--model", "tiny-ov"], ["describe", "tiny-ov"], ["demo"], ["list"]):
+    try:
+        main(words)
+    except SystemExit as done:
+        print("status", done.code)
+try:
+    mmaccel.load_model("llava/tiny-ov/no")
+except mmaccel.MmaccelError as error:
+    print(error)
+"""
+
+
+def test_without_the_lab_a_tiny_model_says_what_to_install() -> None:
+    source = BLOCK.format(blocked={"mmaccel_lab"}) + WITHOUT_THE_LAB
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = (
+        "model 'tiny-ov' comes with mmaccel-lab, which is not installed; run `pip install mmaccel-lab`, or `make install` "
+        "in a checkout."
+    )
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["tiny-ov", told, told]
+    assert [line for line in lines if line.startswith("status")] == ["status 2"] * 3 + ["status 0"]
+    ask, describe, demo = done.stderr.splitlines()
+    assert ask == describe == f"error: {told}"
+    assert demo.startswith(
+        "error: `mmaccel demo` is now `mmaccel-lab demo`; where that is missing, run `pip install"
+    )
+    assert lines[-1].startswith("there is no folder llava/tiny-ov/no")
+
+
 def test_rooms_open_when_asked() -> None:
     out = run(
         "import sys, mmaccel; a = 'av' in sys.modules; mmaccel.media.read; print(a, 'av' in sys.modules)"

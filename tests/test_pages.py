@@ -14,10 +14,14 @@ import pytest
 from typer.main import get_command
 
 from mmaccel.cli import app
+from mmaccel_lab.cli import app as lab
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
+    "CONTRIBUTING.md",
+    "lab/README.md",
+    "bench/README.md",
     *(f"docs/{n}.md" for n in ("mminference", "mosaic", "speed", "compose", "architecture", "stock")),
 )
 ENDS = re.compile(r"\s(?:#|&&|<|>|\|).*")
@@ -55,20 +59,24 @@ def test_a_script_takes_what_is_quoted(page: str, line: str, monkeypatch: pytest
         runpy.run_path(str(ROOT / script))["main"]()
 
 
-@pytest.mark.parametrize(("page", "line"), quoted("mmaccel "))
+@pytest.mark.parametrize(("page", "line"), [*quoted("mmaccel "), *quoted("mmaccel-lab ")])
 def test_the_command_line_takes_what_is_quoted(page: str, line: str) -> None:
-    command: Any = get_command(app)
-    _, *words = shlex.split(line)
+    program, *words = shlex.split(line)
+    command: Any = get_command(lab if program == "mmaccel-lab" else app)
     context = None
     while hasattr(command, "resolve_command") and words:
         context = command.make_context(command.name or "mmaccel", list(words), parent=context)
         words = [*context._protected_args, *context.args]
         _, command, words = command.resolve_command(context, words)
-    assert command is not None
+    assert command is not None and not command.hidden, "a command that moved"
     if words:
         assert command.make_context(command.name, list(words), parent=context).params
 
 
 def test_quotes_are_found() -> None:
     """A pattern that finds nothing would pass everything."""
-    assert len(quoted("mmaccel ")) > 15 and len(quoted(r"bench/\w+\.py")) > 15
+    assert (
+        len(quoted("mmaccel ")) > 15
+        and len(quoted("mmaccel-lab ")) > 4
+        and len(quoted(r"bench/\w+\.py")) > 15
+    )

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from torch import nn
 
+    from mmaccel.cli.answer import Answer
     from mmaccel.core.recipe import Recipe
-    from mmaccel.eval.answer import Answer
     from mmaccel.media import Video
 
 ATTENTION = ("self_attn", "attn")
@@ -108,15 +108,14 @@ def compared(
 
     A short run goes ahead so that the first one pays for no warm-up.
     """
+    from mmaccel.cli.answer import ask as answer
+    from mmaccel.cli.answer import prompt
     from mmaccel.core.attach import adapter_for
     from mmaccel.core.prune import candidates
-    from mmaccel.eval.answer import ask as answer
-    from mmaccel.eval.answer import prompt
-    from mmaccel.eval.cases import cut
 
     text = {"type": "text", "text": question}
     if len(recipes) > 1:
-        few = prompt(processor, [{"type": "video", "video": cut(video, 0, min(8, len(video)))}, text], model)
+        few = prompt(processor, [{"type": "video", "video": video.cut(0, min(8, len(video)))}, text], model)
         answer(model, processor, few, max_new_tokens=2)
     inputs = prompt(processor, [{"type": "video", "video": video}, text], model)
     found = {}

@@ -19,7 +19,7 @@ from mmaccel.core.registry import registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmaccel.eval.acceptance import Drafted
+    from mmaccel.cli.acceptance import Drafted
 
 
 def caption(
@@ -45,10 +45,10 @@ def caption(
     dtype: Dtype = "auto",
 ) -> None:
     """Describe a video at length; the text streams, then the speed-up, the accepted lengths, and the floor below both."""
+    from mmaccel.cli import acceptance
+    from mmaccel.cli.answer import ends_of, finish_reason, prompt
     from mmaccel.core.attach import accelerate
-    from mmaccel.eval import acceptance
-    from mmaccel.eval.answer import ends_of, finish_reason, prompt
-    from mmaccel.models.tiny import CAPTION_REQUEST
+    from mmaccel.models.shipped import CAPTION_REQUEST
 
     chosen = choices.recipe(recipe, draft)
     if not chosen.draft.active:

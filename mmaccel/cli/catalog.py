@@ -24,13 +24,13 @@ def catalogue() -> dict[str, Any]:
     import torch
 
     from mmaccel.backends import select
-    from mmaccel.models import tiny
+    from mmaccel.models import shipped
     from mmaccel.models.shapes import SHAPES
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, Any] = {kind: list(registry(kind)) for kind in DESCRIBED}
     found["recipe"] = list(presets())
-    found["model"] = list(tiny.NAMES)
+    found["model"] = list(shipped.NAMES)
     found["family"] = list(registry("model"))
     found["shape"] = sorted(SHAPES)
     found["backend"] = select.usable(device)
@@ -177,7 +177,7 @@ def _other(kind: str, name: str) -> str:
         from mmaccel.backends.select import BACKENDS
 
         return f"{name} (backend)\n\n{inspect.getdoc(import_module(BACKENDS[name])) or ''}"
-    from mmaccel.models import tiny
+    from mmaccel.models import shipped
 
-    card = tiny.path(name) / "README.md"
-    return f"{name} (model)\n\n{card.read_text(encoding='utf-8') if card.is_file() else tiny.path(name)}"
+    card = shipped.path(name) / "README.md"
+    return f"{name} (model)\n\n{card.read_text(encoding='utf-8') if card.is_file() else shipped.path(name)}"

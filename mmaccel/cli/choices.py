@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmaccel.core.compose import stream_policy
-from mmaccel.core.errors import RecipeError, UnknownName, WorldError
+from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.recipe import TABLE, Recipe, fields_of, names
 from mmaccel.core.registry import registry
@@ -69,16 +69,6 @@ def check(recipe: Recipe, model: str, device: str) -> None:
     if recipe.backend != "auto":
         select.get(recipe.backend, device)
     check_recipe(recipe, model)
-
-
-def kinds(text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Kinds of question from a list with commas."""
-    from mmaccel.world.questions import checked_kinds
-
-    asked = text.replace(",", " ").split()
-    if not asked:
-        raise WorldError(f"no kind of question is named; choose from {', '.join(known)}.")
-    return checked_kinds(asked, known)
 
 
 def _takes_model(name: str) -> bool:

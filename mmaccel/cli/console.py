@@ -21,7 +21,6 @@ from mmaccel.core.errors import MmaccelError, MmaccelWarning
 
 EVERY_S = 10.0
 """Seconds between two lines of progress off a terminal."""
-GO_ON = "; the same command goes on from what --out holds"
 
 
 def out() -> Console:
@@ -87,12 +86,6 @@ def sentence(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {(error.strerror or type(error).__name__).lower()}."
     return None
-
-
-def tell_stop(answered: int, more: str = "") -> None:
-    """Say that a command was stopped, whether there are answers to show, and what `more` there is to know."""
-    told = "these are the answers so far" if answered else "nothing was answered"
-    print(f"stopped: {told}{more}.", file=sys.stderr)
 
 
 @contextmanager

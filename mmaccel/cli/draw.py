@@ -47,7 +47,7 @@ def draw(
     ] = None,
     truth: Annotated[
         Path | None,
-        typer.Option("--truth", help="Of the session's video, as `mmaccel world --truth` wrote it."),
+        typer.Option("--truth", help="Of the session's video, as `mmaccel-lab world --truth` wrote it."),
     ] = None,
     form: Annotated[str, typer.Option("--format", help="png, svg or pdf, for heads and sessions.")] = "png",
     resolution: Annotated[int, typer.Option("--resolution", min=16, help="Cells along a side.")] = 256,
@@ -140,11 +140,11 @@ def _session(
     device: str,
     dtype: str,
 ) -> None:
+    from mmaccel.cli.stream_picture import Truth, retrieved, timeline
     from mmaccel.core.compose import stream_policy
     from mmaccel.core.recipe import Recipe
     from mmaccel.core.record import recipe_of
     from mmaccel.core.session import VideoSession
-    from mmaccel.eval.stream_picture import Truth, retrieved, timeline
     from mmaccel.figure import figure, save
 
     figure(1, 1)
@@ -181,7 +181,7 @@ def _truth(path: Path) -> dict[str, Any]:
     except (WorldError, AttributeError):
         pass
     raise WorldError(
-        f"--truth: {path} holds no truth of a world; give a file that mmaccel world --truth wrote."
+        f"--truth: {path} holds no truth of a world; give a file that mmaccel-lab world --truth wrote."
     )
 
 

@@ -156,7 +156,7 @@ def sample(
 
     Frames are left out evenly until the prompt has at most `most` tokens.
     """
-    from mmaccel.eval.answer import prompt
+    from mmaccel.cli.answer import prompt
 
     seen = [watch(path, processor, progress, fps=fps) for path in videos]
     asked = list(texts) or [REQUEST]

@@ -313,14 +313,12 @@ def asked_there(text: str, when: str) -> None:
 
 def cut(part: Video, asked: list[Asked]) -> Iterator[tuple[Video | None, list[Asked]]]:
     """A clip in pieces, each with the questions that are due after its last frame; these are taken from `asked`."""
-    from mmaccel.eval.cases import cut as slice_of
-
     times, start = part.clock.tolist(), 0
     while start < len(part):
         when = asked[0][0] if asked else None
         stop = len(part) if when is None else sum(moment <= when for moment in times)
         # A question whose time has passed between two clips is due before this one.
-        piece = slice_of(part, start, stop) if stop > start else None
+        piece = part.cut(start, stop) if stop > start else None
         due: list[Asked] = []
         if stop < len(part):
             while asked and asked[0][0] is not None and asked[0][0] < times[stop]:

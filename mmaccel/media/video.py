@@ -82,3 +82,7 @@ class Video:
         """The frames of a slice, or of a list of numbers, with their times; `fps`, `duration` and `events` as they are."""
         chosen = which if isinstance(which, slice) else torch.as_tensor(which)
         return replace(self, frames=self.frames[chosen], times=self.times[chosen], clock=self.clock[chosen])
+
+    def cut(self, start: int, stop: int) -> Video:
+        """Frames `start` to `stop`; the video itself where these are all."""
+        return self if start == 0 and stop == len(self) else self.at(slice(start, stop))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmaccel.models import tiny
+from mmaccel.models.shipped import NAMES
 
 UNREACHED = frozenset(
     {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "TimeoutException"}
@@ -19,7 +19,7 @@ def absent(name: str, error: BaseException) -> str | None:
     if told & UNREACHED:
         return (
             f"model {name!r} is not on this machine, and the hub, which may have it, cannot be reached; go online (and "
-            f"leave HF_HUB_OFFLINE unset), or give a folder or one of {', '.join(tiny.NAMES)}."
+            f"leave HF_HUB_OFFLINE unset), or give a folder or one of {', '.join(NAMES)}."
         )
     if told & UNKNOWN:
         return f"model {name!r} is neither a folder here nor a model that the hub gives; check the name."

@@ -1,4 +1,4 @@
-"""Models and processors from a folder, a hub name, or the shipped tiny family."""
+"""Models and processors from a folder, a hub name, or the tiny models of mmaccel-lab."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from mmaccel.core.attach import adapter_for, family_of, fitted
 from mmaccel.core.errors import ModelError, UnknownName, shown
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
-from mmaccel.models import tiny
+from mmaccel.models import shipped
 from mmaccel.models.hub import absent, own_code
 from mmaccel.models.spread import spread
 
 
 def resolve(name: str | Path) -> str:
     """A folder's path for a shipped model's name; folders and hub names as they are."""
-    return str(tiny.path(str(name))) if str(name) in tiny.NAMES else str(name)
+    return str(shipped.path(str(name))) if str(name) in shipped.NAMES else str(name)
 
 
 def known_model(name: str | Path) -> str:
     """A model's name that may be one: shipped, a folder, or on the hub, where every name has an owner and a slash."""
     text = str(name)
-    if text in tiny.NAMES or Path(text).exists():
+    if text in shipped.NAMES or Path(text).exists():
         return text
     if text.startswith(("/", ".", "~")) or text.count("/") > 1:
         raise ModelError(
-            f"there is no folder {text}; check the path, or name one of {', '.join(tiny.NAMES)}."
+            f"there is no folder {text}; check the path, or name one of {', '.join(shipped.NAMES)}."
         )
     if "/" in text:
         return text
-    told = UnknownName("model", text, tiny.NAMES)
+    told = UnknownName("model", text, shipped.NAMES)
     raise ModelError(f"{told} A folder will do too, or a hub name with its owner (owner/name).")
 
 
@@ -98,7 +98,7 @@ def _read(kind: Any, source: str, dtype: torch.dtype | str) -> Any:
         return kind.from_pretrained(source, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, SafetensorError) as error:
         told = " ".join(str(error).split())
-        known = ", ".join(tiny.NAMES)
+        known = ", ".join(shipped.NAMES)
         raise ModelError(
             absent(source, error)
             or own_code(source, error)

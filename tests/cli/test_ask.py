@@ -14,7 +14,7 @@ import pytest
 from mmaccel import media
 from mmaccel.cli import console
 from mmaccel.cli.console import columns
-from mmaccel.world import World
+from mmaccel_lab.world import World
 
 Call = Callable[..., tuple[int, str, str]]
 FIGURES = {"answer", "ttft_s", "tokens_per_s", "kept", "peak_bytes"}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from mmaccel.cli import acceptance
 from mmaccel.cli.caption import Words
 from mmaccel.core.recipe import Recipe
-from mmaccel.eval import acceptance
 
 Call = Callable[..., tuple[int, str, str]]
 

@@ -13,9 +13,9 @@ import pytest
 
 from mmaccel import media
 from mmaccel.cli.console import print_json
-from mmaccel.cli.worlds import DEMO_KINDS
 from mmaccel.core.recipe import Recipe
-from mmaccel.world import World
+from mmaccel_lab.cli.worlds import DEMO_KINDS
+from mmaccel_lab.world import World
 
 Call = Callable[..., tuple[int, str, str]]
 Folder = Callable[[str], Path]
@@ -119,7 +119,7 @@ def test_eval_needle_documents(call: Call, random_folder: Folder) -> None:
 
 
 def test_eval_keeps_what_it_has_when_stopped(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmaccel.eval import needle
+    from mmaccel_lab.eval import needle
 
     real = needle.judge
 
@@ -191,7 +191,7 @@ def test_demo_fails_when_the_answers_are_wrong(call: Call, ov: str, monkeypatch:
     assert status == 1 and "the truth:" in out and "of 6 right" in out
     assert "fewer than 90% of the answers are right: dense (0.0%), a_shape (0.0%)." in err
     assert all(str(seed) in out for seed in told["seeds"])
-    from mmaccel.eval.cases import Case
+    from mmaccel_lab.eval.cases import Case
 
     monkeypatch.setattr(Case, "right", lambda self, said: True)
     status, out, _ = call(*arguments)
@@ -209,7 +209,7 @@ def test_demo_of_many_recipes_fits(call: Call, ov: str) -> None:
 
 
 def test_demo_keeps_what_it_has_when_stopped(call: Call, ov: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmaccel.eval import needle
+    from mmaccel_lab.eval import needle
 
     real = needle.judge
 
@@ -240,8 +240,8 @@ def test_what_cannot_be_asked_is_told(call: Call, ov: str) -> None:
 def test_what_was_measured_is_printed_when_something_breaks(
     call: Call, ov: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mmaccel.cli import main
-    from mmaccel.eval import table
+    from mmaccel_lab.cli import main
+    from mmaccel_lab.eval import table
 
     def broken(*arguments: Any, **options: Any) -> Iterator[Any]:
         yield table.Line("V-NIAH", 8, 128, 1.0, 1, 0.98)
@@ -273,10 +273,14 @@ def test_an_error_before_the_first_answer_is_told_alone(
     )
 
 
-def test_version_and_help(call: Call) -> None:
+def test_version_and_help(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
     from mmaccel import __version__
+    from mmaccel_lab.cli import main as lab
 
     assert call("--version") == (0, f"mmaccel {__version__}\n", "")
+    with pytest.raises(SystemExit):
+        lab(["--version"])
+    assert capsys.readouterr().out == f"mmaccel-lab {__version__}\n"
     for bare in ((), ("eval",)):
         status, out, err = call(*bare)
         assert status == 0 and "Usage" in out and "error" not in err

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.world import World, render
+from mmaccel_lab.world import World, render
 
 pytest.importorskip("matplotlib")
 Call = Callable[..., tuple[int, str, str]]

@@ -15,6 +15,8 @@ import pytest
 
 from mmaccel.cli import app, main
 from mmaccel.cli.console import sentence
+from mmaccel_lab.cli import app as lab
+from tests.cli.conftest import LAB
 
 ROOT = Path(__file__).parent.parent.parent
 Call = Callable[..., tuple[int, str, str]]
@@ -274,9 +276,26 @@ def test_help_names_the_commands() -> None:
 
     done = CliRunner().invoke(app, ["--help"])
     assert done.exit_code == 0
-    assert all(name in done.output for name in ("ask", "list", "describe", "eval", "world", "demo"))
-    done = CliRunner().invoke(app, ["eval", "--help"])
+    assert all(
+        name in done.output for name in ("ask", "watch", "caption", "list", "describe", "search", "draw")
+    )
+    assert not any(name in done.output for name in sorted(LAB))
+    done = CliRunner().invoke(lab, ["--help"])
+    assert done.exit_code == 0 and all(name in done.output for name in sorted(LAB))
+    done = CliRunner().invoke(lab, ["eval", "--help"])
     assert done.exit_code == 0 and all(name in done.output for name in ("needle", "caption", "table"))
+
+
+@pytest.mark.parametrize("name", sorted(LAB))
+@pytest.mark.parametrize("words", [(), ("--help",), ("needle", "--frames", "8", "--json")])
+def test_a_command_that_moved_says_where(
+    name: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        main([name, *words])
+    out, err = capsys.readouterr()
+    assert (done.value.code, out) == (2, "") and err.count("\n") == 1
+    assert f"`mmaccel {name}` is now `mmaccel-lab {name}`" in err and "pip install mmaccel-lab" in err
 
 
 def test_as_a_program(clip: str, ov: str) -> None:

@@ -1,4 +1,4 @@
-"""`mmaccel eval stream`: a table or an object, each answer in a file, errors in a sentence."""
+"""`mmaccel-lab eval stream`: a table or an object, each answer in a file, errors in a sentence."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_command(call: Callable[..., tuple[int, str, str]], ov: str, tmp_pat
 def test_an_error_before_the_first_answer_is_told_alone(
     call: Callable[..., tuple[int, str, str]], ov: str, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...]
 ) -> None:
-    from mmaccel.eval import stream
+    from mmaccel_lab.eval import stream
 
     def broken(*_: object, **__: object) -> Iterator[stream.Shot]:
         raise StoreError("the host's memory is full.")

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 
 import mmaccel
-from mmaccel.world import World, write_mp4
-from mmaccel.world.words import QUESTIONS
+from mmaccel_lab.world import World, write_mp4
+from mmaccel_lab.world.words import QUESTIONS
 
 Call = Callable[..., tuple[int, str, str]]
 FRAMES, FPS = 900, 0.5

@@ -1,4 +1,4 @@
-"""`mmaccel eval haystack` from its command line."""
+"""`mmaccel-lab eval haystack` from its command line."""
 
 from __future__ import annotations
 

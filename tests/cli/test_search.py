@@ -24,7 +24,7 @@ Call = Callable[..., tuple[int, str, str]]
 def table(random_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A table of a random model, by the command itself, from two short clips with text between."""
     from mmaccel.cli import main
-    from mmaccel.world import World, write_mp4
+    from mmaccel_lab.world import World, write_mp4
 
     folder = tmp_path_factory.mktemp("search")
     for seed in (3, 4):
@@ -264,7 +264,7 @@ def test_a_table_of_another_model_is_refused(
 @pytest.mark.parametrize("name", ["tiny-ov", "tiny-qwen"])
 def test_shipped_models_have_their_table(name: str, shipped: Callable[[str], str]) -> None:
     from mmaccel.core.attach import adapter_for
-    from mmaccel.models import tiny
+    from mmaccel.models import shipped as tiny
     from mmaccel.models.loading import load_model
     from mmaccel.policies.sparse.head_table import difference, read_table
 

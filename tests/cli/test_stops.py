@@ -19,12 +19,12 @@ from mmaccel.cli import console, stopping
 Call = Callable[..., tuple[int, str, str]]
 
 COMMANDS = {
-    "needle": ("mmaccel.eval.needle", "judge"),
-    "caption": ("mmaccel.eval.caption", "caption_scores"),
-    "table": ("mmaccel.eval.table", "measure"),
-    "haystack": ("mmaccel.eval.haystack", "shots"),
-    "stream": ("mmaccel.eval.stream", "shots"),
-    "demo": ("mmaccel.eval.needle", "judge"),
+    "needle": ("mmaccel_lab.eval.needle", "judge"),
+    "caption": ("mmaccel_lab.eval.caption", "caption_scores"),
+    "table": ("mmaccel_lab.eval.table", "measure"),
+    "haystack": ("mmaccel_lab.eval.haystack", "shots"),
+    "stream": ("mmaccel_lab.eval.stream", "shots"),
+    "demo": ("mmaccel_lab.eval.needle", "judge"),
 }
 
 
@@ -83,7 +83,7 @@ def test_a_stop_before_the_first_answer_is_told(
 def test_a_stopped_haystack_shows_what_there_is(
     stop: Stop, code: int, call: Call, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmaccel.eval import haystack
+    from mmaccel_lab.eval import haystack
 
     monkeypatch.setattr(haystack, "shots", after(1, haystack.shots, stop))
     words = (

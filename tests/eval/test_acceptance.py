@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
+from mmaccel.cli import acceptance
 from mmaccel.core.recipe import Recipe
-from mmaccel.eval import acceptance
 from mmaccel.policies.draft import Parallel, Sequential
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 

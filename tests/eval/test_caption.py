@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmaccel.eval.caption import agreement, caption_cases, caption_scores, forced, predicted
-from mmaccel.eval.cases import Film
 from mmaccel.models.loading import load_model, load_processor
+from mmaccel_lab.eval.caption import agreement, caption_cases, caption_scores, forced, predicted
+from mmaccel_lab.eval.cases import Film
 
 NAMES = ["tiny-ov-draft", "tiny-qwen-draft"]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmaccel.cli.answer import ask_each
 from mmaccel.core.errors import WorldError
-from mmaccel.eval.answer import ask_each
-from mmaccel.eval.cases import Case, Film, cases, cut, seed_at, tokens_per_frame
-from mmaccel.eval.needle import Judged, Tally, judge
 from mmaccel.models.loading import load_model, load_processor
-from mmaccel.world import World
+from mmaccel_lab.eval.cases import Case, Film, cases, seed_at, tokens_per_frame
+from mmaccel_lab.eval.needle import Judged, Tally, judge
+from mmaccel_lab.world import World
 
 
 def test_as_many_questions_of_each_kind_as_asked() -> None:
@@ -80,9 +80,9 @@ def test_a_temporary_film_leaves_nothing() -> None:
 
 def test_cut_keeps_times() -> None:
     video = Film().watch(World.generate(0, 6))
-    piece = cut(video, 2, 5)
+    piece = video.cut(2, 5)
     assert len(piece) == 3 and torch.equal(piece.times, video.times[2:5]) and piece.fps == video.fps
-    assert cut(video, 0, 6) is video
+    assert video.cut(0, 6) is video
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("tiny-ov-draft", 16), ("tiny-qwen-draft", 15)])

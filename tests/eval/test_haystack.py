@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from mmaccel import load_model, load_processor
-from mmaccel.cli.haystack import methods_of
+from mmaccel.cli.answer import ask, prompt
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.eval.answer import ask, prompt
-from mmaccel.eval.cases import Film
-from mmaccel.eval.encoded import Encoded
-from mmaccel.eval.haystack import Gap, Haystack, Shot, haystack_cases, interval, spread_by, whole_films
-from mmaccel.eval.methods import listed
-from mmaccel.eval.picture import haystack_maps
-from mmaccel.eval.rivals import PRUNERS, RIVALS, Fields, Rival, ablated, computed, left, level
+from mmaccel_lab.cli.haystack import methods_of
+from mmaccel_lab.eval.cases import Film
+from mmaccel_lab.eval.encoded import Encoded
+from mmaccel_lab.eval.haystack import Gap, Haystack, Shot, haystack_cases, interval, spread_by, whole_films
+from mmaccel_lab.eval.methods import listed
+from mmaccel_lab.eval.picture import haystack_maps
+from mmaccel_lab.eval.rivals import PRUNERS, RIVALS, Fields, Rival, ablated, computed, left, level
 
 
 @pytest.mark.parametrize("documents", [0, 4])

@@ -6,20 +6,22 @@ import re
 from pathlib import Path
 
 from mmaccel.core.registry import registry
-from mmaccel.eval import self_draft, simulate
+from mmaccel_lab.eval import self_draft, simulate
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "parallelvlm.md").read_text(encoding="utf-8")
 
 
 def test_the_table_is_the_simulator_s() -> None:
-    told = PAGE.split("<!-- mmaccel.eval.simulate.table -->\n\n")[1]
+    told = PAGE.split("<!-- mmaccel_lab.eval.simulate.table -->\n\n")[1]
     assert told == simulate.markdown(simulate.table([0.6, 0.7, 0.81, 0.9], [3.0, 5.0, 9.0])) + "\n"
 
 
 def test_why_self_speculation_is_not_used_is_computed() -> None:
     rows = self_draft.gains()
-    assert self_draft.markdown(rows) + "\n\n## Theorems" in PAGE.split("<!-- mmaccel.eval.self_draft -->")[1]
+    assert (
+        self_draft.markdown(rows) + "\n\n## Theorems" in PAGE.split("<!-- mmaccel_lab.eval.self_draft -->")[1]
+    )
     short = rows[0]
     assert short.columns == 25_088 and not short.worth and all(row.worth for row in rows[1:])
     told = f"T_p / T_q is {short.ratio:.2f}, and the simulator's best window is worth {short.speedup:.2f} x at 90% kept"

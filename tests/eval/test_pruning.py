@@ -7,7 +7,8 @@ import torch
 
 import mmaccel
 from mmaccel.core.recipe import Recipe
-from mmaccel.eval.pruning import (
+from mmaccel.policies.prune import DyCoke, FastV, UniformPrune, UVPrune, VisionZip
+from mmaccel_lab.eval.pruning import (
     agrees,
     at_ends,
     average_share,
@@ -20,7 +21,6 @@ from mmaccel.eval.pruning import (
     rounds,
     write,
 )
-from mmaccel.policies.prune import DyCoke, FastV, UniformPrune, UVPrune, VisionZip
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune.layouts import layout_of, videos
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmaccel.eval.purity import adjusted_rand, clusterings, contingency, purity, shown
-from mmaccel.world import World
-from mmaccel.world.records import Card, Segment
+from mmaccel_lab.eval.purity import adjusted_rand, clusterings, contingency, purity, shown
+from mmaccel_lab.world import World
+from mmaccel_lab.world.records import Card, Segment
 
 
 def world() -> World:

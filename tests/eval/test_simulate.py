@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.eval import simulate
-from mmaccel.eval.simulate import Costs
 from mmaccel.policies.draft._gain import tokens_per_round
+from mmaccel_lab.eval import simulate
+from mmaccel_lab.eval.simulate import Costs
 from tests.core.test_generate import limit, run
 from tests.core.toy import ToyRunner, bigram, prompt
 from tests.policies.draft.test_parallel import pipeline

@@ -10,11 +10,11 @@ import torch
 
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import RecipeError, WorldError
-from mmaccel.eval.footage import Footage, Viewing
-from mmaccel.eval.haystack import Gap
-from mmaccel.eval.stream import Shot, Watch, entries, shots, together, worlds_of
-from mmaccel.eval.stream_tables import paired, rows, watches, whole
-from mmaccel.world import World
+from mmaccel_lab.eval.footage import Footage, Viewing
+from mmaccel_lab.eval.haystack import Gap
+from mmaccel_lab.eval.stream import Shot, Watch, entries, shots, together, worlds_of
+from mmaccel_lab.eval.stream_tables import paired, rows, watches, whole
+from mmaccel_lab.world import World
 from tests.models.streams import pair
 
 
@@ -124,7 +124,7 @@ def test_a_watch_for_all_budgets_answers_as_one_for_each(name: str, monkeypatch:
         return [{**one.to_dict(), "ttft_s": 0.0} for one in found]
 
     shared = told(shots(model, processor, memories, [world], most=1))
-    monkeypatch.setattr("mmaccel.eval.stream.together", lambda memories: [[one] for one in memories])
+    monkeypatch.setattr("mmaccel_lab.eval.stream.together", lambda memories: [[one] for one in memories])
     alone = told(shots(model, processor, memories, [world], most=1))
     assert len(shared) >= 8 * 2 and len({one["seen"] for one in shared}) > 2
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmaccel.cli.stream_picture import LANES, Truth, retrieved, runs, timeline
 from mmaccel.core.answer import Evidence
-from mmaccel.eval.stream_picture import LANES, Truth, retrieved, runs, timeline
-from mmaccel.world import World
+from mmaccel_lab.world import World
 
 pytest.importorskip("matplotlib")
 

@@ -13,10 +13,10 @@ import torch
 
 from mmaccel.core.errors import ModelError
 from mmaccel.core.recipe import Recipe
-from mmaccel.eval.cases import Film
-from mmaccel.eval.jobs import Job, measure_in, merged
-from mmaccel.eval.table import ENTRIES, Entry, Line, frames_of, markdown, measure, step_ratio
 from mmaccel.models.loading import load_model, load_processor
+from mmaccel_lab.eval.cases import Film
+from mmaccel_lab.eval.jobs import Job, measure_in, merged
+from mmaccel_lab.eval.table import ENTRIES, Entry, Line, frames_of, markdown, measure, step_ratio
 
 
 def test_lengths_are_met_in_frames() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 import mmaccel
 from mmaccel.core.registry import registry
 from mmaccel.models.processor import Processor
-from mmaccel.models.tiny.configs import SPECS, build_model
-from mmaccel.models.tiny.tokenizer import build_tokenizer
-from mmaccel.world import World, render, vocabulary
+from mmaccel_lab.tiny.configs import SPECS, build_model
+from mmaccel_lab.tiny.tokenizer import build_tokenizer
+from mmaccel_lab.world import World, render, vocabulary
 from tests.models.tiny_random import redraw_patches
 
 FPS = 2.0

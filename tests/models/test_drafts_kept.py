@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel.cli.answer import prompt as story
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.prune import observers
-from mmaccel.eval.answer import prompt as story
-from mmaccel.eval.caption import caption_cases
-from mmaccel.eval.cases import Film
 from mmaccel.policies.draft import PromptLookup, SparseToDense
 from mmaccel.policies.draft.prompt_lookup import _Finder
 from mmaccel.policies.draft.sparse_to_dense import _Memory
+from mmaccel_lab.eval.caption import caption_cases
+from mmaccel_lab.eval.cases import Film
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune import by_hand
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mmaccel.core.registry import policy
-from mmaccel.eval.footage import Footage, Viewing
 from mmaccel.policies.kv._evidence import Rows, attention
 from mmaccel.policies.kv.mosaic.memory import MosaicMemory
-from mmaccel.world import World
+from mmaccel_lab.eval.footage import Footage, Viewing
+from mmaccel_lab.world import World
 from tests.models.streams import QUESTION, every_stream, film, open_session, pair
 
 FIELDS = {

@@ -8,7 +8,7 @@ import pytest
 
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.models.processor import Processor
-from mmaccel.models.tiny.tokenizer import PLACEHOLDERS
+from mmaccel_lab.tiny.tokenizer import PLACEHOLDERS
 from tests.models.test_processor import family, folder, noise, processor
 
 __all__ = ["family", "folder", "processor"]

@@ -14,9 +14,9 @@ from torch import Tensor
 from mmaccel import media
 from mmaccel.core.errors import ModelError, VideoError
 from mmaccel.models.processor import Processor
-from mmaccel.models.tiny.configs import SPECS, build_model
-from mmaccel.models.tiny.package import processor_files
-from mmaccel.models.tiny.tokenizer import PLACEHOLDERS, build_tokenizer
+from mmaccel_lab.tiny.configs import SPECS, build_model
+from mmaccel_lab.tiny.package import processor_files
+from mmaccel_lab.tiny.tokenizer import PLACEHOLDERS, build_tokenizer
 from tests.media.films import write_film
 
 T = pytest.importorskip("transformers")

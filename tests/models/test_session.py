@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import mmaccel
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.media import Video
+from mmaccel_lab.world import World, write_mp4
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
 
 TIGHT = every_stream(frames=4, window=6)
@@ -45,8 +45,8 @@ def test_progress_counts_frames(tmp_path: Path) -> None:
 
 
 def test_a_file_is_read_at_its_rate(tmp_path: Path) -> None:
-    world = mmaccel.world.World.generate(3, 12)
-    mmaccel.world.write_mp4(world, tmp_path / "film.mp4", height=42, width=70)
+    world = World.generate(3, 12)
+    write_mp4(world, tmp_path / "film.mp4", height=42, width=70)
     told: list[int | None] = []
     with open_session("random-ov", TIGHT["rekv"]) as session:
         assert session.watch(tmp_path / "film.mp4", progress=lambda done, total: told.append(total)) == 6

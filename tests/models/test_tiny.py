@@ -7,13 +7,13 @@ import json
 import pytest
 
 import mmaccel
-from mmaccel import world
 from mmaccel.core.errors import MmaccelError, ModelError
-from mmaccel.models import tiny
-from mmaccel.models.tiny.configs import SPECS, build_model
-from mmaccel.models.tiny.package import export
-from mmaccel.models.tiny.tokenizer import PLACEHOLDERS, SPECIAL, build_tokenizer
-from mmaccel.train.dialect import Dialect, words
+from mmaccel.models.shipped import path
+from mmaccel_lab import tiny, world
+from mmaccel_lab.tiny.configs import SPECS, build_model
+from mmaccel_lab.tiny.package import export
+from mmaccel_lab.tiny.tokenizer import PLACEHOLDERS, SPECIAL, build_tokenizer
+from mmaccel_lab.train.dialect import Dialect, words
 
 FAMILIES = tuple(PLACEHOLDERS)
 
@@ -114,10 +114,10 @@ def test_exported_folder_loads_in_stock_classes(name, tmp_path):
 
 def test_missing_weights_and_names_are_told(tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="choose one of tiny-ov"):
-        tiny.path("tiny")
+        path("tiny")
     monkeypatch.setattr(tiny, "ROOT", tmp_path)
     with pytest.raises(ModelError, match="make train"):
-        tiny.path("tiny-ov")
+        path("tiny-ov")
 
 
 @pytest.mark.parametrize(

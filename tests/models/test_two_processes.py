@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import mmaccel
+from mmaccel.cli.answer import prompt
 from mmaccel.core.errors import MmaccelWarning
-from mmaccel.eval.answer import prompt
-from mmaccel.eval.caption import caption_cases
-from mmaccel.eval.cases import Film
 from mmaccel.policies.draft import Parallel
 from mmaccel.policies.draft.parallel import Pipeline
+from mmaccel_lab.eval.caption import caption_cases
+from mmaccel_lab.eval.cases import Film
 
 TOKENS = 48
 

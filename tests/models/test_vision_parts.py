@@ -12,9 +12,9 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.recipe import Recipe
-from mmaccel.eval.encoded import Encoded
 from mmaccel.models import vision
 from mmaccel.models.runner import HFRunner
+from mmaccel_lab.eval.encoded import Encoded
 from tests.models.tiny_random import BUILD, IMG, PROMPTS, VE, VID, VS, batch, prompt
 
 KEPT = ("get_image_features", "get_video_features")

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from mmaccel.models.tiny import forward
-from mmaccel.models.tiny.configs import SPECS, build_model
-from mmaccel.train import pixels, step
-from mmaccel.train.data import make_batch
-from mmaccel.train.dialect import Dialect
-from mmaccel.train.plan import Plan
+from mmaccel_lab.tiny import forward
+from mmaccel_lab.tiny.configs import SPECS, build_model
+from mmaccel_lab.train import pixels, step
+from mmaccel_lab.train.data import make_batch
+from mmaccel_lab.train.dialect import Dialect
+from mmaccel_lab.train.plan import Plan
 
 PLANS = {
     "question": Plan("t", "question", 5, 2, questions=4, chats=0.5, captions=0.5),
@@ -41,7 +41,7 @@ def _stock(model, spec, dialect, ids, frames, videos):
 @pytest.mark.parametrize("name", ["tiny-ov-draft", "tiny-qwen-draft"])
 @pytest.mark.parametrize("kind", PLANS)
 def test_branches_equal_separate_stock_prompts(name, kind, monkeypatch):
-    monkeypatch.setattr("mmaccel.train.data.INTERVALS", ((1.0, 1.0),))
+    monkeypatch.setattr("mmaccel_lab.train.data.INTERVALS", ((1.0, 1.0),))
     spec = SPECS[name]
     dialect = Dialect(spec)
     batch = make_batch(PLANS[kind], dialect, Random(7))

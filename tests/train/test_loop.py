@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmaccel import world
-from mmaccel.models.tiny.configs import SPECS
-from mmaccel.train import pixels, plan
-from mmaccel.train.data import FIRST_SEED, make_batch
-from mmaccel.train.dialect import Dialect
-from mmaccel.train.feeder import Feeder, Recipe
-from mmaccel.train.loop import Options, Trainer, rate_at
+from mmaccel_lab import world
+from mmaccel_lab.tiny.configs import SPECS
+from mmaccel_lab.train import pixels, plan
+from mmaccel_lab.train.data import FIRST_SEED, make_batch
+from mmaccel_lab.train.dialect import Dialect
+from mmaccel_lab.train.feeder import Feeder, Recipe
+from mmaccel_lab.train.loop import Options, Trainer, rate_at
 
 
 def _options(out, **changes):
@@ -121,10 +121,10 @@ def test_codec_is_mild_and_stronger_when_asked():
 
 
 def test_a_draft_stops_when_it_knows_enough(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("mmaccel.train.loop.DRAFT_QUICK_SECONDS", 0.0)
-    monkeypatch.setattr("mmaccel.train.evaluate.DRAFT_QUICK", ())
+    monkeypatch.setattr("mmaccel_lab.train.loop.DRAFT_QUICK_SECONDS", 0.0)
+    monkeypatch.setattr("mmaccel_lab.train.evaluate.DRAFT_QUICK", ())
     for enough, steps in ((0.0, 1), (0.5, 6)):
-        monkeypatch.setattr("mmaccel.train.loop.DRAFT_ENOUGH", enough)
+        monkeypatch.setattr("mmaccel_lab.train.loop.DRAFT_ENOUGH", enough)
         trainer = Trainer(_options(tmp_path / str(enough), quick=True, stop_at=6 / 40))
         trainer.run()
         assert trainer.step == steps and (tmp_path / str(enough) / "checkpoint.pt").is_file()

@@ -5,12 +5,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from mmaccel import world
-from mmaccel.models.tiny.configs import SPECS
-from mmaccel.train.data import _past, make_batch
-from mmaccel.train.dialect import Dialect
-from mmaccel.train.plan import Plan
-from mmaccel.world import Card, Segment, World
+from mmaccel_lab import world
+from mmaccel_lab.tiny.configs import SPECS
+from mmaccel_lab.train.data import _past, make_batch
+from mmaccel_lab.train.dialect import Dialect
+from mmaccel_lab.train.plan import Plan
+from mmaccel_lab.world import Card, Segment, World
 
 
 @pytest.mark.parametrize(("kind", "segments"), [("question", 1), ("caption", 1), ("document", 3)])

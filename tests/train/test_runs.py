@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mmaccel.models import tiny
-from mmaccel.train.__main__ import main
-from mmaccel.train.loop import Journal, Options, Trainer, _figure
-from mmaccel.world.words import QUESTIONS
+from mmaccel.core.errors import ModelError
+from mmaccel.models.shipped import path
+from mmaccel_lab import tiny
+from mmaccel_lab.train.__main__ import main
+from mmaccel_lab.train.loop import Journal, Options, Trainer, _figure
+from mmaccel_lab.world.words import QUESTIONS
 
 NAME = "tiny-ov-draft"
 
@@ -72,11 +74,11 @@ def test_installing_puts_models_where_they_are_found(
 ) -> None:
     monkeypatch.setattr(tiny, "ROOT", tmp_path)
     assert main(["install", str(tmp_path)]) == 2 and "give the --out folder" in capsys.readouterr().err
-    with pytest.raises(tiny.ModelError, match="make train"):
-        tiny.path(NAME)
+    with pytest.raises(ModelError, match="make train"):
+        path(NAME)
     for _ in range(2):
         assert main(["install", str(run.parent)]) == 0
-        assert tiny.path(NAME) == tmp_path / NAME and [p.name for p in tmp_path.iterdir()] == [NAME]
+        assert path(NAME) == tmp_path / NAME and [p.name for p in tmp_path.iterdir()] == [NAME]
 
 
 def test_a_device_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

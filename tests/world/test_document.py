@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from mmaccel.core.errors import WorldError
-from mmaccel.world import DOCUMENT_KINDS, KINDS, OBJECTS, Document, vocabulary
+from mmaccel_lab.world import DOCUMENT_KINDS, KINDS, OBJECTS, Document, vocabulary
 
 CASES = [(8, 1, 16), (16, 4, 15), (64, 8, 16), (256, 4, 49), (1024, 16, 4)]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import WorldError
-from mmaccel.world import COLOURS, SHAPES, World, render, write_mp4
+from mmaccel_lab.world import COLOURS, SHAPES, World, render, write_mp4
 
 
 def decode(path: Path) -> Tensor:

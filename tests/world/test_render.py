@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import WorldError
-from mmaccel.world import COLOURS, SCENES, SHAPES, World, render
-from mmaccel.world.drawing import ASPECT, CARD_WIDTH, CHUNK_PIXELS, PAPER
-from mmaccel.world.scenery import wave
-from mmaccel.world.shapes import POLYGONS, REACH, SIZE, atlas, polygon_distance
+from mmaccel_lab.world import COLOURS, SCENES, SHAPES, World, render
+from mmaccel_lab.world.drawing import ASPECT, CARD_WIDTH, CHUNK_PIXELS, PAPER
+from mmaccel_lab.world.scenery import wave
+from mmaccel_lab.world.shapes import POLYGONS, REACH, SIZE, atlas, polygon_distance
 
 Table = dict[str, Tensor]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmaccel.core.errors import WorldError
-from mmaccel.world import World, render
+from mmaccel_lab.world import World, render
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7])

@@ -8,7 +8,18 @@ from collections import Counter
 import pytest
 
 from mmaccel.core.errors import WorldError
-from mmaccel.world import COLOURS, KINDS, NUMBERS, SCENES, SHAPES, Card, Question, Segment, World, vocabulary
+from mmaccel_lab.world import (
+    COLOURS,
+    KINDS,
+    NUMBERS,
+    SCENES,
+    SHAPES,
+    Card,
+    Question,
+    Segment,
+    World,
+    vocabulary,
+)
 
 LENGTHS = (1, 2, 3, 8, 33, 256)
 

@@ -6,7 +6,7 @@ import pytest
 
 import mmaccel
 from mmaccel.core.session import VideoSession
-from mmaccel.world import World, render
+from mmaccel_lab.world import World, render
 
 FRAMES, WINDOW = 500, 24
 

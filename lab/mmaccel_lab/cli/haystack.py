@@ -1,0 +1,394 @@
+"""`mmaccel-lab eval haystack`: where in a video a card is still found, method by method, at one share of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmaccel.cli import choices
+from mmaccel.cli.ask import Device, Dtype, Json, Model
+from mmaccel.cli.console import bars, many, number, out, print_json, steps
+from mmaccel.core.errors import UnknownName, WorldError
+from mmaccel.core.recipe import Recipe
+from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, lengths_of, tell_stop
+
+if TYPE_CHECKING:
+    from mmaccel_lab.eval.cases import Case, Film
+    from mmaccel_lab.eval.haystack import Gap, Haystack, Shot
+    from mmaccel_lab.eval.haystack_log import Log
+    from mmaccel_lab.eval.methods import Methods
+    from mmaccel_lab.eval.rivals import Rival
+
+Recipes = Annotated[list[str] | None, typer.Option("--recipe", help="A name or a YAML file; several.")]
+Rivals = Annotated[
+    list[str] | None,
+    typer.Option("--rival", help="A method brought to the share of --level; several, or all."),
+]
+
+
+def haystack(
+    model: Model = "tiny-ov",
+    recipe: Recipes = None,
+    rival: Rivals = None,
+    level: Annotated[
+        str | None,
+        typer.Option("--level", help="The recipe whose share rivals get (default: the last --recipe)."),
+    ] = None,
+    compress: Annotated[
+        str | None,
+        typer.Option("--compress", help="Drop tokens before every method: visionzip, as its paper has it."),
+    ] = None,
+    frames: Annotated[str, typer.Option("--frames", help="Lengths in frames, with commas.")] = "128,512,2048",
+    depths: Annotated[int, typer.Option("--depths", min=1, help="Stretches a video is divided into.")] = 5,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Questions of each cell.")] = 4,
+    seed: Seed = 0,
+    documents: Annotated[
+        bool, typer.Option("--documents", help="Text between video segments (MM-NIAH).")
+    ] = False,
+    segments: Annotated[int, typer.Option("--segments", min=1, help="Video segments of a document.")] = 4,
+    videos: Videos = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", help="Write each answer, as JSON lines, to this file; go on where it stopped."),
+    ] = None,
+    rows: Annotated[
+        list[Path] | None,
+        typer.Option("--rows", help="Ask nothing: show and draw what such files hold together; several."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", help="Draw the maps: .svg, .png or .pdf.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Needle in a haystack by length and depth, for recipes and for rivals at the same share of attention.
+
+    Patterns are followed also where dense attention would be faster. Processes with seeds far apart and files of their own
+    share the work, and --rows puts their files together.
+    """
+    from mmaccel_lab.eval.haystack import Haystack
+    from mmaccel_lab.eval.haystack_log import Log
+
+    for path, option in ((output, "--out"), (picture, "--picture")):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise WorldError(
+                f"{option}: {path} is not a place for a file; name a file in a folder that exists."
+            )
+    if rows:
+        log = Log.gathered(rows)
+        found = Haystack(log.settings["depths"], log.shots)
+        _show(found, log.settings, level or "searched", log.missed(), [], True, as_json)
+        _draw(found, picture)
+        return
+    lengths = lengths_of(frames)
+    check_segments(lengths, segments if documents else 1)
+    run = _Run(
+        model=model,
+        recipes=list(recipe or ["dense", "searched"]),
+        rivals=list(rival or []),
+        level=level,
+        compress=compress,
+        documents=segments if documents else 0,
+        depths=depths,
+        samples=samples,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+    )
+    run.load(output)
+    found = Haystack(depths)
+    stopped, whole = False, False
+    try:
+        run.ask(lengths, videos)
+        whole = True
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        # Also when something broke: what was answered is not lost.
+        found.shots, rest = run.answers()
+        if whole or found.shots or (stopped and as_json):
+            _show(found, run.settings, run.level, run.missed(), rest, whole, as_json)
+            if rest and not as_json:
+                _tell_rest(rest, output)
+    _draw(found, picture)
+    if stopped:
+        tell_stop(len(found.shots), GO_ON if output is not None else "")
+        raise typer.Exit(130)
+
+
+class _Run:
+    """What is asked of what: checked when it is made, before anything is loaded."""
+
+    log: Log
+    loaded: Any
+    processor: Any
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        recipes: list[str],
+        rivals: list[str],
+        level: str | None,
+        compress: str | None,
+        documents: int,
+        depths: int,
+        samples: int,
+        seed: int,
+        device: str,
+        dtype: str,
+    ) -> None:
+        from mmaccel_lab.eval.cases import checked_seed
+
+        checked_seed(seed)
+        self.model, self.depths, self.samples, self.seed = model, depths, samples, seed
+        self.documents = documents
+        self.place, self.dtype = choices.where(device), choices.dtype(dtype)
+        self.methods = methods_of(model, self.place, recipes, rivals, level, compress)
+        self.level = self.methods.yardstick
+        self.asked: dict[int, list[tuple[int, Case]]] = {}
+        self.settings = {
+            "model": model,
+            "documents": documents,
+            "depths": depths,
+            "compress": compress,
+            "seed": seed,
+        }
+
+    def load(self, output: Path | None) -> None:
+        """The model, its processor and the file."""
+        from mmaccel_lab.eval.haystack_log import Log, environment
+
+        self.processor = choices.processor(self.model)
+        self.loaded = choices.load(self.model, self.place, self.dtype)
+        kept = str(next(self.loaded.parameters()).dtype).removeprefix("torch.")
+        self.log = Log(output, self.settings, environment(self.place, kept))
+        self.log.check_yardstick(self.methods.rivals, self.level)
+
+    def answers(self) -> tuple[list[Shot], list[Shot]]:
+        """What was asked, and what else the file holds."""
+        names = {*self.methods.fixed, *self.methods.rivals}
+        keys = {
+            self.log.key(name, case) for cases in self.asked.values() for _, case in cases for name in names
+        }
+        mine = [shot for shot in self.log.shots if self.log.key(shot.recipe, shot) in keys]
+        return mine, [shot for shot in self.log.shots if self.log.key(shot.recipe, shot) not in keys]
+
+    def missed(self) -> list[dict[str, Any]]:
+        """The rivals that were asked and are not near their share."""
+        return [
+            one
+            for one in self.log.missed()
+            if one["rival"] in self.methods.rivals and one["frames"] in self.asked
+        ]
+
+    def ask(self, lengths: list[int], videos: Path | None) -> None:
+        """Every question that the file lacks, to every method; length by length."""
+        from mmaccel_lab.eval.cases import Film, tokens_per_frame
+        from mmaccel_lab.eval.haystack import haystack_cases, shots
+
+        with bars() as progress, Film(videos, steps(progress)) as film:
+            per_frame = tokens_per_frame(self.processor) if self.documents else 16
+            options = {"documents": self.documents, "tokens_per_frame": per_frame}
+            self.asked = {
+                length: list(haystack_cases(length, self.depths, self.samples, self.seed, **options))
+                for length in lengths
+            }
+            for length, asked in self.asked.items():
+                bar = progress.add_task(f"{length:>5}", total=len(asked), unit="questions")
+                if not asked:
+                    continue
+                methods = {**self.methods.fixed} | self._levelled(
+                    asked[0][1], film, steps(progress, "methods")
+                )
+                for depth, case in asked:
+                    left = {n: r for n, r in methods.items() if not self.log.has(n, case)}
+                    for row in shots(self.loaded, self.processor, left, iter([(depth, case)]), film):
+                        self.log.write(row)
+                    progress.advance(bar)
+
+    def _levelled(self, case: Case, film: Film, told: Any) -> dict[str, Recipe]:
+        """The rivals at the share that the yardstick computes on the first prompt of a length."""
+        from mmaccel.cli.answer import prompt
+        from mmaccel_lab.eval.encoded import Encoded
+
+        length, methods = case.world.frames, self.methods
+        todo = [name for name in methods.rivals if (name, length) not in self.log.levels]
+        if todo:
+            seen, inputs = (
+                Encoded(),
+                prompt(self.processor, case.content(film.watch(case.world)), self.loaded),
+            )
+            wanted = methods.wanted(self.loaded, self.processor, inputs, seen)
+            for done, name in enumerate(todo):
+                told("level", done, len(todo))
+                found = methods.levelled(name, wanted, self.loaded, self.processor, inputs, seen)
+                self.log.level(name, length, *found, wanted, methods.yardstick)
+            told("level", len(todo), len(todo))
+        return {name: methods.recipe(self.log.levels[name, length]) for name in methods.rivals}
+
+
+def methods_of(
+    model: str,
+    device: str,
+    recipes: Sequence[str],
+    rivals: Sequence[str],
+    level: str | None = None,
+    compress: str | None = None,
+) -> Methods:
+    """What words name: recipes, rivals ("all", or each by its name), the yardstick (default: the last recipe), and what
+    drops tokens before all of them."""
+    from mmaccel.backends import select
+    from mmaccel_lab.eval.methods import Methods
+    from mmaccel_lab.eval.rivals import PRUNERS, RIVALS
+
+    if compress is not None and compress not in PRUNERS:
+        raise UnknownName("method of --compress", compress, PRUNERS)
+    # A backend by name never takes dense attention where it would be faster.
+    more: dict[str, Any] = {"backend": select.choose(device)}
+    if compress is not None:
+        more["prune"] = RIVALS[compress].make(1.0)["prune"]
+    fixed = choices.recipes(recipes)
+    level = level or list(fixed)[-1]
+    if level not in fixed:
+        raise UnknownName("recipe of --level", level, fixed)
+    tail = {"dense_tail": fixed[level].dense_tail}
+    known = {name: one for name, one in RIVALS.items() if compress is None or name not in PRUNERS}
+    known |= _less(fixed[level], model)
+    chosen = known if list(rivals) == ["all"] else {}
+    for one in rivals if list(rivals) != ["all"] else []:
+        if one not in known:
+            raise UnknownName("rival", one, known)
+        chosen[one] = known[one]
+    for one in chosen:
+        if one in fixed:
+            raise WorldError(
+                f"--rival: {one!r} is a --recipe too; rename the recipe's file or leave one of them out."
+            )
+    for recipe in fixed.values():
+        choices.check(recipe, model, device)
+    return Methods(
+        {name: Recipe.load(one, **more) for name, one in fixed.items()}, chosen, level, {**more, **tail}
+    )
+
+
+def _less(recipe: Recipe, model: str) -> dict[str, Rival]:
+    """A searched recipe less its boundaries and its tail; nothing for another recipe."""
+    from mmaccel.models.loading import resolve
+    from mmaccel.policies.sparse.head_table import choices as patterns
+    from mmaccel.policies.sparse.head_table import read_table
+    from mmaccel.policies.sparse.per_head import FILE, SHIPPED, PerHead
+    from mmaccel.search.table import narrowed
+    from mmaccel_lab.eval.rivals import ablated
+
+    pattern = recipe.sparse
+    if not isinstance(pattern, PerHead) or not isinstance(pattern.table, str):
+        return {}
+    path = Path(resolve(model)) / FILE if pattern.table == SHIPPED else Path(pattern.table)
+    if not path.is_file():
+        return {}
+    table = read_table(path)
+    if "no_boundary" not in table.get("space", {}):
+        return {}
+    return ablated(patterns(table), narrowed(table, ["no_boundary"]), table["block"], recipe.dense_tail)
+
+
+def _draw(found: Haystack, picture: Path | None) -> None:
+    if picture is not None and found.shots:
+        from mmaccel.figure import save
+        from mmaccel_lab.eval.picture import haystack_maps
+
+        save(haystack_maps(found), picture)
+
+
+def _show(
+    found: Haystack,
+    settings: Mapping[str, Any],
+    yardstick: str,
+    missed: list[dict[str, Any]],
+    rest: Sequence[Shot],
+    whole: bool,
+    as_json: bool,
+) -> None:
+    """The table, or one JSON object; `rest` is what the file holds beside `found`."""
+    from rich.table import Table
+
+    from mmaccel_lab.eval.haystack import interval
+
+    gaps = {
+        name: found.against(name, yardstick)
+        for name in found.recipes
+        if name != yardstick and yardstick in found.recipes
+    }
+    if as_json:
+        print_json(
+            {
+                **settings,
+                "rows": found.rows(),
+                "mean": {name: found.mean(name) for name in found.recipes},
+                "interval": {name: list(interval(*found.share(name))) for name in found.recipes},
+                "against": {
+                    name: {
+                        "recipe": yardstick,
+                        "difference": gap.mean,
+                        "interval": [gap.low, gap.high],
+                        "asked": gap.asked,
+                    }
+                    for name, gap in gaps.items()
+                },
+                "missed": missed,
+                "not_asked": {
+                    "answers": len(rest),
+                    "recipes": list(dict.fromkeys(shot.recipe for shot in rest)),
+                    "frames": sorted({shot.frames for shot in rest}),
+                },
+                "complete": whole,
+            }
+        )
+        return
+    shown = Table(title="accuracy, and the mean share of attention computed over the prompts, by frames")
+    shown.add_column("recipe")
+    for frames in found.lengths:
+        shown.add_column(str(frames), justify="right")
+    shown.add_column("mean", justify="right")
+    shown.add_column(f"against {yardstick}", justify="right")
+    rows = {(row["recipe"], row["frames"]): row for row in found.rows()}
+    for name in found.recipes:
+        cells = []
+        for frames in found.lengths:
+            row = rows.get((name, frames), {"accuracy": None, "kept": None})
+            cells.append(f"{number(row['accuracy'], '.1%')} ({number(row['kept'], '.0%')})")
+        shown.add_row(name, *cells, number(found.mean(name), ".1%"), _points(gaps.get(name)))
+    out().print(shown)
+    several = len({one["seed"] for one in missed}) > 1
+    for one in missed:
+        why = "no budget tried comes nearer" if one["budget"] else "it has no budget"
+        run = f" (--seed {one['seed']})" if several else ""
+        _line(
+            f"{one['rival']} computes {one['share']:.1%} of the first prompt of {many(one['frames'], 'frame')}{run}, "
+            f"and {one['yardstick'] or 'what it is levelled with'} {one['wanted']:.1%}: {why}."
+        )
+
+
+def _tell_rest(rest: Sequence[Shot], path: Path | None) -> None:
+    names = ", ".join(dict.fromkeys(shot.recipe for shot in rest))
+    lengths = ", ".join(str(frames) for frames in sorted({shot.frames for shot in rest}))
+    _line(
+        f"{path} also holds {many(len(rest), 'answer')} not asked for here ({names}; {lengths} frames): "
+        f"--rows {path} shows all."
+    )
+
+
+def _line(told: str) -> None:
+    out().print(told, markup=False, highlight=False, soft_wrap=True)
+
+
+def _points(gap: Gap | None) -> str:
+    """A gap in points, with its interval."""
+    if gap is None:
+        return ""
+    return f"{100 * gap.mean:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"

@@ -1,0 +1,174 @@
+"""`mmaccel-lab eval stream`: memories of streams on long worlds, at the same windows and budgets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmaccel.cli import choices
+from mmaccel.cli.ask import Device, Dtype, Json, Model
+from mmaccel.cli.console import bars, out, print_json
+from mmaccel.core import outside
+from mmaccel.core.errors import RecipeError, WorldError, shown
+from mmaccel.core.recipe import fields_of
+from mmaccel_lab.cli.arguments import Seed, kinds_of, lengths_of, tell_stop
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MEMORIES = ("rekv", "mosaic", "recent", "no_cache")
+HEADS = (
+    "memory",
+    "budget\n(frames)",
+    "kind",
+    "questions",
+    "right\n(95% interval)",
+    "evidence\nseen",
+    "evidence\nnamed",
+    "seen\n(frames)",
+    "frames off\nthe device",
+    "first token",
+)
+"""Of the table. Evidence seen is the recall of the rows: the share of layers that looked at the true frames. Named is how
+often one of these is among the first moments that a right answer is said to rest on."""
+
+
+def stream(
+    model: Model = "tiny-ov",
+    memory: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--memory",
+            help="A kv policy's name, with fields if any ('mosaic local=0 reps=0'), or a YAML file with a kv; several.",
+        ),
+    ] = None,
+    frames: Annotated[int, typer.Option("--frames", min=1, help="Frames of a stream.")] = 500,
+    worlds: Annotated[int, typer.Option("--worlds", min=1, help="Streams.")] = 4,
+    budgets: Annotated[str, typer.Option("--budgets", help="Frames a question may see, with commas.")] = "32",
+    window: Annotated[int, typer.Option("--window", min=1, help="Frames of the encoding window.")] = 32,
+    kind: Annotated[str, typer.Option("--kind", help="Kinds with commas, or all.")] = "all",
+    still: Annotated[float, typer.Option("--still", help="Share of frames in which nothing moves.")] = 0.3,
+    call: Annotated[
+        int | None, typer.Option("--call", min=1, help="Frames a memory is given at a time (many).")
+    ] = None,
+    seed: Seed = 0,
+    output: Annotated[
+        Path | None, typer.Option("--out", help="Write each answer, as JSON lines, to this file.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Questions on long streams: accuracy, and whether the frames they rest on were seen, by memory and budget."""
+    from mmaccel_lab.eval.stream import KINDS, Shot, entries, memories_for, shots, worlds_of
+    from mmaccel_lab.eval.stream_tables import paired, rows
+
+    asked = KINDS if kind == "all" else kinds_of(kind, KINDS)
+    if not 0 <= still <= 1:
+        raise WorldError(f"--still: {still} is no share; give 0 to 1.")
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise WorldError(f"--out: {output} is not a place for a file; name a file in a folder that exists.")
+    try:
+        sizes = lengths_of(budgets)
+    except WorldError as error:
+        raise WorldError(str(error).replace("--frames", "--budgets", 1)) from error
+    names = list(memory or MEMORIES)
+    chosen = [memory_of(name) for name in names]
+    place, kept_in = choices.where(device), choices.dtype(dtype)
+    entries(chosen, sizes, window, tokens=1)  # what is wrong with a memory is told before anything is loaded
+    processor = choices.processor(model)
+    compared = memories_for(processor, chosen, sizes, window)
+    loaded = choices.load(model, place, kept_in)
+    films = worlds_of(frames, worlds, seed)
+    found: list[Shot] = []
+    stopped, whole = False, False
+    file = None if output is None else output.open("w", encoding="utf-8")
+    try:
+        with bars() as progress:
+            bar = progress.add_task("stream", total=None, unit="frames")
+            for shot in shots(
+                loaded,
+                processor,
+                compared,
+                films,
+                kinds=asked,
+                still=still,
+                call=call,
+                progress=lambda n: progress.advance(bar, n),
+            ):
+                found.append(shot)
+                if file is not None:
+                    file.write(json.dumps(shot.to_dict()) + "\n")
+                    file.flush()
+        whole = True
+    except KeyboardInterrupt:
+        stopped = True
+    finally:
+        if file is not None:
+            file.close()
+        told = rows(found)
+        shown = list(dict.fromkeys(entry.name for entry in compared))
+        against = [row for other in shown[1:] for row in paired(found, shown[0], other)]
+        # An error before the first answer is told alone.
+        worth = whole or stopped or bool(found)
+        if worth and as_json:
+            facts = {
+                "model": model,
+                "frames": frames,
+                "worlds": worlds,
+                "window": window,
+                "still": still,
+                "call": call,
+            }
+            print_json({**facts, "seed": seed, "complete": whole, "rows": told, "paired": against})
+        elif found or whole:
+            out().print(_table(told))
+    if stopped:
+        tell_stop(len(found))
+        raise typer.Exit(130)
+
+
+def memory_of(text: str) -> str | dict[str, Any]:
+    """A policy's name, its name and fields, shown as they are given, or the kv of a YAML file under the file's name."""
+    if not text.endswith((".yaml", ".yml")):
+        name, *fields = text.split() or [text]
+        return {"name": name, "label": text, **dict(_field(one) for one in fields)} if fields else text
+    kv = fields_of(text).get("kv", "full")
+    if not isinstance(kv, str | dict):
+        raise RecipeError(f"--memory: kv of {text} is {shown(kv)}; give a name, or a mapping with a name.")
+    return {**({"name": kv} if isinstance(kv, str) else kv), "label": Path(text).stem}
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """``name=value``, the value as YAML reads it."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise RecipeError(f"--memory: {shown(text)} is not a field; give name=value.")
+    return name, outside.read_yaml(value, f"--memory: {shown(text)}")
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for head in HEADS:
+        table.add_column(head)
+    for row in rows:
+        cells = (
+            row["memory"],
+            "all" if row["budget"] is None else str(row["budget"]),
+            "mean of kinds" if row["kind"] == "all" else row["kind"],
+            str(row["questions"]),
+            f"{row['accuracy']:.0%} ({row['low']:.0%}-{row['high']:.0%})",
+            f"{row['recall']:.0%}",
+            "" if row["named"] is None else f"{row['named']:.0%}",
+            f"{row['seen']:.0f}",
+            f"{row['off']:.0%}",
+            f"{row['ttft_s']:.3f} s",
+        )
+        table.add_row(*(Text(cell) for cell in cells))
+    return table

@@ -1,0 +1,86 @@
+"""The methods of a haystack: recipes as they are, and rivals brought to the share of attention of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.cli.answer import ask
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.recipe import Recipe
+from mmaccel_lab.eval.encoded import Encoded
+from mmaccel_lab.eval.rivals import Fields, Rival, computed, left, level
+
+
+@dataclass(frozen=True)
+class Methods:
+    """Recipes by name, rivals by name, the recipe whose share rivals get, and fields that every rival has unless it gives
+    them itself."""
+
+    fixed: Mapping[str, Recipe]
+    rivals: Mapping[str, Rival]
+    yardstick: str
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def recipe(self, fields: Fields) -> Recipe:
+        """A rival's recipe."""
+        return Recipe.load({**self.more, **fields})
+
+    def wanted(self, model: nn.Module, processor: Any, inputs: Mapping[str, Tensor], seen: Encoded) -> float:
+        """The share of attention that the yardstick computes on a prompt."""
+        return min(1.0, share(model, processor, inputs, self.fixed[self.yardstick], seen))
+
+    def levelled(
+        self,
+        name: str,
+        wanted: float,
+        model: nn.Module,
+        processor: Any,
+        inputs: Mapping[str, Tensor],
+        seen: Encoded,
+    ) -> tuple[Fields, float]:
+        """The fields of a rival that computes `wanted` of a prompt's attention, or as near as it comes, and its share."""
+
+        def measure(fields: Fields) -> float:
+            return share(model, processor, inputs, self.recipe(fields), seen)
+
+        return level(self.rivals[name], wanted, measure)
+
+
+def share(
+    model: nn.Module, processor: Any, inputs: Mapping[str, Tensor], recipe: Recipe, seen: Encoded
+) -> float:
+    """The share of attention that a recipe computes, a mean over the prompts of a batch: counted where it only drops tokens
+    or where its pattern looks at the layout alone, otherwise measured."""
+    family: Any = adapter_for(model)
+    if recipe.prune is not None and recipe.sparse.name == "dense":
+        layout = family.layout(model, inputs)
+        if (counted := left(recipe.prune, layout, len(family.layers(model)))) is not None:
+            return counted
+    elif recipe.prune is None and (planned := listed(recipe, family.layout(model, inputs))) is not None:
+        return planned
+    with seen.shared(model, recipe):
+        found = computed(ask(model, processor, inputs, recipe, max_new_tokens=1).report)
+    assert found is not None
+    return found
+
+
+def listed(recipe: Recipe, layout: TokenLayout) -> float | None:
+    """The share of attention that a recipe of one pattern on every layer computes, the dense rows at the end included, by
+    planning once; None where the plan hangs on queries and keys, some layers are dense beside it, or prompts are padded."""
+    pattern, n = recipe.sparse, layout.length
+    if pattern.adaptive or pattern.name == "dense" or recipe.dense_layers or layout.padded:
+        return None
+    blank = torch.zeros(layout.batch, 1, n, 16, device=layout.position.device)
+    plan = pattern.plan(blank, blank, layout, layout)
+    if plan is None:
+        return 1.0
+    first = max(0, n - recipe.dense_tail)
+    parts = tuple(replace(one, q_row=one.q_row.where(one.q_row < first, -1)) for one in plan.parts)
+    pairs = replace(plan, parts=parts).listed_pairs() + sum(range(first + 1, n + 1))
+    return float(pairs.mean()) / (n * (n + 1) / 2)

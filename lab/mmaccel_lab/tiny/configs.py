@@ -1,0 +1,173 @@
+"""Sizes of the four tiny models, and the stock transformers classes built from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmaccel.core.errors import ModelError
+from mmaccel_lab.tiny.tokenizer import SPECIAL, VOCABULARY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HEAD = 64
+PATCH = 14
+MAX_POSITIONS = 131072
+MROPE_SECTION = (8, 12, 12)
+# SigLIP and Qwen statistics of the stock processors.
+HALF = (0.5, 0.5, 0.5)
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One tiny model: its family, its frame and its widths. `height` and `width` are pixels of a frame."""
+
+    name: str
+    model_type: str
+    height: int
+    width: int
+    vision_layers: int
+    vision_width: int
+    vision_heads: int
+    vision_inner: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    inner: int
+    target: str | None = None
+
+    @property
+    def tokens_per_frame(self) -> int:
+        """Language-model tokens of one frame."""
+        rows, columns = self.height // PATCH, self.width // PATCH
+        return (rows // 2) * (columns // 2)
+
+    @property
+    def newline(self) -> int:
+        """Tokens that a video has after its frames: LLaVA-OneVision ends a video with one newline."""
+        return 1 if self.model_type == "llava_onevision" else 0
+
+    @property
+    def mean(self) -> tuple[float, float, float]:
+        return HALF if self.model_type == "llava_onevision" else CLIP_MEAN
+
+    @property
+    def std(self) -> tuple[float, float, float]:
+        return HALF if self.model_type == "llava_onevision" else CLIP_STD
+
+
+_TARGET: dict[str, Any] = dict(
+    vision_layers=4, vision_width=160, vision_heads=4, layers=8, hidden=256, heads=4, kv_heads=2, inner=640
+)
+# Three thin layers: a decode step then costs about a quarter of the target's eight (`mmaccel_lab.eval.table.step_ratio`).
+_DRAFT: dict[str, Any] = dict(
+    vision_layers=2, vision_width=96, vision_heads=3, layers=3, hidden=128, heads=2, kv_heads=1, inner=256
+)
+_OV: dict[str, Any] = dict(model_type="llava_onevision", height=112, width=112)
+_QWEN: dict[str, Any] = dict(model_type="qwen2_5_vl", height=84, width=140)
+
+SPECS: dict[str, Spec] = {
+    spec.name: spec
+    for spec in (
+        Spec(name="tiny-ov", vision_inner=640, **_OV, **_TARGET),
+        Spec(name="tiny-ov-draft", target="tiny-ov", vision_inner=384, **_OV, **_DRAFT),
+        Spec(name="tiny-qwen", vision_inner=432, **_QWEN, **_TARGET),
+        Spec(name="tiny-qwen-draft", target="tiny-qwen", vision_inner=256, **_QWEN, **_DRAFT),
+    )
+}
+
+
+def spec_of(name: str) -> Spec:
+    """The spec of a tiny model by name."""
+    if name not in SPECS:
+        raise ModelError(f"There is no tiny model {name!r}; choose one of {', '.join(SPECS)}.")
+    return SPECS[name]
+
+
+def _text(spec: Spec) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
+    if spec.model_type == "qwen2_5_vl":
+        rope["mrope_section"] = list(MROPE_SECTION)
+    return dict(
+        vocab_size=VOCABULARY,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.inner,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        max_position_embeddings=MAX_POSITIONS,
+        rms_norm_eps=1e-6,
+        rope_parameters=rope,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=SPECIAL.index("<|im_end|>"),
+        pad_token_id=SPECIAL.index("<|endoftext|>"),
+    )
+
+
+def _llava(spec: Spec) -> PreTrainedModel:
+    from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
+
+    side = spec.height
+    config = LlavaOnevisionConfig(
+        vision_config=dict(
+            model_type="siglip_vision_model",
+            hidden_size=spec.vision_width,
+            intermediate_size=spec.vision_inner,
+            num_hidden_layers=spec.vision_layers,
+            num_attention_heads=spec.vision_heads,
+            image_size=side,
+            patch_size=PATCH,
+            vision_use_head=False,
+        ),
+        text_config=dict(model_type="qwen2", **_text(spec)),
+        image_token_index=SPECIAL.index("<image>"),
+        video_token_index=SPECIAL.index("<video>"),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        image_grid_pinpoints=[[side, side], [side, 2 * side], [2 * side, side], [2 * side, 2 * side]],
+        tie_word_embeddings=True,
+    )
+    return LlavaOnevisionForConditionalGeneration(config)
+
+
+def _qwen(spec: Spec) -> PreTrainedModel:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    config = Qwen2_5_VLConfig(
+        text_config=_text(spec),
+        vision_config=dict(
+            depth=spec.vision_layers,
+            hidden_size=spec.vision_width,
+            intermediate_size=spec.vision_inner,
+            num_heads=spec.vision_heads,
+            patch_size=PATCH,
+            spatial_merge_size=2,
+            temporal_patch_size=1,
+            window_size=16 * PATCH,
+            fullatt_block_indexes=list(range(spec.vision_layers)),
+            out_hidden_size=spec.hidden,
+            # One temporal step a frame at the world's frame a second; a fraction would be cut to 0 by transformers 5.17.
+            tokens_per_second=1,
+        ),
+        image_token_id=SPECIAL.index("<|image_pad|>"),
+        video_token_id=SPECIAL.index("<|video_pad|>"),
+        vision_start_token_id=SPECIAL.index("<|vision_start|>"),
+        vision_end_token_id=SPECIAL.index("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def build_model(spec: Spec, seed: int = 0) -> PreTrainedModel:
+    """A freshly initialised fp32 model of `spec`; the same seed gives the same weights."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _llava(spec) if spec.model_type == "llava_onevision" else _qwen(spec)
+    return model.eval()

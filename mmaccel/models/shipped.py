@@ -1,0 +1,38 @@
+"""The tiny models that mmaccel-lab ships, and where they are. This is the only file that looks for mmaccel-lab."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from mmaccel.core.errors import ModelError
+
+NAMES: tuple[str, ...] = ("tiny-ov", "tiny-ov-draft", "tiny-qwen", "tiny-qwen-draft")
+CAPTION_REQUEST = "describe the video ."
+"""What a tiny model answers with a caption."""
+LAB = "mmaccel_lab"
+INSTALL = "`pip install mmaccel-lab`, or `make install` in a checkout"
+"""How a user gets mmaccel-lab."""
+
+
+def path(name: str) -> Path:
+    """The folder of a shipped model, in the layout of `from_pretrained`.
+
+    Raises `ModelError` for an unknown name, where mmaccel-lab is not installed, and where it lacks the weights.
+    """
+    if name not in NAMES:
+        raise ModelError(f"There is no tiny model {name!r}; choose one of {', '.join(NAMES)}.")
+    try:
+        tiny = import_module(f"{LAB}.tiny")
+    except ModuleNotFoundError as error:
+        if error.name not in (LAB, f"{LAB}.tiny"):
+            raise
+        raise ModelError(
+            f"model {name!r} comes with mmaccel-lab, which is not installed; run {INSTALL}."
+        ) from error
+    folder: Path = tiny.ROOT / name
+    if not (folder / "model.safetensors").is_file():
+        raise ModelError(
+            f"The weights of {name} are not in {folder}; `make train`, in a checkout, trains and installs them."
+        )
+    return folder

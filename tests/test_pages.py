@@ -19,7 +19,6 @@ from mmaccel_lab.cli import app as lab
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
-    "CONTRIBUTING.md",
     "lab/README.md",
     "bench/README.md",
     *(f"docs/{n}.md" for n in ("mminference", "mosaic", "speed", "compose", "architecture", "stock")),

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import SOURCES
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -25,7 +27,7 @@ def test_every_case_runs(tmp_path: Path) -> None:
         str(out),
         *few,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
@@ -78,7 +80,7 @@ def test_ways_of_others_are_timed_beside(tmp_path: Path) -> None:
     command = [sys.executable, "bench/attend.py", "--device", "cpu", "--out", str(out), *cases, *few]
     done = subprocess.run(
         command,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": SOURCES},
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from mmaccel import load_model
 from mmaccel.core.attach import adapter_for
 from mmaccel.models.runner import HFRunner
+from tests import SOURCES
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 ROOT = Path(__file__).parent.parent
@@ -133,7 +134,7 @@ def test_the_pipeline_holds_no_more_than_drafting_in_turns(name: str) -> None:
 
 def run(*words: str) -> None:
     command = [sys.executable, *words]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests import SOURCES
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 
@@ -123,7 +125,7 @@ def test_nothing_outlives_the_parent(way: signal.Signals, tmp_path: Path) -> Non
     """An interrupt of the whole group, as a terminal sends it, and where it was ignored, as it is in the background of a
     shell; or the parent alone is ended."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "bench")])
+    path = os.pathsep.join([SOURCES, str(ROOT / "bench")])
     process = subprocess.Popen(
         ["sh", "-c", 'trap "" INT; exec "$0" script.py', sys.executable],
         cwd=tmp_path,
@@ -151,7 +153,7 @@ def broken_off(command: list[str], out: Path, what: str) -> list[dict[str, Any]]
     process = subprocess.Popen(
         [sys.executable, *command, "--out", str(out)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from mmaccel.backends import dense
+from tests import SOURCES
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,7 +34,7 @@ def run(out: Path, *only: str) -> list[dict[str, object]]:
         "16",
     )
     command = [sys.executable, "bench/prefill.py", "--out", str(out), *few, "--only", *only]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )

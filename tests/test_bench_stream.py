@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import SOURCES
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +22,7 @@ def run(out: Path, *only: str, shrink: int = 10) -> list[dict[str, Any]]:
     few = ("--device", "cpu", "--shrink", str(shrink), "--limit", "1000", "--only", *only)
     done = subprocess.run(
         [sys.executable, "bench/stream.py", "--out", str(out), *few],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": SOURCES},
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mmaccel.cli import console, stopping
+from tests import SOURCES
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -203,14 +204,20 @@ def test_a_stop_while_the_command_is_imported_is_told(module: str) -> None:
     stopped_while_importing(["-c", IMPORTED.format(module=module)], {})
 
 
-@pytest.mark.parametrize("module", ["mmaccel.models", "torch", "mmaccel.cli", "typer"])
-def test_a_stop_while_the_package_is_imported_as_a_command_is_told(module: str, tmp_path: Path) -> None:
-    """``python -m mmaccel`` imports the package before any of its commands."""
+MODULES = [("mmaccel", name) for name in ("mmaccel.models", "torch", "mmaccel.cli", "typer")]
+
+
+@pytest.mark.parametrize(
+    ("program", "module"), [*MODULES, ("mmaccel_lab", "mmaccel"), ("mmaccel_lab", "mmaccel_lab.cli")]
+)
+def test_a_stop_while_the_package_is_imported_as_a_command_is_told(
+    program: str, module: str, tmp_path: Path
+) -> None:
+    """``python -m mmaccel`` imports the package before any of its commands; the lab's package is empty."""
     slow = IMPORTED.format(module=module).partition("sys.argv")[0]
     (tmp_path / "sitecustomize.py").write_text(slow)
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(tmp_path), str(root)])
-    stopped_while_importing(["-m", "mmaccel", "list"], {"PYTHONPATH": paths})
+    paths = os.pathsep.join([str(tmp_path), SOURCES])
+    stopped_while_importing(["-m", program, "--version"], {"PYTHONPATH": paths})
 
 
 @pytest.mark.parametrize("place", ["typer.main.get_command", "mmaccel.cli.arguments.TyperGroup.make_context"])

@@ -27,6 +27,7 @@ def program(name: str, purpose: str) -> typer.Typer:
     )
 
     def tell_version(asked: bool) -> None:
+        """Print the version and leave, where `--version` is given."""
         if asked:
             from mmaccel import __version__
 
@@ -47,6 +48,7 @@ def program(name: str, purpose: str) -> typer.Typer:
             ),
         ] = None,
     ) -> None:
+        """Import what `--import` names, before the command runs."""
         for one in own or ():
             bring(one)
 

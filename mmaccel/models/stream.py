@@ -82,6 +82,8 @@ class Seam(StreamSeam):
     def clips(
         self, video: Any, fps: float | None, check: Callable[[], None] | None = None
     ) -> Generator[Clip, None, None]:
+        """The clips of a path, as they come, or the one clip of what is no path. `fps` is the rate at which a path is read
+        (0.5), and the rate of frames without times; `check` is called while frames are awaited, and may raise."""
         from mmaccel.media import Video, clips
         from mmaccel.media.intake import as_frames
 

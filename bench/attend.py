@@ -227,17 +227,8 @@ def blocks_of(plan: AttentionPlan) -> int:
 
 
 def kernels(names: Sequence[str], device: torch.device) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Backends by name; "triton_tuned" is the Triton backend with its configuration found by trial."""
-    for name in names:
-        if name == "triton_tuned":
-            from functools import partial
-
-            from mmaccel.backends.triton.attend import block_attend
-            from mmaccel.backends.triton.tuned import tuned
-
-            yield name, partial(block_attend, kernel=tuned)
-        else:
-            yield name, select.get(name, device)
+    """Backends by name."""
+    return ((name, select.get(name, device)) for name in names)
 
 
 def failed(log: Log, told: dict[str, Any], error: Exception) -> None:

@@ -66,7 +66,7 @@ ONLY_IN = {
     "matplotlib": ("figure.py", "search/", "cli/stream_picture.py", "lab/eval/"),
     "torchvision": (),
 }
-LONGEST = 400
+LONGEST, LONGEST_OF_KERNELS = 400, 600
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -138,7 +138,12 @@ def test_every_room_has_its_walls() -> None:
 
 def test_no_file_is_too_long() -> None:
     lines = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in ALL_FILES}
-    assert {name: count for name, count in lines.items() if count > LONGEST} == {}
+    kernels = "mmaccel/backends/triton/"
+    assert {
+        name: count
+        for name, count in lines.items()
+        if count > (LONGEST_OF_KERNELS if name.startswith(kernels) else LONGEST)
+    } == {}
 
 
 def test_every_file_says_what_it_is() -> None:

@@ -141,7 +141,7 @@ def _of(device: torch.device, clusters: int) -> Any:
     from mmaccel.backends import triton
 
     if clusters <= MOST and triton.usable(device) is None:
-        from mmaccel.backends.triton import clusters as kernels
+        from mmaccel.backends.triton.stream import clusters as kernels
 
         return kernels
     from mmaccel.backends.reference import clusters as plain

@@ -26,7 +26,7 @@ def _pass_rows(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     from mmaccel.backends import triton
 
     if triton.reads_weights(x):
-        from mmaccel.backends.triton.rows import pass_rows as launch
+        from mmaccel.backends.triton.decode.skinny_gemm import pass_rows as launch
 
         return launch(x, *rest)
     from mmaccel.backends.reference.decode import pass_rows as plain
@@ -38,7 +38,7 @@ def _enter_rows(x: Tensor, *rest: Any) -> Tensor:
     from mmaccel.backends import triton
 
     if triton.reads_weights(x):
-        from mmaccel.backends.triton.enter import enter_rows as launch
+        from mmaccel.backends.triton.decode.qkv_rope_cache import enter_rows as launch
 
         return launch(x, *rest)
     from mmaccel.backends.reference.decode import enter_rows as plain

@@ -13,7 +13,7 @@ def _gather_units(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tenso
     from mmaccel.backends import triton
 
     if triton.usable(out.device) is None:
-        from mmaccel.backends.triton.gather import gather_units as launch
+        from mmaccel.backends.triton.stream.gather import gather_units as launch
 
         launch(out, slab, base, slot)
     else:
@@ -48,7 +48,7 @@ def gather_now(out: Tensor, slab: Sequence[Tensor], base: Tensor, slot: Tensor, 
     from mmaccel.backends import triton
 
     if triton.usable(out.device) is None:
-        from mmaccel.backends.triton.gather import gather_units as launch
+        from mmaccel.backends.triton.stream.gather import gather_units as launch
 
         launch(out, slab, base, slot, grain=grain)
     else:

@@ -48,31 +48,31 @@ def reduces(device: torch.device, dtype: torch.dtype, queries: int, size: int) -
 
     if triton.usable(device) is not None:
         return False
-    from mmaccel.backends.triton.estimate import suits
+    from mmaccel.backends.triton.prefill.estimate import suits
 
     return suits(dtype, queries, size)
 
 
 def _row_totals(*args: Any) -> Tensor:
-    from mmaccel.backends.triton.estimate import row_totals
+    from mmaccel.backends.triton.prefill.estimate import row_totals
 
     return row_totals(*args)
 
 
 def _line_sums(*args: Any) -> tuple[Tensor, Tensor]:
-    from mmaccel.backends.triton.estimate import line_sums
+    from mmaccel.backends.triton.prefill.estimate import line_sums
 
     return line_sums(*args)
 
 
 def _class_phases(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from mmaccel.backends.triton.estimate_grid import class_phases
+    from mmaccel.backends.triton.prefill.estimate_grid import class_phases
 
     return class_phases(*args)
 
 
 def _stride_scores(*args: Any) -> Tensor:
-    from mmaccel.backends.triton.strides import stride_scores
+    from mmaccel.backends.triton.prefill.strides import stride_scores
 
     return stride_scores(*args)
 
@@ -82,7 +82,7 @@ def _at_home(name: str, device: torch.device) -> Any:
     from mmaccel.backends import triton
 
     if triton.usable(device) is None:
-        from mmaccel.backends.triton import slashes
+        from mmaccel.backends.triton.prefill import slashes
 
         return getattr(slashes, name)
     from mmaccel.backends.reference import index
@@ -94,7 +94,7 @@ def _strongest(columns: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     from mmaccel.backends import triton
 
     if triton.usable(columns.device) is None:
-        from mmaccel.backends.triton.strongest import strongest as launch
+        from mmaccel.backends.triton.prefill.strongest import strongest as launch
 
         return launch(columns, *rest)
     from mmaccel.backends.reference.index import strongest as plain
@@ -116,7 +116,7 @@ def _turned_classes(queries: Tensor, *rest: Any) -> list[Tensor]:
     from mmaccel.backends import triton
 
     if triton.usable(queries.device) is None:
-        from mmaccel.backends.triton.classes import turned_classes as launch
+        from mmaccel.backends.triton.prefill.classes import turned_classes as launch
 
         return launch(queries, *rest)
     from mmaccel.backends.reference.classes import turned_classes as plain

@@ -203,7 +203,7 @@ def _reach(q_row: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     from mmaccel.backends import triton
 
     if triton.usable(q_row.device) is None:
-        from mmaccel.backends.triton.lists import reach as launch
+        from mmaccel.backends.triton.prefill.lists import reach as launch
 
         return launch(q_row, *rest)
     from mmaccel.backends.reference.lists import reach as plain
@@ -215,7 +215,7 @@ def _listed_area(row: Tensor, *rest: Any) -> Tensor:
     from mmaccel.backends import triton
 
     if triton.usable(row.device) is None:
-        from mmaccel.backends.triton.lists import listed_area as launch
+        from mmaccel.backends.triton.prefill.lists import listed_area as launch
 
         return launch(row, *rest)
     from mmaccel.backends.reference.lists import listed_area as plain
@@ -232,7 +232,7 @@ def _has_kernel(rows: Tensor) -> bool:
 
 def _decode_attend(query: Tensor, *rest: Any) -> Tensor:
     if _has_kernel(query):
-        from mmaccel.backends.triton.decode import decode_attend as launch
+        from mmaccel.backends.triton.decode.attention import decode_attend as launch
 
         return launch(query, *rest)
     from mmaccel.backends.reference.decode import decode_attend as plain
@@ -244,7 +244,7 @@ def _project_rows(x: Tensor, *rest: Any) -> Tensor:
     from mmaccel.backends import triton
 
     if triton.reads_weights(x):
-        from mmaccel.backends.triton.rows import project_rows as launch
+        from mmaccel.backends.triton.decode.skinny_gemm import project_rows as launch
 
         return launch(x, *rest)
     from mmaccel.backends.reference.decode import project_rows as plain
@@ -254,7 +254,7 @@ def _project_rows(x: Tensor, *rest: Any) -> Tensor:
 
 def _turn_rows(rows: Tensor, *rest: Any) -> Tensor:
     if _has_kernel(rows):
-        from mmaccel.backends.triton.turn import turn_rows as launch
+        from mmaccel.backends.triton.decode.rope import turn_rows as launch
 
         return launch(rows, *rest)
     from mmaccel.backends.reference.decode import turn_rows as plain

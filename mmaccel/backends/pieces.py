@@ -32,7 +32,7 @@ def _assembled(
     from mmaccel.backends import triton
 
     if triton.usable(sources[0].device) is None:
-        from mmaccel.backends.triton.pieces import assembled as launch
+        from mmaccel.backends.triton.prefill.pieces import assembled as launch
 
         return launch(sources, table, fills, sizes)
     from mmaccel.backends.reference.pieces import assembled as plain

@@ -33,7 +33,7 @@ def _of(x: Tensor) -> Any:
     from mmaccel.backends import triton
 
     if x.dtype != torch.float64 and triton.usable(x.device) is None:
-        from mmaccel.backends.triton import words as kernels
+        from mmaccel.backends.triton.stream import words as kernels
 
         return kernels
     from mmaccel.backends.reference import words as plain

@@ -9,7 +9,7 @@ from torch import Tensor
 from mmaccel.backends.clusters import Late, Lists, Own, preceding
 from mmaccel.backends.reference import clusters as plain
 from mmaccel.backends.reference import words as plain_words
-from mmaccel.backends.triton import clusters, words
+from mmaccel.backends.triton.stream import clusters, words
 
 from .triton_cases import DEVICE, INTERPRETED
 

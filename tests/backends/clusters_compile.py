@@ -13,7 +13,7 @@ import torch
 from triton.runtime import driver
 
 from mmaccel.backends.clusters import Late, Lists, Own
-from mmaccel.backends.triton import clusters, words
+from mmaccel.backends.triton.stream import clusters, words
 
 from .triton_compile import Compiled, Elsewhere, used
 

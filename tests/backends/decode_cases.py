@@ -8,8 +8,10 @@ from torch import Tensor
 
 from mmaccel.backends.ops import WINDOW
 from mmaccel.backends.reference import decode as plain
-from mmaccel.backends.triton import decode, enter, rows
-from mmaccel.backends.triton import turn as turning
+from mmaccel.backends.triton.decode import attention as decode
+from mmaccel.backends.triton.decode import qkv_rope_cache as enter
+from mmaccel.backends.triton.decode import rope as turning
+from mmaccel.backends.triton.decode import skinny_gemm as rows
 
 from .oracle import budget
 from .triton_cases import DEVICE, DTYPES, INTERPRETED

@@ -16,7 +16,10 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from mmaccel.backends.triton import decode, enter, rows, turn
+from mmaccel.backends.triton.decode import attention as decode
+from mmaccel.backends.triton.decode import qkv_rope_cache as enter
+from mmaccel.backends.triton.decode import rope as turn
+from mmaccel.backends.triton.decode import skinny_gemm as rows
 
 from .triton_compile import Compiled, Elsewhere, used
 

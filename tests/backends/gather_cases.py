@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmaccel.backends.reference.gather import gather_units as plain
-from mmaccel.backends.triton.gather import gather_units
+from mmaccel.backends.triton.stream.gather import gather_units
 
 from .triton_cases import DEVICE, INTERPRETED
 

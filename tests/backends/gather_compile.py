@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from triton.runtime import driver
 
-from mmaccel.backends.triton import gather
+from mmaccel.backends.triton.stream import gather
 
 from .triton_compile import Compiled, Elsewhere
 

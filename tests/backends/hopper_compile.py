@@ -13,9 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mmaccel.backends.triton.hopper import hopper_kernel
-from mmaccel.backends.triton.hopper_joint import joint_kernel
-from mmaccel.backends.triton.hopper_launch import JOINT, LAG, PLACES
+from mmaccel.backends.triton.prefill.hopper import hopper_kernel
+from mmaccel.backends.triton.prefill.hopper_joint import joint_kernel
+from mmaccel.backends.triton.prefill.hopper_launch import JOINT, LAG, PLACES
 
 from .triton_compile import used
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mmaccel.backends import triton as backend
 from mmaccel.backends.reference import index as plain
-from mmaccel.backends.triton import estimate_grid, slashes, strides, strongest
-from mmaccel.backends.triton.estimate import line_sums, row_totals
+from mmaccel.backends.triton.prefill import estimate_grid, slashes, strides, strongest
+from mmaccel.backends.triton.prefill.estimate import line_sums, row_totals
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse import Grid

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from mmaccel.backends.triton import (
+from mmaccel.backends.triton.prefill import (
     classes,
     estimate,
     estimate_grid,
@@ -23,8 +23,8 @@ from mmaccel.backends.triton import (
     slashes,
     strides,
     strongest,
-    work,
 )
+from mmaccel.backends.triton.prefill import split_k_schedule as work
 
 from .triton_compile import Compiled, Elsewhere, used
 

@@ -30,10 +30,10 @@ from mmaccel.backends.reference import classes as plain_classes
 from mmaccel.backends.reference import index as plain_index
 from mmaccel.backends.reference import lists as plain_lists
 from mmaccel.backends.reference import pieces as plain_pieces
-from mmaccel.backends.triton import (
+from mmaccel.backends.triton.decode import attention as decode
+from mmaccel.backends.triton.prefill import (
     attend,
     classes,
-    decode,
     estimate,
     estimate_grid,
     hopper_launch,
@@ -44,7 +44,7 @@ from mmaccel.backends.triton import (
     strides,
     strongest,
 )
-from mmaccel.backends.triton.homes import Homes
+from mmaccel.backends.triton.prefill.tma_staging import Homes
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.recipe import Recipe

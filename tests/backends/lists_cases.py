@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmaccel.backends.reference import lists as plain
-from mmaccel.backends.triton import lists
+from mmaccel.backends.triton.prefill import lists
 
 from .triton_cases import DEVICE
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmaccel.backends.pieces import FIELDS
 from mmaccel.backends.reference.pieces import assembled as plain
-from mmaccel.backends.triton.pieces import assembled as launched
+from mmaccel.backends.triton.prefill.pieces import assembled as launched
 from mmaccel.core.sheet import Room, Sheet
 
 from .triton_cases import DEVICE

@@ -39,7 +39,7 @@ def test_very_many_clusters_are_sorted() -> None:
     with mock.patch.object(backend, "usable", lambda device: None):
         few = clusters._of(torch.device("cuda"), clusters.MOST)
         many = clusters._of(torch.device("cuda"), clusters.MOST + 1)
-    assert few.__name__ == "mmaccel.backends.triton.clusters"
+    assert few.__name__ == "mmaccel.backends.triton.stream.clusters"
     assert many.__name__ == "mmaccel.backends.reference.clusters"
 
 

@@ -42,7 +42,8 @@ def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device with kernels, too: they would not compile, or round it to float32."""
     pytest.importorskip("triton")
     from mmaccel.backends import triton
-    from mmaccel.backends.triton import decode, turn
+    from mmaccel.backends.triton.decode import attention as decode
+    from mmaccel.backends.triton.decode import rope as turn
 
     launched: list[torch.dtype] = []
 
@@ -70,7 +71,7 @@ def test_rows_of_types_without_products_of_ours_are_turned_by_one_kernel(
     pytest.importorskip("triton")
     from mmaccel.backends import triton
     from mmaccel.backends.reference import decode as plain
-    from mmaccel.backends.triton import turn as kernels
+    from mmaccel.backends.triton.decode import rope as kernels
 
     launched: list[torch.dtype] = []
 

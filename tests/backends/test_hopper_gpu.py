@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends.triton import hopper_launch
+from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.lower import attend_plan
 from mmaccel.core.sparse import SparsePattern

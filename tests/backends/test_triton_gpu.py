@@ -101,11 +101,3 @@ def test_offsets_past_two_to_the_31() -> None:
     want = attend_plan(plan, query, key, value, 0.125, backend.op)
     got = attend_plan(plan, query, *far, 0.125, backend.op)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-
-
-def test_a_tuned_kernel_gives_the_same() -> None:
-    from mmaccel.backends.triton.tuned import tuned
-
-    plan = random_plan(15, n_query=200, n_key=400)
-    check(plan, draw(plan, 2, 64, 1), torch.bfloat16, scale=0.125)
-    check(plan, draw(plan, 2, 64, 1), torch.bfloat16, scale=0.125, kernel=partial(block_attend, kernel=tuned))

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mmaccel.backends import natural, ops
 from mmaccel.backends import triton as backend
-from mmaccel.backends.triton.attend import block_attend
-from mmaccel.backends.triton.work import WAVES, Work
+from mmaccel.backends.triton.prefill.attend import block_attend
+from mmaccel.backends.triton.prefill.split_k_schedule import WAVES, Work
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.lists import BlockLists

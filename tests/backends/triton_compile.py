@@ -18,9 +18,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mmaccel.backends.triton import attend, work
-from mmaccel.backends.triton import runs as of_runs
-from mmaccel.backends.triton.kernel import attend_kernel, merge_kernel
+from mmaccel.backends.triton.prefill import attend
+from mmaccel.backends.triton.prefill import runs as of_runs
+from mmaccel.backends.triton.prefill import split_k_schedule as work
+from mmaccel.backends.triton.prefill.kernel import attend_kernel, merge_kernel
 
 S, FAR = 512, 2**31 - 1
 

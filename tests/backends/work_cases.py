@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmaccel.backends.triton import attend, runs
-from mmaccel.backends.triton import work as working
-from mmaccel.backends.triton.runs import paired, unsure
-from mmaccel.backends.triton.work import MOST_PIECES, WAVES, Work
+from mmaccel.backends.triton.prefill import attend, runs
+from mmaccel.backends.triton.prefill import split_k_schedule as working
+from mmaccel.backends.triton.prefill.runs import paired, unsure
+from mmaccel.backends.triton.prefill.split_k_schedule import MOST_PIECES, WAVES, Work
 from mmaccel.core.plan import FULL, AttentionPlan, Part, span_by_range
 
 from .oracle import flat

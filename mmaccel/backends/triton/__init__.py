@@ -30,13 +30,13 @@ def reads_weights(x: Tensor) -> bool:
     """Whether the products of rows `x` [R, K] are a matter of reading weights, and there are kernels for these."""
     if x.dtype != torch.bfloat16 or usable(x.device) is not None:
         return False
-    from mmaccel.backends.triton import rows
+    from mmaccel.backends.triton.decode import skinny_gemm as rows
 
     return x.shape[0] <= rows.MOST
 
 
 def _block_attend(*args: Any) -> tuple[Tensor, Tensor]:
-    from mmaccel.backends.triton.attend import block_attend
+    from mmaccel.backends.triton.prefill.attend import block_attend
 
     return block_attend(*args)
 

@@ -16,8 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.triton.homes import lines
-from mmaccel.backends.triton.rows import normed, over_mean, parts_of, squares_of, sums_of, tile_of
+from mmaccel.backends.triton.decode.skinny_gemm import (
+    normed,
+    over_mean,
+    parts_of,
+    squares_of,
+    sums_of,
+    tile_of,
+)
+from mmaccel.backends.triton.launch_args import lines
 
 
 @triton.jit(do_not_specialize=["rows", "n", "eps"])

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mmaccel.backends.triton.hopper_walk import (
+from mmaccel.backends.triton.prefill.block_iter import (
     TILES,
     WIDTH,
     bring,

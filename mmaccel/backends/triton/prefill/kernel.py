@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from mmaccel.backends import ops
-from mmaccel.backends.triton.told import told
+from mmaccel.backends.triton.launch_args import decode_int
 
 FULL, TEST = tl.constexpr(ops.FULL), tl.constexpr(ops.TEST)
 
@@ -221,7 +221,8 @@ def attend_kernel(
     """One tile, or under SPLIT one piece of at most `chunk` listed blocks of it.
 
     `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` ten: of the sequence and the head in
-    k_row, q_place, k_place, offset and kind; the last four and `hi` by `telling`. The last rows, the long ones, come first.
+    k_row, q_place, k_place, offset and kind; the last four and `hi` by `encode_ints`. The last rows, the long ones, come
+    first.
     """
     if GATED:
         if tl.load(SHORT) == 0:  # another kernel has computed this, and was short of nothing
@@ -276,14 +277,16 @@ def attend_kernel(
         lows = ()
         highs = ()
         for s in tl.static_range(group, group + TOGETHER if group + TOGETHER < len(k_row) else len(k_row)):
-            of_list = offset[s] + b64 * told(strides[s][6]) + h64 * told(strides[s][7]) + m * 5
+            of_list = offset[s] + b64 * decode_int(strides[s][6]) + h64 * decode_int(strides[s][7]) + m * 5
             begin, held = tl.load(of_list), tl.load(of_list + 1).to(tl.int32)
             indices = indices + (index[s] + (begin - count),)
             plains = plains + (plain[s],)
             moved = tl.where(plain[s] != 0, begin - count, 0).to(tl.int32)
             shifts = shifts + (tl.load(of_list + 4).to(tl.int32) + moved,)
             by_entry = tl.where(by_block[s] != 0, 0, begin - count)
-            kinds = kinds + (kind[s] + b64 * told(strides[s][8]) + h64 * told(strides[s][9]) + by_entry,)
+            kinds = kinds + (
+                kind[s] + b64 * decode_int(strides[s][8]) + h64 * decode_int(strides[s][9]) + by_entry,
+            )
             by_blocks = by_blocks + (by_block[s],)
             heads = heads + (count + tl.load(of_list + 2).to(tl.int32),)
             tails = tails + (count + tl.load(of_list + 3).to(tl.int32),)
@@ -291,7 +294,7 @@ def attend_kernel(
             q_places = q_places + (q_place[s] + b64 * strides[s][2] + h64 * strides[s][3],)
             k_places = k_places + (k_place[s] + b64 * strides[s][4] + h64 * strides[s][5],)
             lows = lows + (lo[s],)
-            highs = highs + (told(hi[s]).to(q_place[s].dtype.element_ty),)
+            highs = highs + (decode_int(hi[s]).to(q_place[s].dtype.element_ty),)
             count = count + held
             ends = ends + (count,)
         first, last = begun, count

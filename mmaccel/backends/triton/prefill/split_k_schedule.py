@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.triton.homes import lines
-from mmaccel.backends.triton.told import telling, told
+from mmaccel.backends.triton.launch_args import decode_int, encode_ints, lines
 
 LEAST_CHUNK = 32
 """Listed blocks under which splitting a row costs more than it evens out."""
@@ -34,13 +33,13 @@ ALIGNED = 4
 
 @triton.jit(do_not_specialize=["M", "list_rows"])
 def length_kernel(counts, strides, LENGTH, M, list_rows, LISTS: tl.constexpr, TILE: tl.constexpr):
-    """How many blocks the lists of some rows hold in all spans; strides as `telling` puts them."""
+    """How many blocks the lists of some rows hold in all spans; strides as `encode_ints` puts them."""
     row = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = row < list_rows
     b, h, m = row // M // LISTS, row // M % LISTS, row % M
     length = tl.zeros_like(row)
     for s in tl.static_range(len(counts)):
-        at = b * told(strides[s][0]) + h * told(strides[s][1]) + m * told(strides[s][2])
+        at = b * decode_int(strides[s][0]) + h * decode_int(strides[s][1]) + m * decode_int(strides[s][2])
         length += tl.load(counts[s] + at, mask=inside, other=0).to(tl.int64)
     tl.store(LENGTH + row, length, mask=inside)
 
@@ -168,7 +167,7 @@ class Work:
         room = [n + -n % ALIGNED for n in sizes]
         made = torch.empty(sum(room), dtype=torch.int32, device=device).split(room)
         length, item, pieces, slot, limits = (t[:n] for t, n in zip(made, sizes, strict=True))
-        strides = tuple(telling(lines(c)) for c in counts)
+        strides = tuple(encode_ints(lines(c)) for c in counts)
         few = rows <= FEW
         length_kernel[(triton.cdiv(rows, 1024),)](
             tuple(counts), strides, length, M, rows, LISTS=lists, TILE=1024

@@ -14,9 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mmaccel.backends.triton.hopper_compute import consume
-from mmaccel.backends.triton.hopper_load import produce
-from mmaccel.backends.triton.hopper_walk import TILES
+from mmaccel.backends.triton.prefill.block_iter import TILES
+from mmaccel.backends.triton.prefill.hopper_compute import consume
+from mmaccel.backends.triton.prefill.hopper_load import produce
 
 
 @gluon.jit(

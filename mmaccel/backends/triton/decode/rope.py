@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.triton.homes import lines
+from mmaccel.backends.triton.launch_args import lines
 
 
 @triton.jit(do_not_specialize=["n", "count"])

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.triton.homes import BOX, Homes, lead, lines
-from mmaccel.backends.triton.runs import unsure
+from mmaccel.backends.triton.launch_args import lead, lines
+from mmaccel.backends.triton.prefill.runs import unsure
+from mmaccel.backends.triton.prefill.tma_staging import BOX, Homes
 
 ROWS = 128
 """Rows of a tile."""
@@ -83,7 +84,7 @@ def _there(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     try:
-        import mmaccel.backends.triton.hopper  # noqa: F401
+        import mmaccel.backends.triton.prefill.hopper  # noqa: F401
     except ImportError:
         return False
     return True
@@ -122,7 +123,8 @@ def launch(
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from mmaccel.backends.triton import hopper, hopper_joint, hopper_walk
+    from mmaccel.backends.triton.prefill import block_iter as hopper_walk
+    from mmaccel.backends.triton.prefill import hopper, hopper_joint
 
     query, key, value = tensors
     seen, beside = viewed(key), viewed(value)

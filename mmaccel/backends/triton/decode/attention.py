@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.backends.triton.homes import lines
+from mmaccel.backends.triton.launch_args import lines
 
 LEAST = 2
 """Tiles of keys that a piece has at least: shorter ones cost more to merge than they save."""

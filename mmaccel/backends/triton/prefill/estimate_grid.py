@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.triton.estimate import load_queries, load_totals, row_totals, shape_of, strides
+from mmaccel.backends.triton.prefill.estimate import load_queries, load_totals, row_totals, shape_of, strides
 
 KEYS = 64
 """Keys of a tile: sums over the queries are kept for each of them, in registers."""

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.triton.homes import lines
+from mmaccel.backends.triton.launch_args import lines
 
 MOST_QUERIES = 128
 """Queries beyond which a tile of weights does not fit the registers of a program."""

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.ops import FULL
-from mmaccel.backends.triton.homes import lead
+from mmaccel.backends.triton.launch_args import lead
 
 NEVER = tl.constexpr(1 << 62)
 """Beyond every block."""

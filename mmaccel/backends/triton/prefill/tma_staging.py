@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends.natural import rows_in_order
+from mmaccel.backends.triton.launch_args import lead, lines
 
 BOX = 64
 """Keys of a block of the copy engine."""
@@ -235,16 +236,3 @@ def _beyond(row: Tensor, place: Tensor) -> Tensor:
         *(row, *lead(row), place, *lead(place), out, *out.stride()[:2], row.shape[2]), FAR=FAR, BLOCK=1024
     )
     return out
-
-
-def lead(t: Tensor) -> tuple[int, int]:
-    """Strides of the sequence and the head; 0 where all share one."""
-    if t.dim() < 3:
-        return 0, 0
-    return (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1) if t.shape[1] > 1 else 0)
-
-
-def lines(t: Tensor) -> tuple[int, int, int]:
-    """Strides of the sequence, the head and the row; 0 where there is one: what nothing is multiplied with would be wide in
-    a long prompt, and a wide number is another kernel."""
-    return (*lead(t), t.stride(2))

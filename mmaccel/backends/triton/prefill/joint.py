@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.triton import hopper_launch
-from mmaccel.backends.triton.homes import BOX, lead, lines
-from mmaccel.backends.triton.kernel import merge_kernel
-from mmaccel.backends.triton.work import LEAST_CHUNK, Work, places_on
+from mmaccel.backends.triton.launch_args import lead, lines
+from mmaccel.backends.triton.prefill import hopper_launch
+from mmaccel.backends.triton.prefill.kernel import merge_kernel
+from mmaccel.backends.triton.prefill.split_k_schedule import LEAST_CHUNK, Work, places_on
+from mmaccel.backends.triton.prefill.tma_staging import BOX
 
 
 def suits(query: Tensor, key: Tensor, value: Tensor, block_q: int, block_k: int, places: torch.dtype) -> bool:

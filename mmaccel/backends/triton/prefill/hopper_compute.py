@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mmaccel.backends.triton.hopper_walk import (
+from mmaccel.backends.triton.prefill.block_iter import (
     BLOCKS,
     FAR,
     TILES,

@@ -15,12 +15,11 @@ from torch import Tensor
 from mmaccel.backends.current import on_its_device
 from mmaccel.backends.natural import rows_together
 from mmaccel.backends.ops import room_for
-from mmaccel.backends.triton import hopper_launch, joint
-from mmaccel.backends.triton.homes import lead, lines
-from mmaccel.backends.triton.kernel import attend_kernel, merge_kernel
-from mmaccel.backends.triton.runs import paired
-from mmaccel.backends.triton.told import telling
-from mmaccel.backends.triton.work import LEAST_CHUNK, Work, places_on
+from mmaccel.backends.triton.launch_args import encode_ints, lead, lines
+from mmaccel.backends.triton.prefill import hopper_launch, joint
+from mmaccel.backends.triton.prefill.kernel import attend_kernel, merge_kernel
+from mmaccel.backends.triton.prefill.runs import paired
+from mmaccel.backends.triton.prefill.split_k_schedule import LEAST_CHUNK, Work, places_on
 from mmaccel.core.errors import RecipeError
 
 PAIRS = 200 << 10
@@ -133,7 +132,10 @@ def block_attend(
             return out, lse
     # Rows and places are whole blocks, and loaded as such; where lists lie depends on the length in any way.
     strides = tuple(
-        (*(stride for t in span[:3] for stride in lead(t)), *telling(s for t in span[3:] for s in lead(t)))
+        (
+            *(stride for t in span[:3] for stride in lead(t)),
+            *encode_ints(s for t in span[3:] for s in lead(t)),
+        )
         for span in zip(k_row, q_place, k_place, offset, kind, strict=True)
     )
     longest = sum(t.shape[-1] // block_k for t in k_row)
@@ -207,7 +209,7 @@ def block_attend(
             tuple(index),
             tuple(kind),
             tuple(lo),
-            telling(min(x, torch.iinfo(places).max) for x in hi),
+            encode_ints(min(x, torch.iinfo(places).max) for x in hi),
             by_block,
             plain,
             strides,

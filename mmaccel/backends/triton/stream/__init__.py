@@ -1,0 +1,1 @@
+"""Kernels of a stream's memory: clusters and what a question asks of them, units from host memory."""

@@ -15,7 +15,7 @@ SEED ?= 100
 SOURCE ?= $(notdir $(STOCK:/=))
 STOCK_OUT ?= runs/stock.jsonl
 
-.PHONY: install demo test test-numeric test-oldest test-stock check lint types train bench clean
+.PHONY: install demo test test-numeric test-oldest test-stock check lint types house house-write train bench clean
 
 install: $(STAMP)
 
@@ -60,6 +60,10 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(PY) -m mypy
+
+# The counts of the house beside their marks, and its walls; house-write lowers the ceilings and writes the page's arrows.
+house house-write: $(STAMP)
+	$(TEST_ENV) $(PY) -m tests.house $(if $(filter house-write,$@),--write)
 
 check: lint types test
 

@@ -1,4 +1,4 @@
-"""The walls of the house: what may import what, how long a file may be, that a policy's file carries its name."""
+"""The laws of the house: what may import what, its counts, how long a file may be, that a policy's file has its name."""
 
 from __future__ import annotations
 
@@ -13,43 +13,23 @@ import pytest
 
 import mmaccel
 from mmaccel.core.registry import registry
+from tests import house
+from tests.house import (
+    FILES,
+    LAB,
+    LAB_FILES,
+    LAB_WALLS,
+    PACKAGE,
+    ROOT,
+    WALLS,
+    imported,
+    module_name,
+    python_files,
+)
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "mmaccel"
-LAB = ROOT / "lab" / "mmaccel_lab"
-FILES = sorted(PACKAGE.rglob("*.py"))
-LAB_FILES = sorted(LAB.rglob("*.py"))
 SHIPPED = [*FILES, *LAB_FILES]
-ALL_FILES = sorted([*SHIPPED, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")])
+ALL_FILES = [*SHIPPED, *python_files(ROOT / "tests", ROOT / "bench")]
 
-# What each room may import of this package. A dotted entry admits that module alone.
-WALLS = {
-    "__init__": {"_stop", "contract", "core", "models", "policies"},
-    "__main__": {"mmaccel_command"},
-    "_stop": set(),
-    "backends": {"backends", "core.errors"},
-    "core": {"core", "backends.ops", "backends.select"},
-    "contract": {"contract", "core", "backends.ops"},
-    "policies": {"policies", "core", "backends.ops"},
-    "models": {"models", "core", "media", "backends.fused", "backends.ops", "backends.pointwise"},
-    "media": {"media", "core.errors"},
-    "figure": {"core.errors"},
-    "search": {"search", "core", "policies", "backends", "figure"},
-    "cli": {"__version__", "cli", "search", "figure", "core", "models", "policies", "backends", "media"},
-}
-# The same of the lab: of mmaccel, and of the lab itself. mmaccel imports nothing of the lab.
-LAB_WALLS: dict[str, tuple[set[str], set[str]]] = {
-    "__init__": (set(), set()),
-    "__main__": ({"mmaccel_command"}, set()),
-    "world": ({"core.errors"}, {"world"}),
-    "tiny": ({"core", "models"}, {"tiny"}),
-    "train": ({"core", "models"}, {"train", "tiny", "world"}),
-    "eval": (
-        {"cli.acceptance", "cli.answer", "core", "figure", "media", "models", "policies"},
-        {"eval", "world"},
-    ),
-    "cli": ({"backends", "cli", "core", "figure", "models", "policies", "search"}, {"cli", "eval", "world"}),
-}
 # The only file of mmaccel that looks for the lab, by its name and when a shipped model is asked for.
 LOOKS_FOR_THE_LAB = "models/shipped.py"
 # Optional or heavy packages, and the only places that may name them.
@@ -67,16 +47,6 @@ ONLY_IN = {
     "torchvision": (),
 }
 LONGEST, LONGEST_OF_KERNELS = 400, 600
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Full names of all that a file imports, inside functions and for type checking too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: line {node.lineno} imports relatively; give the full name"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def room(path: Path, package: Path) -> str:
@@ -116,6 +86,29 @@ def test_walls_catch_a_hole() -> None:
     assert not admits("mmaccel.core.errors_of_another_kind", WALLS["media"])
     assert admits("mmaccel.core.errors.WorldError", WALLS["media"])
     assert not admits("mmaccel_lab.eval.cases", LAB_WALLS["train"][1], "mmaccel_lab")
+
+
+def test_the_page_s_arrows_are_the_walls() -> None:
+    assert house.page_arrows() == house.arrows(), "run `make house-write`"
+
+
+@pytest.fixture(scope="module")
+def counts() -> list[house.Count]:
+    return house.text_counts() + house.call_counts(house.files_of_calls())
+
+
+def test_no_count_is_over_its_ceiling(counts: list[house.Count]) -> None:
+    """A ceiling only falls, by `make house-write`; a count that has come to its mark stays there."""
+    tops = house.ceilings()
+    assert {c.name for c in counts} == set(tops)
+    assert [c for c in counts if tops[c.name] < c.mark] == []
+    over = {c.name: (c.value, tops[c.name], c.detail) for c in counts if c.value > tops[c.name]}
+    assert over == {}, "`python -m tests.house --files` names the files"
+
+
+def test_circles_are_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert house.circles(edges) == [["a", "b", "c"], ["d", "e"]]
 
 
 def test_mmaccel_looks_for_the_lab_in_one_place() -> None:
@@ -206,8 +199,7 @@ def test_tests_reach_every_module() -> None:
     for path in SHIPPED:
         if path.stem == "__main__":
             continue
-        root = LAB.parent if path.is_relative_to(LAB) else ROOT
-        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        name = module_name(path)
         if ".triton" not in name and name != "mmaccel.backends.flash.within":
             assert importlib.import_module(name) is sys.modules[name]
 

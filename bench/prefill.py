@@ -273,7 +273,7 @@ def vision_step(name: str, tokens: int, seconds: float, ways: Sequence[str], siz
         for way in ways:
             with (
                 patch.object(vision, "PATCHES", len(pixels) if way == "whole" else most),
-                patch.object(vision, "lighter", none if way == "modules" else vision.lighter),
+                patch.object(vision, "fewer_kernels", none if way == "modules" else vision.fewer_kernels),
                 mmaccel.accelerate(model, "dense"),
             ):
                 row = timed_tower(model, pixels, size)

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from mmaccel.core.errors import ModelError, warn
+from mmaccel.models.install import Hooks, Uncopied
 
 POLL_S = 0.002
 """Seconds between two checks of the stacks of other threads."""
@@ -34,29 +35,12 @@ FIRST_S, LONGER = 0.2, 8
 LONG_S = 60.0
 """Seconds after which a change that waits says for which call."""
 
-_ABSENT = object()
 _CALLS = {"_call_impl", "_wrapped_call_impl", "generate", "_call"}
 """Names of the functions that run a module: of `nn.Module`, of generation in transformers, and of `Attaching`."""
 
 
 _Calls = dict[object, int]
 """Calls under way -> their threads."""
-
-
-def put(undo: ExitStack, module: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute on the instance; `undo` restores the old value, unless the attribute was set again since."""
-    before = module.__dict__.get(name, _ABSENT)
-
-    def back() -> None:
-        if module.__dict__.get(name) is not value:
-            return
-        if before is _ABSENT:
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = before
-
-    undo.callback(back)
-    module.__dict__[name] = value
 
 
 class Gate:
@@ -251,7 +235,7 @@ def gate_of(text: nn.Module) -> Gate:
         return _gates.setdefault(text, Gate())
 
 
-class Attaching:
+class Attaching(Uncopied):
     """A recipe on a model, from `lay` to `remove`. Methods are replaced on the instances by `wrap`.
 
     over  whether it was removed: what is left of it, inside wrappers of others, then calls the plain methods
@@ -260,39 +244,33 @@ class Attaching:
     def __init__(self, model: nn.Module, gate: Gate) -> None:
         self.model, self.gate = model, gate
         self.over = False
-        self.undo = ExitStack()
+        self.hooks = Hooks()
         self.plain: dict[str, Callable[..., Any]] = {}
         self.ours: dict[str, Callable[..., Any]] = {}
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises `ModelError` when a copy or pickle is made: a recipe cannot be copied with its model."""
-        raise ModelError(
-            "a model with a recipe can neither be copied nor pickled; detach the recipe, and attach it to the copy."
-        )
-
     def attach(self, lay: Callable[[], None]) -> None:
-        """Call `lay`, which changes the model and leaves with `undo` how to take it back; after an error nothing is left."""
+        """Call `lay`, which changes the model through `hooks`; after an error nothing is left."""
         with self.gate.alone("accelerate"):
             self.gate.take(self)
             try:
                 lay()
             except BaseException:
                 self.over = True
-                self.undo.close()
+                self.hooks.close()
                 raise
 
     def remove(self) -> None:
         """Restore the model once the running calls have ended; a second call does nothing."""
         with self.gate.alone("detach"):
             self.over = True
-            self.undo.close()
+            self.hooks.close()
 
     def wrap(self, module: nn.Module, name: str, key: str, ours: Callable[..., Any]) -> None:
         """Replace the instance's method `name` by `ours`, with the same signature; the class stays as it is."""
-        plain: Callable[..., Any] = getattr(module, name)
-        self.plain[key], self.ours[key] = plain, ours
-        # A partial of a method, not a closure: so a copy of the model meets `__reduce_ex__`.
-        put(self.undo, module, name, functools.wraps(plain)(functools.partial(self._call, key)))
+        # Before the wrapper is there, so that another thread finds them. A partial of a method, not a closure: so a copy of
+        # the model meets `__reduce_ex__`.
+        self.plain[key], self.ours[key] = getattr(module, name), ours
+        self.hooks.wrap(module, name, lambda _: functools.partial(self._call, key))
 
     def _call(self, key: str, *args: Any, **kwargs: Any) -> Any:
         if not self.gate.enter(self):
@@ -326,28 +304,3 @@ def _call_of(
 
 def _generates(frame: FrameType | None, modules: Collection[nn.Module]) -> bool:
     return _call_of(frame, modules, {"generate"}) is not None
-
-
-_lent: WeakKeyDictionary[nn.Module, dict[str, tuple[ExitStack, list[int]]]] = WeakKeyDictionary()
-
-
-@contextmanager
-def lent(module: nn.Module, name: str, change: Callable[[ExitStack], None]) -> Iterator[None]:
-    """Make `change` while any thread is inside: the first to enter makes it, the last to leave undoes it."""
-    me = threading.get_ident()
-    with _guard:
-        known = _lent.setdefault(module, {})
-        if name not in known:
-            with ExitStack() as made:
-                change(made)
-                known[name] = made.pop_all(), []
-        undo, users = known[name]
-        users.append(me)
-    try:
-        yield
-    finally:
-        with _guard:
-            users.remove(me)
-            if not users:
-                del known[name]
-                undo.close()

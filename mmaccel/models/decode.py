@@ -23,11 +23,11 @@ from mmaccel.core.replay import captured
 from mmaccel.core.room import with_room
 from mmaccel.core.thinned import ThinnedState
 from mmaccel.models import layers as layers_of
-from mmaccel.models import spread
+from mmaccel.models import pipeline_parallel
+from mmaccel.models.pipeline_parallel import MoveInputs
 from mmaccel.models.pruning import Entering
 from mmaccel.models.runner import HFRunner
 from mmaccel.models.signals import Ear
-from mmaccel.models.spread import Handed
 from mmaccel.models.step import Held, Step
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def admits(model: nn.Module, family: Family, cache: Any) -> bool:
         and len({p.device for end in ends for p in end.parameters()}) == 1
         and all(isinstance(hook, Ear) for module in inner for hook in module._forward_hooks.values())
         and all(
-            isinstance(hook, Handed | Ear | Entering)
+            isinstance(hook, MoveInputs | Ear | Entering)
             for module in inner
             for hook in module._forward_pre_hooks.values()
         )
@@ -212,7 +212,7 @@ class StaticRunner(HFRunner):
         glance = None if self.thinned is None else self.thinned.pruner.glance
         laid_out = [
             (device, some)
-            for device, numbers in spread.runs([key.device for key, _ in buffers], home)
+            for device, numbers in pipeline_parallel.runs([key.device for key, _ in buffers], home)
             for some in _cut_after(numbers, glance)
         ]
         layers: list[Any] = list(family.layers(model))

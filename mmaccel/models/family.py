@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ from mmaccel.core.runner import Runner
 from mmaccel.models import weights
 from mmaccel.models.asked import asked
 from mmaccel.models.grids import Grid, fill
+from mmaccel.models.install import Hooks
 from mmaccel.models.pointwise import normed
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
@@ -239,13 +241,9 @@ class Family(ModelAdapter):
                 caught.append(kwargs["inputs_embeds"])
                 raise Stop
 
-        hook = self.text(model).register_forward_pre_hook(catch, with_kwargs=True)
-        try:
+        with Hooks() as hooks, suppress(Stop):
+            hooks.before(self.text(model), catch)
             self.multimodal(model)(**inputs, use_cache=False)
-        except Stop:
-            pass
-        finally:
-            hook.remove()
         return caught[0]
 
     def frames(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

@@ -1,17 +1,15 @@
-"""The seam to transformers: our attention, and the calls that are wrapped on the instance (our cache: cache.py).
+"""The calls of an accelerated model that are wrapped on the instance (our cache: cache.py; our attention: attention.py).
 
 Nothing global is patched. One attention name is registered for the process; it serves only models whose text modules hold
 our copy of their config. What an attached model carries is: that copy, and instance wrappers of the `forward` of the
-multimodal and of the text model, of what encodes images and videos (vision.py), and of `generate`. attaching.py
-lays all of it or nothing, and takes all of it away.
+multimodal and of the text model, of what encodes images and videos (vision.py), and of `generate`. install.py puts all of
+it there or nothing, and takes all of it away.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import math
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -21,62 +19,26 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from mmaccel.core.attach import Accelerated
-from mmaccel.core.attention import NOTE, Note, Run, StreamRun
+from mmaccel.core.attention import NOTE, Note, Run
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.packed import PackedRun
 from mmaccel.models import drafting, timed
 from mmaccel.models.arguments import asked, check_forward, check_generate, packed_in, wants
-from mmaccel.models.attaching import Attaching, gate_of, put
-from mmaccel.models.attention_weights import watched
+from mmaccel.models.attaching import Attaching, gate_of
+from mmaccel.models.attention import ATTENTION, check_training
 from mmaccel.models.cache import Columns, KVCache
 from mmaccel.models.clock import Clock
 from mmaccel.models.family import Family
-from mmaccel.models.gradients import OneWay, check_training
 from mmaccel.models.limit import limited, positions_of
-from mmaccel.models.pointwise import in_chunks, turning
+from mmaccel.models.pointwise import in_chunks, rotate_by
 from mmaccel.models.pruning import Pruning
 from mmaccel.models.signals import hear
 from mmaccel.models.turns import Turns, columns, sequences
 from mmaccel.models.vision import by_parts
-
-ATTENTION = "mmaccel"
-
-
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The registered attention function; the `Run` takes the place of the mask. Gives weights on request."""
-    if not isinstance(attention_mask, Run | PackedRun | StreamRun):
-        raise ModelError(
-            "a layer of an accelerated model was called by itself; call the model, or detach the recipe first."
-        )
-    weights = None
-    if kwargs.get("output_attentions") and not isinstance(attention_mask, StreamRun):
-        attention_mask, weights = watched(attention_mask)
-    scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    # Whoever plans and attends chooses the types: under autocast they come mixed, and are not to be changed on the way.
-    mixed = torch.is_autocast_enabled(query.device.type)
-    with torch.autocast(query.device.type, enabled=False) if mixed else nullcontext():
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
-            out = OneWay.apply(attention_mask, layer, query, key, value, scale)  # type: ignore[no-untyped-call]
-        else:
-            out = attention_mask.attend(layer, query, key, value, scale)
-    return out.transpose(1, 2).contiguous(), None if weights is None else weights()
-
-
-AttentionInterface.register(ATTENTION, attention)
 
 
 class Attachment(Attaching):
@@ -95,40 +57,31 @@ class Attachment(Attaching):
         self.attach(self._lay)
 
     def _lay(self) -> None:
-        model, family, recipe, undo = self.model, self.family, self.owner.recipe, self.undo
+        model, family, recipe, hooks = self.model, self.family, self.owner.recipe, self.hooks
         # First what keeps calls waiting, then, once the others have ended, all that these would meet.
         self.wrap(model, "generate", "generate", functools.partial(timed.generate, self))
         self.wrap(self.multimodal, "forward", "whole", self._whole)
-        for module in (model, self.multimodal, self.text):
-            # Asked of the instance by copy and pickle, before they look at what is in it.
-            put(undo, module, "__reduce_ex__", self.__reduce_ex__)
+        hooks.refuse_copies((model, self.multimodal, self.text), self)
         self.gate.drain("accelerate", (model, self.multimodal, self.text))
-        undo.callback(self._rope_back, self.multimodal.__dict__.get("rope_deltas"))
-        self._give_config()
+        hooks.callback(self._rope_back, self.multimodal.__dict__.get("rope_deltas"))
+        self.shared: Any = self.text.config
+        hooks.attention(self.text.modules(), self.shared, ATTENTION)
         # Inside a pruner that listens to the tower: it hears of all frames at once.
-        by_parts(undo, family, model)
+        by_parts(hooks, family, model)
         if recipe.prune is not None:
             self.pruning = Pruning(self)
         if recipe.draft.pruner is not None:
-            hear(undo, family.layers(model), recipe.draft.pruner)
-        in_chunks(undo, family.pointwise(model))
-        turning(undo, [layer.self_attn for layer in family.layers(model)])  # type: ignore[misc]
+            hear(hooks, family.layers(model), recipe.draft.pruner)
+        in_chunks(hooks, family.pointwise(model))
+        rotate_by(hooks, (layer.self_attn for layer in family.layers(model)))  # type: ignore[misc]
         self.wrap(self.text, "forward", "forward", self._forward)
         self.generate, self.forward = self.plain["generate"], self.plain["forward"]
-        undo.callback(self.owner.left)
+        hooks.callback(self.owner.left)
         self.owner.joined()
 
     def _rope_back(self, before: Any) -> None:
         if "rope_deltas" in self.multimodal.__dict__:
             self.multimodal.__dict__["rope_deltas"] = before
-
-    def _give_config(self) -> None:
-        self.shared: Any = self.text.config
-        own: Any = copy.copy(self.shared)
-        own._attn_implementation = ATTENTION
-        for module in self.text.modules():
-            if getattr(module, "config", None) is self.shared:
-                put(self.undo, module, "config", own)
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """The multimodal model's forward."""

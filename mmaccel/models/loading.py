@@ -16,7 +16,7 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
 from mmaccel.models.hub import absent, own_code
-from mmaccel.models.spread import spread
+from mmaccel.models.pipeline_parallel import spread_layers
 
 
 def resolve(name: str | Path) -> str:
@@ -62,8 +62,8 @@ def load_model(
 ) -> nn.Module:
     """An unmodified transformers model in evaluation mode. Raises `ModelError` when the folder holds none.
 
-    With `devices` its layers are spread over these, in order, and all else is on the first: see `spread.spread`. It is read
-    into host memory before.
+    With `devices` its layers are spread over these, in order, and all else is on the first (`pipeline_parallel.py`). The
+    model is read into host memory before.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -85,7 +85,7 @@ def load_model(
         raise ModelError(f"model {source!r} has no config.json; give a folder written by save_pretrained.")
     model = _read(AutoModelForImageTextToText, source, dtype)
     if places is not None:
-        spread(model, places)
+        spread_layers(model, places)
         return model.eval()  # type: ignore[no-any-return]
     return model.to(first).eval()  # type: ignore[no-any-return]
 

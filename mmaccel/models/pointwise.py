@@ -9,8 +9,7 @@ of 38 ms at 131 072 tokens on an H200 all but 10 are steps that one kernel takes
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends import pointwise
-from mmaccel.models.attaching import put
+from mmaccel.models.install import Hooks
 
 ROWS = 1 << 15
 """Rows at a time; a shorter prompt goes through at once, and meets no other arithmetic than without us."""
@@ -27,35 +26,34 @@ TURN = "apply_rotary_pos_emb"
 """What attention modules call to turn queries and keys."""
 
 
-def in_chunks(undo: ExitStack, modules: Sequence[nn.Module]) -> None:
-    """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows; `undo` puts them back as they were."""
+def in_chunks(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
+    """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows."""
 
-    def by_rows(module: nn.Module) -> Callable[..., Any]:
-        whole: Callable[..., Any] = module.forward
+    def by_rows(module: nn.Module, whole: Callable[..., Any]) -> Callable[..., Any]:
         if is_norm(module):
             return functools.partial(normed_or, module, functools.partial(_by_rows, whole))
         if is_gated(module):
             whole = functools.partial(gated, module, whole)
         return functools.partial(_by_rows, whole)
 
-    replace(undo, modules, by_rows)
+    for module in modules:
+        hooks.wrap(module, "forward", functools.partial(by_rows, module))
 
 
-def turning(
-    undo: ExitStack,
-    modules: Sequence[nn.Module],
+def rotate_by(
+    hooks: Hooks,
+    modules: Iterable[nn.Module],
     turned: Callable[..., tuple[Tensor, Tensor]] | None = None,
     name: str = TURN,
 ) -> None:
     """Let attention `modules` turn queries and keys in place, or by `turned`, which is given their own function and what
-    that is given; `undo` puts them back as they were. `name`: what they call their own function.
+    that is given. `name`: what they call their own function.
 
     Their forward is the same code, in which one name means another function: what is theirs is not touched.
     """
     ours_turns = _turned if turned is None else turned
 
-    def with_ours(module: nn.Module) -> Callable[..., Any]:
-        whole: Any = module.forward
+    def with_ours(module: nn.Module, whole: Any) -> Callable[..., Any]:
         known: FunctionType = whole.__func__
         names = {**known.__globals__, name: functools.partial(ours_turns, known.__globals__[name])}
         ours = FunctionType(known.__code__, names, known.__name__, known.__defaults__, known.__closure__)
@@ -63,19 +61,10 @@ def turning(
         # What is compiled around it goes by the names of the module, which ours has a copy of.
         return functools.partial(torch.compiler.disable(ours), module)
 
-    def calls(module: nn.Module) -> bool:
-        code = getattr(getattr(module.forward, "__func__", None), "__code__", None)
-        return code is not None and name in code.co_names
-
-    replace(undo, [module for module in modules if calls(module)], with_ours)
-
-
-def replace(
-    undo: ExitStack, modules: Sequence[nn.Module], by: Callable[[nn.Module], Callable[..., Any]]
-) -> None:
-    """Give each of `modules` the forward that `by` makes for it; `undo` puts them back as they were."""
     for module in modules:
-        put(undo, module, "forward", functools.wraps(module.forward)(by(module)))
+        code = getattr(getattr(module.forward, "__func__", None), "__code__", None)
+        if code is not None and name in code.co_names:
+            hooks.wrap(module, "forward", functools.partial(with_ours, module))
 
 
 def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

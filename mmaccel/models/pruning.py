@@ -69,7 +69,7 @@ class Pruning:
         self.pruner, self.family, self.model = pruner, attachment.family, attachment.model
         self.stages = {stage.layer: stage for stage in pruner.stages(attachment.depth)}
         self.vision = (
-            VisionProbe(attachment.undo, self.model, self.family)
+            VisionProbe(attachment.hooks, self.model, self.family)
             if pruner.needs & {"vision_attention", "vision_key"}
             else None
         )
@@ -77,8 +77,7 @@ class Pruning:
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
             for index, layer in enumerate(self.family.layers(self.model)):
                 if index >= first:
-                    hook = Entering(index, self._enter)
-                    attachment.undo.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                    attachment.hooks.before(layer, Entering(index, self._enter))
 
     def forward(self, run: Run, kwargs: dict[str, Any], go: Go) -> Any:
         """The text model's pass over new columns, pruned; `go` runs it as it is."""

@@ -12,7 +12,6 @@ from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.places import Pace
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family, Grid
-from mmaccel.models.vision import Rows
 
 
 @register("model", "qwen2_5_vl")
@@ -78,7 +77,7 @@ class Qwen25VL(Family):
         name = "image_grid_thw" if kind == IMAGE else "video_grid_thw"
         grids: list[list[int]] = told[name].tolist()
         merged = int(model.config.vision_config.spatial_merge_size) ** 2  # type: ignore[union-attr, arg-type]
-        rows, begin = Rows(len(pixels) // merged), 0
+        rows, begin = _Rows(len(pixels) // merged), 0
         for part in _parts(grids, most):
             end = begin + sum(t * h * w for t, h, w in part)
             found = features(pixels[begin:end], **{name: told[name].new_tensor(part)})
@@ -145,3 +144,17 @@ def _parts(grids: list[list[int]], most: int) -> Iterator[list[list[int]]]:
             part.append([some, height, width])
             steps, room = steps - some, room - some * each
     yield part
+
+
+class _Rows:
+    """Rows that come in parts, put in one tensor as they come: nothing is held twice."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.at = count, 0
+        self.whole: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        if self.whole is None:
+            self.whole = part.new_empty(self.count, *part.shape[1:])
+        self.whole[self.at : self.at + len(part)] = part
+        self.at += len(part)

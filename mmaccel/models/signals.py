@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.prune import Signals, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
+from mmaccel.models.install import Hooks
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
@@ -81,14 +82,14 @@ class Ear:
             probe.entering(run, self.index, hidden if isinstance(hidden, Tensor) else hidden[0])
 
 
-def hear(undo: ExitStack, layers: nn.ModuleList, *pruners: TokenPruner) -> None:
-    """Hook an `Ear` at each hidden state that the draft's `pruners` read; `undo` removes the hooks."""
+def hear(hooks: Hooks, layers: nn.ModuleList, *pruners: TokenPruner) -> None:
+    """Hook an `Ear` at each hidden state that the draft's `pruners` read."""
     wanted = {index for pruner in pruners for stage in pruner.stages(len(layers)) for index in stage.hidden}
     for index in sorted(wanted):
         if index < len(layers):
-            undo.callback(layers[index].register_forward_pre_hook(Ear(index), with_kwargs=True).remove)
+            hooks.before(layers[index], Ear(index))
         else:
-            undo.callback(layers[-1].register_forward_hook(Ear(index), with_kwargs=True).remove)
+            hooks.after(layers[-1], Ear(index), with_kwargs=True)
 
 
 class Listener(Probe):

@@ -1,20 +1,19 @@
 """The seam of streams: a Hugging Face model and its processor as a `VideoSession` uses them.
 
-A pass goes straight to the text model. For its duration, and in its thread alone, the text modules hold a copy of their
-config that names our attention, and the rotary module gives no rotation (cosines 1, sines 0), so that keys and queries
-reach the memory as they leave their projections. Norms and feed-forward blocks are one kernel each meanwhile, where there is
-one, for whoever else calls them too. Nothing stays on the model between two calls.
+A pass goes straight to the text model. For its duration the attention modules hold a copy of their config that names our
+attention, which serves this pass alone, and in its thread the rotary module gives no rotation (cosines 1, sines 0), so that
+keys and queries reach the memory as they leave their projections. Norms and feed-forward blocks are one kernel each
+meanwhile, where there is one, for whoever else calls them too. Nothing stays on the model between two calls.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -29,13 +28,16 @@ from mmaccel.core.kv import StreamState
 from mmaccel.core.modules import home_of
 from mmaccel.core.places import Places
 from mmaccel.core.windowed import kernel_for
-from mmaccel.models.attaching import gate_of, put
+from mmaccel.models.attaching import gate_of
+from mmaccel.models.attention import ATTENTION, PLAIN
+from mmaccel.models.cache import KVCache
 from mmaccel.models.family import Family
+from mmaccel.models.install import Hooks
 from mmaccel.models.layers import FewRows
 from mmaccel.models.limit import positions_of
-from mmaccel.models.pointwise import in_chunks, turning
+from mmaccel.models.pointwise import in_chunks, rotate_by
+from mmaccel.models.vision import in_batches
 from mmaccel.models.weights import at_hand
-from mmaccel.models.windows import in_batches
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
@@ -70,9 +72,7 @@ class Seam(StreamSeam):
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
         self._kernel = kernel_for(self.device, self.dtype)
         self._few = FewRows(model, family)
-        self.text = family.text(model)
-        shared: Any = self.text.config
-        self._holders = [m for m in self.text.modules() if getattr(m, "config", None) is shared]
+        self.text: Any = family.text(model)
         self._gate = gate_of(self.text)
         self._split: tuple[Tensor, list[int]] | None = None
         self._units: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
@@ -248,8 +248,6 @@ class Seam(StreamSeam):
         few: bool = False,
         check: Callable[[], None] | None = None,
     ) -> Tensor:
-        from mmaccel.models.cache import KVCache
-
         depth = self.view.geometry.layers
         run = StreamRun(state, self._kernel, check)
         if few and self._few.serves(embeds):
@@ -259,13 +257,7 @@ class Seam(StreamSeam):
         places = torch.zeros(1, embeds.shape[0], dtype=torch.long, device=embeds.device)
         if self.family.mrope:
             places = places.expand(3, 1, -1)
-        with (
-            self._busy(),
-            self._own_attention(),
-            self._told(state, hidden),
-            self._fed(state.feed_rows),
-            cache.at_work(),
-        ):
+        with self._busy(), self._hooked(state, hidden), cache.at_work():
             out = self.text(
                 inputs_embeds=embeds[None],
                 position_ids=places,
@@ -286,15 +278,12 @@ class Seam(StreamSeam):
                 yield
 
     @contextmanager
-    def _own_attention(self) -> Iterator[None]:
-        from mmaccel.models.hf import ATTENTION
+    def _hooked(self, state: StreamState, hidden: bool) -> Iterator[None]:
+        """The hooks of a pass: attention of ours without rotation; `state` hears what enters each layer where it is to.
 
+        The model is nobody's: what another thread calls meanwhile computes what it does without us.
+        """
         thread = threading.get_ident()
-        shared: Any = self.text.config
-        own = copy.copy(shared)
-        kind: Any = type(shared)
-        own.__class__ = _for_one_thread(kind)
-        own.mmaccel_attention = thread, ATTENTION
 
         def unturned(module: nn.Module, args: Any, out: Any) -> Any:
             if threading.get_ident() != thread:
@@ -305,52 +294,25 @@ class Seam(StreamSeam):
         def left(whole: Any, query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
             return (query, key) if threading.get_ident() == thread else whole(query, key, *rest, **named)
 
+        def ahead(number: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+            if threading.get_ident() == thread:
+                state.ahead(number, args[0] if args else kwargs["hidden_states"])
+
         layers: list[Any] = list(self.family.layers(self.model))
-        with ExitStack() as undo:
-            undo.callback(self.family.rotary(self.model).register_forward_hook(unturned).remove)
+        inside, shared = [layer.self_attn for layer in layers], self.text.config
+        with Hooks() as hooks:
+            hooks.after(self.family.rotary(self.model), unturned)
             # Where a module's own code can be told so, it does not even multiply by one.
-            turning(undo, [layer.self_attn for layer in layers], left)
-            in_chunks(undo, self.family.pointwise(self.model))
-            for module in self._holders:
-                put(undo, module, "config", own)
+            rotate_by(hooks, inside, left)
+            in_chunks(hooks, self.family.pointwise(self.model))
+            hooks.attention(inside, shared, ATTENTION, **{PLAIN: shared._attn_implementation})
+            for number, layer in enumerate(layers if hidden else ()):
+                hooks.before(layer, functools.partial(ahead, number))
+            for layer in layers if state.feed_rows is not None else ():
+                hooks.wrap(
+                    layer.mlp, "forward", lambda whole: functools.partial(_in_pieces, whole, state.feed_rows)
+                )
             yield
-
-    @contextmanager
-    def _told(self, state: StreamState, hidden: bool) -> Iterator[None]:
-        hooks, thread = [], threading.get_ident()
-        if hidden:
-            for number, layer in enumerate(self.family.layers(self.model)):
-
-                def tell(
-                    module: nn.Module, args: Any, kwargs: Mapping[str, Any], number: int = number
-                ) -> None:
-                    if threading.get_ident() == thread:
-                        state.ahead(number, args[0] if args else kwargs["hidden_states"])
-
-                hooks.append(layer.register_forward_pre_hook(tell, with_kwargs=True))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    @contextmanager
-    def _fed(self, rows: int | None) -> Iterator[None]:
-        """Feed-forward blocks take so many rows at a time."""
-        if rows is None:
-            yield
-            return
-        blocks: list[Any] = [layer.mlp for layer in self.family.layers(self.model)]
-        before = [block.__dict__.get("forward") for block in blocks]
-        for block in blocks:
-            block.__dict__["forward"] = functools.partial(_in_pieces, block.forward, rows)
-        try:
-            yield
-        finally:
-            for block, forward in zip(blocks, before, strict=True):
-                block.__dict__.pop("forward")
-                if forward is not None:
-                    block.__dict__["forward"] = forward
 
     def signature(self) -> str:
         digest = hashlib.sha256()
@@ -359,17 +321,6 @@ class Seam(StreamSeam):
             some = flat[:: max(1, flat.numel() // 16)][:16].double().cpu()
             digest.update(f"{name} {list(tensor.shape)} {some.tolist()}".encode())
         return digest.hexdigest()[:32]
-
-
-@functools.cache
-def _for_one_thread(kind: Any) -> type:
-    """A kind of config that names another attention to one thread (`mmaccel_attention`), and its own to all others."""
-
-    def named(config: Any) -> Any:
-        thread, name = config.mmaccel_attention
-        return name if threading.get_ident() == thread else kind._attn_implementation.fget(config)
-
-    return type(kind.__name__, (kind,), {"_attn_implementation": property(named)})
 
 
 def _in_pieces(whole: Any, rows: int, hidden: Tensor) -> Tensor:

@@ -1,16 +1,27 @@
-"""The vision tower, some patches at a time, so that a long video needs no room for what the tower holds of all its frames.
+"""The vision tower of a model, while a recipe is attached or a session runs it: in parts, by windows, in fewer kernels.
 
-At a million tokens Qwen2.5-VL's tower has four million patches, of which it holds 10 GB for each value of its width, and
-LLaVA-OneVision's projector alone holds 28 GB before it pools. Frames do not look at each other there: what is cut between
-two steps of time is computed alike. Rows of another number may go through another kernel, so that it is the same up to
-rounding: in float32 to 1e-5, in bfloat16 as near to float32 as one call comes.
+In parts: a long video needs no room for what the tower holds of all its frames. At a million tokens Qwen2.5-VL's tower has
+four million patches, of which it holds 10 GB for each value of its width, and LLaVA-OneVision's projector alone holds 28 GB
+before it pools. Frames do not look at each other there: what is cut between two steps of time is computed alike. Rows of
+another number may go through another kernel, so that it is the same up to rounding: in float32 to 1e-5, in bfloat16 as near
+to float32 as one call comes. Not cut are a step of time and an image with its tiles; nor where one call is needed: gradients
+are wanted, the caller asks for states, attention or a tuple, or brings lengths and places of all patches with him. What is
+cut gives `pooler_output` alone, which is all that a model takes of it; the states of a million tokens' patches would stay
+until its answer.
 
-Not cut are a step of time and an image with its tiles; nor where one call is needed: gradients are wanted, the caller asks
-for states, attention or a tuple, or brings lengths and places of all patches with him. What is cut gives `pooler_output`
-alone, which is all that a model takes of it; the states of a million tokens' patches would stay until its answer.
+By windows: Qwen2.5-VL's tower has a window for each 64 patches in most of its layers, and one for each step of time in the
+others. Under `sdpa` transformers splits queries, keys and values at `cu_seqlens`, in every layer anew, and attends to one
+window after the other, so that a long video is bound by launches. Here the windows of one length are a batch. A frame size
+has four lengths: of whole windows, of those at its right and lower edge, and of the corner. Where windows of one
+length follow each other nothing is copied. What is relied on: an attention function with "flash" in its name is given all
+rows at once, with `cu_seq_lens_q` (`is_flash_attention_requested`, in transformers 5.17 to 5.23). Where it is not, it is
+called for each window, and is `sdpa`. A tower that was given another attention than `sdpa` keeps it.
 
-Within a call, cut or not, a tower with windows attends to those of one length at once (`windows.py`), and its rows go
-through fewer kernels (`tower.py`).
+In fewer kernels: norms, gates and rotations take one each. Qwen2.5-VL's feed-forward blocks have an inner size of 3,420 at
+most published sizes. In 16 bits its rows begin at multiples of 8 bytes, and Hopper's matrix units copy rows that begin at
+multiples of 16: cuBLAS takes kernels of the generation before. Filled up with zeros to 3,424 the products are those of the
+same numbers. The filled-up weights are copies that are made when the tower first runs, and that go when the tower is as it
+was before; the model's own weights are never touched, so that what is saved, moved or trained meanwhile is the model's.
 """
 
 from __future__ import annotations
@@ -18,16 +29,21 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from mmaccel.backends import pointwise
 from mmaccel.core.layout import IMAGE, VIDEO
-from mmaccel.models.attaching import lent, put
-from mmaccel.models.tower import lighter
-from mmaccel.models.windows import by_length
+from mmaccel.models.install import Hooks, shared_hooks
+from mmaccel.models.pointwise import gated, is_gated, is_norm, normed_or, rotate_by
 
 if TYPE_CHECKING:
     from mmaccel.models.family import Family
@@ -46,31 +62,25 @@ WHOLE = ("cu_seqlens", "cu_window_seqlens", "max_seqlen", "max_window_seqlen", "
 @contextmanager
 def in_parts(family: Family, model: nn.Module) -> Iterator[None]:
     """While inside, the model's tower runs as `by_parts` lets it."""
-    with lent(family.multimodal(model), "in_parts", lambda undo: by_parts(undo, family, model)):
+    with shared_hooks(family.multimodal(model), "in_parts", lambda hooks: by_parts(hooks, family, model)):
         yield
 
 
-def by_parts(undo: ExitStack, family: Family, model: nn.Module) -> None:
-    """Let the model's tower see at most `PATCHES` patches a call, windows of one length at once, and run in fewer kernels;
-    `undo` puts it back as it was. A tower that does so already is left as it is."""
+def by_parts(hooks: Hooks, family: Family, model: nn.Module) -> None:
+    """Let the model's tower see at most `PATCHES` patches a call, windows of one length at once, and run in fewer kernels.
+    A tower that does so already is left as it is."""
     multimodal = family.multimodal(model)
     # Here, not where it is written: what compiles is imported by that, when a model is there.
     joined = torch.compiler.disable(_joined, recursive=False)
     for kind, name in METHODS.items():
         encode = getattr(multimodal, name)
-        if getattr(encode, "by_parts", False):
-            continue
-        ours = functools.wraps(encode)(
-            functools.partial(_encode, family, model, kind, encode, _names(encode), joined)
-        )
-        ours.by_parts = True  # type: ignore[attr-defined]
-        put(undo, multimodal, name, ours)
-    by_length(undo, family, model)
-    lighter(undo, family, model)
-
-
-def _names(encode: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(encode).parameters)
+        if not getattr(encode, "by_parts", False):
+            names = list(inspect.signature(encode).parameters)
+            ours: Any = functools.partial(_encode, family, model, kind, encode, names, joined)
+            ours.by_parts = True
+            hooks.wrap(multimodal, name, lambda _, ours=ours: ours)  # type: ignore[misc]
+    by_length(hooks, family, model)
+    fewer_kernels(hooks, family, model)
 
 
 def _encode(
@@ -127,15 +137,192 @@ def _joined(
     return made[0](pooler_output=found)
 
 
-class Rows:
-    """Rows that come in parts, put in one tensor as they come: nothing is held twice."""
+WINDOWS = "mmaccel_flash_windows"
+"""The name of `attention` among transformers' attention functions."""
 
-    def __init__(self, count: int) -> None:
-        self.count, self.at = count, 0
-        self.whole: Tensor | None = None
 
-    def add(self, part: Tensor) -> None:
-        if self.whole is None:
-            self.whole = part.new_empty(self.count, *part.shape[1:])
-        self.whole[self.at : self.at + len(part)] = part
-        self.at += len(part)
+@dataclass(frozen=True)
+class Batches:
+    """Windows put together by length.
+
+    shapes  (windows, rows of each) of each batch
+    order   [rows] long: the rows in the order of the batches; None where that is the order they have
+    back    [rows] long: where each row lies among the batches
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    order: Tensor | None = None
+    back: Tensor | None = None
+
+    @classmethod
+    def of(cls, ends: list[int], device: torch.device) -> Batches:
+        """Of windows that begin and end at `ends`, one after the other; those of no rows are left out."""
+        begins: dict[int, list[int]] = {}
+        for begin, end in pairwise(ends):
+            if end > begin:
+                begins.setdefault(end - begin, []).append(begin)
+        shapes = tuple((len(some), length) for length, some in begins.items())
+        order = torch.cat(
+            [(torch.tensor(some)[:, None] + torch.arange(n)).flatten() for n, some in begins.items()]
+        )
+        if torch.equal(order, torch.arange(len(order))):
+            return cls(shapes)
+        return cls(shapes, order.to(device), order.argsort().to(device))
+
+
+_KNOWN: Any = WeakTensorKeyDictionary()
+"""The batches of lengths seen: all layers of a call of the tower are given the same tensor, which goes with the call."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cu_seq_lens_q: Tensor | None = None,
+    **told: Any,
+) -> tuple[Tensor, None]:
+    """[1, rows, H, D] of query, key and value [1, H, rows, D]: each row sees its window, which `cu_seq_lens_q` bounds."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if cu_seq_lens_q is None:
+        return sdpa(module, query, key, value, attention_mask, **told)  # type: ignore[no-any-return]
+    for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+        told.pop(name, None)
+    batches: Batches | None = _KNOWN.get(cu_seq_lens_q)
+    if batches is None:
+        batches = _KNOWN[cu_seq_lens_q] = Batches.of(cu_seq_lens_q.tolist(), query.device)
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    if batches.order is not None:
+        rows = [x.index_select(0, batches.order.to(x.device)) for x in rows]
+    sizes = [count * length for count, length in batches.shapes]
+    found = []
+    for shape, *batch in zip(batches.shapes, *(x.split(sizes) for x in rows), strict=True):
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in batch)
+        found.append(sdpa(module, q, k, v, attention_mask, **told)[0].flatten(0, 1))
+    out = found[0] if len(found) == 1 else torch.cat(found)
+    if batches.back is not None:
+        out = out.index_select(0, batches.back.to(out.device))
+    return out[None], None
+
+
+@functools.cache
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    # Here, not where it is written: what compiles is imported by that, when a model is there.
+    AttentionInterface.register(WINDOWS, torch.compiler.disable(attention))
+
+
+def by_length(hooks: Hooks, family: Family, model: nn.Module) -> None:
+    """Let the windows of one length go through the model's vision tower in one call.
+
+    A tower without windows, with an attention of the user's choice, or that does so already is left as it is.
+    """
+    tower: Any = family.windowed(model)
+    if tower is None or getattr(tower.config, "_attn_implementation", None) != "sdpa":
+        return
+    _register()
+    # A copy, so that whoever builds another model of this config, or sends it away, does not meet the name.
+    hooks.attention(tower.modules(), tower.config, WINDOWS)
+
+
+@contextmanager
+def in_batches(family: Family, model: nn.Module) -> Iterator[None]:
+    """While inside, the windows of one length go through the model's vision tower in one call."""
+    with shared_hooks(family.multimodal(model), "in_batches", lambda hooks: by_length(hooks, family, model)):
+        yield
+
+
+TURN = "apply_rotary_pos_emb_vision"
+"""The functions that the tower's attention modules call to rotate queries and keys."""
+
+ALIGNED = 16
+"""Bytes: a row that begins at a multiple of these is copied by Hopper's matrix units themselves."""
+
+_FUSED: WeakSet[nn.Module] = WeakSet()
+"""Towers with fewer kernels by now."""
+
+
+def fewer_kernels(hooks: Hooks, family: Family, model: nn.Module) -> None:
+    """Let the model's tower run in fewer kernels, where they exist; copies of weights go with `hooks`. Leaves a tower of a
+    family without windows, or one that already runs so, as it is."""
+    tower = family.windowed(model)
+    if tower is None or tower in _FUSED:
+        return
+    hooks.callback(_FUSED.discard, tower)
+    _FUSED.add(tower)
+    modules = list(tower.modules())
+    for one in modules:
+        if is_norm(one):
+            hooks.wrap(one, "forward", functools.partial(functools.partial, normed_or, one))
+        elif is_gated(one):
+            hooks.wrap(one, "forward", functools.partial(functools.partial, _gated, Filled(one)))
+    rotate_by(hooks, modules, _turned, TURN)
+
+
+def _gated(filled: Filled, whole: Callable[..., Any], hidden: Tensor) -> Any:
+    """[..., E]: the output of the feed-forward block for `hidden` [..., E]."""
+    fits = pointwise.fusible(hidden) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    weights = filled.weights(hidden) if fits else None
+    if weights is None:
+        return gated(filled.module, whole, hidden)
+    gate, up, down, gate_bias, up_bias, down_bias = weights
+    wide = linear(hidden, gate, gate_bias)
+    pointwise.silu_times_(wide, linear(hidden, up, up_bias))
+    return linear(wide, down, down_bias)
+
+
+class Filled:
+    """The weights of a feed-forward block, padded with zeros to an inner size that is a multiple of `ALIGNED` bytes.
+
+    What is filled up adds nothing: its gate is silu(0) * 0, and its column of the last product is zero. Copies are made anew
+    when a weight was replaced or changed in place.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+        self._made_of: tuple[Any, ...] | None = None
+        self._held: tuple[Tensor | None, ...] = ()
+
+    def weights(self, hidden: Tensor) -> tuple[Any, ...] | None:
+        """Weights of gate, up and down, then their biases or None; None where the block has to run by itself: its inner size
+        is good already, or its products are not plain ones of the type and on the device of `hidden`."""
+        parts = self.module.gate_proj, self.module.up_proj, self.module.down_proj
+        if not all(map(_is_plain, parts)):
+            return None
+        given = [part.weight for part in parts] + [part.bias for part in parts]
+        inner, size = parts[0].weight.shape[0], ALIGNED // hidden.element_size()
+        alike = all(x is None or (x.dtype, x.device) == (hidden.dtype, hidden.device) for x in given)
+        if not alike or inner % size == 0:
+            return None
+        known = tuple(
+            None if x is None else (x.data_ptr(), 0 if x.is_inference() else x._version) for x in given
+        )
+        if known != self._made_of:
+            rows, more = [*given[:2], *given[3:5]], -inner % size
+            gate, up, *bias = [None if x is None else pad(x, (0, 0) * (x.ndim - 1) + (0, more)) for x in rows]
+            self._held = gate, up, pad(given[2], (0, more)), *bias, given[5]
+            self._made_of = known
+        return self._held
+
+
+def _is_plain(part: Any) -> bool:
+    """Whether `part` is a product with its own weight and nothing else: no adapter, no quantized weight, no hook."""
+    hooked = part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__
+    return type(part) is nn.Linear and type(part.weight) is nn.Parameter and not hooked
+
+
+def _turned(
+    whole: Callable[..., Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys [rows, H, D] turned in place by angles [rows, D], in float32 as the tower does."""
+    fits = cos.dtype == sin.dtype == torch.float32 and query.dtype == key.dtype and cos.shape == sin.shape
+    if not fits or not pointwise.fusible(query) or torch.is_grad_enabled():
+        turned: tuple[Tensor, Tensor] = whole(query, key, cos, sin)
+        return turned
+    for one in (query, key):
+        pointwise.rotate_(one.transpose(0, 1)[None], cos[None], sin[None])
+    return query, key

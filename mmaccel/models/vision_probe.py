@@ -6,7 +6,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, VIDEO, TokenLayout
-from mmaccel.models.attaching import put
+from mmaccel.models.install import Hooks
 from mmaccel.models.vision import METHODS
 
 if TYPE_CHECKING:
@@ -26,13 +25,13 @@ SCORES = 1 << 24
 
 
 class VisionProbe:
-    """Until `undo` is closed, computes of each visual token the attention it receives in the vision tower and its key there.
+    """While `hooks` are there, computes for each visual token the attention it receives in the vision tower, and its key.
 
     The tower keeps its own kernels: the one layer's queries and keys are made once more from what enters it, and scores are
     held for a few frames at a time. What was caught stays with the thread until `take`.
     """
 
-    def __init__(self, undo: ExitStack, model: nn.Module, family: Family) -> None:
+    def __init__(self, hooks: Hooks, model: nn.Module, family: Family) -> None:
         towers: dict[str, Any] = {"llava_onevision": _Siglip, "qwen2_5_vl": _Windowed}
         if family.name not in towers:
             raise ModelError(
@@ -42,14 +41,10 @@ class VisionProbe:
         self.tower: Any = towers[family.name](self.multimodal)
         self.local = threading.local()
         for kind, name in METHODS.items():
-            encode: Any = getattr(self.multimodal, name)
-            put(
-                undo,
-                self.multimodal,
-                name,
-                functools.wraps(encode)(functools.partial(self._encode, kind, encode)),
-            )
-        undo.callback(self.tower.attention.register_forward_pre_hook(self._catch, with_kwargs=True).remove)
+            hooks.wrap(
+                self.multimodal, name, lambda encode, kind=kind: functools.partial(self._encode, kind, encode)
+            )  # type: ignore[misc]
+        hooks.before(self.tower.attention, self._catch)
 
     def _encode(self, kind: int, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.local.caught = []

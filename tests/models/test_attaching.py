@@ -70,7 +70,9 @@ def failing_at(step: int) -> Iterator[list[str]]:
 
     def call(frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         path = frame.f_code.co_filename
-        inside = "/mmaccel/models/" in path and not path.endswith(("attaching.py", "loading.py"))
+        inside = "/mmaccel/models/" in path and not path.endswith(
+            ("attaching.py", "install.py", "loading.py")
+        )
         return line if inside and not where else None
 
     before = sys.gettrace()

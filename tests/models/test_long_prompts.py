@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 
 import mmaccel
 from mmaccel.backends.reference import blocks
 from mmaccel.models import pointwise
+from mmaccel.models.install import Hooks
 from tests.backends.test_memory import Largest
 from tests.models.tiny_random import BUILD, prompt
 
@@ -57,11 +56,11 @@ def test_pieces_of_a_batch_and_with_gradients(
     hidden = torch.randn(3, 100, 64, generator=torch.Generator().manual_seed(0))
     whole = norm(hidden)
     monkeypatch.setattr(pointwise, "ROWS", 33)
-    undo = ExitStack()
-    pointwise.in_chunks(undo, [norm])
+    hooks = Hooks()
+    pointwise.in_chunks(hooks, [norm])
     with torch.no_grad():
         torch.testing.assert_close(norm(hidden), whole, rtol=0, atol=1e-6)
     norm(hidden.requires_grad_()).sum().backward()
     assert hidden.grad is not None and "forward" in norm.__dict__
-    undo.close()
+    hooks.close()
     assert "forward" not in norm.__dict__

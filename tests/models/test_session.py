@@ -184,26 +184,15 @@ def test_threads_with_a_session_each_get_what_they_get_alone() -> None:
         assert ours is not None and ours[1] == want[1] and torch.allclose(ours[0], want[0], atol=1e-5)
 
 
-def test_a_plain_run_in_another_thread_is_not_turned_wrong() -> None:
-    """The rotary module gives no rotation to the session's own thread alone."""
-    model = pair("random-ov")[0]
-    session = open_session("random-ov", "full")
-    seam = session._seam
-    rotary = seam.family.rotary(model)
-    places, like = torch.arange(4)[None], torch.zeros(1)
-    with seam._own_attention():
-        assert float(rotary(like, places)[0].min()) == 1.0
-        found = []
-        thread = threading.Thread(target=lambda: found.append(rotary(like, places)))
-        thread.start()
-        thread.join()
-    assert torch.equal(found[0][0], rotary(like, places)[0]) and float(found[0][0].min()) < 1.0
-
-
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
-def test_a_plain_run_in_the_middle_of_a_pass_gives_what_it_gives_alone(name: str) -> None:
-    """Padding included, which only the mask of the model's own attention knows of; and the stream does not notice."""
+def test_a_plain_run_in_the_middle_of_a_pass_gives_what_it_gives_alone(
+    name: str, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding included, which only the mask of the model's own attention knows of; and the stream does not notice. A session
+    gives no rotation to its own thread alone."""
     model, processor = pair(name)
+    monkeypatch.setattr(model.model.language_model.config, "_attn_implementation", own)
     tokens = processor.tokenizer(
         ["a star", "what was the colour of the star ?"], padding=True, return_tensors="pt"
     )

@@ -20,8 +20,8 @@ import pytest
 import transformers
 
 import mmaccel
-from mmaccel.models.hf import ATTENTION
-from mmaccel.models.windows import WINDOWS
+from mmaccel.models.attention import ATTENTION
+from mmaccel.models.vision import WINDOWS
 
 RECIPES: dict[str, dict[str, Any]] = {
     "dense": {},

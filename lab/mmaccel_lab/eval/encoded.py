@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
+from mmaccel.models.install import Hooks
 from mmaccel.models.vision import by_parts
 from mmaccel.models.vision_probe import VisionProbe
 
@@ -42,14 +43,10 @@ class Encoded:
         family: Any = adapter_for(model)
         multimodal = family.multimodal(model)
         # Parts are cut within what is shared: a recipe laid outside finds a tower that sees some frames at a time.
-        undo = ExitStack()
-        by_parts(undo, family, model)
-        encode = multimodal.get_video_features
-        with ExitStack() as brief:
+        with Hooks() as brief:
             listened = VisionProbe(brief, model, family).tower.attention
 
-        @functools.wraps(encode)
-        def once(pixel_values_videos: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def once(encode: Any, pixel_values_videos: Tensor, *args: Any, **kwargs: Any) -> Any:
             copies = 1
             if self._batch is not None and pixel_values_videos is self._batch[1]:
                 pixel_values_videos, _, copies = self._batch
@@ -72,15 +69,10 @@ class Encoded:
                         hook(listened, *entered)
             return _features(self._out, copies)
 
-        before = multimodal.__dict__.get("get_video_features")
-        multimodal.__dict__["get_video_features"] = once
-        try:
+        with Hooks() as hooks:
+            by_parts(hooks, family, model)
+            hooks.wrap(multimodal, "get_video_features", lambda encode: functools.partial(once, encode))
             yield
-        finally:
-            multimodal.__dict__.pop("get_video_features")
-            if before is not None:
-                multimodal.__dict__["get_video_features"] = before
-            undo.close()
 
 
 def _features(out: Any, copies: int = 1) -> Any:

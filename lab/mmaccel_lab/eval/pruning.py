@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import TokenPruner, candidates
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Report
+from mmaccel.models.install import Hooks
 from mmaccel.models.signals import Listener, hear
 from mmaccel_lab.eval.caption import predicted
 
@@ -88,8 +88,8 @@ def chosen(
 ) -> tuple[TokenLayout, dict[str, Tensor]]:
     """The prompt's layout, and for each draft's pruner the columns it keeps, all heard in one prefill of the target."""
     found: dict[str, Tensor] = {}
-    with accelerate(target) as fast, ExitStack() as undo:
-        hear(undo, fast.adapter.layers(target), *pruners.values())
+    with accelerate(target) as fast, Hooks() as hooks:
+        hear(hooks, fast.adapter.layers(target), *pruners.values())
         layout = fast.adapter.layout(target, inputs)
         probes = tuple(
             Listener(fast, pruner, layout, lambda columns, name=name: found.update({name: columns}))  # type: ignore[misc]

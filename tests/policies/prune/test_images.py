@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.layout import IMAGE
+from mmaccel.models.install import Hooks
 from mmaccel.models.vision_probe import VisionProbe
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune.layouts import visual
@@ -52,8 +52,8 @@ def test_visionzip_reads_the_tower_of_images(family: str, model: Any, kind: str)
     """What each of an image's tokens receives in the tower, tile by tile, is where its feature is."""
     inputs = prompt(family, PROMPTS[kind], seed=9)
     layout, adapter = adapter_for(model).layout(model, inputs), adapter_for(model)
-    with torch.no_grad(), ExitStack() as undo:
-        probe = VisionProbe(undo, model, adapter)
+    with torch.no_grad(), Hooks() as hooks:
+        probe = VisionProbe(hooks, model, adapter)
         adapter.embed(model, inputs)
         told = probe.take(layout)["vision_attention"]
     at = [c for c in visual(layout) if int(layout.modality[0, c]) == IMAGE]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.report import Meter, SequenceMeter
+from mmaccel.models.install import Hooks
 from mmaccel.models.signals import Listener, hear, paid
 from mmaccel.policies.draft import Sequential, SparseToDense
 from mmaccel.policies.prune import AttentionPrune, RandomPrune, UniformPrune, UVPrune
@@ -45,8 +46,8 @@ def family(request: pytest.FixtureRequest) -> str:
 @contextmanager
 def listening(model: Any, *pruners: TokenPruner) -> Iterator[Accelerated]:
     """`model` accelerated densely, whose layers can be read by `pruners`."""
-    with mmaccel.accelerate(model) as fast, ExitStack() as undo:
-        hear(undo, fast.adapter.layers(model), *pruners)
+    with mmaccel.accelerate(model) as fast, Hooks() as hooks:
+        hear(hooks, fast.adapter.layers(model), *pruners)
         yield fast
 
 

@@ -1,7 +1,7 @@
 """A model over several devices, layer by layer: where one device does not hold all of it.
 
 The decoder layers lie in runs, one a device, in the order of the devices; all else (vision tower, embeddings, last norm,
-head) is on the first, where a prompt comes in and logits come out. From run to run goes the hidden state: `Handed` moves
+head) is on the first, where a prompt comes in and logits come out. From run to run goes the hidden state: `MoveInputs` moves
 it, and what all layers are given beside it.
 """
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.attention import Run
 from mmaccel.core.errors import ModelError
+from mmaccel.models.install import Hooks
 
 
-class Handed:
+class MoveInputs:
     """A pre-hook of a module: its arguments come to `device`; named ones, which all layers are given, once for all there.
 
     memo  for each device and argument what came last, and the same moved; shared by all layers of a model
@@ -89,7 +90,7 @@ def runs(places: Sequence[torch.device], home: torch.device) -> list[tuple[torch
     return found
 
 
-def spread(model: nn.Module, devices: Sequence[torch.device | str]) -> Callable[[], None]:
+def spread_layers(model: nn.Module, devices: Sequence[torch.device | str]) -> Callable[[], None]:
     """Move the layers of `model` over `devices`, and all else to the first. The returned call takes the hooks up again, and
     leaves the weights where they are. Raises `ModelError` for fewer layers than devices."""
     family: Any = adapter_for(model)
@@ -116,18 +117,10 @@ def hand_over(model: nn.Module, chosen: Sequence[torch.device], first: torch.dev
     if all(place == first for place in chosen):
         return lambda: None
     modules = [*zip(family.layers(model), chosen, strict=True), (family.text(model).norm, first)]
-    handles = [
-        module.register_forward_pre_hook(
-            Handed(place, memo, module is modules[-1][0]), with_kwargs=True, prepend=True
-        )
-        for module, place in modules
-    ]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    hooks = Hooks()
+    for module, place in modules:
+        hooks.before(module, MoveInputs(place, memo, module is modules[-1][0]), prepend=True)
+    return hooks.close
 
 
 def _rest_to(model: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:

@@ -1,0 +1,121 @@
+"""Installs our hooks on a model, and takes them back: the only code that changes a model's instances.
+
+What is changed: a method of one instance, the config that modules hold, and forward hooks. Classes stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from mmaccel.core.errors import ModelError
+
+_ABSENT = object()
+
+
+class Hooks(ExitStack):
+    """Changes of a model that `close` takes back, the last one first.
+
+    As a context manager it takes them back at the end of the block, also after an error in the middle; `pop_all` keeps them
+    beyond it. A change that a user made on top of ours stays when ours is taken back.
+    """
+
+    def put(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of the instance; taken back unless it was set again since."""
+        before = module.__dict__.get(name, _ABSENT)
+
+        def back() -> None:
+            if module.__dict__.get(name) is not value:
+                return
+            if before is _ABSENT:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = before
+
+        self.callback(back)
+        module.__dict__[name] = value
+
+    def wrap(
+        self, module: nn.Module, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> Callable[..., Any]:
+        """Replace the instance's method `name` by what `make` gives for it; returns the method as it was."""
+        plain: Callable[..., Any] = getattr(module, name)
+        self.put(module, name, functools.wraps(plain)(make(plain)))
+        return plain
+
+    def attention(self, modules: Iterable[nn.Module], shared: Any, name: str, **facts: Any) -> None:
+        """Give those of `modules` that hold the config `shared` one copy that names attention `name` and has `facts`."""
+        own = copy.copy(shared)
+        own._attn_implementation = name
+        for fact, value in facts.items():
+            setattr(own, fact, value)
+        for module in modules:
+            if getattr(module, "config", None) is shared:
+                self.put(module, "config", own)
+
+    def before(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
+        """Register a forward pre-hook that gets keyword arguments."""
+        self.callback(module.register_forward_pre_hook(hook, with_kwargs=True, **options).remove)
+
+    def after(self, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> None:
+        """Register a forward hook."""
+        self.callback(module.register_forward_hook(hook, with_kwargs=with_kwargs).remove)
+
+    def refuse_copies(self, modules: Iterable[nn.Module], owner: Uncopied) -> None:
+        """Let copies and pickles of `modules` raise as those of `owner` do."""
+        for module in modules:
+            # Copy and pickle ask the instance, before they look at what is in it.
+            self.put(module, "__reduce_ex__", owner.__reduce_ex__)
+
+
+class Uncopied:
+    """What is installed on a model; a wrapper that is a partial of one of its methods cannot be copied either."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises `ModelError` when a copy or pickle is made: hooks cannot be copied with the model."""
+        raise ModelError(
+            "a model with a recipe can neither be copied nor pickled; detach the recipe, and attach it to the copy."
+        )
+
+
+_shared: WeakKeyDictionary[nn.Module, dict[str, tuple[Hooks, list[int]]]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+@contextmanager
+def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None]) -> Iterator[None]:
+    """`install` while any thread is inside: the first thread to enter installs, the last one to leave takes it back."""
+    me = threading.get_ident()
+    with _lock:
+        known = _shared.setdefault(module, {})
+        if name not in known:
+            with Hooks() as hooks:
+                install(hooks)
+                known[name] = hooks.pop_all(), []
+        hooks, users = known[name]
+        users.append(me)
+    try:
+        yield
+    finally:
+        with _lock:
+            users.remove(me)
+            if not users:
+                del known[name]
+                hooks.close()

@@ -26,10 +26,9 @@ from mmaccel.core.places import Pace
 from mmaccel.core.registry import registry
 from mmaccel.core.runner import Runner
 from mmaccel.models import weights
-from mmaccel.models.asked import asked
-from mmaccel.models.grids import Grid, fill
 from mmaccel.models.install import Hooks
 from mmaccel.models.pointwise import normed
+from mmaccel.models.prompt_layout import Grid, fill, question_mask
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
 PLAIN_ROTARY = {"Qwen2RotaryEmbedding"}
@@ -170,7 +169,7 @@ class Family(ModelAdapter):
                     f"input_ids has fewer {'image' if kind == IMAGE else 'video'} placeholders than the pixels given; "
                     "build the inputs with the model's processor."
                 )
-        return TokenLayout.build(modality, valid=valid, asked=asked(model, ids, modality), **fields)
+        return TokenLayout.build(modality, valid=valid, asked=question_mask(model, ids, modality), **fields)
 
     def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
         """For each of `inputs` that tells of images (IMAGE) or of videos (VIDEO): how much of its first axis each takes."""

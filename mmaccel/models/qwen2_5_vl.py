@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.places import Pace
 from mmaccel.core.registry import register
-from mmaccel.models.family import Family, Grid
+from mmaccel.models.family import Family
+from mmaccel.models.prompt_layout import Grid
 
 
 @register("model", "qwen2_5_vl")

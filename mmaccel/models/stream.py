@@ -308,10 +308,9 @@ class Seam(StreamSeam):
             hooks.attention(inside, shared, ATTENTION, **{PLAIN: shared._attn_implementation})
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.before(layer, functools.partial(ahead, number))
-            for layer in layers if state.feed_rows is not None else ():
-                hooks.wrap(
-                    layer.mlp, "forward", lambda whole: functools.partial(_in_pieces, whole, state.feed_rows)
-                )
+            if (rows := state.feed_rows) is not None:
+                for layer in layers:
+                    hooks.wrap(layer.mlp, "forward", functools.partial(functools.partial, _in_pieces, rows))
             yield
 
     def signature(self) -> str:
@@ -323,7 +322,7 @@ class Seam(StreamSeam):
         return digest.hexdigest()[:32]
 
 
-def _in_pieces(whole: Any, rows: int, hidden: Tensor) -> Tensor:
+def _in_pieces(rows: int, whole: Any, hidden: Tensor) -> Tensor:
     """A block's output [B, n, E], `rows` rows at a time."""
     return torch.cat([whole(part) for part in hidden.split(rows, 1)], 1)
 

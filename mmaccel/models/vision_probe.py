@@ -41,9 +41,8 @@ class VisionProbe:
         self.tower: Any = towers[family.name](self.multimodal)
         self.local = threading.local()
         for kind, name in METHODS.items():
-            hooks.wrap(
-                self.multimodal, name, lambda encode, kind=kind: functools.partial(self._encode, kind, encode)
-            )  # type: ignore[misc]
+            ours = functools.partial(self._encode, kind, getattr(self.multimodal, name))
+            hooks.wrap(self.multimodal, name, lambda _, ours=ours: ours)  # type: ignore[misc]
         hooks.before(self.tower.attention, self._catch)
 
     def _encode(self, kind: int, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,146 @@
+"""Reads what each token of a prompt is: frames, cells and marks of images and videos, and the words of the question.
+
+The question is the words of a message with images or videos, without the chat's markup. It is found in token ids alone.
+Known are the tokens that end a message (the model ends its answers with them) and those around images and videos. A message
+begins with a few tokens of markup that name who speaks; how many is seen at the end of the prompt, where the model's own
+message begins and nothing follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.errors import ModelError
+from mmaccel.core.layout import IMAGE, TEXT
+
+HEAD = 3
+"""Most tokens of markup at the start of a message: its start token, the role, a line break."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The tokens of one image or video: `frames` x `rows` x `columns` in order, then `marks` tokens of no frame.
+
+    tiles  the rows and columns of what finer tiles of an image make together; they are the marks, with one more at each
+           row's end, which has no cell. None: no mark has
+    """
+
+    frames: int
+    rows: int
+    columns: int
+    marks: int = 0
+    tiles: tuple[int, int] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.frames * self.rows * self.columns + self.marks
+
+
+def fill(b: int, modality: Tensor, queue: dict[int, Iterator[Grid]], fields: dict[str, Tensor]) -> None:
+    """Write the segments, frames and cells of sequence `b`, taking its images and videos from `queue` in order."""
+    kinds = modality.tolist()
+    device = modality.device
+    column, segment, frame = 0, 0, 0
+    while column < len(kinds):
+        kind = kinds[column]
+        if kind == TEXT:
+            stop = column
+            while stop < len(kinds) and kinds[stop] == TEXT:
+                stop += 1
+        else:
+            grid = next(queue[kind], None)
+            if grid is None or kinds[column : column + grid.tokens].count(kind) != grid.tokens:
+                what = "image" if kind == IMAGE else "video"
+                raise ModelError(
+                    f"input_ids has {what} placeholders that do not match the pixels given; "
+                    "build the inputs with the model's processor."
+                )
+            stop = column + grid.tokens
+            cells = torch.arange(grid.tokens - grid.marks, device=device)
+            inside = slice(column, stop - grid.marks)
+            fields["frame"][b, inside] = frame + cells // (grid.rows * grid.columns)
+            fields["row"][b, inside] = cells // grid.columns % grid.rows
+            fields["column"][b, inside] = cells % grid.columns
+            if grid.tiles is not None:
+                columns = grid.tiles[1]
+                place = torch.arange(grid.marks, device=device)
+                celled, row = place % (columns + 1) < columns, place // (columns + 1)
+                outside = slice(stop - grid.marks, stop)
+                fields["row"][b, outside] = torch.where(celled, row, -1)
+                fields["column"][b, outside] = torch.where(celled, place % (columns + 1), -1)
+            frame += grid.frames
+        fields["segment"][b, column:stop] = segment
+        segment += 1
+        column = stop
+
+
+def question_columns(
+    ids: Sequence[int],
+    at: Sequence[int],
+    visual: Sequence[int],
+    ends: Collection[int],
+    marks: Collection[int],
+) -> list[int]:
+    """The columns of the question, where a message has words before its last image or video; [] where it has none, or where
+    the markup is not known.
+
+    ids     the tokens of text [n] of the prompt
+    at      their columns [n], ascending
+    visual  columns at which an image or a video begins and ends, ascending
+    ends    ids that end a message
+    marks   ids around images and videos
+    """
+    if not ids or not visual:
+        return []
+    stops = [n for n, token in enumerate(ids) if token in ends]
+    if not stops or at[stops[-1]] < visual[-1]:
+        return []
+    tail = ids[stops[-1] + 1 :]
+    if ids[0] not in tail:
+        return []
+    before = tail.index(ids[0])
+    head = min(len(tail), before + HEAD)
+    words: list[int] = []
+    later = False
+    for begin, end in pairwise([-1, *stops]):
+        skipped = head if begin >= 0 else head - before
+        own = [n for n in range(begin + 1 + skipped, end) if ids[n] not in marks]
+        later = later or any(at[n] > visual[-1] for n in own)
+        first, last = (at[begin] if begin >= 0 else -1), at[end]
+        if any(first < column < last for column in visual):
+            words += [at[n] for n in own if at[n] < visual[-1]]
+    if not words:
+        return []
+    return words + [column for column in at if later and column > visual[-1]]
+
+
+def question_mask(model: nn.Module, ids: Tensor, modality: Tensor) -> Tensor:
+    """[B, S] bool, for prompts `ids` [B, S] of tokens of `modality` [B, S]: see `TokenLayout.asked`."""
+    config: Any = model.config
+    told = (getattr(model, "generation_config", None), config.get_text_config(decoder=True))
+    ends = {n for one in told for n in _numbers(getattr(one, "eos_token_id", None))}
+    names = ("vision_start_token_id", "vision_end_token_id")
+    marks = {n for name in names for n in _numbers(getattr(config, name, None))}
+    found = torch.zeros_like(modality, dtype=torch.bool)
+    for row, kinds, out in zip(ids, modality, found, strict=True):
+        text = (kinds == TEXT).nonzero()[:, 0]
+        visual = (kinds != TEXT).nonzero()[:, 0]
+        # Of each run of neighbours the first and the last.
+        apart = visual.diff() > 1
+        ends_here = torch.cat([apart, apart.new_ones(min(1, len(visual)))])
+        begins = torch.cat([apart.new_ones(min(1, len(visual))), apart])
+        edges = visual[begins | ends_here]
+        at = question_columns(row[text].tolist(), text.tolist(), edges.tolist(), ends, marks)
+        out[torch.tensor(at, dtype=torch.long, device=ids.device)] = True
+    return found
+
+
+def _numbers(told: Any) -> list[int]:
+    """The ids of a configuration entry, which may be one id, several or None."""
+    return [] if told is None else list(told) if isinstance(told, list | tuple) else [told]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import mmaccel
-from mmaccel.core.registry import registry
+from mmaccel.core.registry import BASES, DEFAULTS, registry
 from tests import house
 from tests.house import (
     FILES,
@@ -151,6 +151,22 @@ def test_nothing_is_left_undone() -> None:
     assert [
         str(path.relative_to(ROOT)) for path in SHIPPED if left.search(path.read_text(encoding="utf-8"))
     ] == []
+
+
+def test_core_knows_no_policy() -> None:
+    """No text in core names a policy, but for the plain defaults of a recipe and of a session; docstrings may."""
+    plain = {*DEFAULTS.values(), "mosaic"}
+    others = [name for kind in BASES for name in registry(kind) if name not in plain]
+    named = re.compile(rf"'({'|'.join(others)})'|^({'|'.join(others)})$")
+    signals = {"attention"}  # a pruner's signal has the name of the pruner that it was made for
+    for path in (PACKAGE / "core").glob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found = [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and named.search(node.value)
+        ]
+        assert set(found) <= signals, f"{path.name} names a policy"
 
 
 def rank(name: str) -> tuple[int, str]:

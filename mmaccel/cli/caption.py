@@ -75,7 +75,7 @@ def caption(
             plain = acceptance.alone(bare, inputs, max_new_tokens)
         told = acceptance.summed(ids, report, plain)
     certificate = None
-    if compare and not told.same and chosen.sparse.name == "dense" and chosen.prune is None:
+    if compare and not told.same and chosen.sparse.dense and chosen.prune is None:
         window = max(report.draft["windows"], default=1) + 1
         certificate = acceptance.certify(loaded, inputs, ids, plain.ids, window)
     rate = acceptance.read_rate(place)

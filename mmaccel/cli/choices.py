@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mmaccel.core.compose import stream_policy
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.kv import StreamPolicy
-from mmaccel.core.recipe import TABLE, Recipe, fields_of, names
+from mmaccel.core.recipe import Recipe, endings, fields_of, names
 from mmaccel.core.registry import registry
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def recipes(texts: Sequence[str], draft: str | None = None) -> dict[str, Recipe]
     """Recipes by the name they are shown under: the text given, or a file's name without its ending."""
     found: dict[str, Recipe] = {}
     for text in texts:
-        name = Path(text).stem if text.endswith((".yaml", ".yml", TABLE)) else text
+        name = Path(text).stem if text.endswith(endings()) else text
         if name in found:
             raise RecipeError(f"recipe {name!r} is given twice; give each once, or rename one of the files.")
         found[name] = recipe(text, draft)

@@ -93,7 +93,7 @@ class Turn(Runner):
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         if branches is not None:
-            raise ModelError("draft: a stream's memory takes chains, not trees; set draft to 'off'.")
+            raise ModelError("draft: a stream's memory takes chains, not trees; leave the draft out.")
         piece = Piece(kind="answer", rows=ids.shape[1])
         return self._pass(piece, self._seam.words(ids[0]))[None]
 

@@ -208,7 +208,7 @@ def fitted(recipe: Recipe, view: ModelView) -> Recipe:
 def choose_backend(recipe: Recipe, view: ModelView) -> select.Choice:
     """The backend of a recipe on a model; "auto" may measure, the making of the recipe's plans included."""
     device, sizes = view.device, view.geometry
-    if recipe.sparse.name == "dense" and recipe.backend == "auto":
+    if recipe.sparse.dense and recipe.backend == "auto":
         return select.Choice(select.choose(device), "the recipe is dense and lists no block")
     dtype = next(view.model.parameters()).dtype
     pattern = recipe.sparse.at(0)

@@ -53,7 +53,7 @@ class Road:
 
     def sparse(self, layer: int) -> bool:
         """Whether a prefill follows the pattern at `layer`."""
-        return self.recipe.sparse.name != "dense" and layer not in self.recipe.dense_layers
+        return not self.recipe.sparse.dense and layer not in self.recipe.dense_layers
 
     def pays(self, layer: int, query: Tensor, n_key: int, run: Run | None = None) -> bool:
         """Whether the pattern of `layer` beats dense attention, from sizes and measured costs.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import DraftError, RecipeError
-from mmaccel.core.placed import Placed
+from mmaccel.core.policy import Policy
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import ModelView
@@ -154,7 +154,7 @@ class DraftState(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftStrategy(Placed, ABC):
+class DraftStrategy(Policy, ABC):
     """A choice of draft; `open` gives the state for one sequence.
 
     needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `lookback` columns,
@@ -166,7 +166,6 @@ class DraftStrategy(Placed, ABC):
                 that was measured to be faster than plain steps of the whole batch, and never where tokens are sampled
     """
 
-    name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
     place: ClassVar[Literal["same", "stream", "process"]] = "same"
 

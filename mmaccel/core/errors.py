@@ -64,18 +64,12 @@ OWN = "one of your own file is known by `mmaccel --import FILE`, from Python whe
 """What is added where the name could be that of a policy outside the package."""
 
 
-MEANT = {
-    "no_boundary": "is what a search calls a pattern by itself, without a boundary; give that pattern, such as 'grid', "
-    "'a_shape' or 'vertical_slash'"
-}
-"""Words that are no policy's name and mean one elsewhere, and what to give in their place."""
-
-
 class UnknownName(RecipeError):
     """A name that no registry holds; the message has the nearest one and the list.
 
     kinds  name -> its kind, where names of several kinds are known: the list is then of the nearest one's kind alone
     own    whether a user's file may give the name
+    meant  what the name means elsewhere and what to give in its place (`Policy.words`); nothing else is then said
     """
 
     def __init__(
@@ -85,9 +79,10 @@ class UnknownName(RecipeError):
         known: Iterable[str],
         kinds: Mapping[str, str] | None = None,
         own: bool = False,
+        meant: str | None = None,
     ) -> None:
-        if name in MEANT and kind in ("sparse", "recipe"):
-            super().__init__(f"{kind} {name!r} {MEANT[name]}.")
+        if meant is not None:
+            super().__init__(f"{kind} {name!r} {meant}.")
             return
         names = sorted(known)
         given, name = name, name[:SHOWN]  # a text of megabytes is like no name, and comparing it takes hours

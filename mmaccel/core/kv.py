@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.placed import Placed
+from mmaccel.core.policy import Policy
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import Geometry, ModelView
@@ -123,18 +123,17 @@ class KVState(ABC):
         raise ModelError(f"{type(self).__name__} cannot be loaded; use a kv policy made for streams.")
 
     def counters(self) -> dict[str, float]:
-        """Figures for the report."""
+        """Figures for the report, which prints a name with the word "bytes" in MiB and one that ends in "_s" in seconds."""
         return {"held": float(self.held()), "seen": float(self.length()), "bytes": float(self.nbytes())}
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVPolicy(Placed, ABC):
+class KVPolicy(Policy, ABC):
     """A choice of memory; `open` gives a state that lives as long as one sequence or stream.
 
     exact     answers equal those of a model that keeps everything
     """
 
-    name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = False
     sequences: ClassVar[bool] = True

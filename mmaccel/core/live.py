@@ -165,7 +165,7 @@ class Live:
         warn(
             f"the stream takes {places.ends(units, 0, 1, own)[1]} of the model's {places.limit} positions "
             f"(max_position_embeddings): kv {self.kv.name!r} cannot answer questions from now on; open a session with a kv "
-            "that keeps less, such as 'mosaic'."
+            "that shows fewer frames."
         )
 
     def _alike(self, frames: Tensor) -> Tensor:

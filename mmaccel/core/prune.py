@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, UnknownName, shown
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
-from mmaccel.core.placed import Placed
+from mmaccel.core.policy import Policy
 
 SIGNALS = ("hidden", "attention", "vision_attention", "vision_key")
 """What a pruner may need; all float, without a batch axis.
@@ -64,7 +64,7 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenPruner(Placed, ABC):
+class TokenPruner(Policy, ABC):
     """Chooses the columns to keep, from signals it declares. Text and marks (such as LLaVA's newline) always stay.
 
     seat    whose columns go: those of the target before its language model ("frames") or between its layers ("layer"), or
@@ -77,7 +77,6 @@ class TokenPruner(Placed, ABC):
              M-RoPE's time and place stay true, and text stands where it stood
     """
 
-    name: ClassVar[str]
     seat: ClassVar[Literal["frames", "layer", "draft"]]
     needs: ClassVar[frozenset[str]] = frozenset()
     lossy: ClassVar[bool] = False

@@ -19,17 +19,15 @@ from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import RecipeError, UnknownName, shown
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.prune import TokenPruner
-from mmaccel.core.registry import BASES, policy, registry
+from mmaccel.core.registry import BASES, DEFAULTS, policy, registry
 from mmaccel.core.sparse import SparsePattern
 
-TABLE = ".json"
-"""The ending of a table of head patterns, which alone is a recipe of `per_head`."""
 YAML_BYTES = 1 << 18
 """Most bytes of a recipe's file."""
 
 
-def _default(kind: str, name: str) -> Any:
-    return field(default_factory=lambda: registry(kind).build(name))
+def _default(kind: str) -> Any:
+    return field(default_factory=lambda: registry(kind).build(DEFAULTS[kind]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +48,9 @@ class Recipe:
     dense_layers  layers that stay dense, by number
     """
 
-    sparse: SparsePattern = _default("sparse", "dense")
-    kv: KVPolicy = _default("kv", "full")
-    draft: DraftStrategy = _default("draft", "off")
+    sparse: SparsePattern = _default("sparse")
+    kv: KVPolicy = _default("kv")
+    draft: DraftStrategy = _default("draft")
     prune: TokenPruner | None = None
     backend: str = "auto"
     chunk: int | None = None
@@ -138,16 +136,25 @@ def names() -> dict[str, str]:
     return {**found, **dict.fromkeys(presets(), "preset")}
 
 
+def endings() -> tuple[str, ...]:
+    """Endings of the files that `Recipe.load` reads: YAML, and those that policies declare (`Policy.file`)."""
+    own = (cls.file for kind in BASES for cls in registry(kind).values())  # type: ignore[attr-defined]
+    return (".yaml", ".yml", *(file[0] for file in own if file is not None))
+
+
 def fields_of(source: str | Path) -> dict[str, Any]:
-    """The fields that a preset, a policy's name, a YAML file or a table of head patterns (.json) sets, before any of them is
-    checked. Paths of files in a YAML file count from its folder.
+    """The fields that a preset, a policy's name, a YAML file or a file of a policy's own (`Policy.file`) sets, before any of
+    them is checked. Paths of files in a YAML file count from its folder.
 
     Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError` for a file that is no recipe.
     """
     text = str(source)
     folder = None
-    if text.endswith(TABLE):
-        return {"sparse": {"name": "per_head", "table": text}}
+    for kind in BASES:
+        for name, cls in registry(kind).items():
+            own: tuple[str, str] | None = cls.file  # type: ignore[attr-defined]
+            if own is not None and text.endswith(own[0]):
+                return {kind: {"name": name, own[1]: text}}
     if isinstance(source, Path) or text.endswith((".yaml", ".yml")):
         path = Path(text)
         folder = path.parent
@@ -165,22 +172,25 @@ def fields_of(source: str | Path) -> dict[str, Any]:
         for kind in BASES:
             if text in registry(kind):
                 return {kind: text}
-        raise UnknownName("recipe", text, names(), names(), own=True)
+        meant = next(filter(None, (registry(kind).meant(text) for kind in BASES)), None)
+        raise UnknownName("recipe", text, names(), names(), own=True, meant=meant)
     fields = outside.read_yaml(content, f"recipe {shown(text, outside.PATH)}")
+    example = f"sparse: {next(iter(registry('sparse')))}"
     if fields is None:
         raise RecipeError(
-            f"recipe {shown(text, outside.PATH)} is empty; write a mapping such as 'sparse: a_shape', or name 'dense'."
+            f"recipe {shown(text, outside.PATH)} is empty; write a mapping such as {example!r}, or name "
+            f"{DEFAULTS['sparse']!r}."
         )
     if not isinstance(fields, dict):
         raise RecipeError(
-            f"recipe {shown(text, outside.PATH)} holds {type(fields).__name__}; write a mapping such as 'sparse: a_shape'."
+            f"recipe {shown(text, outside.PATH)} holds {type(fields).__name__}; write a mapping such as {example!r}."
         )
     if fields.get("draft") is False:
-        fields["draft"] = "off"  # YAML reads a bare off as false
+        fields["draft"] = DEFAULTS["draft"]  # YAML reads a bare off as false
     for kind in BASES if folder is not None else ():
         given = fields.get(kind)
         if isinstance(given, dict) and isinstance(given.get("name"), str) and given["name"] in registry(kind):
-            fields[kind] = registry(kind)[given["name"]].placed(given, folder)  # type: ignore[attr-defined]
+            fields[kind] = registry(kind)[given["name"]].with_base_dir(given, folder)  # type: ignore[attr-defined]
     return fields
 
 

@@ -42,7 +42,9 @@ class Registry(Mapping[str, type]):
         try:
             return self._classes[name]
         except KeyError:
-            raise UnknownName(self.kind, name, self._classes, own=self.kind != "model") from None
+            raise UnknownName(
+                self.kind, name, self._classes, own=self.kind != "model", meant=self.meant(name)
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._classes))
@@ -52,6 +54,15 @@ class Registry(Mapping[str, type]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._classes
+
+    def meant(self, name: str) -> str | None:
+        """What a class of this kind declares that `name` means elsewhere; None where none does."""
+        found = (getattr(cls, "words", {}).get(name) for cls in self._classes.values())
+        return next((words for words in found if words is not None), None)
+
+    def names(self, fits: Callable[[Any], bool]) -> str:
+        """The names of the classes that `fits` admits, quoted, for an error that says what to give."""
+        return " or ".join(repr(name) for name in self if fits(self[name]))
 
     def build(self, name: str, fields: Mapping[str, Any] | None = None) -> Any:
         """An instance of class `name`, its dataclass fields set from `fields`.
@@ -96,6 +107,8 @@ BASES: dict[str, type] = {
     "prune": TokenPruner,
 }
 """The kinds of policy, each a field of a recipe, and what those of a kind are."""
+DEFAULTS = {"sparse": "dense", "kv": "full", "draft": "off"}
+"""The policies of a recipe that names none: the plain model."""
 KINDS = (*BASES, "model")
 _registries = {kind: Registry(kind) for kind in KINDS}
 
@@ -119,7 +132,7 @@ def policy(kind: str, value: Any, where: str = "") -> Any:
     fields = dict(value)
     name = fields.pop("name", None)
     if name is False:
-        name = "off"  # as YAML reads it
+        name = DEFAULTS["draft"]  # YAML reads a bare off as false
     if not isinstance(name, str):
         raise RecipeError(
             f"{where or kind}: a mapping needs the policy's name, for example "

@@ -59,13 +59,13 @@ class Report:
         """How many heads, over all layers, ran each pattern."""
         return Counter(name for layer in self.patterns for name in layer)
 
-    def accepted_length(self, bonus: bool = False) -> float:
-        """Mean drafted tokens kept in a round in which any were proposed; with `bonus` the target's own token counts too.
+    def accepted_length(self) -> float:
+        """Mean drafted tokens kept in a round in which any were proposed; the target's own token is not counted.
 
-        The two conventions of M. A pipelined draft's streaks over rounds are in ``draft["counters"]``.
+        A pipelined draft's streaks over rounds are in ``draft["counters"]``.
         """
         lengths: list[int] = self.draft.get("lengths") or [0]
-        return sum(lengths) / len(lengths) + bonus
+        return sum(lengths) / len(lengths)
 
     def __str__(self) -> str:
         def show(value: float | None, form: str) -> str:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.placed import Placed
 from mmaccel.core.plan import AttentionPlan
+from mmaccel.core.policy import Policy
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import ModelView
@@ -25,7 +25,7 @@ MOST = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparsePattern(Placed, ABC):
+class SparsePattern(Policy, ABC):
     """Which key blocks each block of queries attends to in prefill.
 
     Subclasses are frozen keyword dataclasses: parameters are fields, ranges are checked at birth, nothing on a device is
@@ -33,11 +33,12 @@ class SparsePattern(Placed, ABC):
 
     adaptive  the plan looks at queries and keys, not only at the layout
     rounded   the plan lists whole blocks beyond the paper's element mask (element <= plan <= its block closure)
+    dense     it plans nothing by itself: prefill stays dense
     """
 
-    name: ClassVar[str]
     adaptive: ClassVar[bool] = False
     rounded: ClassVar[bool] = False
+    dense: ClassVar[bool] = False
 
     block: int = 64
 

@@ -127,7 +127,7 @@ def check_forward(recipe: Recipe, kwargs: Mapping[str, Any]) -> None:
         raise ModelError(f"is_causal: {FORWARD['is_causal']}")
     if kwargs.get("output_attentions"):
         part = None
-        if recipe.sparse.name != "dense":
+        if not recipe.sparse.dense:
             part = f"sparse {recipe.sparse.name!r}"
         elif not recipe.kv.exact:
             part = f"kv {recipe.kv.name!r}"

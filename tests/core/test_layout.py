@@ -51,6 +51,21 @@ def test_taking_and_sequences_keep_what_tokens_are(scene: Scene) -> None:
         assert torch.equal(layout.sequence(b).modality, layout.modality[b : b + 1])
 
 
+def test_a_later_video_has_frames_of_its_own() -> None:
+    """A turn with two frames, then one with two more, behind padding in the second sequence."""
+    first = TokenLayout.build(
+        torch.tensor([[VIDEO, VIDEO, TEXT], [TEXT, VIDEO, TEXT]]),
+        frame=torch.tensor([[0, 1, -1], [-1, 0, -1]]),
+        valid=torch.tensor([[1, 1, 1], [0, 1, 1]]),
+    )
+    later = TokenLayout.build(torch.tensor([[TEXT, VIDEO, VIDEO]] * 2), frame=torch.tensor([[-1, 0, 1]] * 2))
+    both = first.append(later)
+    assert both.frame.tolist() == [[0, 1, -1, -1, 2, 3], [-1, 0, -1, -1, 1, 2]]
+    assert both.cell.tolist() == [[0, 0, -1, -1, 0, 0], [-1, 0, -1, -1, 0, 0]]
+    assert both.position.tolist() == [[0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4]]
+    assert both.segment.tolist() == [[0, 0, 1, 1, 2, 2], [0, 1, 2, 2, 3, 3]]
+
+
 def test_generated_tokens_follow_on() -> None:
     layout = TokenLayout.build(
         torch.tensor([[VIDEO, VIDEO, TEXT], [TEXT, VIDEO, VIDEO]]), valid=torch.tensor([[0, 1, 1], [1, 1, 1]])

@@ -310,20 +310,6 @@ def test_a_word_of_searches_is_told_for_what_it_means(tmp_path: Path) -> None:
         assert sentence(within) == f"sparse {wanted}"
 
 
-def test_impossible_pairs_are_told_in_one_sentence() -> None:
-    told = sentence(sparse="a_shape", kv="window")
-    assert (
-        "sparse 'a_shape' cannot stand beside kv 'window'" in told
-        and "set sparse to 'dense' or kv to 'full'" in told
-    )
-    told = sentence(kv=Window(margin=4), draft={"name": "sequential", "model": "x", "window": 8})
-    assert "rolls back up to 9 tokens" in told and "raise the memory's margin" in told
-
-
-def test_a_possible_pair_is_let_through() -> None:
-    Recipe.load(kv=Window(margin=16), draft={"name": "sequential", "model": "x", "window": 8})
-
-
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     assert "there is no file" in sentence(tmp_path / "none.yaml")
     broken = tmp_path / "broken.yaml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -13,9 +14,12 @@ from mmaccel.contract.draft import check_draft
 from mmaccel.core.compose import check_pairs, stream_policy
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.registry import registry
 from mmaccel.policies.draft import PromptLookup, Sequential, SparseToDense, TextOnly
 from mmaccel.policies.draft.prompt_lookup import _Finder
 from mmaccel.policies.kv.full import Full
+from mmaccel.policies.kv.window import Window
+from mmaccel.policies.sparse.dense import Dense
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 
@@ -48,6 +52,13 @@ class Counting(Full):
     name: ClassVar[str] = "counting"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plain(Dense):
+    """Dense attention under another name."""
+
+    name: ClassVar[str] = "plain"
+
+
 @pytest.mark.parametrize("family", sorted(BUILD))
 def test_a_draft_tells_the_report_what_its_figures_mean(family: str) -> None:
     check_draft(Theirs())
@@ -71,6 +82,38 @@ def test_a_memory_is_known_by_what_it_declares() -> None:
         assert fast.report().draft["proposed"] > 0
     with pytest.raises(RecipeError, match="kv to 'full'"):
         check_pairs(Recipe.load(kv="window", draft=SparseToDense()))
+
+
+def test_a_dense_pattern_is_known_by_what_it_declares() -> None:
+    """Dense attention under another name may stand beside every memory, and nothing is measured for it."""
+    for recipe in (Recipe(sparse=Plain(), kv=Window()), Recipe.load("mosaic", sparse=Plain())):
+        check_pairs(recipe)
+    stream_policy(Recipe.load("mosaic", sparse=Plain()))
+    with pytest.raises(RecipeError, match="set sparse to 'dense'"):
+        stream_policy(Recipe.load("mosaic", sparse="a_shape"))
+    with mmaccel.accelerate(BUILD["llava"](), sparse=Plain()) as fast:
+        assert fast.road.choice is not None and "lists no block" in fast.road.choice.why
+
+
+def test_a_policy_declares_its_files_and_the_words_taken_for_it(tmp_path: Path) -> None:
+    """A file that ends as a policy says is a recipe of that policy; a word that it explains is explained."""
+
+    @mmaccel.register("sparse", "of_a_file")
+    @dataclass(frozen=True, kw_only=True)
+    class OfAFile(Dense):
+        file: ClassVar[tuple[str, str]] = (".heads", "table")
+        words: ClassVar[dict[str, str]] = {"headwise": "is a kind of file; give the file"}
+
+        table: str = ""
+
+    try:
+        recipe = Recipe.load(tmp_path / "some.heads")
+        assert recipe.sparse == OfAFile(table=str(tmp_path / "some.heads"))
+        for given, kind in (("headwise", "recipe"), ({"sparse": "headwise"}, "sparse")):
+            with pytest.raises(RecipeError, match=f"^{kind} 'headwise' is a kind of file; give the file.$"):
+                Recipe.load(given)
+    finally:
+        del registry("sparse")._classes["of_a_file"]
 
 
 def test_a_draft_on_a_stream_is_known_by_what_it_declares() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
-from mmaccel.core.placed import counted_from
+from mmaccel.core.policy import with_base_dir
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import policy
 
@@ -139,13 +139,13 @@ class PeerStrategy(DraftStrategy):
     prune: TokenPruner | None = None
 
     @classmethod
-    def placed(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
         model = fields.get("model")
         if not isinstance(model, str) or model in ("", BESIDE):
             return fields
         there = model.startswith(".") or (folder / model).is_dir()
         # Whole, so that a folder is not taken for the shipped model of its name.
-        return counted_from(folder.absolute(), fields, "model") if there else fields
+        return with_base_dir(fields, folder.absolute(), "model") if there else fields
 
     def __post_init__(self) -> None:
         super().__post_init__()

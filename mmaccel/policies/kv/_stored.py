@@ -15,7 +15,7 @@ from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.kv import Piece, Stream, StreamPolicy
-from mmaccel.core.placed import counted_from
+from mmaccel.core.policy import with_base_dir
 from mmaccel.core.room import with_room
 from mmaccel.policies.kv._stream import StreamMemory, WindowedPolicy
 from mmaccel.policies.kv.store import HostStore, Sources, Spill, Way
@@ -43,8 +43,8 @@ class StoredPolicy(WindowedPolicy):
     folder: str | None = None
 
     @classmethod
-    def placed(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-        return counted_from(folder, fields, "folder")
+    def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        return with_base_dir(fields, folder, "folder")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,7 +14,7 @@ from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.kv import Piece, Stream, StreamPolicy, StreamState
-from mmaccel.core.placed import counted_from
+from mmaccel.core.policy import with_base_dir
 from mmaccel.core.registry import register
 from mmaccel.core.room import with_room
 from mmaccel.policies.kv._stored import store_for
@@ -43,8 +43,8 @@ class Offload(StreamPolicy):
     folder: str | None = None
 
     @classmethod
-    def placed(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-        return counted_from(folder, fields, "folder")
+    def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        return with_base_dir(fields, folder, "folder")
 
     def __post_init__(self) -> None:
         if self.host_bytes is not None and self.host_bytes < 0:

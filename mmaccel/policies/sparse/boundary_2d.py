@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from mmaccel.core.errors import RecipeError, UnknownName, shown
 from mmaccel.core.layout import MODALITIES
@@ -28,6 +29,11 @@ class Boundary2D(Boundary):
     such as ``{"name": "a_shape", "window": 1024}``, or as an object; `pairs` that of some, as ``{"video>text": "grid"}``,
     the queries' modality first. null leaves a pair out. The block of the boundary is theirs too.
     """
+
+    words: ClassVar[Mapping[str, str]] = {
+        "no_boundary": "is what a search calls a pattern by itself, without a boundary; give that pattern, such as 'grid', "
+        "'a_shape' or 'vertical_slash'"
+    }
 
     default: Inner = "a_shape"
     pairs: Mapping[str, Inner] = field(default_factory=dict)

@@ -13,8 +13,8 @@ from torch import Tensor
 from mmaccel.core.errors import RecipeError, shown, warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.mix import Share, mix, runs
-from mmaccel.core.placed import counted_from
 from mmaccel.core.plan import AttentionPlan
+from mmaccel.core.policy import with_base_dir
 from mmaccel.core.registry import policy, register
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.dense import Dense
@@ -48,6 +48,7 @@ class PerHead(SparsePattern):
 
     adaptive: ClassVar[bool] = True
     rounded: ClassVar[bool] = True
+    file: ClassVar[tuple[str, str]] = (".json", "table")
 
     table: str | Mapping[int, Mapping[int, Any]] = SHIPPED
     default: SparsePattern | str | Mapping[str, Any] | None = None
@@ -67,8 +68,8 @@ class PerHead(SparsePattern):
             _ = self._named
 
     @classmethod
-    def placed(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-        return fields if fields.get("table") == SHIPPED else counted_from(folder, fields, "table")
+    def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        return fields if fields.get("table") == SHIPPED else with_base_dir(fields, folder, "table")
 
     @cached_property
     def _file(self) -> dict[str, Any] | None:

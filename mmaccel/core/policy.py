@@ -1,0 +1,31 @@
+"""What policies of every kind declare about themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+class Policy:
+    """A policy of any kind, as recipes see it.
+
+    file   (ending, field): a file with this ending is a recipe by itself, of this policy, and `field` is its path
+    words  names that users take for a policy of this kind and that mean something else: name -> what it means, as the end
+           of a sentence that says what to give
+    """
+
+    name: ClassVar[str]
+    file: ClassVar[tuple[str, str] | None] = None
+    words: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        """The fields that a file in `folder` gives, with their relative paths resolved against `folder`."""
+        return fields
+
+
+def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping[str, Any]:
+    """`fields` with the path in field `name` resolved against `folder`; any other value stays."""
+    path = fields.get(name)
+    return {**fields, name: str(folder / path)} if isinstance(path, str) and path else fields

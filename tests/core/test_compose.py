@@ -1,0 +1,39 @@
+"""Which choices of a recipe exclude each other, told by what each declares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.recipe import Recipe
+from mmaccel.policies.kv import Window
+
+
+def sentence(**choices: Any) -> str:
+    with pytest.raises(RecipeError) as error:
+        Recipe.load(**choices)
+    return str(error.value)
+
+
+def test_impossible_pairs_are_told_in_one_sentence() -> None:
+    told = sentence(sparse="a_shape", kv="window")
+    assert (
+        "sparse 'a_shape' cannot stand beside kv 'window'" in told
+        and "set sparse to 'dense' or kv to 'full'" in told
+    )
+    told = sentence(kv=Window(margin=4), draft={"name": "sequential", "model": "x", "window": 8})
+    assert "rolls back up to 9 tokens" in told and "raise the memory's margin" in told
+
+
+@pytest.mark.parametrize("margin, fits", [(8, False), (9, True), (10, True)])
+def test_a_memory_must_roll_back_as_far_as_a_draft_asks(margin: int, fits: bool) -> None:
+    choices: dict[str, Any] = {
+        "kv": Window(margin=margin),
+        "draft": {"name": "sequential", "model": "x", "window": 8},
+    }
+    if fits:
+        Recipe.load(**choices)
+    else:
+        assert f"rolls back up to 9 tokens and kv 'window' only {margin}" in sentence(**choices)

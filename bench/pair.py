@@ -26,7 +26,7 @@ from mmaccel.cli import acceptance
 from mmaccel.core.attach import accelerate
 from mmaccel.core.draft import Prompt
 from mmaccel.core.worker import READY, Worker
-from mmaccel.models.decode import StaticRunner
+from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Parallel, _remote
 from mmaccel.policies.draft.parallel import Pipeline
 from mmaccel.policies.draft.sequential import Drafter
@@ -171,7 +171,7 @@ def timed_step(
         ids = torch.ones(1, count, dtype=torch.long, device=model.device)
 
         def run(ids: torch.Tensor = ids) -> None:
-            StaticRunner.step(runner, ids)
+            HFRunner.step(runner, ids)
             runner.truncate(columns)
 
         times = measure(run, warmup=3, repeats=bench.given.repeats, device=model.device)

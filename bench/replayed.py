@@ -31,8 +31,9 @@ from mmaccel.core.generate import Speculation, lockstep
 from mmaccel.core.runner import Runner
 from mmaccel.core.worker import READY, Wire, Worker
 from mmaccel.models import decode as decoding
-from mmaccel.models import drafting, layers, shapes
-from mmaccel.models.decode import ROWS, StaticRunner
+from mmaccel.models import drafting, runner, shapes
+from mmaccel.models import step as steps
+from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import _remote
 from mmaccel.policies.draft._writer import Writer
@@ -46,7 +47,7 @@ LATER = 30
 """Tokens of text after a video."""
 
 
-class Counting(StaticRunner):
+class Counting(HFRunner):
     """A model at work whose answers are written over; see above. `keep` None: a draft, which is always right."""
 
     def __init__(self, *given: Any, keep: float | None = None, seed: int = 0, **choices: Any) -> None:
@@ -164,11 +165,11 @@ def replaying(target: nn.Module, keep: float, seed: int) -> Iterator[None]:
     def opened(model: nn.Module, family: Any, cache: Any) -> HFRunner:
         if not decoding.admits(model, family, cache):
             raise RuntimeError("steps of this model cannot be captured.")
-        return Counting(model, family, cache, keep=keep if model is target else None, seed=seed)
+        return Counting(model, family, cache, ROWS, keep=keep if model is target else None, seed=seed)
 
-    everywhere = patch.object(layers, "DEVICES", ("cuda", "cpu"))
+    everywhere = patch.object(steps, "DEVICES", ("cuda", "cpu"))
     with (
-        patch.object(decoding, "open_runner", opened),
+        patch.object(runner, "open_runner", opened),
         patch.object(drafting, "open_runner", opened),
         everywhere,
     ):
@@ -263,7 +264,7 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
             self._origin = columns
 
     def fresh() -> Either:
-        return Either(Counting(model, adapter_for(model), DynamicCache()), options["device"], VOCAB)
+        return Either(Counting(model, adapter_for(model), DynamicCache(), ROWS), options["device"], VOCAB)
 
     with counting(device, model) as peaks:
         answering(wire, peaks)

@@ -1,4 +1,4 @@
-"""Functions of tensors that a device runs again and again: captured once, and launched as one from then on."""
+"""Work that a device does again and again: captured once as a CUDA graph, and launched as one from then on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Work = Callable[..., tuple[Tensor, ...]]
+Work = Callable[[], tuple[Tensor, ...]]
 _First = tuple[Tensor, ...] | Literal["unfit"]
-"""Where the results of a function that has run once will go; or that it cannot be captured."""
+"""Where the results of work that has run once will go (nowhere: empty); or that it cannot be captured."""
 
 _alone = threading.Lock()
 """Held while something is captured: a stream captures one thing at a time, and models may be at work in several threads."""
@@ -46,16 +46,15 @@ def _side(device: torch.device, replaying: int) -> Any:
 
 
 class Replays:
-    """Functions by name, each of tensors of fixed shapes; whatever else it reads stays where it is as long as `mark` does.
+    """Work by name, on tensors of fixed shapes and addresses: what the host gives it is written to a `room` before.
 
-    The first call of a name runs the function as it is written, and so does every call where there is no CUDA. The second
-    captures it; one that cannot be captured is run as it is written from then on. What a function gives lies where its own
-    next call writes, and no other, from the first call on.
+    The first call of a name runs the work as it is written, and so does every call where there is no CUDA. The second call
+    captures it. Work that cannot be captured runs as it is written from then on.
 
-    Of a name there are captures for the last `KEPT` values of `at`: sessions on one model that are asked in turns each find
-    theirs. What `at` names may be freed, and something else of the same shape come to lie there: a capture reads what is
-    there when it is replayed, and so does to the new tensor what it did to the old one. It reads nothing else that can be
-    freed: what it was given, its results and the rooms are its own, and the mark covers the rest.
+    Captures hold as long as `mark` (see `under`) stays the same, which must cover every address that work reads, except
+    those that `at` names: of each name there are captures for the last `KEPT` values of `at`, so that sessions on one model
+    that are asked in turns each find theirs. What `at` names may be freed, and something else of the same shape come to lie
+    there: a capture then reads that. A capture reads nothing else that can be freed: rooms and results are its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,87 +67,84 @@ class Replays:
 
     @property
     def works(self) -> bool:
-        """Whether anything is captured: then what a host value changes is best told to a function by a tensor."""
+        """Whether anything is captured: then a number of the host that changes is best given to work by a tensor."""
         return self._works
 
     def under(self, mark: Hashable) -> None:
-        """What functions read is where `mark` says, or has been moved: then captures are given up."""
+        """Give up all captures and rooms if `mark` is not what it was: what they read has been moved."""
         if mark != self._mark:
             self._held.clear()
             self._rooms.clear()
             self._mark, self._pool = mark, None
 
     def room(self, name: Hashable, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor for functions, zero at first, always the same until the mark changes; what is in it is the last one's."""
+        """A tensor for work to read and write: zero at first, the same until the mark changes, with what was last in it."""
         known = (name, shape, dtype)
         if known not in self._rooms:
             with torch.inference_mode(False):
                 self._rooms[known] = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._rooms[known]
 
-    def __call__(self, name: Hashable, work: Work, *given: Tensor, at: Hashable = None) -> tuple[Tensor, ...]:
-        """What `work` makes of `given`; `at` says where lies what this function alone reads beside what `mark` covers."""
+    def __call__(
+        self, name: Hashable, work: Work, at: Hashable = None, lasting: bool = True
+    ) -> tuple[Tensor, ...]:
+        """The results of `work`; `at` says where that lies which this work alone reads beside what `mark` covers.
+
+        Results last until the next call of `name`. Where they are not `lasting`, they are copied nowhere, and any other
+        call may write over them.
+        """
         if not self._works:
-            return work(*given)
+            return work()
         ways = self._held.setdefault(name, {})
         # The last one used is the last of all.
         held = ways.pop(at, None)
         if held is None:
             if len(ways) == KEPT:
                 del ways[next(iter(ways))]
-            out = work(*given)
+            out = work()
             with torch.inference_mode(False):
-                held = ways[at] = tuple(torch.empty_like(one) for one in out)
-            _copied(held, out)
-            return held
+                ways[at] = places = tuple(torch.empty_like(one) for one in out) if lasting else ()
+            _copied(places, out)
+            return places or out
         if isinstance(held, tuple):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             try:
-                held = _Replay(work, given, held, self._device, self._pool)
+                held = _Replay(work, held, self._device, self._pool)
             except RuntimeError:
                 held = UNFIT
         ways[at] = held
-        return work(*given) if isinstance(held, str) else held(*given)
+        return work() if isinstance(held, str) else held()
 
 
 KEPT = 8
-"""Captures of one function, each for other places. One of a layer's takes some hundred kilobytes of the device."""
+"""Captures of one name, each for other places. One of a layer's takes some hundred kilobytes of the device."""
 
 
 def _copied(places: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """`out` into `places`: a launch for all of one type."""
-    for kind in {one.dtype for one in out}:
-        some = [number for number, one in enumerate(out) if one.dtype == kind]
+    for kind in {one.dtype for one in places}:
+        some = [number for number, one in enumerate(places) if one.dtype == kind]
         torch._foreach_copy_([places[number] for number in some], [out[number] for number in some])
 
 
 UNFIT: Literal["unfit"] = "unfit"
-"""In the place of results: of a function that waits for the device, and so cannot be captured."""
+"""In the place of results: of work that waits for the device, and so cannot be captured."""
 
 
 class _Replay:
-    """`out`: where results go. Those of the graph itself lie in memory that graphs captured before may work in."""
+    """A captured graph of `work`, whose results go to `out`; if that is empty they stay in the graph's own memory, in which
+    graphs captured before may work."""
 
-    def __init__(
-        self,
-        work: Work,
-        given: tuple[Tensor, ...],
-        out: tuple[Tensor, ...],
-        device: torch.device,
-        pool: Any,
-    ) -> None:
-        # Captures write to them from whatever mode they are replayed in.
-        with torch.inference_mode(False):
-            self._given = [torch.empty_like(one) for one in given]
-        self._out = out
-        self._graph, _ = captured(lambda: self._run(work), device, pool)
+    def __init__(self, work: Work, out: tuple[Tensor, ...], device: torch.device, pool: Any) -> None:
+        self._graph, made = captured(lambda: self._run(work, out), device, pool)
+        self._out = out or made
 
-    def _run(self, work: Work) -> None:
-        _copied(self._out, work(*self._given))
+    def _run(self, work: Work, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        made = work()
+        _copied(out, made)
+        return made
 
-    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
-        for place, one in zip(self._given, given, strict=True):
-            place.copy_(one)
+    def __call__(self) -> tuple[Tensor, ...]:
         self._graph.replay()
         return self._out

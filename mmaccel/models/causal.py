@@ -9,10 +9,7 @@ from torch import Tensor, nn
 
 from mmaccel.core.adapter import Geometry, Outline
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.runner import Runner
-from mmaccel.models import layers
 from mmaccel.models.family import Family
 
 
@@ -36,18 +33,6 @@ class Causal(Family):
 
     def embed(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         return self.words(model)(inputs["input_ids"])  # type: ignore[no-any-return]
-
-    def runner(self, model: nn.Module, kv: KVPolicy | None = None) -> Runner:
-        from transformers import DynamicCache
-
-        from mmaccel.models.decode import open_runner
-        from mmaccel.models.runner import HFRunner
-
-        if kv is not None:
-            raise ModelError("kv: a plain model keeps everything; leave kv out.")
-        found = getattr(self.text(model), "layers", None) or (None,)
-        known = type(found[0]).__name__ in layers.LAYERS
-        return (open_runner if known else HFRunner)(model, self, DynamicCache())
 
 
 def causal(model: nn.Module) -> Causal | None:

@@ -1,4 +1,4 @@
-"""Decoding at the speed of memory: static shapes, a cache with room, a step that reads the weights and it once.
+"""Decoding at the speed of memory: a step of static shapes that reads the weights and the cache once.
 
 Nothing in a step depends on the length but what a tensor says: keys go to the column that `columns` names, and a row sees
 the columns up to its own. So on CUDA a step is captured once for each number of rows and replayed at every length, and
@@ -8,8 +8,8 @@ nothing is launched from Python.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,14 @@ from mmaccel.backends import ops
 from mmaccel.core.attach import attached
 from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import TEXT, TokenLayout
-from mmaccel.core.replay import captured
-from mmaccel.core.room import with_room
+from mmaccel.core.kv import KVState
+from mmaccel.core.replay import Replays
 from mmaccel.core.thinned import ThinnedState
-from mmaccel.models import layers as layers_of
-from mmaccel.models import pipeline_parallel
+from mmaccel.models import pipeline_parallel, step
 from mmaccel.models.pipeline_parallel import MoveInputs
 from mmaccel.models.pruning import Entering
-from mmaccel.models.runner import HFRunner
 from mmaccel.models.signals import Ear
-from mmaccel.models.step import Held, Step
+from mmaccel.models.step import LayerStep, Rows
 
 if TYPE_CHECKING:
     from mmaccel.models.family import Family
@@ -36,73 +33,7 @@ if TYPE_CHECKING:
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
 
-
-class Memory(Protocol):
-    """What a static step needs of a memory: `KVState` says what these do, where it is `in_place`."""
-
-    def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]: ...
-
-    def wrote(self, count: int) -> None: ...
-
-    def lacks(self, layer: int) -> int: ...
-
-
-class Moved:
-    """The sequence of a plain model: what its transformers cache holds becomes the first columns of buffers with room.
-
-    `count` columns are held; None as long as the cache itself holds them, before the first step and after `settle`.
-    """
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.count: int | None = None
-        self._buffers: list[tuple[Tensor, Tensor]] = []
-
-    def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
-        """See `KVState.buffers`. One layer after the other, so that no more than one is there twice."""
-        if self.count is None:
-            self._move(room)
-        count = self.count
-        assert count is not None
-        if count + room > self._buffers[0][0].shape[2]:
-            for index, pair in enumerate(self._buffers):
-                key, value = (with_room(buffer, buffer, count, count + room) for buffer in pair)
-                self._buffers[index] = key, value
-        return self._buffers
-
-    def _move(self, room: int) -> None:
-        layers = self.cache.layers
-        self.count = count = int(self.cache.get_seq_length())
-        if [layer.keys.data_ptr() for layer in layers] == [key.data_ptr() for key, _ in self._buffers]:
-            return
-        self._buffers = []
-        for layer in layers:
-            key, value = (with_room(None, x, 0, count + room) for x in (layer.keys, layer.values))
-            key[:, :, :count], value[:, :, :count] = layer.keys, layer.values
-            layer.keys, layer.values = key[:, :, :count], value[:, :, :count]
-            self._buffers.append((key, value))
-
-    def wrote(self, count: int) -> None:
-        """See `KVState.wrote`."""
-        assert self.count is not None
-        self.count += count
-
-    def lacks(self, layer: int) -> int:
-        return 0
-
-    def accept(self, start: int, path: Tensor) -> None:
-        """Of the columns from `start` on keep those at `path`, counted from there."""
-        for buffer in (buffer for pair in self._buffers for buffer in pair):
-            chosen = buffer.index_select(2, path.to(buffer.device) + start)
-            buffer[:, :, start : start + path.numel()] = chosen
-        self.count = start + path.numel()
-
-    def settle(self) -> None:
-        """Give the columns back to the cache, which shows them where they are."""
-        if self.count is not None:
-            for layer, pair in zip(self.cache.layers, self._buffers, strict=True):
-                layer.keys, layer.values = (buffer[:, :, : self.count] for buffer in pair)
-        self.count = None
+Buffers = list[tuple[Tensor, Tensor]]
 
 
 def admits(model: nn.Module, family: Family, cache: Any) -> bool:
@@ -111,20 +42,22 @@ def admits(model: nn.Module, family: Family, cache: Any) -> bool:
     pruner's hooks serve the prompt; what they do to a step is in the memory."""
     from transformers import DynamicCache
 
-    if any(p.device.type not in layers_of.DEVICES for p in model.parameters()):
+    if any(p.device.type not in step.DEVICES for p in model.parameters()):
         return False
     owner, state = attached(model), getattr(cache, "state", None)
     if state is None and (type(cache) is not DynamicCache or _mixed(model)):
         return False
     if state is not None and (not state.in_place or owner is None):
         return False
-    layers: list[Any] = list(family.layers(model))
+    layers: list[Any] = list(getattr(family.text(model), "layers", ()))
+    activation = getattr(family.text(model).config, "hidden_act", "")
+    if not layers or not step.known(layers, activation):
+        return False
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     ends: list[Any] = [model.get_input_embeddings(), family.text(model).norm, head]  # type: ignore[operator]
     inner = [module for part in (*layers, *ends) for module in part.modules()]
     return (
-        layers_of.known(layers, family.text(model).config.hidden_act)  # type: ignore[union-attr,arg-type]
-        and type(head) is nn.Linear
+        type(head) is nn.Linear
         and len({p.device for end in ends for p in end.parameters()}) == 1
         and all(isinstance(hook, Ear) for module in inner for hook in module._forward_hooks.values())
         and all(
@@ -142,184 +75,206 @@ def _mixed(model: nn.Module) -> bool:
     return any(torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on) != dtype for on, dtype in kinds)
 
 
-def open_runner(model: nn.Module, family: Family, cache: Any) -> HFRunner:
-    """The runner of `model` after `cache`: with captured steps where `admits` says so, else through the model."""
-    return (StaticRunner if admits(model, family, cache) else HFRunner)(model, family, cache)
+@dataclass(frozen=True, eq=False)
+class Held:
+    """How some layers on one device hold the sequence.
 
-
-class StaticRunner(HFRunner):
-    """A runner whose prompt goes through the model, and whose steps through `Step`, captured where there is a device.
-
-    rows  how many rows a step may have: a shorter one is padded to the next of these. Steps of more rows, and of trees that
-          do not fit a word of `ops.decode_attend`, go through the model.
+    lacks  columns of the prompt that were pruned before them: a later column lies so many before its number
+    rope   cosines and sines [2, B, capacity, D] of the positions of the columns that they hold
+    bias   [m] float32, added to the scores of the first m columns they hold; None: nothing is
     """
 
-    def __init__(self, model: nn.Module, family: Family, cache: Any, rows: Sequence[int] = ROWS) -> None:
-        super().__init__(model, family, cache)
+    lacks: int
+    rope: Tensor
+    bias: Tensor | None = None
+
+
+class Part:
+    """Layers on one device over new rows of a sequence, as one function of tensors of fixed shapes.
+
+    layers   one after the other; a model on one device has all of them in one part
+    buffers  keys and values [B, G, capacity, D] of each layer, which are written to
+    held     how each layer holds the sequence
+    words    the embedding; None: hidden states come in
+    ends     the last norm and the head; None: hidden states go out
+    looks    where the last layer copies the queries [B, H, 1, D] of the first row to; None: nowhere
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        layers: Sequence[Any],
+        buffers: Buffers,
+        held: Sequence[Held],
+        words: Any = None,
+        ends: tuple[Any, Any] | None = None,
+        looks: Tensor | None = None,
+    ) -> None:
+        self.device, self.buffers, self.held, self.looks = device, buffers, list(held), looks
+        self.words, self.ends = words, ends
+        self.layers: list[LayerStep] = step.layer_steps(layers, None if ends is None else ends[0])
+        self.line = torch.arange(ops.WINDOW, device=device)[None]
+
+    def __call__(self, given: Tensor, columns: Tensor, places: Tensor, sees: Tensor | None = None) -> Tensor:
+        """Logits [B, n, V], or hidden states [B * n, E], of `given`, which are ids [B, n] or hidden states.
+
+        The rows are the columns `columns` [B, n] of the sequence and have the position of column `places` [B, n] of it;
+        `sees` [n] is that of `ops.decode_attend`.
+        """
+        x = Rows(given if self.words is None else self.words(given).flatten(0, 1))
+        held: Held | None = None
+        for layer, (key, value), now in zip(self.layers, self.buffers, self.held, strict=True):
+            if now is not held:
+                held, lacks = now, now.lacks
+                own, at = (one - lacks if lacks else one for one in (columns, places))
+                rope = held.rope.take_along_dim(at[None, ..., None], 2)
+            x, query = layer(x, rope, own, key, value, sees, held.bias)
+        if self.looks is not None:
+            self.looks.copy_(query[:, :, :1])
+        if self.ends is None:
+            return x.rows
+        return step.project(x, self.ends[0], step.weights(self.ends[1])).view(*columns.shape, -1)
+
+
+class SequenceSteps:
+    """The steps of one sequence, captured where there is a device: a graph for each number of rows, at every length.
+
+    rows  how many rows a step may have: a shorter one is padded to the next of these. Rows of padding write behind the last
+          column, where the next step writes again, and no other row sees them
+    """
+
+    def __init__(self, model: nn.Module, family: Family, rows: Sequence[int]) -> None:
         if not rows or min(rows) < 1 or max(rows) > ops.WINDOW:
             raise ModelError(f"rows {list(rows)}: give numbers from 1 to {ops.WINDOW}.")
-        self.rows = sorted(set(rows))
-        state = getattr(cache, "state", None)
-        self.memory: Memory = Moved(cache) if state is None else state
-        self.thinned = state if isinstance(state, ThinnedState) else None
-        self.modules: list[Step] = []
-        self.laid: list[int] = []
-        self.biases: list[Tensor] = []
-        self.graphs: dict[tuple[int, bool], list[_Graph]] = {}
-        self.pool: Any = None
+        self.model, self.family, self.rows = model, family, sorted(set(rows))
+        self.parts: list[Part] = []
+        self._buffers: Buffers = []
+        self._laid: Any = None
+        self._replays: dict[torch.device, Replays] = {}
 
-    def prefill(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.modules = []
-        return super().prefill(*args, **kwargs)
-
-    @torch.no_grad()
-    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
-        held, count = self.length(), ids.shape[1]
+    def width(self, count: int, branches: Branches | None) -> int | None:
+        """How many rows a step of `count` is padded to; None for more rows than are captured, and for trees that do not fit
+        a word of `ops.decode_attend`."""
         width = next((rows for rows in self.rows if rows >= count), None)
-        if width is None or (branches and width - count + branches.sees.shape[1] > ops.WINDOW):
-            self.settle()
-            return super().step(ids, branches)
-        steps = self.lay(width)
-        self._last = count
-        key = (width, branches is not None)
-        if key not in self.graphs:
-            self.graphs[key] = [_Graph(step, *key, self.pool) for step in steps]
+        fits = width and (branches is None or width - count + branches.sees.shape[1] <= ops.WINDOW)
+        return width if fits else None
+
+    def __call__(
+        self, state: KVState, delta: int, ids: Tensor, width: int, branches: Branches | None = None
+    ) -> Tensor:
+        """Logits [1, n, V] of `ids` [1, n] after the columns of `state`, which are `delta` behind their positions."""
+        held, count = state.length(), ids.shape[1]
         out = ids
-        for graph in self.graphs[key]:
-            out = graph(out, held, count, branches)
-            if graph.step.looks is not None:
-                self._look(graph.step, held, count)
-        self.memory.wrote(count)
+        for number, part in enumerate(self.lay(state, delta, width)):
+            out = self._run(number, part, out, held, count, width, branches)
+            if part.looks is not None:
+                assert isinstance(state, ThinnedState)
+                self._look(state, part, part.looks, held, count)
+        state.wrote(count)
         return out[:, :count].clone()
 
-    def lay(self, room: int) -> list[Step]:
-        """The steps, device after device, over buffers with room for `room` more columns; captures do not outlive the
+    def _run(
+        self,
+        number: int,
+        part: Part,
+        given: Tensor,
+        held: int,
+        count: int,
+        width: int,
+        branches: Branches | None,
+    ) -> Tensor:
+        """What `part` makes of `given`, ids [1, count] or hidden states [width, E], after `held` columns: logits
+        [1, width, V] or hidden states, in a tensor that the next call writes over."""
+        replays, tree = self._replays[part.device], branches is not None
+        shape = (1, width) if given.dtype == torch.long else tuple(given.shape)
+        place, start = replays.room("given", shape, given.dtype), replays.room("start", (1, 1), torch.long)
+        # From another device: its stream is waited for, and the host is not.
+        (place[:, :count] if given.dtype == torch.long else place).copy_(given)
+        start.fill_(held)
+        depth, sees = replays.room("depth", (1, width), torch.long), None
+        if branches is not None:
+            sees = replays.room("sees", (width,), torch.long)
+            depth[0, :count] = branches.depth.to(part.device) - (branches.sees.shape[1] - count)
+            sees.copy_(_words(branches, width))
+
+        def work() -> tuple[Tensor, ...]:
+            columns = start + part.line[:, :width]
+            return (part(place, columns, start + depth if tree else columns, sees),)
+
+        return replays((number, width, tree), work, lasting=False)[0]
+
+    def lay(self, state: KVState, delta: int, room: int) -> list[Part]:
+        """The parts, device after device, over buffers with room for `room` more columns; captures do not outlive the
         buffers they were made of."""
-        buffers = self.memory.buffers(room)
-        lacks = [self.memory.lacks(layer) for layer in range(len(buffers))]
-        laid = [pair for step in self.modules for pair in step.buffers_of]
-        same = laid and all(a[0] is b[0] for a, b in zip(buffers, laid, strict=True))
-        if same and lacks == self.laid:
-            return self.modules
-        self.graphs.clear()
-        self.laid = lacks
-        # One for all captures: none is at work beside another, and what each gives is copied at once.
-        self.pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+        buffers = state.buffers(room)
+        laid = delta, [state.lacks(layer) for layer in range(len(buffers))]
+        same = self.parts and all(a[0] is b[0] for a, b in zip(buffers, self._buffers, strict=True))
+        if same and laid == self._laid:
+            return self.parts
+        self._laid, self._buffers = laid, list(buffers)
         family, model = self.family, self.model
         words, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
         home = words.weight.device
-        scale = family.geometry(model).head_dim ** -0.5
-        glance = None if self.thinned is None else self.thinned.pruner.glance
-        laid_out = [
+        glance = state.pruner.glance if isinstance(state, ThinnedState) else None
+        cuts = [
             (device, some)
             for device, numbers in pipeline_parallel.runs([key.device for key, _ in buffers], home)
             for some in _cut_after(numbers, glance)
         ]
+        # Of all captures on a device none is at work beside another, and what each gives is copied at once.
+        self._replays = {device: Replays(device) for device, _ in cuts}
         layers: list[Any] = list(family.layers(model))
-        held = _Holds(self, buffers, glance, home)
-        self.modules = [
-            Step(
+        held = self._holds(state, delta, buffers, glance, home)
+        heads = family.geometry(model).heads
+        self.parts = [
+            Part(
                 device,
                 [layers[number] for number in numbers],
-                scale,
                 [buffers[number] for number in numbers],
-                [held(number) for number in numbers],
+                [held[number] for number in numbers],
                 words if place == 0 else None,
-                (family.text(model).norm, head) if place == len(laid_out) - 1 else None,
-                held.looks() if glance is not None and numbers[-1:] == [glance] else None,
+                (family.text(model).norm, head) if place == len(cuts) - 1 else None,
+                _room_for_query(buffers[glance][0], heads) if glance in numbers[-1:] else None,
             )
-            for place, (device, numbers) in enumerate(laid_out)
+            for place, (device, numbers) in enumerate(cuts)
         ]
-        self.biases = held.biases
-        return self.modules
+        return self.parts
 
-    def _look(self, step: Step, held: int, count: int) -> None:
+    def _holds(
+        self, state: KVState, delta: int, buffers: Buffers, glance: int | None, home: torch.device
+    ) -> list[Held]:
+        """How each layer holds the sequence: one for all layers that hold it alike on one device."""
+        family, known, found = self.family, dict[Any, Held](), list[Held]()
+        for layer, (like, _) in enumerate(buffers):
+            lacks, after = state.lacks(layer), glance is not None and layer > glance
+            anew = isinstance(state, ThinnedState) and state.renumbers(layer)
+            name = like.device, like.shape[2], lacks, anew, after
+            if name not in known:
+                # Text after the prompt has the same position on every axis.
+                places = torch.arange(like.shape[2], device=home) + (0 if anew else lacks + delta)
+                axes = places.expand(3, -1) if family.mrope else places
+                rope = torch.stack([angle[0] for angle in family.angles(self.model, axes, like.dtype)])
+                bias = None
+                if after:
+                    assert isinstance(state, ThinnedState)
+                    bias = torch.zeros(state.prompt - lacks, device=like.device)
+                known[name] = Held(lacks, rope.to(like.device), bias)
+            found.append(known[name])
+        return found
+
+    def _look(self, state: ThinnedState, part: Part, looks: Tensor, held: int, count: int) -> None:
         """Between the layer at which a pruner glances and the next one: what a token sees of the video from there on."""
-        thinned = self.thinned
-        assert thinned is not None and step.looks is not None
-        key = step.buffers_of[-1][0][:, :, : held + 1 - step.held[-1].lacks]
-        shown = thinned.recall(step.looks, key) if count == 1 else None
-        for bias in self.biases:
-            bias.fill_(0.0 if shown is None else -torch.inf)
-            if shown is not None:
-                bias[shown.to(bias.device)] = 0.0
-
-    def accept(self, path: Tensor) -> None:
-        if self._moved is None:
-            super().accept(path)
-        else:
-            self._moved.accept(self.length() - self._last, path)
-
-    def truncate(self, length: int) -> None:
-        if self._moved is None:
-            super().truncate(length)
-        else:
-            self._moved.count = min(length, self.length())
-
-    def length(self) -> int:
-        moved = self._moved
-        return super().length() if moved is None or moved.count is None else moved.count
-
-    @property
-    def _moved(self) -> Moved | None:
-        """The memory of a plain model whose columns are in buffers."""
-        memory = self.memory
-        return memory if isinstance(memory, Moved) and memory.count is not None else None
-
-    def settle(self) -> None:
-        """Leave the cache as if all columns had gone through the model."""
-        if isinstance(self.memory, Moved):
-            self.memory.settle()
-        known = getattr(self.cache, "sequence", None)
-        if known is not None and known.layout.length < self.length():
-            kinds = torch.full((1, self.length() - known.layout.length), TEXT, device=known.layout.device)
-            self.cache.sequence = replace(known, layout=known.layout.append(TokenLayout.build(kinds)))
+        key = part.buffers[-1][0][:, :, : held + 1 - part.held[-1].lacks]
+        shown = state.recall(looks, key) if count == 1 else None
+        for bias in {id(one.bias): one.bias for part in self.parts for one in part.held}.values():
+            if bias is not None:
+                bias.fill_(0.0 if shown is None else -torch.inf)
+                if shown is not None:
+                    bias[shown.to(bias.device)] = 0.0
 
 
-class _Holds:
-    """How each layer holds the sequence of a runner, told once for all layers that hold it alike on one device."""
-
-    def __init__(
-        self,
-        runner: StaticRunner,
-        buffers: list[tuple[Tensor, Tensor]],
-        glance: int | None,
-        home: torch.device,
-    ) -> None:
-        self.runner, self.buffers, self.glance, self.home = runner, buffers, glance, home
-        self.known: dict[tuple[Any, ...], Held] = {}
-
-    @property
-    def biases(self) -> list[Tensor]:
-        return [held.bias for held in self.known.values() if held.bias is not None]
-
-    def looks(self) -> Tensor:
-        assert self.glance is not None
-        key = self.buffers[self.glance][0]
-        shape = self.runner.family.geometry(self.runner.model)
-        return key.new_zeros(1, shape.heads, 1, shape.head_dim)
-
-    def __call__(self, layer: int) -> Held:
-        runner, like = self.runner, self.buffers[layer][0]
-        lacks, thinned, after = (
-            runner.laid[layer],
-            runner.thinned,
-            self.glance is not None and layer > self.glance,
-        )
-        anew = thinned is not None and thinned.renumbers(layer)
-        key = like.device, like.shape[2], lacks, anew, after
-        if key not in self.known:
-            # Text after the prompt stands at the same place on every axis.
-            begin = 0 if anew else lacks + runner.delta
-            places = torch.arange(like.shape[2], device=self.home) + begin
-            axes = places.expand(3, -1) if runner.family.mrope else places
-            angles = torch.stack([angle[0] for angle in runner.family.angles(runner.model, axes, like.dtype)])
-            bias = None
-            if after:
-                assert thinned is not None
-                bias = torch.zeros(thinned.prompt - lacks, device=like.device)
-            self.known[key] = Held(lacks, angles.to(like.device), bias)
-        return self.known[key]
+def _room_for_query(key: Tensor, heads: int) -> Tensor:
+    return key.new_zeros(1, heads, 1, key.shape[3])
 
 
 def _cut_after(numbers: list[int], layer: int | None) -> list[list[int]]:
@@ -330,62 +285,11 @@ def _cut_after(numbers: list[int], layer: int | None) -> list[list[int]]:
     return [numbers[:end], numbers[end:]]
 
 
-class _Graph:
-    """A step of `width` rows, of a chain or a tree. The first is run as it is written; on CUDA the second is captured.
-
-    Rows of padding write behind the last column, where the next step writes again, and no other row sees them.
-    """
-
-    def __init__(self, step: Step, width: int, tree: bool, pool: Any) -> None:
-        device = step.device
-        self.step, self.width, self.tree, self.pool = step, width, tree, pool
-        self.given: Tensor | None = None
-        self.start = torch.zeros(1, 1, dtype=torch.long, device=device)
-        self.rows = torch.arange(width, device=device)[None]
-        self.depth = self.rows.clone()
-        self.sees = torch.zeros(width, dtype=torch.long, device=device)
-        self.graph: Any = None
-        self.out: Any = None
-
-    def __call__(self, given: Tensor, held: int, count: int, branches: Branches | None) -> Tensor:
-        """What the step makes of `given`, ids [1, count] or hidden states [width, E], after `held` columns: logits
-        [1, width, V] or hidden states, in a tensor that the next call writes over."""
-        if self.given is None:
-            shape = (1, self.width) if given.dtype == torch.long else tuple(given.shape)
-            self.given = torch.zeros(shape, dtype=given.dtype, device=self.start.device)
-        # From another device: its stream is waited for, and the host is not.
-        (self.given[:, :count] if given.dtype == torch.long else self.given).copy_(given)
-        self.start.fill_(held)
-        if branches is not None:
-            before = branches.sees.shape[1] - count
-            self.depth[0, :count] = branches.depth.to(self.depth.device) - before
-            self.sees.copy_(self._words(branches))
-        if self.graph is None and self.out is not None and self.start.is_cuda:
-            self._capture()
-        if self.graph is None:
-            self.out = self._run()
-        else:
-            with torch.cuda.device(self.start.device):
-                self.graph.replay()
-        return self.out  # type: ignore[no-any-return]
-
-    def _run(self) -> Tensor:
-        assert self.given is not None
-        columns = self.start + self.rows
-        if not self.tree:
-            return self.step(self.given, columns, columns)  # type: ignore[no-any-return]
-        return self.step(self.given, columns, self.start + self.depth, self.sees)  # type: ignore[no-any-return]
-
-    def _words(self, branches: Branches) -> Tensor:
-        """[width] long, on the host: what each row sees of the last columns; rows of padding see all."""
-        n, m = branches.sees.shape
-        bits = torch.ones(self.width, ops.WINDOW, dtype=torch.bool)
-        end = ops.WINDOW - (self.width - n)
-        bits[:n, end:] = False
-        bits[:n, end - m : end] = branches.sees.cpu()
-        return (bits.long() << torch.arange(ops.WINDOW)).sum(1)
-
-    def _capture(self) -> None:
-        graph, out = captured(self._run, self.start.device, self.pool)
-        # Only now: a step that failed would be replayed.
-        self.graph, self.out = graph, out
+def _words(branches: Branches, width: int) -> Tensor:
+    """[width] long, on the host: what each row sees of the last columns; rows of padding see all."""
+    n, m = branches.sees.shape
+    bits = torch.ones(width, ops.WINDOW, dtype=torch.bool)
+    end = ops.WINDOW - (width - n)
+    bits[:n, end:] = False
+    bits[:n, end - m : end] = branches.sees.cpu()
+    return (bits.long() << torch.arange(ops.WINDOW)).sum(1)

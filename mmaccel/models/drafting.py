@@ -23,8 +23,8 @@ from mmaccel.core.prune import TokenPruner
 from mmaccel.core.report import SequenceMeter
 from mmaccel.models import timed
 from mmaccel.models.arguments import LOOPS, OUTPUTS, asked, wants
-from mmaccel.models.decode import admits, open_runner
-from mmaccel.models.runner import unpadded
+from mmaccel.models.decode import admits
+from mmaccel.models.runner import open_runner, unpadded
 from mmaccel.models.sampling import allowed_to, check_processors, of_one, warp
 from mmaccel.models.signals import Listener
 from mmaccel.models.turns import columns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 from mmaccel.core.attach import attached
 from mmaccel.core.attention import NOTE, Note, Probe
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVPolicy
+from mmaccel.core.kv import KVPolicy, KVState
+from mmaccel.core.layout import TEXT, TokenLayout
+from mmaccel.core.registry import registry
 from mmaccel.core.runner import Runner
+from mmaccel.models import decode
 from mmaccel.models.vision import in_parts
 
 if TYPE_CHECKING:
@@ -28,21 +32,23 @@ class HFRunner(Runner):
     It keeps no graph for gradients, which would hold every layer's activations as long as its logits or its cache live.
     """
 
-    def __init__(self, model: nn.Module, family: Family, cache: Any) -> None:
+    def __init__(self, model: nn.Module, family: Family, cache: Any, rows: Sequence[int] = ()) -> None:
+        """`rows`: the numbers of rows of which steps are captured (`SequenceSteps`); all others go through the model, which
+        prompts always do."""
         self.model, self.family, self.cache = model, family, cache
         self.delta = self._last = 0
+        self.steps = decode.SequenceSteps(model, family, rows) if rows else None
+        self._moved: KVState | None = None
 
     @staticmethod
     def open(model: nn.Module, family: Family, kv: KVPolicy | None) -> HFRunner:
         """A fresh sequence; `kv` replaces the recipe's memory and needs an accelerated model."""
         from transformers import DynamicCache
 
-        from mmaccel.models.decode import open_runner
-
         owner = attached(model)
         if owner is None:
             if kv is not None:
-                raise ModelError("kv: a plain model keeps everything; accelerate it to choose its memory.")
+                raise ModelError("kv: a plain model keeps everything; leave kv out, or accelerate the model.")
             return open_runner(model, family, DynamicCache())
         from mmaccel.models.cache import KVCache
 
@@ -106,8 +112,12 @@ class HFRunner(Runner):
 
     @torch.no_grad()
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
-        held, count = self.length(), ids.shape[1]
-        self._last = count
+        self._last = count = ids.shape[1]
+        if self.steps is not None:
+            if width := self.steps.width(count, branches):
+                return self.steps(self._memory(), self.delta, ids, width, branches)
+            self.settle()
+        held = self.length()
         start = held + self.delta
         if branches is None:
             positions = torch.arange(start, start + count, device=ids.device)[None]
@@ -146,11 +156,38 @@ class HFRunner(Runner):
         mask[:, total - sees.shape[1] :] = torch.where(sees, 0.0, torch.finfo(dtype).min).to(dtype)
         return mask[None, None]
 
+    def _memory(self) -> KVState:
+        """What captured steps write to: the cache's own memory, or one that takes over the columns of a plain cache."""
+        if (state := getattr(self.cache, "state", None)) is not None:
+            return state  # type: ignore[no-any-return]
+        if self._moved is None:
+            full = registry("kv")["full"]()
+            self._moved = full.open(self.family.geometry(self.model), None, self.cache.layers[0].keys.device)
+            # One layer after the other, so that no more than one is there twice.
+            for number, layer in enumerate(self.cache.layers):
+                self._moved.append(number, layer.keys, layer.values)
+                self._show(number)
+        return self._moved
+
+    def _show(self, number: int) -> None:
+        """A layer of the plain cache is a view of what the memory holds."""
+        assert self._moved is not None
+        layer, view = self.cache.layers[number], self._moved.view(number, torch.empty(0))
+        layer.keys, layer.values = view.key, view.value
+
     def settle(self) -> None:
-        """Leave the cache as others may take it up: here it is so after every step."""
+        """Leave the cache as if all columns had gone through the model."""
+        if self._moved is not None:
+            for number in range(len(self.cache.layers)):
+                self._show(number)
+            self._moved = None
+        known = getattr(self.cache, "sequence", None)
+        if known is not None and known.layout.length < self.length():
+            kinds = torch.full((1, self.length() - known.layout.length), TEXT, device=known.layout.device)
+            self.cache.sequence = replace(known, layout=known.layout.append(TokenLayout.build(kinds)))
 
     def accept(self, path: Tensor) -> None:
-        state = getattr(self.cache, "state", None)
+        state = getattr(self.cache, "state", None) or self._moved
         if state is not None:
             state.accept(path)
             return
@@ -162,11 +199,18 @@ class HFRunner(Runner):
 
     def truncate(self, length: int) -> None:
         surplus = self.length() - length
-        if surplus > 0:
+        if surplus > 0 and self._moved is not None:
+            self._moved.truncate(length)
+        elif surplus > 0:
             self.cache.crop(-surplus)
 
     def length(self) -> int:
-        return int(self.cache.get_seq_length())
+        return int(self.cache.get_seq_length()) if self._moved is None else self._moved.length()
+
+
+def open_runner(model: nn.Module, family: Family, cache: Any) -> HFRunner:
+    """The runner of `model` after `cache`, with captured steps where `decode.admits` them."""
+    return HFRunner(model, family, cache, decode.ROWS if decode.admits(model, family, cache) else ())
 
 
 def _accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,86 +1,299 @@
-"""Layers of a model over a few new rows, as a function of tensors of fixed shapes that a device can capture."""
+"""One decoder layer over a few new rows, in five operators; and questions to a stream, whose layers go one by one.
+
+The modules of a layer launch some thirty small kernels and take a host about a millisecond; for few rows that is most of
+the time. Weights are the model's own. `models/decode.py` runs all layers of a sequence as one captured step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends import ops
-from mmaccel.models import layers as layers_of
+from mmaccel.backends import fused, ops
+from mmaccel.core.attention import StreamRun
+from mmaccel.core.kv import Seat
+from mmaccel.core.modules import home_of
+from mmaccel.core.replay import Replays, Work
+from mmaccel.models.pointwise import normed
+
+if TYPE_CHECKING:
+    from mmaccel.models.family import Family
+
+LAYERS = {"Qwen2DecoderLayer", "Qwen2_5_VLDecoderLayer"}
+"""Classes of decoder layers that `LayerStep` computes."""
+
+DEVICES = ("cuda",)
+"""Types of devices on which steps are captured."""
+
+WIDTHS = (1, 2, 4, *range(8, 65, 8))
+"""Numbers of rows of a question's step: fewer are filled up to the next of these, more go through the modules."""
+
+Weights = tuple[list[Tensor], list[Tensor]]
+"""Weights of products that are made together, and their biases, if any."""
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
-    """How some layers hold the sequence.
+class Rows(NamedTuple):
+    """Rows [R, E] between two layers or the halves of one. `gained` [R, E] and `squares` [R, P] are what the norm after them
+    needs, where the product that made them computed it too (`fused.pass_rows`)."""
 
-    lacks   columns of the prompt that were pruned before them: a later column lies so many before its number
-    angles  cosines and sines [2, B, capacity, D] of the places of the columns that they hold
-    bias    [m] float32, added to the scores of the first m columns they hold; None: nothing is
+    rows: Tensor
+    gained: Tensor | None = None
+    squares: Tensor | None = None
+
+
+class LayerStep:
+    """A decoder layer of a Qwen2-like family over a few new rows: `fused.enter_rows` (queries, keys and values, with RoPE,
+    keys and values written to the cache), `ops.decode_attend`, and for the output projection and the feed-forward block
+    `fused.pass_rows`, `ops.project_rows` and `fused.pass_rows` again.
+
+    follows  the norm after the layer; None: whoever reads its rows needs no norm, or computes it
     """
 
-    lacks: int
-    angles: Tensor
-    bias: Tensor | None = None
+    def __init__(self, layer: Any, follows: Any = None) -> None:
+        own, mlp = layer.self_attn, layer.mlp
+        self.before, self.between = layer.input_layernorm, layer.post_attention_layernorm
+        self.follows = follows
+        self.qkv, self.out = weights(own.q_proj, own.k_proj, own.v_proj), weights(own.o_proj)
+        self.gate_up, self.down = weights(mlp.gate_proj, mlp.up_proj), weights(mlp.down_proj)
+        self.line = torch.arange(ops.WINDOW, device=self.before.weight.device)[None]
 
-
-class Step(nn.Module):
-    """Layers of a Qwen2-like family over new rows, as one function of tensors of fixed shapes, on one device.
-
-    device   where all of it is computed
-    layers   the decoder layers that this device computes; a model on one device has all of them in one step
-    buffers  keys and values [B, G, capacity, D] of each layer, which the step writes to
-    held     how each layer holds the sequence
-    words    the embedding; None: what comes in are hidden states
-    ends     the last norm and the head; None: what goes out are hidden states
-    looks    where the last layer copies the queries [B, H, 1, D] of the first row to; None: nowhere
-
-    The weights are the model's own.
-    """
-
-    def __init__(
+    def __call__(
         self,
-        device: torch.device,
-        layers: Sequence[Any],
-        scale: float,
-        buffers: Sequence[tuple[Tensor, Tensor]],
-        held: Sequence[Held],
-        words: Any = None,
-        ends: tuple[Any, Any] | None = None,
-        looks: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        self.scale = scale
-        self.device, self.held, self.looks = device, list(held), looks
-        self.buffers_of = list(buffers)
-        # Held in a tuple: these are the model's own modules, not parts of this one.
-        self.parts: tuple[Any, ...] = (words, list(layers), ends)
+        x: Rows,
+        rope: Tensor,
+        columns: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sees: Tensor | None = None,
+        bias: Tensor | None = None,
+        qkv: Tensor | None = None,
+    ) -> tuple[Rows, Tensor]:
+        """What leaves the layer, and the queries [B, H, n, D], with RoPE, that it looked with.
 
-    def forward(self, given: Tensor, columns: Tensor, places: Tensor, sees: Tensor | None = None) -> Tensor:
-        """Logits [B, n, V], or hidden states [B * n, E], of `given`, which are ids [B, n] or hidden states.
-
-        The rows are the columns `columns` [B, n] of the sequence and stand where column `places` [B, n] of it does; `sees`
-        [n] is that of `ops.decode_attend`.
+        x        what enters it, B * n rows
+        rope     [2, B, n, D], the cosines and sines of the rows
+        columns  [B, n] long, the columns of `key` and `value` [B, G, capacity, D] that the rows are written to
+        sees, bias  those of `ops.decode_attend`
+        qkv      `project` of x, where a memory had to see it first; None: it is computed here
         """
-        words, layers, ends = self.parts
-        B, n = columns.shape
-        x: Tensor | layers_of.Weighed = given if words is None else words(given).flatten(0, 1)
-        held: Held | None = None
-        for number, (layer, (key, value)) in enumerate(zip(layers, self.buffers_of, strict=True)):
-            if self.held[number] is not held:
-                held = self.held[number]
-                own, at = (one - held.lacks if held.lacks else one for one in (columns, places))
-                turn = held.angles.take_along_dim(at[None, ..., None], 2)
-            assert held is not None
-            query = layers_of.entering_turned(layer, x, turn, own, key, value)
-            out = ops.decode_attend(query, key, value, own, self.scale, sees, held.bias)
-            follows = layers[number + 1].input_layernorm if number + 1 < len(layers) else ends and ends[0]
-            x = layers_of.leaving(layer, x, out.transpose(1, 2).reshape(B * n, -1), follows)
-        if self.looks is not None:
-            self.looks.copy_(query[:, :, :1])
-        if ends is None:
-            return layers_of.bare(x)
-        return layers_of.project(x, [ends[1]], ends[0]).view(B, n, -1)
+        if qkv is None:
+            rows, gain, squares = _normed_by(x, self.before)
+            eps = self.before.variance_epsilon
+            query = fused.enter_rows(rows, *self.qkv, gain, squares, eps, rope, columns, key, value)
+        else:
+            rows, line = qkv.view(*columns.shape, -1), self.line[:, : columns.shape[1]].expand_as(columns)
+            query = ops.turn_rows(rows, rope[0], rope[1], line, columns, key, value)
+        out = ops.decode_attend(query, key, value, columns, key.shape[-1] ** -0.5, sees, bias)
+        return self.finish(x, out.transpose(1, 2).reshape(columns.numel(), -1)), query
+
+    def project(self, x: Rows) -> Tensor:
+        """[R, (H + 2 G) * D]: queries, keys and values without RoPE, side by side, of rows that enter the layer."""
+        return project(x, self.before, self.qkv)
+
+    def finish(self, x: Rows, attended: Tensor) -> Rows:
+        """What leaves the layer, of rows x [R, E] that entered it, by their attention [R, H * D]."""
+        x = _added(attended, self.out, x.rows, self.between)
+        return _added(project(x, self.between, self.gate_up, gated=True), self.down, x.rows, self.follows)
+
+
+def layer_steps(layers: Sequence[Any], follows: Any = None) -> list[LayerStep]:
+    """`layers` one after the other, and the norm after them, if any."""
+    last = len(layers) - 1
+    norms = [follows if n == last else layers[n + 1].input_layernorm for n in range(len(layers))]
+    return [LayerStep(layer, norm) for layer, norm in zip(layers, norms, strict=True)]
+
+
+def weights(*linear: nn.Linear) -> Weights:
+    """Of products that are made together."""
+    return [one.weight for one in linear], [one.bias for one in linear if one.bias is not None]
+
+
+def project(x: Rows, norm: Any, by: Weights, gated: bool = False) -> Tensor:
+    """`ops.project_rows` of the normed rows."""
+    rows, gain, squares = _normed_by(x, norm)
+    return ops.project_rows(rows, *by, gain, norm.variance_epsilon, None, gated, squares)  # type: ignore[no-any-return]
+
+
+def _normed_by(x: Rows, norm: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What a product after `norm` is given of x: rows, and the norm's gain or the squares, whichever is still to be used."""
+    return (x.rows, norm.weight, None) if x.gained is None else (x.gained, None, x.squares)
+
+
+def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any) -> Rows:
+    """`residual` and rows x through a product; ready for `norm`, if one follows."""
+    # In float16 the rows times the gain, not normed yet, might be too large.
+    if norm is None or x.dtype == torch.float16:
+        return Rows(ops.project_rows(x, *by, None, 0.0, residual))
+    return Rows(*fused.pass_rows(x, *by[0], by[1], residual, norm.weight))
+
+
+def known(layers: Iterable[Any], activation: str) -> bool:
+    """Whether `LayerStep` computes what `layers` do: classes in `LAYERS`, each on one device, with plain linear modules; of
+    products that are made together all have a bias, or none."""
+    layers = list(layers)
+    return activation == "silu" and all(
+        type(layer).__name__ in LAYERS
+        and layer.self_attn.sliding_window is None
+        and all(type(linear) is nn.Linear for some in _together(layer) for linear in some)
+        and len({p.device for p in layer.parameters()}) == 1
+        and all(len({one.bias is None for one in some}) == 1 for some in _together(layer))
+        for layer in layers
+    )
+
+
+def _together(layer: Any) -> list[list[Any]]:
+    """The seven products of a layer, each with those that are made with it."""
+    own, mlp = layer.self_attn, layer.mlp
+    return [[own.q_proj, own.k_proj, own.v_proj], [own.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+
+
+class Watched:
+    """Modules and all in them, as they are now: which they are, of which classes, their weights, and where these lie.
+
+    Asked at every pass: the host takes a tenth of the time of a walk through the modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._roots = list(modules)
+        self._all = [one for module in self._roots for one in module.modules()]
+        self._seen, self._weights = self._look()
+        self.places = tuple(map(Tensor.data_ptr, self._weights))
+        """The addresses of all weights."""
+
+    def same(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether `modules` and all in them are those, unchanged; values of weights may have changed in place."""
+        seen, weights = self._look()
+        return (
+            _alike(self._roots, modules)
+            and _alike(self._seen, seen)
+            and _alike(self._weights, weights)
+            and self.places == tuple(map(Tensor.data_ptr, weights))
+        )
+
+    def hooked(self) -> bool:
+        """Whether a hook of a forward pass is on any of them."""
+        return any(map(any, map(_HOOKS, self._all)))
+
+    def _look(self) -> tuple[list[Any], list[Tensor]]:
+        """Children and classes, and weights."""
+        children, weights = zip(*map(_HELD, self._all), strict=True)
+        held = chain.from_iterable(map(dict.values, weights))
+        seen = [*chain.from_iterable(map(dict.values, children)), *map(type, self._all)]
+        return seen, [one for one in held if one is not None]
+
+
+_Tables = Callable[[Any], tuple[dict[Any, Any], ...]]
+_HELD: _Tables = attrgetter("_modules", "_parameters")
+_HOOKS: _Tables = attrgetter("_forward_hooks", "_forward_pre_hooks")
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+class StreamSteps:
+    """Questions and answers on the memory of a stream: what is between two layers' retrieval is one captured function."""
+
+    def __init__(self, model: nn.Module, family: Family) -> None:
+        self._model, self._family = model, family
+        self._shape = family.geometry(model)
+        self._watched: Watched | None = None
+        self._choices: Any = None
+        self._known = False
+        self._layers: list[LayerStep] = []
+        self._replays = Replays(home_of(model))
+        self._angles: tuple[Tensor, Tensor] | None = None
+        self._starts: dict[int, tuple[Tensor, int]] = {}
+
+    def serves(self, rows: Tensor) -> bool:
+        """Whether rows [n, E] are few, and the layers `known`, where the rows are, and without hooks."""
+        if len(rows) > WIDTHS[-1] or rows.device.type not in DEVICES:
+            return False
+        layers: list[Any] = list(self._family.layers(self._model))
+        if next(layers[0].parameters()).device != rows.device:
+            return False
+        activation = getattr(self._family.text(self._model).config, "hidden_act", "")
+        windows = [getattr(getattr(layer, "self_attn", None), "sliding_window", None) for layer in layers]
+        choices = activation, windows
+        if self._watched is None or choices != self._choices or not self._watched.same(layers):
+            self._watched, self._choices = Watched(layers), choices
+            self._known = known(layers, activation)
+            self._layers = layer_steps(layers) if self._known else []
+        return self._known and not self._watched.hooked()
+
+    def run(self, run: StreamRun, embeds: Tensor, hidden: bool) -> Tensor:
+        """See `StreamSeam.run`."""
+        shape, state, n, dtype = self._shape, run.state, len(embeds), embeds.dtype
+        heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
+        width = next(rows for rows in WIDTHS if rows >= n)
+        assert self._watched is not None
+        self._replays.under(self._watched.places)
+        x = room("x", (width, embeds.shape[1]), dtype)
+        x[:n], x[n:] = embeds, 0.0
+        # One of each layer: memories read the queries of all layers when the pass is over.
+        wide = width, (heads + 2 * groups) * size
+        qkv = [room(("qkv", number), wide, dtype) for number in range(len(self._layers))]
+        first = self._layers[0]
+        self._replays(("enter", width), lambda: (qkv[0].copy_(first.project(Rows(x))),), lasting=False)
+        self._angles = None
+        for number in range(len(self._layers)):
+            if hidden:
+                state.ahead(number, x[None, :n])
+            columns = qkv[number][None, :n].view(1, n, -1, size).transpose(1, 2)
+            query, key, value = columns.split([heads, groups, groups], 1)
+            state.append(number, key, value)
+            seat = state.seat(number, query)
+            if seat is None:
+                attended = room("attended", (width, heads * size), dtype)
+                out = run.attend(number, query, key, value, size**-0.5)
+                attended[:n] = out.transpose(1, 2).reshape(n, -1)
+                self._replays((number, width), self._finished(number, x, attended, qkv))
+            else:
+                self._seated(number, seat, x, qkv)
+        return normed(self._family.text(self._model).norm, x[:n])
+
+    def _finished(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> Work:
+        """The rest of a layer, whose attention was computed by itself."""
+        layer = self._layers[number]
+        return lambda: self._leave(number, layer.finish(Rows(x), attended), x, qkv)
+
+    def _seated(self, number: int, seat: Seat, x: Tensor, qkv: list[Tensor]) -> None:
+        """A layer over rows that have a seat."""
+        layer, count, room = self._layers[number], len(x), self._replays.room
+        rope = room("rope", (2, 1, count, self._shape.head_dim), x.dtype)
+        # Most layers turn rows alike, and rows stand behind as many columns as at the question before. Those that fill up
+        # are turned by something, too: their keys are hidden, but have to be numbers.
+        if seat.angles is not self._angles:
+            self._angles = seat.angles
+            for place, angle in zip(rope, seat.angles, strict=True):
+                place[:, : angle.shape[2]] = angle[0]
+        start = room(("start", number), (1, 1), torch.long)
+        told, column = self._starts.get(number, (None, None))
+        # Another room may have come to lie where the last one lay.
+        if told is not start or column != seat.column:
+            start.fill_(seat.column)
+            self._starts[number] = start, seat.column
+        key, value, bias = seat.key, seat.value, seat.bias
+        lies = key.data_ptr(), value.data_ptr(), key.shape, key.stride(), value.stride()
+        if bias is not None:
+            bias = room("bias", tuple(bias.shape), bias.dtype).copy_(bias)
+
+        def work() -> tuple[Tensor, ...]:
+            columns = start + layer.line[:, :count]
+            left, _ = layer(Rows(x), rope, columns, key, value, None, bias, qkv[number])
+            return self._leave(number, left, x, qkv)
+
+        self._replays((number, count, "seat"), work, at=(lies, None if bias is None else bias.shape))
+
+    def _leave(self, number: int, left: Rows, x: Tensor, qkv: list[Tensor]) -> tuple[Tensor, ...]:
+        """The rows that leave layer `number` go to x, and their projections to where the next layer's memory sees them."""
+        if number + 1 == len(qkv):
+            x.copy_(left.rows)
+        else:
+            torch._foreach_copy_([x, qkv[number + 1]], [left.rows, self._layers[number + 1].project(left)])
+        return ()

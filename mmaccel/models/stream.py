@@ -33,9 +33,9 @@ from mmaccel.models.attention import ATTENTION, PLAIN
 from mmaccel.models.cache import KVCache
 from mmaccel.models.family import Family
 from mmaccel.models.install import Hooks
-from mmaccel.models.layers import FewRows
 from mmaccel.models.limit import positions_of
 from mmaccel.models.pointwise import in_chunks, rotate_by
+from mmaccel.models.step import StreamSteps
 from mmaccel.models.vision import in_batches
 from mmaccel.models.weights import at_hand
 
@@ -71,7 +71,7 @@ class Seam(StreamSeam):
         self.pace = family.pace(model)
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
         self._kernel = kernel_for(self.device, self.dtype)
-        self._few = FewRows(model, family)
+        self._few = StreamSteps(model, family)
         self.text: Any = family.text(model)
         self._gate = gate_of(self.text)
         self._split: tuple[Tensor, list[int]] | None = None

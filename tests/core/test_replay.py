@@ -82,26 +82,27 @@ def test_what_cannot_be_captured_is_run_as_it_is_written(monkeypatch: pytest.Mon
     replays._works = True
     one = torch.ones(3)
     for count in range(1, 5):
-        (two,) = replays("twice", lambda x: (2 * x,), one * count)
+        (two,) = replays("twice", lambda n=count: (2 * one * n,))
         assert torch.equal(two, 2.0 * one * count)
     assert len(tried) == 1
     replays.under("elsewhere")
     for _ in range(3):
-        replays("twice", lambda x: (2 * x,), one)
+        replays("twice", lambda: (2 * one,))
     assert len(tried) == 2
 
 
 class Repeated:
     """As a captured function behaves: the values of the host are those of the capture, results lie in fixed places."""
 
-    def __init__(self, work: Any, given: Any, out: Any, device: Any, pool: Any) -> None:
+    def __init__(self, work: Any, out: Any, device: Any, pool: Any) -> None:
         self.work, self.out = work, out
         MADE.append(self)
 
-    def __call__(self, *given: torch.Tensor) -> Any:
-        for place, one in zip(self.out, self.work(*given), strict=True):
+    def __call__(self) -> Any:
+        made = self.work()
+        for place, one in zip(self.out, made, strict=bool(self.out)):
             place.copy_(one)
-        return self.out
+        return self.out or made
 
 
 MADE: list[Repeated] = []
@@ -119,11 +120,12 @@ def repeating(monkeypatch: pytest.MonkeyPatch) -> replay.Replays:
 def test_sessions_asked_in_turns_each_find_their_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     replays = repeating(monkeypatch)
     memories = [torch.full((2,), float(n)) for n in range(replay.KEPT)]
-    given = torch.ones(2)
+    given = replays.room("given", (2,), torch.float32)
     for turn in range(4):
         for memory in memories:
-            (out,) = replays("sum", lambda x, m=memory: (x + m,), given + turn, at=memory.data_ptr())
-            assert torch.equal(out, given + turn + memory)
+            given.fill_(turn)
+            (out,) = replays("sum", lambda m=memory: (given + m,), at=memory.data_ptr())
+            assert torch.equal(out, given + memory)
     assert len(MADE) == replay.KEPT
 
 
@@ -160,3 +162,38 @@ def test_what_comes_to_lie_where_something_lay_is_what_a_replay_reads(
     (out,) = replays("double", lambda: (again * 0,), at=(again.data_ptr(), again.shape, again.stride()))
     # The capture's own function, to what lies there now.
     assert len(MADE) >= 1 and torch.equal(out, 2 * again)
+
+
+def test_a_failed_capture_is_over_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shown with stand-ins for streams and graphs, for a device cannot be broken."""
+    made: list[Any] = []
+
+    class Graph:
+        capturing = False
+
+        def __init__(self) -> None:
+            made.append(self)
+
+        def capture_begin(self, **_: Any) -> None:
+            self.capturing = True
+
+        def capture_end(self) -> None:
+            self.capturing = False
+
+    def work() -> tuple[torch.Tensor, ...]:
+        if made and made[-1].capturing:
+            raise RuntimeError("no room")
+        return (torch.ones(1),)
+
+    monkeypatch.setattr(replay, "_side", mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    for name in ("current_stream", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    replays = replay.Replays(torch.device("cpu"))
+    replays._works = True
+    for lasting in (True, False):
+        for _ in range(3):
+            assert torch.equal(replays(lasting, work, lasting=lasting)[0], torch.ones(1))
+    assert len(made) == 2 and not any(graph.capturing for graph in made)

@@ -9,7 +9,7 @@ import transformers
 
 import mmaccel
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError
-from mmaccel.models import decode, layers
+from mmaccel.models import decode, step
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import g_test
@@ -139,18 +139,18 @@ def test_each_sequence_is_what_it_is_alone_in_static_steps(family, monkeypatch):
     name, model, other, prompts, ends = family
     options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends}
     plain = model.generate(**batch(name, prompts), **options)
-    runners, lay = set(), decode.StaticRunner.lay
+    steps, lay = set(), decode.SequenceSteps.lay
 
-    def seen(self, room):
-        runners.add(self)
-        return lay(self, room)
+    def seen(self, *given):
+        steps.add(self)
+        return lay(self, *given)
 
-    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
-    monkeypatch.setattr(decode.StaticRunner, "lay", seen)
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    monkeypatch.setattr(decode.SequenceSteps, "lay", seen)
     with mmaccel.accelerate(model, draft=Sequential(**ALWAYS, model=other, window=3)) as fast:
         assert torch.equal(model.generate(**batch(name, prompts), **options), plain)
         assert all(one["accepted"] > 0 for one in fast.report().draft["sequences"])
-    assert len(runners) == 2 * len(prompts)
+    assert len(steps) == 2 * len(prompts)
 
 
 def test_no_draft_gives_the_plain_batch(family):

@@ -5,12 +5,12 @@ import torch
 from transformers import DynamicCache
 
 import mmaccel
+from mmaccel.core import replay
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.draft import Branches, Proposal
 from mmaccel.core.errors import ModelError
 from mmaccel.core.generate import speculate
-from mmaccel.models import decode, layers
-from mmaccel.models.decode import StaticRunner
+from mmaccel.models import decode, step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential, Tree
 from mmaccel.policies.kv import Window
@@ -29,18 +29,18 @@ def family(request):
 
 
 def runner(model, rows=(1,)):
-    return StaticRunner(model, adapter_for(model), DynamicCache(), rows)
+    return HFRunner(model, adapter_for(model), DynamicCache(), rows)
 
 
 def counted(static, monkeypatch):
-    """The shapes of the steps that went through `Step`."""
-    seen, forward = [], decode.Step.forward
+    """The shapes of the steps that went through `Part`."""
+    seen, forward = [], decode.Part.__call__
 
     def noted(self, ids, *rest):
         seen.append(tuple(ids.shape))
         return forward(self, ids, *rest)
 
-    monkeypatch.setattr(decode.Step, "forward", noted)
+    monkeypatch.setattr(decode.Part, "__call__", noted)
     return seen
 
 
@@ -123,6 +123,8 @@ def test_trees_are_the_model_s_own(family):
         ]
         both.truncate(both.length() - 1)
         both._last = 6
+        if both._moved is not None:
+            both._moved._last = 6
         both.accept(torch.tensor([0, 2, 4, 5]))
         both.logits.append(both.step(torch.tensor([[7, 8]])))
         # A tree of more rows than a word has bits goes through the model; the path that is kept of it, too.
@@ -148,7 +150,7 @@ def test_room_grows(family, monkeypatch):
     for token in range(12):
         ids = torch.tensor([[token + 3]])
         assert torch.allclose(plain.step(ids), static.step(ids), atol=1e-4)
-        laid.append(static.modules[0].held[0].angles.shape[2])
+        laid.append(static.steps.parts[0].held[0].rope.shape[2])
     assert len(set(laid)) > 1 and laid == sorted(laid)
 
 
@@ -181,7 +183,7 @@ def test_a_recipe_decodes_through_it(family, strategy, monkeypatch):
     after = model.generate(
         want.sequences, attention_mask=longer, past_key_values=want.past_key_values, **more
     )
-    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
     seen = counted(None, monkeypatch)
     peer = BUILD[name](seed=1)
     draft = {"off": Off(), "sequential": Sequential(model=peer, window=3), "tree": Tree(model=peer)}[strategy]
@@ -222,7 +224,7 @@ def test_without_a_draft_all_is_as_it_was(family, monkeypatch):
 
     want = sampled(model, first := Streamer())
     beams = model.generate(**inputs, max_new_tokens=5, num_beams=2, do_sample=False)
-    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
     seen = counted(None, monkeypatch)
     with mmaccel.accelerate(model) as fast:
         assert torch.equal(sampled(fast, second := Streamer()), want)
@@ -234,7 +236,7 @@ def test_without_a_draft_all_is_as_it_was(family, monkeypatch):
 
 
 @torch.no_grad()
-def test_one_graph_serves_all_lengths(family):
+def test_one_graph_serves_all_lengths(family, monkeypatch):
     """The step compiles as one graph, which no length breaks."""
     name, model = family
     torch._dynamo.reset()
@@ -243,7 +245,8 @@ def test_one_graph_serves_all_lengths(family):
     inputs = prompt(name, PROMPTS["video"])
     static.prefill(inputs)
     plain.prefill(inputs)
-    static.lay(4)[0].compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    compiled = torch.compile(decode.Part.__call__, fullgraph=True, dynamic=False, backend="aot_eager")
+    monkeypatch.setattr(decode.Part, "__call__", compiled)
     for ids in ([[7]], [[9, 3]]):
         static.step(torch.tensor(ids))
         plain.step(torch.tensor(ids))
@@ -265,55 +268,57 @@ class Adapted(torch.nn.Module):
         return self.head(hidden) + 1
 
 
+def captured(runner):
+    return runner.steps is not None
+
+
 def test_it_is_chosen_for_models_it_computes(family, monkeypatch):
     """On a CPU never; elsewhere for a plain cache or a memory written in place, not for layers that others changed."""
     _, model = family
     adapter = adapter_for(model)
-    assert type(adapter.runner(model)) is HFRunner
-    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
-    assert type(adapter.runner(model)) is StaticRunner
+    assert not captured(adapter.runner(model))
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    assert captured(adapter.runner(model))
     with mmaccel.accelerate(model) as fast:
-        assert type(fast.view.runner()) is StaticRunner
-        assert type(fast.view.runner(Window(window=64))) is HFRunner
+        assert captured(fast.view.runner())
+        assert not captured(fast.view.runner(Window(window=64)))
     # Under autocast a plain cache has keys in the type of the angles, and values in that of the products.
     with torch.autocast("cpu", torch.bfloat16):
         mixed = adapter.runner(model)
         mixed.prefill(prompt(family[0], PROMPTS["text"]))
-        assert type(mixed) is HFRunner and mixed.step(torch.tensor([[9, 3]])).shape[1] == 2
+        assert not captured(mixed) and mixed.step(torch.tensor([[9, 3]])).shape[1] == 2
         with mmaccel.accelerate(model) as fast:
-            assert type(fast.view.runner()) is StaticRunner
+            assert captured(fast.view.runner())
     with torch.autocast("cpu", torch.bfloat16, enabled=False):
-        assert type(adapter.runner(model)) is StaticRunner
+        assert captured(adapter.runner(model))
     layer = adapter.layers(model)[1]
     handle = layer.mlp.register_forward_hook(lambda *_: None)
-    assert type(adapter.runner(model)) is HFRunner
+    assert not captured(adapter.runner(model))
     handle.remove()
     own = layer.mlp.up_proj
     layer.mlp.up_proj = torch.nn.Sequential(own)
-    assert type(adapter.runner(model)) is HFRunner
+    assert not captured(adapter.runner(model))
     layer.mlp.up_proj = own
-    assert type(adapter.runner(model)) is StaticRunner
+    assert captured(adapter.runner(model))
     # A product of three knows a bias for each, or none.
     with monkeypatch.context() as patch:
         patch.setitem(layer.self_attn.k_proj._parameters, "bias", None)
-        assert type(adapter.runner(model)) is HFRunner
-    assert type(adapter.runner(model)) is StaticRunner
+        assert not captured(adapter.runner(model))
+    assert captured(adapter.runner(model))
     # What stands before the layers and after them is no less the model's own.
     head = model.get_output_embeddings()
     for end in (model.get_input_embeddings(), adapter.text(model).norm, head):
         handle = end.register_forward_hook(lambda *_: None)
-        assert type(adapter.runner(model)) is HFRunner
+        assert not captured(adapter.runner(model))
         handle.remove()
     model.set_output_embeddings(Adapted(head))
-    assert type(adapter.runner(model)) is HFRunner
+    assert not captured(adapter.runner(model))
     model.set_output_embeddings(head)
-    assert type(adapter.runner(model)) is StaticRunner
+    assert captured(adapter.runner(model))
 
 
 def test_what_does_not_fit_is_told(family):
     _, model = family
-    with pytest.raises(ModelError, match="rows"):
-        runner(model, rows=())
     with pytest.raises(ModelError, match="rows"):
         runner(model, rows=(1, 65))
 
@@ -323,13 +328,13 @@ def test_what_does_not_fit_is_told(family):
 def test_captured_steps_give_the_plain_tokens(family, strategy, monkeypatch):
     """fp32: the same tokens, and steps were captured on the way."""
     name, model = family
-    captured, capture = [], decode._Graph._capture
+    graphs, capture = [], replay.captured
 
-    def noted(graph):
-        capture(graph)
-        captured.append(graph.width)
+    def noted(*given):
+        graphs.append(capture(*given))
+        return graphs[-1]
 
-    monkeypatch.setattr(decode._Graph, "_capture", noted)
+    monkeypatch.setattr(replay, "captured", noted)
     model = model.cuda()
     inputs = {k: v.cuda() for k, v in prompt(name, PROMPTS["video"]).items()}
     want = model.generate(**inputs, max_new_tokens=40, do_sample=False)
@@ -337,8 +342,16 @@ def test_captured_steps_give_the_plain_tokens(family, strategy, monkeypatch):
     draft = {"off": Off(), "sequential": Sequential(model=peer, window=3), "tree": Tree(model=peer)}[strategy]
     with mmaccel.accelerate(model, draft=draft) as fast:
         assert torch.equal(fast.generate(**inputs, max_new_tokens=40, do_sample=False), want)
-    assert captured
+    assert graphs
     model.cpu()
+
+
+def graphs_of(static):
+    """The graphs of each number of rows, on all devices, one for each part."""
+    held = [one for replays in static.steps._replays.values() for one in replays._held.items()]
+    assert all(isinstance(graph, replay._Replay) for _, ways in held for graph in ways.values())
+    rows = sorted({(width, tree) for (_, width, tree), _ in held})
+    return [[number for (number, *of), _ in held if tuple(of) == one] for one in rows]
 
 
 @pytest.mark.gpu
@@ -356,6 +369,5 @@ def test_a_captured_step_is_the_written_one(family, dtype):
     for ids in ([[7]], [[9]], [[4]], [[1, 2, 3]], [[4, 2, 3]], [[1, 9]], [[5]]):
         ids = torch.tensor(ids, device="cuda")
         assert torch.allclose(plain.step(ids), static.step(ids), atol=wide)
-    steps = [graph for graphs in static.graphs.values() for graph in graphs]
-    assert all(step.graph is not None for step in steps) and len(static.graphs) == 2
+    assert [len(of) for of in graphs_of(static)] == [1, 1]
     model.to("cpu", torch.float32)

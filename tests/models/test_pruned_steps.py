@@ -10,12 +10,11 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.draft import Branches, Proposal
-from mmaccel.models import layers
-from mmaccel.models.decode import StaticRunner
+from mmaccel.models import step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import DyCoke, FastV, PyramidDrop, SparseVLM, VisionZip
-from tests.models.test_decode import counted
+from tests.models.test_decode import counted, graphs_of
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 pytestmark = pytest.mark.numeric(by="torch")
@@ -45,13 +44,13 @@ def model(family: str) -> Any:
     return made
 
 
-def runners(fast: Any, rows: tuple[int, ...]) -> tuple[HFRunner, StaticRunner]:
+def runners(fast: Any, rows: tuple[int, ...]) -> tuple[HFRunner, HFRunner]:
     """One whose steps go through the model, and one whose steps are captured where there is a device."""
     from mmaccel.models.cache import KVCache
 
     depth, family = fast.view.geometry.layers, fast.adapter
     plain, static = (KVCache(fast.open_state(), depth) for _ in range(2))
-    return HFRunner(fast.model, family, plain), StaticRunner(fast.model, family, static, rows)
+    return HFRunner(fast.model, family, plain), HFRunner(fast.model, family, static, rows)
 
 
 @pytest.mark.parametrize("kind", ["text", "interleaved", "long"])
@@ -130,7 +129,7 @@ def test_a_recipe_decodes_through_it(
     draft = Sequential(model=BUILD[family](seed=1), window=3) if drafted else "off"
     with mmaccel.accelerate(model, prune=PRUNERS[name], draft=draft) as fast:
         want, before = fast.generate(**inputs, **choice), fast.report()
-        monkeypatch.setattr(layers, "DEVICES", ("cpu",))
+        monkeypatch.setattr(step, "DEVICES", ("cpu",))
         seen = counted(None, monkeypatch)
         got, after = fast.generate(**inputs, **choice), fast.report()
         assert torch.equal(got.sequences, want.sequences)
@@ -155,5 +154,5 @@ def test_a_captured_step_is_the_written_one(family: str, name: str) -> None:
         for ids in ([7], [9], [4], [1, 2, 3], [4, 2, 3], [1, 9], [5], [6], [8]):
             rows = torch.tensor([ids], device="cuda")
             torch.testing.assert_close(static.step(rows), plain.step(rows), atol=1e-3, rtol=0)
-    steps = [graph for graphs in static.graphs.values() for graph in graphs]
-    assert all(step.graph is not None for step in steps) and len(static.graphs) == 2
+    parts = 2 if PRUNERS[name].glance is not None else 1
+    assert [len(of) for of in graphs_of(static)] == [parts, parts]

@@ -18,8 +18,8 @@ from mmaccel.core.attention import Run
 from mmaccel.core.draft import Proposal
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.models import decode, layers, pipeline_parallel, shapes
-from mmaccel.models.decode import StaticRunner
+from mmaccel.models import decode, pipeline_parallel, shapes, step
+from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential
 from tests.models.streams import pair
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -104,13 +104,13 @@ def test_a_step_in_runs_is_the_step(
     for split in (False, True):
         if split:
             in_runs(monkeypatch, *first)
-        runner = StaticRunner(model, adapter_for(model), DynamicCache(), (1, 4, 8))
+        runner = HFRunner(model, adapter_for(model), DynamicCache(), (1, 4, 8))
         runner.prefill(inputs)
         said = [runner.step(torch.tensor(ids)) for ids in ([[7]], [[9, 3]], [[4, 5, 6, 7]], [[2]])]
         said.append(runner.step(torch.tensor([[4, 5, 6, 7, 8]]), tree))
         runner.accept(torch.tensor([0, 2, 4]))
         said.append(runner.step(torch.tensor([[3]])))
-        assert len(runner.modules) == (len(first) if split else 1)
+        assert len(runner.steps.parts) == (len(first) if split else 1)
         told.append(said)
     for one, other in zip(*told, strict=True):
         assert torch.equal(one, other)
@@ -168,7 +168,7 @@ def test_hooks_of_ours_do_not_keep_steps_from_being_captured(
     family: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, model = family
-    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
     pipeline_parallel.spread_layers(model, [CPU, OTHER])
     assert decode.admits(model, adapter_for(model), DynamicCache())
     adapter_for(model).layers(model)[1].register_forward_pre_hook(lambda *_: None)

@@ -10,7 +10,7 @@ import torch
 
 import mmaccel
 from mmaccel.core import replay
-from mmaccel.models import layers
+from mmaccel.models import step
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, pair
 from tests.policies.kv.mosaic.test_replayed import Replayed
 
@@ -48,22 +48,22 @@ def rests(answer: mmaccel.core.answer.Answer) -> dict[tuple[int, int], float | N
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 @pytest.mark.parametrize("kv", ["mosaic", "rekv", "full", "livevlm"])
 def test_few_rows_say_what_the_modules_say(name: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes, by_hand = [], layers.FewRows.run
+    passes, by_hand = [], step.StreamSteps.run
 
     def noted(seam: Any, run: Any, embeds: Any, hidden: bool) -> Any:
         passes.append(len(embeds))
         return by_hand(seam, run, embeds, hidden)
 
-    monkeypatch.setattr(layers.FewRows, "run", noted)
+    monkeypatch.setattr(step.StreamSteps, "run", noted)
     with opened(name, KV[kv]) as session:
         wanted, said = logits(session), session.ask(QUESTION, 6)
         assert not passes
-        monkeypatch.setattr(layers, "DEVICES", ("cpu",))
+        monkeypatch.setattr(step, "DEVICES", ("cpu",))
         found, again = logits(session), session.ask(QUESTION, 6)
     assert (found - wanted).abs().max() <= 1e-4 and again.ids == said.ids
     assert len(rests(said)) >= 4 and rests(said) == pytest.approx(rests(again), abs=1e-4)
     # A question, twice, and the words of an answer one by one.
-    assert len(passes) >= 3 and max(passes) <= layers.WIDTHS[-1] and min(passes) == 1
+    assert len(passes) >= 3 and max(passes) <= step.WIDTHS[-1] and min(passes) == 1
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -73,7 +73,7 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(
     name: str, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Questions of several lengths and their answers, while the stream grows."""
-    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
     monkeypatch.setattr(replay, "_Replay", Replayed)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     Replayed.made = 0
@@ -106,7 +106,7 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(
 
 def test_rooms_that_come_to_lie_where_others_lay_are_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """When weights were moved, rooms are given up; an allocator may make the next ones of the same memory."""
-    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
     with opened("random-ov", KV["rekv"]) as session:
         few: Any = session._seam._few  # type: ignore[attr-defined]
         made: dict[Any, torch.Tensor] = {}
@@ -125,8 +125,8 @@ def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest
     def never(*_: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr(layers, "DEVICES", ("cpu",))
-    monkeypatch.setattr(layers.FewRows, "run", never)
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    monkeypatch.setattr(step.StreamSteps, "run", never)
     with opened("random-ov", KV["rekv"]) as session:
         with pytest.raises(AssertionError):
             logits(session)
@@ -136,5 +136,5 @@ def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest
         logits(session)
         hook.remove()
         assert heard
-        monkeypatch.setattr(layers, "WIDTHS", (1, 4))
+        monkeypatch.setattr(step, "WIDTHS", (1, 4))
         logits(session)

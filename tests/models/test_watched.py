@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmaccel.models.watched import Watched
+from mmaccel.models.step import Watched
 
 
 class Other(nn.Linear):
@@ -66,8 +66,8 @@ def test_a_listener_is_heard_wherever_it_is(kind: str) -> None:
     for module in some.modules():
         if module is some:
             continue
-        assert not watched.heard()
+        assert not watched.hooked()
         hook = getattr(module, kind)(lambda *_: None)
-        assert watched.heard() and watched.same(list(some))
+        assert watched.hooked() and watched.same(list(some))
         hook.remove()
-    assert not watched.heard()
+    assert not watched.hooked()

@@ -190,8 +190,7 @@ PIECES = [("text", 6), ("video", 36), ("text", 1), ("image",), ("text", 3), ("vi
 
 def recipes(draft: Any) -> dict[str, dict[str, Any]]:
     """Each policy and each preset that serves `generate`, as fields of a recipe; drafts run on the model `draft`."""
-    from mmaccel.core.compose import check_sequences
-    from mmaccel.core.recipe import Recipe, names
+    from mmaccel.core.recipe import Recipe, check_sequences, names
     from mmaccel.core.registry import registry
 
     heads = {0: {0: {"name": "a_shape", "sink": 16, "window": 32}, 1: "grid"}}

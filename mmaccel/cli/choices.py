@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmaccel.core.compose import stream_policy
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.kv import StreamPolicy
-from mmaccel.core.recipe import Recipe, endings, fields_of, names
+from mmaccel.core.recipe import Recipe, endings, fields_of, names, stream_policy
 from mmaccel.core.registry import registry
 
 if TYPE_CHECKING:

@@ -141,8 +141,7 @@ def _session(
     dtype: str,
 ) -> None:
     from mmaccel.cli.stream_picture import Truth, retrieved, timeline
-    from mmaccel.core.compose import stream_policy
-    from mmaccel.core.recipe import Recipe
+    from mmaccel.core.recipe import Recipe, stream_policy
     from mmaccel.core.record import recipe_of
     from mmaccel.core.session import VideoSession
     from mmaccel.figure import figure, save

@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mmaccel.core.compose import check_sequences, stream_policy
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.recipe import Recipe
+from mmaccel.core.recipe import Recipe, check_sequences, stream_policy
 from mmaccel.core.registry import policy, registry
 
 SLOTS = {"sparse": "sparse", "kv": "memory (kv)", "draft": "draft", "prune": "prune"}

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import Geometry, ModelAdapter, ModelView
-from mmaccel.core.draft import Branches, Prompt
+from mmaccel.core.draft import Prompt
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.runner import Runner
+from mmaccel.core.runner import Branches, Runner
 
 Rule = Callable[[Sequence[int]], Tensor]
 

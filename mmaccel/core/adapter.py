@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,6 @@ from torch import Tensor, nn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.modules import home_of, unwrapped
 from mmaccel.core.runner import Runner
-
-if TYPE_CHECKING:
-    from mmaccel.core.attach import Accelerated
-    from mmaccel.core.kv import KVPolicy, StreamState
-    from mmaccel.core.places import Places
 
 
 @dataclass(frozen=True)
@@ -31,113 +26,6 @@ class Geometry:
     head_dim: int
     hidden: int
     vocab: int
-
-
-@dataclass(frozen=True, eq=False)
-class Clip:
-    """Frames [T, 3, H, W] with the seconds at which each was shown and their rate, where these are known; `part`: of a
-    source whose length is not known."""
-
-    frames: Tensor
-    times: list[float] | None
-    fps: float | None
-    part: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Tail:
-    """The tokens of a question after the video: `ids` [n] with rows ``words[0] .. words[1]`` the user's own."""
-
-    ids: Tensor
-    words: tuple[int, int]
-
-
-class StreamSeam(ABC):
-    """One model and its processor as streams use them: pixels to features, features through the layers, text both ways.
-
-    Nothing stays on the model between two calls. Several streams may share a model: a call waits until those of other
-    threads are done. P tokens a unit, E hidden size, V vocabulary.
-    """
-
-    view: ModelView
-    pace: int
-    """Frames of a unit."""
-    dtype: torch.dtype
-    """Of embeddings, keys and values."""
-    device: torch.device
-
-    @abstractmethod
-    def clips(
-        self, video: Any, fps: float | None, check: Callable[[], None] | None = None
-    ) -> Generator[Clip, None, None]:
-        """`video` (frames, a `Video`, a clip, a path) as frames a session takes in; a path is read at `fps`, in pieces.
-
-        `check` is called while frames of a path are awaited, and ends the wait by what it raises. Raises `VideoError` in one
-        sentence.
-        """
-
-    @abstractmethod
-    def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
-        """Whether frames [T, 3, H, W] come to the vision tower in the size in which frames of `size` (height, width) do."""
-
-    @abstractmethod
-    def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Of frames [n * pace, 3, H, W]: features [n, P, E] of the units, and [m, E] of the marks that end any video.
-
-        Frames that do not fit with those of `size` are resized to it.
-        """
-
-    @abstractmethod
-    def resized(self, frames: Tensor, size: tuple[int, int]) -> Tensor:
-        """`frames` [T, 3, H, W] at (height, width)."""
-
-    @abstractmethod
-    def head(self) -> Tensor:
-        """[h] ids of the prompt before the video."""
-
-    @abstractmethod
-    def tail(self, question: str) -> Tail:
-        """What follows the video and its marks when `question` is asked; raises `ModelError` for an empty one."""
-
-    @abstractmethod
-    def places(self, size: tuple[int, int], fps: float | None) -> Places:
-        """The positions of a stream of frames of `size`, `fps` of them a second (None: not known)."""
-
-    @abstractmethod
-    def words(self, ids: Tensor) -> Tensor:
-        """[n, E] input embeddings of text `ids` [n]."""
-
-    @abstractmethod
-    def run(
-        self,
-        state: StreamState,
-        embeds: Tensor,
-        hidden: bool = False,
-        few: bool = False,
-        check: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """[n, E] final hidden states of new columns `embeds` [n, E], through all layers, with `state` as memory.
-
-        Keys and queries reach the memory before rotation; with `hidden` it is told what enters each layer. `few`: the
-        columns are a question's or an answer's, which few kernels may compute where they round otherwise than the modules.
-        `check` is called at each layer where columns are many; what it raises breaks the pass off.
-        """
-
-    @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, V] logits of final hidden states [n, E]."""
-
-    @abstractmethod
-    def ends(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-
-    @abstractmethod
-    def decode(self, ids: Tensor) -> str:
-        """The text of ids [n], special tokens left out."""
-
-    @abstractmethod
-    def signature(self) -> str:
-        """A short mark of the weights: another model, or another training of this one, has another."""
 
 
 class ModelAdapter(ABC):
@@ -243,17 +131,8 @@ class ModelAdapter(ABC):
         """[B, n, V] logits of final hidden states [B, n, E] (after the last norm)."""
 
     @abstractmethod
-    def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
-        """Attach the recipe of `owner` to `model`, then call `owner.joined`; the returned function calls `owner.left` and
-        restores the model. Both wait for running calls of the model, and leave the model as it was when they fail."""
-
-    @abstractmethod
-    def runner(self, model: nn.Module, kv: KVPolicy | None = None) -> Runner:
-        """A runner on `model`, attached or plain; `kv` chooses the memory of an attached one (None: its recipe's)."""
-
-    @abstractmethod
-    def seam(self, model: nn.Module, processor: Any) -> StreamSeam:
-        """`model` and `processor` as a stream uses them; raises `ModelError` for a processor that cannot serve."""
+    def runner(self, model: nn.Module) -> Runner:
+        """A runner on `model`, attached or plain."""
 
     @abstractmethod
     def load(self, path: str, like: nn.Module) -> nn.Module:
@@ -348,9 +227,9 @@ class ModelView:
         """See `ModelAdapter.frames`."""
         return self.adapter.frames(self.model, inputs)
 
-    def runner(self, kv: KVPolicy | None = None) -> Runner:
+    def runner(self) -> Runner:
         """A sequence on this model."""
-        return self.adapter.runner(self.model, kv)
+        return self.adapter.runner(self.model)
 
     def hold(self, name: str, make: Callable[[], Any], use: Callable[[Any], bool] = lambda held: True) -> Any:
         """What `make` gives, made once and kept until `release`; made anew when `use` says that it is of no more use."""

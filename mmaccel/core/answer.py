@@ -11,12 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import StreamSeam
 from mmaccel.core.deadline import Deadline
-from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import Piece, StreamState
-from mmaccel.core.runner import Runner
+from mmaccel.core.runner import Branches, Runner
+from mmaccel.core.stream_adapter import StreamAdapter
 
 MAX_NEW_TOKENS = 128
 """The default of `max_new_tokens`, in sessions and on the command line."""
@@ -81,7 +80,7 @@ class Answer:
 class Turn(Runner):
     """A question at work on a memory: the target of the decoding loop."""
 
-    def __init__(self, seam: StreamSeam, state: StreamState, hidden: bool, deadline: Deadline) -> None:
+    def __init__(self, seam: StreamAdapter, state: StreamState, hidden: bool, deadline: Deadline) -> None:
         self._seam, self._state, self._hidden, self._deadline = seam, state, hidden, deadline
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import StreamSeam
 from mmaccel.core.answer import FinishReason, Said
 from mmaccel.core.deadline import Deadline
 from mmaccel.core.draft import DraftStrategy, Prompt
 from mmaccel.core.errors import warn
 from mmaccel.core.generate import speculate
 from mmaccel.core.live import Question
+from mmaccel.core.stream_adapter import StreamAdapter
 
 
 def answered(
-    seam: StreamSeam,
+    seam: StreamAdapter,
     strategy: DraftStrategy,
     asked: Question,
     most: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,16 @@ from torch import nn
 from mmaccel.backends import select
 from mmaccel.core.adapter import ModelAdapter, ModelView, Outline
 from mmaccel.core.attention import Road
-from mmaccel.core.compose import check_sequences
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.modules import unwrapped
 from mmaccel.core.prune import checked_stages
-from mmaccel.core.recipe import Recipe
+from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Report
+from mmaccel.core.runner import Runner
+from mmaccel.core.stream_adapter import StreamAdapter
 from mmaccel.core.thinned import ThinnedState
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
@@ -35,7 +37,24 @@ FRAME = 196
 """Tokens of a frame of the prompts on which a pattern's planning is timed."""
 
 
-def adapter_for(model: nn.Module) -> ModelAdapter:
+class ModelFamily(ModelAdapter):
+    """An adapter whose models also take a recipe and read streams."""
+
+    @abstractmethod
+    def attach(self, model: nn.Module, owner: Accelerated) -> Callable[[], None]:
+        """Attach the recipe of `owner` to `model`, then call `owner.joined`; the returned function calls `owner.left` and
+        restores the model. Both wait for running calls of the model, and leave the model as it was when they fail."""
+
+    @abstractmethod
+    def runner(self, model: nn.Module, state: KVState | None = None) -> Runner:
+        """A runner on `model`, attached or plain; `state` is the memory of an attached one (None: its recipe's)."""
+
+    @abstractmethod
+    def seam(self, model: nn.Module, processor: Any) -> StreamAdapter:
+        """`model` and `processor` as a stream uses them; raises `ModelError` for a processor that cannot serve."""
+
+
+def adapter_for(model: nn.Module) -> ModelFamily:
     """The adapter of a model's family; raises `ModelError` with the list of families."""
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -54,12 +73,12 @@ def adapter_for(model: nn.Module) -> ModelAdapter:
     return adapter
 
 
-def family_of(kind: str) -> ModelAdapter:
+def family_of(kind: str) -> ModelFamily:
     """The adapter of a model type, as config.json names it; raises `ModelError` with the list of families."""
     families: list[Any] = list(registry("model").values())
     for family in families:
         if kind in family.model_types:
-            adapter: ModelAdapter = family()
+            adapter: ModelFamily = family()
             return adapter
     known = sorted(t for family in families for t in family.model_types)
     raise ModelError(f"model type {kind!r} is not supported; supported are {', '.join(known)}.")

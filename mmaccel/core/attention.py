@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import ops, select
-from mmaccel.core.draft import Branches
+from mmaccel.core.draft import Probe
 from mmaccel.core.errors import warn
 from mmaccel.core.kv import KVState, KVView, StreamState
 from mmaccel.core.layout import TokenLayout
@@ -21,6 +21,7 @@ from mmaccel.core.lower import attend_plan
 from mmaccel.core.plan import AttentionPlan, check_sizes, numbered
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
+from mmaccel.core.runner import Branches
 from mmaccel.core.windowed import window_plan
 
 ELSEWHERE = 2
@@ -104,24 +105,6 @@ class Watched:
         if self.ready is not None:
             self.ready.synchronize()
         return float(self.value) / max(self.expected, 1.0)
-
-
-class Probe:
-    """Reads what the layers of one run compute. It belongs to the run, so that runs of other threads do not reach
-    it. Override what is to be read; an error raised here ends the pass.
-    """
-
-    def entering(self, run: Run, layer: int, hidden: Tensor) -> None:
-        """`hidden` [B, n, E], the new columns of `run`, enters `layer`; where `layer` is the number of layers, it leaves
-        the last one.
-
-        Called only for the layers that the draft's pruner of the attached recipe reads.
-        """
-
-    def attending(
-        self, run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> None:
-        """What enters the attention of `layer`, before it is computed: query [B, H, n, D]; key, value [B, G, N, D]."""
 
 
 @dataclass(frozen=True)

@@ -5,33 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.kv import KVState
+from mmaccel.core.layout import TokenLayout
 from mmaccel.core.policy import Policy
-
-if TYPE_CHECKING:
-    from mmaccel.core.adapter import ModelView
-    from mmaccel.core.attention import Probe
-    from mmaccel.core.prune import TokenPruner
+from mmaccel.core.prune import TokenPruner
+from mmaccel.core.runner import Branches
 
 # (ids [S] before the token, its raw logits [V]) -> the probabilities [V] it is drawn from; one-hot where processors decide.
 Warp = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class Branches:
-    """Rows of a tree, run in one pass after the columns that were run before.
-
-    sees [n, m] bool: whether new row i sees column j of the last m columns, the n new ones included; all before it sees.
-    depth [n] long: the place of each row, counted from the first of those m columns.
-    """
-
-    sees: Tensor
-    depth: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +89,40 @@ class Prompt:
     warp: Warp | None = None
     generator: torch.Generator | None = None
     max_new_tokens: int = 0
+
+
+class PrefillPass(Protocol):
+    """What a `Probe` may read of a pass over new columns ``start .. start + n`` of a batch.
+
+    layout covers every column up to the last new one; `state` is the memory, or None when the caller hands over all keys.
+    """
+
+    @property
+    def layout(self) -> TokenLayout: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def state(self) -> KVState | None: ...
+
+
+class Probe:
+    """Reads what the layers of one pass compute. It belongs to the pass, so that passes of other threads do not reach
+    it. Override what is to be read; an error raised here ends the pass.
+    """
+
+    def entering(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
+        """`hidden` [B, n, E], the new columns of `run`, enters `layer`; where `layer` is the number of layers, it leaves
+        the last one.
+
+        Called only for the layers that the draft's pruner of the attached recipe reads.
+        """
+
+    def attending(
+        self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> None:
+        """What enters the attention of `layer`, before it is computed: query [B, H, n, D]; key, value [B, G, N, D]."""
 
 
 class DraftState(ABC):

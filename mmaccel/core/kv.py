@@ -7,17 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.places import Places
 from mmaccel.core.policy import Policy
-
-if TYPE_CHECKING:
-    from mmaccel.core.adapter import Geometry, ModelView
-    from mmaccel.core.places import Places
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import StreamSeam
 from mmaccel.core.answer import Evidence, Turn
 from mmaccel.core.deadline import Deadline
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.kv import FrameState, Piece, Seen, Stream, StreamPolicy, StreamState
 from mmaccel.core.report import Meter
+from mmaccel.core.stream_adapter import StreamAdapter
 
 UNITS = 16
 """Units that go through the layers together where neither recipe nor memory says otherwise."""
@@ -65,7 +65,7 @@ class Live:
     """The film and the memory of one stream."""
 
     def __init__(
-        self, seam: StreamSeam, kv: StreamPolicy, chunk: int | None, film: Film, state: StreamState
+        self, seam: StreamAdapter, kv: StreamPolicy, chunk: int | None, film: Film, state: StreamState
     ) -> None:
         self.seam, self.kv, self.film, self.state = seam, kv, film, state
         self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // film.unit))
@@ -75,7 +75,7 @@ class Live:
     @classmethod
     def open(
         cls,
-        seam: StreamSeam,
+        seam: StreamAdapter,
         kv: StreamPolicy,
         chunk: int | None,
         size: tuple[int, int],
@@ -98,7 +98,7 @@ class Live:
     @classmethod
     def begin(
         cls,
-        seam: StreamSeam,
+        seam: StreamAdapter,
         kv: StreamPolicy,
         chunk: int | None,
         frames: Tensor,

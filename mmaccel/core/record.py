@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from mmaccel.core import folder, outside, saving
-from mmaccel.core.adapter import StreamSeam
 from mmaccel.core.errors import MmaccelError, ModelError, shown
 from mmaccel.core.folder import FACTS, FILM, FORMAT, MEMORY, UNSEALED, VERSION, writable
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.live import Film, Live
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.stream_adapter import StreamAdapter
 
 CHECKSUM = "checksum"
 STORE = "store"
@@ -37,7 +37,7 @@ PIXELS = 1 << 25
 """Most pixels of a frame: 8K."""
 
 
-def save(path: Path, seam: StreamSeam, recipe: Recipe, live: Live) -> None:
+def save(path: Path, seam: StreamAdapter, recipe: Recipe, live: Live) -> None:
     """Write a session into the folder `path`; raises `ModelError` where that cannot be."""
     writable(path)
     # Where a link leads to: the link stays, and what it led to is what is written anew.
@@ -92,7 +92,7 @@ def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**bare, CHECKSUM: zlib.crc32(json.dumps(bare, sort_keys=True).encode())}
 
 
-def load(where: Path, seam: StreamSeam, recipe: Recipe, kv: StreamPolicy) -> Live:
+def load(where: Path, seam: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> Live:
     """The stream of a saved session, whose memory is `kv`; raises an `MmaccelError` when it does not fit.
 
     It is read again where another process saves to the folder meanwhile, which removes the files that were to be read.
@@ -128,7 +128,7 @@ def _mark(where: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _check(where: Path, seam: StreamSeam, recipe: Recipe) -> Facts:
+def _check(where: Path, seam: StreamAdapter, recipe: Recipe) -> Facts:
     """The facts of a saved session, its files there in full; raises `ModelError` when it does not fit."""
     told = _read(where)
     mine = _facts(seam, recipe)
@@ -243,7 +243,7 @@ SIZES: dict[str, Callable[[Any], bool]] = {
 """What is told of a film, and what it must be."""
 
 
-def _facts(seam: StreamSeam, recipe: Recipe) -> dict[str, Any]:
+def _facts(seam: StreamAdapter, recipe: Recipe) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,

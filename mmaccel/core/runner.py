@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError
 
-if TYPE_CHECKING:
-    from mmaccel.core.draft import Branches
+
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """Rows of a tree, run in one pass after the columns that were run before.
+
+    sees [n, m] bool: whether new row i sees column j of the last m columns, the n new ones included; all before it sees.
+    depth [n] long: the place of each row, counted from the first of those m columns.
+    """
+
+    sees: Tensor
+    depth: Tensor
 
 
 class Runner(ABC):

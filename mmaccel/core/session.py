@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from mmaccel.backends import select
 from mmaccel.core import record
-from mmaccel.core.adapter import Clip, StreamSeam
 from mmaccel.core.answer import MAX_NEW_TOKENS, Answer, Reply
 from mmaccel.core.answering import answered
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.compose import stream_policy
 from mmaccel.core.deadline import Deadline, Ended, Over
 from mmaccel.core.errors import ModelError, tell_kept, warn
 from mmaccel.core.live import Live, moments
-from mmaccel.core.recipe import Recipe
+from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
+from mmaccel.core.stream_adapter import Clip, StreamAdapter
 
 Progress = Callable[[int, int | None], None]
 
@@ -53,7 +52,7 @@ class VideoSession:
     ) -> None:
         self.recipe = Recipe.load(recipe, **choices)
         self._kv = stream_policy(self.recipe)
-        self._seam: StreamSeam = adapter_for(model).seam(model, processor)
+        self._seam: StreamAdapter = adapter_for(model).seam(model, processor)
         self._live: Live | None = None
         self._meter = Meter()
         self._lock = threading.RLock()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
+from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.mix import HeadRun
 from mmaccel.core.plan import AttentionPlan
 from mmaccel.core.policy import Policy
-
-if TYPE_CHECKING:
-    from mmaccel.core.adapter import ModelView
-    from mmaccel.core.mix import HeadRun
 
 BLOCK = 256
 """The largest block: kernels hold a block's places at once."""

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmaccel.core.attention import Probe, Run, StreamRun
+from mmaccel.core.attention import Run, StreamRun
+from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError
 from mmaccel.core.packed import PackedRun
 
@@ -104,7 +105,7 @@ class Weights(Probe):
     weights: Tensor
 
     def attending(
-        self, run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
         rows, columns = query.shape[2], key.shape[2]
         at = torch.arange(columns, device=query.device)

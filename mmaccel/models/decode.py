@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from mmaccel.backends import ops
 from mmaccel.core.attach import attached
-from mmaccel.core.draft import Branches
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState
 from mmaccel.core.replay import Replays
+from mmaccel.core.runner import Branches
 from mmaccel.core.thinned import ThinnedState
 from mmaccel.models import pipeline_parallel, step
 from mmaccel.models.pipeline_parallel import MoveInputs

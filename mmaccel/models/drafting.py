@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.attention import Probe
 from mmaccel.core.deadline import Ended
-from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
+from mmaccel.core.draft import DraftState, DraftStrategy, Probe, Prompt, Proposal
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.generate import Speculation, lockstep
 from mmaccel.core.prune import TokenPruner

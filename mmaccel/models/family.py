@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends import pointwise
-from mmaccel.core.adapter import Geometry, ModelAdapter, Outline, StreamSeam
-from mmaccel.core.attach import Accelerated
+from mmaccel.core.adapter import Geometry, ModelAdapter, Outline
+from mmaccel.core.attach import Accelerated, ModelFamily
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVPolicy
+from mmaccel.core.kv import KVState
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.modules import home_of, unwrapped
 from mmaccel.core.places import Pace
 from mmaccel.core.registry import registry
 from mmaccel.core.runner import Runner
+from mmaccel.core.stream_adapter import StreamAdapter
 from mmaccel.models import weights
 from mmaccel.models.install import Hooks
 from mmaccel.models.pointwise import normed
@@ -42,7 +43,7 @@ def _given(value: Any) -> bool:
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
-class Family(ModelAdapter):
+class Family(ModelFamily):
     """A family whose modules are called as in Qwen2: ``model.model.language_model.layers[i].self_attn.q_proj``.
 
     mrope: positions have three coordinates. facts: the inputs that its processor makes beside ids, mask and pixels. needed:
@@ -333,7 +334,7 @@ class Family(ModelAdapter):
         """The embedding of words."""
         return model.get_input_embeddings()  # type: ignore[operator, no-any-return]
 
-    def seam(self, model: nn.Module, processor: Any) -> StreamSeam:
+    def seam(self, model: nn.Module, processor: Any) -> StreamAdapter:
         from mmaccel.models.stream import Seam
 
         return Seam(unwrapped(model), self, processor)
@@ -346,10 +347,10 @@ class Family(ModelAdapter):
 
         return Attachment(model, self, owner).remove
 
-    def runner(self, model: nn.Module, kv: KVPolicy | None = None) -> Runner:
+    def runner(self, model: nn.Module, state: KVState | None = None) -> Runner:
         from mmaccel.models.runner import HFRunner
 
-        return HFRunner.open(model, self, kv)
+        return HFRunner.open(model, self, state)
 
     def load(self, path: str, like: nn.Module) -> nn.Module:
         from mmaccel.models.loading import load_model, outline

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import attached
-from mmaccel.core.attention import NOTE, Note, Probe
+from mmaccel.core.attention import NOTE, Note
+from mmaccel.core.draft import Probe
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVPolicy, KVState
+from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.registry import registry
-from mmaccel.core.runner import Runner
+from mmaccel.core.runner import Branches, Runner
 from mmaccel.models import decode
 from mmaccel.models.vision import in_parts
 
 if TYPE_CHECKING:
-    from mmaccel.core.draft import Branches
     from mmaccel.models.family import Family
 
 
@@ -41,20 +41,20 @@ class HFRunner(Runner):
         self._moved: KVState | None = None
 
     @staticmethod
-    def open(model: nn.Module, family: Family, kv: KVPolicy | None) -> HFRunner:
-        """A fresh sequence; `kv` replaces the recipe's memory and needs an accelerated model."""
+    def open(model: nn.Module, family: Family, state: KVState | None = None) -> HFRunner:
+        """A fresh sequence; `state` replaces the recipe's memory and needs an accelerated model."""
         from transformers import DynamicCache
 
         owner = attached(model)
         if owner is None:
-            if kv is not None:
-                raise ModelError("kv: a plain model keeps everything; leave kv out, or accelerate the model.")
+            if state is not None:
+                raise ModelError(
+                    "state: a plain model keeps everything; leave state out, or accelerate the model."
+                )
             return open_runner(model, family, DynamicCache())
         from mmaccel.models.cache import KVCache
 
-        state = (
-            owner.open_state() if kv is None else kv.open(owner.view.geometry, owner.view, owner.view.device)
-        )
+        state = owner.open_state() if state is None else state
         return open_runner(model, family, KVCache(state, owner.view.geometry.layers))
 
     @torch.no_grad()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.attention import Probe, Run
+from mmaccel.core.attention import Run
+from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.prune import Signals, TokenPruner, checked_columns, observers, thin
@@ -145,7 +146,7 @@ class Listener(Probe):
             self.told, self.hidden = True, {}
             self.fail(error)
 
-    def entering(self, run: Run, layer: int, hidden: Tensor) -> None:
+    def entering(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
         if not self.told and layer in self.hidden:
             with self._failing():
                 self._note(run, layer)
@@ -153,7 +154,7 @@ class Listener(Probe):
                 self._ready()
 
     def attending(
-        self, run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
         if self.told or layer not in self.waiting:
             return
@@ -161,7 +162,7 @@ class Listener(Probe):
             self._note(run, layer)
             self._hear(run.start, layer, query, key, scale)
 
-    def _note(self, run: Run, layer: int) -> None:
+    def _note(self, run: PrefillPass, layer: int) -> None:
         """Which columns a pruner of the target has left `layer`."""
         held, state = None, run.state
         if isinstance(state, ThinnedState):

@@ -227,7 +227,7 @@ class StreamSteps:
         return self._known and not self._watched.hooked()
 
     def run(self, run: StreamRun, embeds: Tensor, hidden: bool) -> Tensor:
-        """See `StreamSeam.run`."""
+        """See `StreamAdapter.run`."""
         shape, state, n, dtype = self._shape, run.state, len(embeds), embeds.dtype
         heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
         width = next(rows for rows in WIDTHS if rows >= n)

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core import outside
-from mmaccel.core.adapter import Clip, ModelView, StreamSeam, Tail
+from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.attention import StreamRun
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import StreamState
 from mmaccel.core.modules import home_of
 from mmaccel.core.places import Places
+from mmaccel.core.stream_adapter import Clip, StreamAdapter, Tail
 from mmaccel.core.windowed import kernel_for
 from mmaccel.models.attaching import gate_of
 from mmaccel.models.attention import ATTENTION, PLAIN
@@ -49,7 +50,7 @@ QUIET_S = 0.5
 """Seconds without a frame after which the model reads what a live source has sent."""
 
 
-class Seam(StreamSeam):
+class Seam(StreamAdapter):
     """A model, its family and its processor."""
 
     def __init__(self, model: nn.Module, family: Family, processor: Any) -> None:

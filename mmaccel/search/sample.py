@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import accelerate, adapter_for
-from mmaccel.core.attention import NOTE, Note, Probe, Run
+from mmaccel.core.attention import NOTE, Note
+from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import MODALITIES, TokenLayout
 
@@ -51,7 +52,7 @@ def watch(
 
     class Visit(Probe):
         def attending(
-            self, run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+            self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
         ) -> None:
             if layers is None or layer in layers:
                 visit(Inside(layer, query, key, value, scale, run.layout))

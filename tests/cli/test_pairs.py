@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmaccel.cli import pairs
-from mmaccel.core.compose import check_sequences, stream_policy
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.recipe import Recipe
+from mmaccel.core.recipe import Recipe, check_sequences, stream_policy
 from mmaccel.core.registry import registry
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "compose.md"

@@ -7,9 +7,10 @@ from transformers import DynamicCache
 import mmaccel
 from mmaccel.core import replay
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.draft import Branches, Proposal
+from mmaccel.core.draft import Proposal
 from mmaccel.core.errors import ModelError
 from mmaccel.core.generate import speculate
+from mmaccel.core.runner import Branches
 from mmaccel.models import decode, step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential, Tree
@@ -281,7 +282,8 @@ def test_it_is_chosen_for_models_it_computes(family, monkeypatch):
     assert captured(adapter.runner(model))
     with mmaccel.accelerate(model) as fast:
         assert captured(fast.view.runner())
-        assert not captured(fast.view.runner(Window(window=64)))
+        state = Window(window=64).open(fast.view.geometry, fast.view, fast.view.device)
+        assert not captured(adapter.runner(model, state))
     # Under autocast a plain cache has keys in the type of the angles, and values in that of the products.
     with torch.autocast("cpu", torch.bfloat16):
         mixed = adapter.runner(model)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import mmaccel
-from mmaccel.core.draft import Branches, Proposal
+from mmaccel.core.draft import Proposal
+from mmaccel.core.runner import Branches
 from mmaccel.models import step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Sequential

@@ -11,9 +11,8 @@ import torch
 
 import mmaccel
 from mmaccel.contract.draft import check_draft
-from mmaccel.core.compose import check_pairs, stream_policy
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.recipe import Recipe
+from mmaccel.core.recipe import Recipe, check_pairs, stream_policy
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import PromptLookup, Sequential, SparseToDense, TextOnly
 from mmaccel.policies.draft.prompt_lookup import _Finder

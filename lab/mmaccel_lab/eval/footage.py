@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import StreamSeam
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.session import VideoSession
+from mmaccel.core.stream_adapter import StreamAdapter
 from mmaccel_lab.world import World, render
 
 PIECE = 64
@@ -31,7 +31,7 @@ class Footage:
 
     def __init__(self, model: nn.Module, processor: Any, world: World, still: float) -> None:
         self._seam = adapter_for(model).seam(model, processor)
-        self.seam: StreamSeam = copy.copy(self._seam)
+        self.seam: StreamAdapter = copy.copy(self._seam)
         self.seam.__dict__["features"] = self._features
         self.pieces: list[Tensor] = []
         self._known: dict[int, tuple[Tensor, Tensor]] = {}

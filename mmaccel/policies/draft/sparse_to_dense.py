@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.attention import Probe, Run
-from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
+from mmaccel.core.adapter import ModelView
+from mmaccel.core.attach import adapter_for
+from mmaccel.core.draft import DraftState, DraftStrategy, PrefillPass, Probe, Prompt, Proposal
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
-from mmaccel.core.kv import KVPolicy, KVState, KVView
+from mmaccel.core.kv import KVState, KVView
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.prune import best, observers, quota
 from mmaccel.core.registry import register
@@ -123,16 +123,6 @@ class _Memory(KVState):
         raise ModelError("sparse_to_dense: the sparse memory is of one sequence.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Given(KVPolicy):
-    """A memory that is there already."""
-
-    state: _Memory
-
-    def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
-        return self.state
-
-
 class _Sparse(DraftState, Probe):
     """Scores columns while the target reads the prompt; then drafts with its weights over `_Memory`."""
 
@@ -155,7 +145,7 @@ class _Sparse(DraftState, Probe):
         return self
 
     def attending(
-        self, run: Run, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
         self._dense = run.state
         if self._fault is None:
@@ -204,7 +194,8 @@ class _Sparse(DraftState, Probe):
             chosen.append(torch.stack(heads))
         self._scores = {}
         self._memory.take(dense, chosen, self._layout.length)
-        self._runner = self._target.runner(_Given(state=self._memory))
+        model = self._target.model
+        self._runner = adapter_for(model).runner(model, self._memory)
         self._runner.resume(self._prompt.inputs)
 
     def propose(self) -> Proposal:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.draft import Branches, DraftState, Prompt, Proposal
+from mmaccel.core.draft import DraftState, Prompt, Proposal
 from mmaccel.core.errors import DraftError, RecipeError, shown
 from mmaccel.core.registry import register
-from mmaccel.core.runner import Runner
+from mmaccel.core.runner import Branches, Runner
 from mmaccel.policies.draft._pair import PeerStrategy
 from mmaccel.policies.draft._read import PrunedReader, Reader, moved
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import mmaccel
 from mmaccel.core.attach import Accelerated
-from mmaccel.core.attention import NOTE, Note, Probe, Run
-from mmaccel.core.draft import DraftStrategy
+from mmaccel.core.attention import NOTE, Note
+from mmaccel.core.draft import DraftStrategy, PrefillPass, Probe
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.report import Meter, SequenceMeter
@@ -135,7 +135,7 @@ def test_a_run_is_read_by_its_own_probes_alone(family: str, model: Any) -> None:
         def __init__(self) -> None:
             self.seen: list[int] = []
 
-        def attending(self, run: Run, layer: int, *rest: Any) -> None:
+        def attending(self, run: PrefillPass, layer: int, *rest: Any) -> None:
             self.seen.append(layer)
 
     with torch.no_grad(), mmaccel.accelerate(model) as fast:

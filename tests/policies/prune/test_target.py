@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import mmaccel
-from mmaccel.core.attention import NOTE, Note, Probe, Run
+from mmaccel.core.attention import NOTE, Note
+from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import candidates
@@ -159,7 +160,7 @@ def test_dropped_columns_leave_the_cache_and_the_layers(family: str, model: Any)
     rows: dict[int, tuple[int, int]] = {}
 
     class Rows(Probe):
-        def attending(self, run: Run, layer: int, query: Tensor, key: Tensor, *rest: Any) -> None:
+        def attending(self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, *rest: Any) -> None:
             rows[layer] = query.shape[2], key.shape[2]
 
     with torch.no_grad(), mmaccel.accelerate(model, prune=FastV(retention=0.25, layer=3)) as fast:
@@ -297,7 +298,7 @@ def test_a_sparse_prefill_of_what_is_left(family: str, model: Any, pattern: str)
     seen: dict[int, TokenLayout] = {}
 
     class Seen(Probe):
-        def attending(self, run: Run, layer: int, *rest: Any) -> None:
+        def attending(self, run: PrefillPass, layer: int, *rest: Any) -> None:
             seen[layer] = run.layout
 
     pruner = VisionZip(retention=0.5)

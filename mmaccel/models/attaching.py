@@ -11,7 +11,6 @@ those under way now, and new calls wait `LONGER` times as long: sooner or later 
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
@@ -267,14 +266,13 @@ class Attaching(Uncopied):
 
     def wrap(self, module: nn.Module, name: str, key: str, ours: Callable[..., Any]) -> None:
         """Replace the instance's method `name` by `ours`, with the same signature; the class stays as it is."""
-        # Before the wrapper is there, so that another thread finds them. A partial of a method, not a closure: so a copy of
-        # the model meets `__reduce_ex__`.
+        # Before the wrapper is there, so that another thread finds them.
         self.plain[key], self.ours[key] = getattr(module, name), ours
-        self.hooks.wrap(module, name, lambda _: functools.partial(self._call, key))
+        self.hooks.wrap(module, name, self._call, key)
 
-    def _call(self, key: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, key: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.gate.enter(self):
-            return self.plain[key](*args, **kwargs)
+            return plain(*args, **kwargs)
         try:
             return self.ours[key](*args, **kwargs)
         finally:

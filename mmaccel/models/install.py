@@ -43,13 +43,14 @@ class Hooks(ExitStack):
         self.callback(back)
         module.__dict__[name] = value
 
-    def wrap(
-        self, module: nn.Module, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> Callable[..., Any]:
-        """Replace the instance's method `name` by what `make` gives for it; returns the method as it was."""
+    def wrap(self, module: nn.Module, name: str, ours: Callable[..., Any], *given: Any) -> Callable[..., Any]:
+        """Replace the instance's method `name` by `ours`, called with `given`, the method as it was, and what the method was
+        called with; returns the wrapper."""
         plain: Callable[..., Any] = getattr(module, name)
-        self.put(module, name, functools.wraps(plain)(make(plain)))
-        return plain
+        # A partial, which copy and pickle look into.
+        wrapper: Callable[..., Any] = functools.wraps(plain)(functools.partial(ours, *given, plain))
+        self.put(module, name, wrapper)
+        return wrapper
 
     def attention(self, modules: Iterable[nn.Module], shared: Any, name: str, **facts: Any) -> None:
         """Give those of `modules` that hold the config `shared` one copy that names attention `name` and has `facts`."""

@@ -28,16 +28,12 @@ TURN = "apply_rotary_pos_emb"
 
 def in_chunks(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
     """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows."""
-
-    def by_rows(module: nn.Module, whole: Callable[..., Any]) -> Callable[..., Any]:
-        if is_norm(module):
-            return functools.partial(normed_or, module, functools.partial(_by_rows, whole))
-        if is_gated(module):
-            whole = functools.partial(gated, module, whole)
-        return functools.partial(_by_rows, whole)
-
     for module in modules:
-        hooks.wrap(module, "forward", functools.partial(by_rows, module))
+        if is_gated(module):
+            hooks.wrap(module, "forward", gated, module)
+        hooks.wrap(module, "forward", _by_rows)
+        if is_norm(module):
+            hooks.wrap(module, "forward", normed_or, module)
 
 
 def rotate_by(
@@ -53,18 +49,17 @@ def rotate_by(
     """
     ours_turns = _turned if turned is None else turned
 
-    def with_ours(module: nn.Module, whole: Any) -> Callable[..., Any]:
-        known: FunctionType = whole.__func__
+    for module in modules:
+        known: FunctionType | None = getattr(module.forward, "__func__", None)
+        if name not in getattr(getattr(known, "__code__", None), "co_names", ()):
+            continue
+        assert known is not None
         names = {**known.__globals__, name: functools.partial(ours_turns, known.__globals__[name])}
         ours = FunctionType(known.__code__, names, known.__name__, known.__defaults__, known.__closure__)
         ours.__kwdefaults__ = known.__kwdefaults__
         # What is compiled around it goes by the names of the module, which ours has a copy of.
-        return functools.partial(torch.compiler.disable(ours), module)
-
-    for module in modules:
-        code = getattr(getattr(module.forward, "__func__", None), "__code__", None)
-        if code is not None and name in code.co_names:
-            hooks.wrap(module, "forward", functools.partial(with_ours, module))
+        wrapper = functools.partial(torch.compiler.disable(ours), module)
+        hooks.put(module, "forward", functools.wraps(module.forward)(wrapper))
 
 
 def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -311,7 +311,7 @@ class Seam(StreamAdapter):
                 hooks.before(layer, functools.partial(ahead, number))
             if (rows := state.feed_rows) is not None:
                 for layer in layers:
-                    hooks.wrap(layer.mlp, "forward", functools.partial(functools.partial, _in_pieces, rows))
+                    hooks.wrap(layer.mlp, "forward", _in_pieces, rows)
             yield
 
     def signature(self) -> str:

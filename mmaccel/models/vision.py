@@ -76,9 +76,8 @@ def by_parts(hooks: Hooks, family: Family, model: nn.Module) -> None:
         encode = getattr(multimodal, name)
         if not getattr(encode, "by_parts", False):
             names = list(inspect.signature(encode).parameters)
-            ours: Any = functools.partial(_encode, family, model, kind, encode, names, joined)
-            ours.by_parts = True
-            hooks.wrap(multimodal, name, lambda _, ours=ours: ours)  # type: ignore[misc]
+            ours = hooks.wrap(multimodal, name, _encode, family, model, kind, names, joined)
+            ours.by_parts = True  # type: ignore[attr-defined]
     by_length(hooks, family, model)
     fewer_kernels(hooks, family, model)
 
@@ -87,9 +86,9 @@ def _encode(
     family: Family,
     model: nn.Module,
     kind: int,
-    encode: Callable[..., Any],
     names: list[str],
     joined: Callable[..., Any],
+    encode: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -257,9 +256,9 @@ def fewer_kernels(hooks: Hooks, family: Family, model: nn.Module) -> None:
     modules = list(tower.modules())
     for one in modules:
         if is_norm(one):
-            hooks.wrap(one, "forward", functools.partial(functools.partial, normed_or, one))
+            hooks.wrap(one, "forward", normed_or, one)
         elif is_gated(one):
-            hooks.wrap(one, "forward", functools.partial(functools.partial, _gated, Filled(one)))
+            hooks.wrap(one, "forward", _gated, Filled(one))
     rotate_by(hooks, modules, _turned, TURN)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -41,8 +40,7 @@ class VisionProbe:
         self.tower: Any = towers[family.name](self.multimodal)
         self.local = threading.local()
         for kind, name in METHODS.items():
-            ours = functools.partial(self._encode, kind, getattr(self.multimodal, name))
-            hooks.wrap(self.multimodal, name, lambda _, ours=ours: ours)  # type: ignore[misc]
+            hooks.wrap(self.multimodal, name, self._encode, kind)
         hooks.before(self.tower.attention, self._catch)
 
     def _encode(self, kind: int, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -71,7 +70,7 @@ class Encoded:
 
         with Hooks() as hooks:
             by_parts(hooks, family, model)
-            hooks.wrap(multimodal, "get_video_features", lambda encode: functools.partial(once, encode))
+            hooks.wrap(multimodal, "get_video_features", once)
             yield
 
 

@@ -18,6 +18,7 @@ class Causal(Family):
 
     name = "text"
     model_types = ()
+    decoder_layers = frozenset({"Qwen2DecoderLayer", "Qwen2_5_VLDecoderLayer"})
 
     def geometry(self, model: nn.Module) -> Geometry:
         return self.whole_geometry(model)

@@ -51,7 +51,7 @@ def admits(model: nn.Module, family: Family, cache: Any) -> bool:
         return False
     layers: list[Any] = list(getattr(family.text(model), "layers", ()))
     activation = getattr(family.text(model).config, "hidden_act", "")
-    if not layers or not step.known(layers, activation):
+    if not layers or not step.known(layers, activation, family):
         return False
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     ends: list[Any] = [model.get_input_embeddings(), family.text(model).norm, head]  # type: ignore[operator]

@@ -23,6 +23,7 @@ from mmaccel.core.report import SequenceMeter
 from mmaccel.models import timed
 from mmaccel.models.arguments import LOOPS, OUTPUTS, asked, wants
 from mmaccel.models.decode import admits
+from mmaccel.models.prompt_layout import split_batch
 from mmaccel.models.runner import open_runner, unpadded
 from mmaccel.models.sampling import allowed_to, check_processors, of_one, warp
 from mmaccel.models.signals import Listener
@@ -134,7 +135,7 @@ def _sequences(
     seeds = torch.randint(1 << 62, (ids.shape[0] * times,)).tolist()
     if times > 1:
         kwargs["num_return_sequences"] = 1
-    prompts = attachment.family.split(attachment.model, kwargs)
+    prompts = split_batch(attachment.family, attachment.model, kwargs)
     rows = [dict(row) for row in prompts for _ in range(times)]
     if (allowed := kwargs.get("prefix_allowed_tokens_fn")) is not None:
         for number, row in enumerate(rows):

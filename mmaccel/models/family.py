@@ -20,39 +20,53 @@ from mmaccel.core.adapter import Geometry, ModelAdapter, Outline
 from mmaccel.core.attach import Accelerated, ModelFamily
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState
-from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
+from mmaccel.core.layout import IMAGE, VIDEO, TokenLayout
 from mmaccel.core.modules import home_of, unwrapped
 from mmaccel.core.places import Pace
-from mmaccel.core.registry import registry
 from mmaccel.core.runner import Runner
 from mmaccel.core.stream_adapter import StreamAdapter
 from mmaccel.models import weights
 from mmaccel.models.install import Hooks
-from mmaccel.models.pointwise import normed
-from mmaccel.models.prompt_layout import Grid, fill, question_mask
+from mmaccel.models.pointwise import normed, rotated
+from mmaccel.models.processor_style import ProcessorStyle
+from mmaccel.models.prompt_layout import Grid, is_given, read_layout
+from mmaccel.models.signals import VisionTower
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
-PLAIN_ROTARY = {"Qwen2RotaryEmbedding"}
-"""Classes whose angles are those of `pointwise.angles`, unless they are stretched."""
-_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids")
 _VISUAL = {IMAGE: ("pixel_values", "image"), VIDEO: ("pixel_values_videos", "video")}
 """The pixels of each kind of visual, and the name of what the tower made of them among `mm_encoder_outputs`."""
-
-
-def _given(value: Any) -> bool:
-    return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
 class Family(ModelFamily):
     """A family whose modules are called as in Qwen2: ``model.model.language_model.layers[i].self_attn.q_proj``.
 
-    mrope: positions have three coordinates. facts: the inputs that its processor makes beside ids, mask and pixels. needed:
-    pixels, and the one of the facts that comes with them.
+    A family is a subclass in one file: these facts, and the methods whose default does not fit. Sets of class names say for
+    which classes one of our kernels computes the same; of others the modules run as they are.
+
+    mrope                   whether positions have three coordinates
+    facts                   inputs that its processor makes beside ids, mask and pixels
+    needed                  pixels -> the one of the facts that comes with them
+    processors              model type -> how its processor makes inputs
+    vision_tower            how pruners read the vision tower; None: they cannot
+    decoder_layers          decoder layers that `step.py` computes: norms, biases and products as in Qwen2
+    rms_norms               norms by the root mean square: ``weight * x / sqrt(mean(x ** 2) + variance_epsilon)``
+    gated_mlps              ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``
+    plain_rotary            rotary modules whose angles are ``position * inv_freq``, where `rope_type` is "default"
+    rotate_function         what the attention modules call to rotate queries and keys
+    vision_rotate_function  the same of a tower that `windowed` gives
     """
 
     mrope: ClassVar[bool] = False
     facts: ClassVar[frozenset[str]] = frozenset()
     needed: ClassVar[Mapping[str, str]] = {}
+    processors: ClassVar[Mapping[str, ProcessorStyle]] = {}
+    vision_tower: ClassVar[type[VisionTower] | None] = None
+    decoder_layers: ClassVar[frozenset[str]] = frozenset()
+    rms_norms: ClassVar[frozenset[str]] = frozenset()
+    gated_mlps: ClassVar[frozenset[str]] = frozenset()
+    plain_rotary: ClassVar[frozenset[str]] = frozenset()
+    rotate_function: ClassVar[str] = "apply_rotary_pos_emb"
+    vision_rotate_function: ClassVar[str] = "apply_rotary_pos_emb_vision"
 
     def pace(self, model: nn.Module) -> int:
         """Frames that the vision tower takes as one step of time."""
@@ -68,7 +82,7 @@ class Family(ModelFamily):
         return {
             kind
             for kind, (pixels, name) in _VISUAL.items()
-            if _given(inputs.get(pixels)) or encoded.get(name) is not None
+            if is_given(inputs.get(pixels)) or encoded.get(name) is not None
         }
 
     def geometry(self, model: nn.Module) -> Geometry:
@@ -130,87 +144,14 @@ class Family(ModelFamily):
             found += [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]  # type: ignore[list-item]
         return found
 
-    def _check_own(self, inputs: Mapping[str, Any]) -> None:
-        """Raise `ModelError` for inputs that another family's processor made."""
-        # A family that names no facts of its own may have those of others.
-        known = registry("model").values() if self.facts else ()
-        others: set[str] = set().union(*(getattr(one, "facts", ()) for one in known))
-        odd = [
-            f"{name} is of another family"
-            for name in sorted(others - self.facts)
-            if inputs.get(name) is not None
-        ]
-        odd += [
-            f"{pixels} comes without {fact}"
-            for pixels, fact in self.needed.items()
-            if _given(inputs.get(pixels)) and inputs.get(fact) is None
-        ]
-        if odd:
-            raise ModelError(f"inputs: {odd[0]}; build them with the model's own processor.")
-
     def layout(self, model: nn.Module, inputs: Mapping[str, Any]) -> TokenLayout:
-        self._check_own(inputs)
-        ids: Tensor = inputs["input_ids"]
-        config: Any = model.config
-        modality = torch.zeros_like(ids)
-        for kind in self.shown(inputs):
-            modality[ids == (config.image_token_id if kind == IMAGE else config.video_token_id)] = kind
-        mask = inputs.get("attention_mask")
-        valid = mask[:, -ids.shape[1] :].bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        if not bool((modality != TEXT).any()):
-            return TokenLayout.build(modality, valid=valid)
-        images, videos = self.grids(model, inputs)
-        queue = {IMAGE: iter(images), VIDEO: iter(videos)}
-        fields = {name: torch.full_like(ids, -1) for name in ("segment", "frame", "row", "column")}
-        for b in range(len(ids)):
-            fill(b, modality[b], queue, fields)
-        for kind, rest in queue.items():
-            if next(rest, None) is not None:
-                raise ModelError(
-                    f"input_ids has fewer {'image' if kind == IMAGE else 'video'} placeholders than the pixels given; "
-                    "build the inputs with the model's processor."
-                )
-        return TokenLayout.build(modality, valid=valid, asked=question_mask(model, ids, modality), **fields)
+        return read_layout(self, model, inputs)
 
     def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
         """For each of `inputs` that tells of images (IMAGE) or of videos (VIDEO): how much of its first axis each takes."""
         raise ModelError(
             f"{self.name}: this family does not say which pixels are whose; give prompts one by one."
         )
-
-    def split(self, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The inputs of each sequence of a batch by itself, its padding included; what tells of neither sequences nor
-        pixels stays in each."""
-        if _given(inputs.get("mm_encoder_outputs")):
-            raise ModelError(
-                "mm_encoder_outputs: a batch is split by its pixels; give these, or prompts one by one."
-            )
-        layout = self.layout(model, inputs)
-        rows: list[dict[str, Any]] = []
-        for b in range(layout.batch):
-            row = dict(inputs)
-            for name in _TOKENS:
-                if _given(inputs.get(name)):
-                    row[name] = inputs[name][..., b : b + 1, :]
-            rows.append(row)
-        for kind in (IMAGE, VIDEO):
-            counts = [
-                layout.segment[b][layout.modality[b] == kind].unique().numel() for b in range(layout.batch)
-            ]
-            for name, sizes in self.shares(inputs, kind).items():
-                if sum(counts) != len(sizes):
-                    raise ModelError(
-                        f"{name} has {len(sizes)} pictures or videos and input_ids {sum(counts)}, so that it cannot be told "
-                        "which sequence each is of; give prompts one by one."
-                    )
-                item, begin = 0, 0
-                for row, count in zip(rows, counts, strict=True):
-                    end = begin + sum(sizes[item : item + count])
-                    row[name] = inputs[name][begin:end]
-                    if not count:
-                        del row[name]
-                    item, begin = item + count, end
-        return rows
 
     def positions(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         ids: Tensor = inputs["input_ids"]
@@ -255,7 +196,7 @@ class Family(ModelFamily):
 
     def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
         block: Any = self.layers(model)[layer]
-        return normed(block.input_layernorm, hidden)
+        return normed(block.input_layernorm, hidden, self)
 
     def query(self, model: nn.Module, layer: int, rows: Tensor) -> Tensor:
         block: Any = self.layers(model)[layer]
@@ -269,7 +210,7 @@ class Family(ModelFamily):
 
     def angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         rotary: Any = self.rotary(model)
-        plain = type(rotary).__name__ in PLAIN_ROTARY and getattr(rotary, "rope_type", None) == "default"
+        plain = type(rotary).__name__ in self.plain_rotary and getattr(rotary, "rope_type", None) == "default"
         if plain and positions.ndim == 1:
             pace = rotary.inv_freq.to(positions.device, torch.float32)
             cos, sin = pointwise.angles(positions, pace, rotary.attention_scaling, dtype)
@@ -280,9 +221,7 @@ class Family(ModelFamily):
         return cos[:, None], sin[:, None]
 
     def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        cos, sin = angles
-        half = x.shape[-1] // 2
-        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+        return rotated(x, *angles)
 
     def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
         if pointwise.fusible(x):

@@ -72,8 +72,8 @@ class Attachment(Attaching):
             self.pruning = Pruning(self)
         if recipe.draft.pruner is not None:
             hear(hooks, family.layers(model), recipe.draft.pruner)
-        in_chunks(hooks, family.pointwise(model))
-        rotate_by(hooks, (layer.self_attn for layer in family.layers(model)))  # type: ignore[misc]
+        in_chunks(hooks, family.pointwise(model), family)
+        rotate_by(hooks, (layer.self_attn for layer in family.layers(model)), family.rotate_function)  # type: ignore[misc]
         self.wrap(self.text, "forward", "forward", self._forward)
         self.generate, self.forward = self.plain["generate"], self.plain["forward"]
         hooks.callback(self.owner.left)

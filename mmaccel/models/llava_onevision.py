@@ -13,7 +13,57 @@ from torch import Tensor, nn
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
+from mmaccel.models.processor_style import ProcessorStyle, frame_videos, tile_images
 from mmaccel.models.prompt_layout import Grid
+from mmaccel.models.signals import VisionTower, received
+
+
+class Tower(VisionTower):
+    """Frames of P patches, each a batch entry, pooled by two after the tower; a mark ends each video.
+
+    Of an image the base view and the tiles are a batch entry each, put together as their features are."""
+
+    def __init__(self, multimodal: Any) -> None:
+        self.multimodal = multimodal
+        layer = multimodal.config.vision_feature_layer
+        layer = layer[-1] if isinstance(layer, list | tuple) else layer
+        blocks = next(m for m in multimodal.vision_tower.modules() if isinstance(m, nn.ModuleList))
+        # hidden_states[0] is what enters the first layer, so that state n comes out of layer n - 1.
+        self.attention: Any = blocks[layer if layer < 0 else layer - 1].self_attn
+
+    def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        module = self.attention
+        query, key = (
+            made(hidden).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+            for made in (module.q_proj, module.k_proj)
+        )
+        score = received(query, key, query.shape[-1] ** -0.5)
+        return torch.cat([score[..., None], key.float().mean(1)], -1)
+
+    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
+        if kind == IMAGE:
+            return self._packed(torch.cat(caught), given)
+        pooled = self.multimodal.apply_pooling(torch.cat(caught))
+        videos = pooled.reshape(pixels.shape[0], -1, pooled.shape[-1])
+        return torch.cat([videos, torch.zeros_like(videos[:, :1])], 1).flatten(0, 1)
+
+    def _packed(self, told: Tensor, given: Mapping[str, Any]) -> Tensor:
+        from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+
+        config, sizes, groups = self.multimodal.config, given["image_sizes"], given.get("batch_num_images")
+        alone = [True] * len(sizes) if groups is None else [n == 1 for n in groups for _ in range(n)]
+        counts = [
+            image_size_to_num_patches(size, config.image_grid_pinpoints, config.vision_config.image_size)
+            if one
+            else 1
+            for size, one in zip(sizes, alone, strict=True)
+        ]
+        aspect = given.get("vision_aspect_ratio") or config.vision_aspect_ratio
+        mark = torch.zeros_like(told[0, 0])
+        packed, _ = self.multimodal.pack_image_features(
+            told.split(counts), sizes, image_newline=mark, vision_aspect_ratio=aspect
+        )
+        return torch.cat(packed)
 
 
 @register("model", "llava_onevision")
@@ -23,6 +73,27 @@ class LlavaOnevision(Family):
     model_types = ("llava_onevision",)
     facts = frozenset({"image_sizes", "image_sizes_videos", "batch_num_images"})
     needed: ClassVar[Mapping[str, str]] = {"pixel_values": "image_sizes"}
+    processors: ClassVar[Mapping[str, ProcessorStyle]] = {
+        "llava_onevision": ProcessorStyle(
+            processor="LlavaOnevisionProcessor",
+            image="LlavaOnevisionImageProcessor",
+            video="LlavaOnevisionVideoProcessor",
+            image_token="<image>",
+            video_token="<video>",
+            images=tile_images,
+            videos=frame_videos,
+            image_settings={
+                "size": {"height": 384, "width": 384},
+                "image_grid_pinpoints": [[384 * n, 384 * m] for n in range(1, 7) for m in range(1, 7)],
+            },
+            video_settings={"size": {"height": 384, "width": 384}},
+        )
+    }
+    vision_tower = Tower
+    decoder_layers = frozenset({"Qwen2DecoderLayer"})
+    rms_norms = frozenset({"Qwen2RMSNorm"})
+    gated_mlps = frozenset({"Qwen2MLP"})
+    plain_rotary = frozenset({"Qwen2RotaryEmbedding"})
 
     def grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Grid], list[Grid]]:
         config: Any = model.config

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +19,30 @@ from torch import Tensor, nn
 from mmaccel.backends import pointwise
 from mmaccel.models.install import Hooks
 
+if TYPE_CHECKING:
+    from mmaccel.models.family import Family
+
 ROWS = 1 << 15
 """Rows at a time; a shorter prompt goes through at once, and meets no other arithmetic than without us."""
 
-TURN = "apply_rotary_pos_emb"
-"""What attention modules call to turn queries and keys."""
 
-
-def in_chunks(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
+def in_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: Family) -> None:
     """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows."""
     for module in modules:
-        if is_gated(module):
+        if is_gated(module, family):
             hooks.wrap(module, "forward", gated, module)
         hooks.wrap(module, "forward", _by_rows)
-        if is_norm(module):
+        if is_norm(module, family):
             hooks.wrap(module, "forward", normed_or, module)
 
 
 def rotate_by(
     hooks: Hooks,
     modules: Iterable[nn.Module],
+    name: str,
     turned: Callable[..., tuple[Tensor, Tensor]] | None = None,
-    name: str = TURN,
 ) -> None:
-    """Let attention `modules` turn queries and keys in place, or by `turned`, which is given their own function and what
+    """Let attention `modules` rotate queries and keys in place, or by `turned`, which is given their own function and what
     that is given. `name`: what they call their own function.
 
     Their forward is the same code, in which one name means another function: what is theirs is not touched.
@@ -77,23 +77,20 @@ def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: An
     return out
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Whether it is a norm by the root mean square, with a weight and no more."""
-    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+def is_norm(module: nn.Module, family: Family) -> bool:
+    """Whether `module` is a norm by the root mean square, with a weight and no more."""
+    return type(module).__name__ in family.rms_norms
 
 
-def is_gated(module: nn.Module) -> bool:
-    """Whether it is a feed-forward block of three products, gated by a SiLU."""
-    names = ("gate_proj", "up_proj", "down_proj")
-    silu = isinstance(getattr(module, "act_fn", None), nn.SiLU) or (
-        type(getattr(module, "act_fn", None)).__name__ == "SiLUActivation"
-    )
-    return type(module).__name__.endswith("MLP") and silu and all(hasattr(module, name) for name in names)
+def is_gated(module: nn.Module, family: Family) -> bool:
+    """Whether `module` is a feed-forward block of three products, gated by a SiLU."""
+    silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+    return silu and type(module).__name__ in family.gated_mlps
 
 
-def normed(module: Any, hidden: Tensor) -> Tensor:
+def normed(module: Any, hidden: Tensor, family: Family) -> Tensor:
     """What the norm `module` makes of `hidden`, by one kernel where there is one; for code that nobody compiles."""
-    if not (is_norm(module) and module.weight.dtype == hidden.dtype and pointwise.fusible(hidden)):
+    if not (is_norm(module, family) and module.weight.dtype == hidden.dtype and pointwise.fusible(hidden)):
         return module(hidden)  # type: ignore[no-any-return]
     return pointwise.rms_norm_now(hidden, module.weight, module.variance_epsilon)
 
@@ -130,3 +127,9 @@ def _turned(
 
 def _wants_gradients(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` [..., D] rotated by angles [..., D], the first half of its coordinates paired with the second."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin

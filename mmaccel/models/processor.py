@@ -1,7 +1,7 @@
 """Text, images and videos to model inputs, as the stock processors make them, without torchvision.
 
 `transformers` has no `*Processor` and no video processor where torchvision is missing. This one reads the
-same files, writes the same files and gives the same tensors. A family is a row of `processor_styles.STYLES`.
+same files, writes the same files and gives the same tensors. A family says how in `Family.processors`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import Tensor
 from mmaccel.core import outside
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.media.intake import as_frames, as_image
+from mmaccel.media.preprocess import Pixels
 from mmaccel.models.conversation import bared, conversations, image_rows, is_path, video_list
 from mmaccel.models.processor_files import read_folder, write_folder
-from mmaccel.models.processor_styles import STYLES, check_type, cuts_of, extra_of
+from mmaccel.models.processor_style import cuts_of, extra_of, style_of
 from mmaccel.models.templates import Written, ids_of, written
 
 
@@ -51,13 +52,14 @@ class Processor:
         with special tokens written in the texts they are given: True, the default, takes them as such, as stock does;
         False takes them as text, so that nobody who only asks a question can end a turn or begin another.
         """
-        check_type(model_type)
-        self.model_type, self.style, self.tokenizer = model_type, STYLES[model_type], tokenizer
+        self.model_type, self.style, self.tokenizer = model_type, style_of(model_type), tokenizer
         config = dict(config or {})
         vision = dict(config.get("vision_config") or {})
-        self.image = self.style.image_defaults.updated(cuts_of(vision)).updated(image or {})
-        self.video = self.style.video_defaults.updated(cuts_of(vision)).updated(
-            video if video is not None else image or {}
+        self.image = Pixels(**self.style.image_settings).updated(cuts_of(vision)).updated(image or {})
+        self.video = (
+            Pixels(**self.style.video_settings)
+            .updated(cuts_of(vision))
+            .updated(video if video is not None else image or {})
         )
         self.extra = {**extra_of(config, vision), **{k: v for k, v in (extra or {}).items() if v is not None}}
         self.special_tokens = special_tokens

@@ -11,7 +11,7 @@ from typing import Any
 from mmaccel.core import outside
 from mmaccel.core.errors import ModelError
 from mmaccel.models.hub import absent
-from mmaccel.models.processor_styles import check_type
+from mmaccel.models.processor_style import style_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def read_folder(name: str | os.PathLike[str]) -> ProcessorFiles:
     whole = _json(folder / "processor_config.json") or {}
     image = whole.get("image_processor") or _json(folder / "preprocessor_config.json")
     video = whole.get("video_processor") or _json(folder / "video_preprocessor_config.json") or image
-    check_type(str(config.get("model_type")))
+    style_of(str(config.get("model_type")))
     if image is None and video is None:
         raise ModelError(
             f"{folder} has neither processor_config.json nor preprocessor_config.json: save them there."

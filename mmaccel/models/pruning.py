@@ -19,8 +19,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import Kept, Signals, Stage, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
-from mmaccel.models.signals import peek, tell_idle
-from mmaccel.models.vision_probe import VisionProbe
+from mmaccel.models.signals import VisionProbe, peek, tell_idle
 
 if TYPE_CHECKING:
     from mmaccel.models.hf import Attachment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,79 @@ from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.places import Pace
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
+from mmaccel.models.pointwise import rotated
+from mmaccel.models.processor_style import ProcessorStyle, patch_images, patch_videos
 from mmaccel.models.prompt_layout import Grid
+from mmaccel.models.signals import VisionTower, received
+
+_PATCHES: dict[str, Any] = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+_PROCESSOR: dict[str, Any] = {
+    "image": "Qwen2VLImageProcessor",
+    "video": "Qwen2VLVideoProcessor",
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "images": patch_images,
+    "videos": patch_videos,
+    "image_settings": {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, **_PATCHES},
+    "video_settings": {
+        "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
+        "max_frames": 768,
+        **_PATCHES,
+    },
+    "type_ids": True,
+}
+
+
+def _runs(sizes: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of equal sizes, as (where the first begins, how many, their size)."""
+    start = 0
+    for size, same in groupby(sizes):
+        count = len(list(same))
+        yield start, count, size
+        start += count * size
+
+
+class Tower(VisionTower):
+    """All patches in a row in the order of windows, frames told apart by their lengths, merged four to one."""
+
+    def __init__(self, multimodal: Any) -> None:
+        self.visual = multimodal.visual
+        self.attention: Any = self.visual.blocks[-1].attn
+
+    def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        module, found = self.attention, []
+        query, key = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1)).permute(1, 2, 0, 3)[:2]
+        cos, sin = (angle.float() for angle in kwargs["position_embeddings"])
+        query, key = rotated(query.float(), cos, sin), rotated(key.float(), cos, sin)
+        ends = kwargs["cu_seqlens"].tolist()
+        for start, count, size in _runs([stop - begin for begin, stop in pairwise(ends)]):
+            q, k = (
+                x[:, start : start + count * size].unflatten(1, (count, size)).transpose(0, 1)
+                for x in (query, key)
+            )
+            score = received(q, k, q.shape[-1] ** -0.5)
+            found.append(torch.cat([score[..., None], k.mean(1)], -1).flatten(0, 1))
+        return torch.cat(found)
+
+    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
+        grid = given["image_grid_thw" if kind == IMAGE else "video_grid_thw"]
+        merged = torch.cat(caught).unflatten(0, (-1, self.visual.spatial_merge_size**2)).mean(1)
+        return merged[torch.argsort(self._order(grid))]
+
+    def _order(self, grid: Tensor) -> Tensor:
+        """Where each merged token, in the order of windows, stands in the order of reading."""
+        if hasattr(self.visual, "get_window_index"):
+            order: Tensor = self.visual.get_window_index(grid)[0]
+        else:
+            from transformers.vision_utils import get_vision_window_index
+
+            order = get_vision_window_index(
+                grid,
+                spatial_merge_size=self.visual.spatial_merge_size,
+                window_size=self.visual.window_size,
+                patch_size=self.visual.patch_size,
+            )[0]
+        return order
 
 
 @register("model", "qwen2_5_vl")
@@ -26,6 +99,14 @@ class Qwen25VL(Family):
         "pixel_values": "image_grid_thw",
         "pixel_values_videos": "video_grid_thw",
     }
+    processors: ClassVar[Mapping[str, ProcessorStyle]] = {
+        "qwen2_vl": ProcessorStyle(processor="Qwen2VLProcessor", **_PROCESSOR),
+        "qwen2_5_vl": ProcessorStyle(processor="Qwen2_5_VLProcessor", seconds=True, **_PROCESSOR),
+    }
+    vision_tower = Tower
+    decoder_layers = frozenset({"Qwen2_5_VLDecoderLayer"})
+    rms_norms = frozenset({"Qwen2_5_VLRMSNorm", "Qwen2RMSNorm"})
+    gated_mlps = frozenset({"Qwen2MLP", "Qwen2_5_VLMLP"})
 
     def shown(self, inputs: Mapping[str, Any]) -> set[int]:
         # Features that come encoded and without their grid have no frames that anyone knows of.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +15,20 @@ from torch import Tensor, nn
 from mmaccel.core.attention import Run
 from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.layout import MODALITIES, TokenLayout
+from mmaccel.core.layout import IMAGE, MODALITIES, VIDEO, TokenLayout
 from mmaccel.core.prune import Signals, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
 from mmaccel.models.install import Hooks
+from mmaccel.models.vision import METHODS
 
 if TYPE_CHECKING:
     from mmaccel.core.attach import Accelerated
     from mmaccel.core.report import Meter
     from mmaccel.models.family import Family
+
+
+SCORES = 1 << 24
+"""Attention scores of a vision tower that are held at a time, unless one frame has more."""
 
 
 def paid(query: Tensor, key: Tensor, at: Tensor, scale: float) -> Tensor:
@@ -223,3 +231,102 @@ class Listener(Probe):
         if not self.told:
             with self._failing():
                 raise ModelError(f"prune {self.pruner.name!r} received nothing from the target's prefill.")
+
+
+class VisionTower(ABC):
+    """What a pruner reads of a family's vision tower: of each visual token the attention it receives, and its key.
+
+    attention  the attention module whose input `look` is given
+    """
+
+    attention: nn.Module
+
+    @abstractmethod
+    def __init__(self, multimodal: Any) -> None: ...
+
+    @abstractmethod
+    def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """[..., patches, 1 + D] of what enters `attention`: the attention that each patch receives, then its key."""
+
+    @abstractmethod
+    def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """[n, 1 + D] for the visual tokens of a call, images (IMAGE) or videos (VIDEO), from what `look` gave of it; `given`
+        are the call's arguments."""
+
+
+class VisionProbe:
+    """While `hooks` are there, computes for each visual token the attention it receives in the vision tower, and its key.
+
+    The tower keeps its own kernels: the one layer's queries and keys are made once more from what enters it, and scores are
+    held for a few frames at a time. What was caught stays with the thread until `take`.
+    """
+
+    def __init__(self, hooks: Hooks, model: nn.Module, family: Family) -> None:
+        if family.vision_tower is None:
+            raise ModelError(
+                f"prune: mmaccel cannot read the vision tower of {family.name}; choose a pruner that does not need it."
+            )
+        self.multimodal: Any = family.multimodal(model)
+        self.tower = family.vision_tower(self.multimodal)
+        self.local = threading.local()
+        for kind, name in METHODS.items():
+            hooks.wrap(self.multimodal, name, self._encode, kind)
+        hooks.before(self.tower.attention, self._catch)
+
+    def _encode(self, kind: int, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.local.caught = []
+        try:
+            out = encode(*args, **kwargs)
+            caught, self.local.caught = self.local.caught, None
+            names = list(inspect.signature(encode).parameters)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            # Releases of transformers differ in the name of a video's pixels.
+            self._told()[kind] = self.tower.tokens(kind, caught, given[names[0]], given)
+        finally:
+            self.local.caught = None
+        return out
+
+    def _told(self) -> dict[int, Tensor]:
+        """What this thread found for images and for videos, since it was last taken."""
+        if not hasattr(self.local, "told"):
+            self.local.told = {}
+        told: dict[int, Tensor] = self.local.told
+        return told
+
+    def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught = getattr(self.local, "caught", None)
+        if caught is not None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            caught.append(self.tower.look(hidden, kwargs))
+
+    def take(self, layout: TokenLayout) -> dict[str, Tensor]:
+        """`vision_attention` [S] and `vision_key` [S, D] of a prompt of one sequence, from what was encoded last."""
+        found, self.local.told = self._told(), {}
+        whole: Tensor | None = None
+        for kind, name in ((IMAGE, "pixel_values"), (VIDEO, "pixel_values_videos")):
+            at = (layout.modality[0] == kind).nonzero()[:, 0]
+            if not at.numel():
+                continue
+            told = found.get(kind)
+            if told is None or len(told) != len(at):
+                raise ModelError(
+                    f"{name}: the pruner reads the vision tower as it runs; give the pixels of all images and videos."
+                )
+            whole = told.new_zeros(layout.length, told.shape[1]) if whole is None else whole
+            whole = whole.index_copy(0, at, told)
+        if whole is None:
+            return {}
+        return {"vision_attention": whole[:, 0], "vision_key": whole[:, 1:]}
+
+
+def received(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """[n, P]: the attention each of the P patches of n frames receives, a mean over heads and queries; query and key are
+    [n, H, P, D]. The scores of as many frames as `SCORES` admits are held at a time, and of one at least."""
+    each = query.shape[1] * query.shape[2] ** 2
+    some = max(1, SCORES // max(each, 1))
+    return torch.cat(
+        [
+            ((q.float() @ k.float().transpose(-1, -2)) * scale).softmax(-1).mean((1, 2))
+            for q, k in zip(query.split(some), key.split(some), strict=True)
+        ]
+    )

@@ -24,9 +24,6 @@ from mmaccel.models.pointwise import normed
 if TYPE_CHECKING:
     from mmaccel.models.family import Family
 
-LAYERS = {"Qwen2DecoderLayer", "Qwen2_5_VLDecoderLayer"}
-"""Classes of decoder layers that `LayerStep` computes."""
-
 DEVICES = ("cuda",)
 """Types of devices on which steps are captured."""
 
@@ -132,12 +129,12 @@ def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any) -> Rows:
     return Rows(*fused.pass_rows(x, *by[0], by[1], residual, norm.weight))
 
 
-def known(layers: Iterable[Any], activation: str) -> bool:
-    """Whether `LayerStep` computes what `layers` do: classes in `LAYERS`, each on one device, with plain linear modules; of
-    products that are made together all have a bias, or none."""
+def known(layers: Iterable[Any], activation: str, family: Family) -> bool:
+    """Whether `LayerStep` computes what `layers` do: classes in the family's `decoder_layers`, each on one device, with plain
+    linear modules; of products that are made together all have a bias, or none."""
     layers = list(layers)
     return activation == "silu" and all(
-        type(layer).__name__ in LAYERS
+        type(layer).__name__ in family.decoder_layers
         and layer.self_attn.sliding_window is None
         and all(type(linear) is nn.Linear for some in _together(layer) for linear in some)
         and len({p.device for p in layer.parameters()}) == 1
@@ -222,7 +219,7 @@ class StreamSteps:
         choices = activation, windows
         if self._watched is None or choices != self._choices or not self._watched.same(layers):
             self._watched, self._choices = Watched(layers), choices
-            self._known = known(layers, activation)
+            self._known = known(layers, activation, self._family)
             self._layers = layer_steps(layers) if self._known else []
         return self._known and not self._watched.hooked()
 
@@ -255,7 +252,7 @@ class StreamSteps:
                 self._replays((number, width), self._finished(number, x, attended, qkv))
             else:
                 self._seated(number, seat, x, qkv)
-        return normed(self._family.text(self._model).norm, x[:n])
+        return normed(self._family.text(self._model).norm, x[:n], self._family)
 
     def _finished(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> Work:
         """The rest of a layer, whose attention was computed by itself."""

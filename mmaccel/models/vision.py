@@ -235,9 +235,6 @@ def in_batches(family: Family, model: nn.Module) -> Iterator[None]:
         yield
 
 
-TURN = "apply_rotary_pos_emb_vision"
-"""The functions that the tower's attention modules call to rotate queries and keys."""
-
 ALIGNED = 16
 """Bytes: a row that begins at a multiple of these is copied by Hopper's matrix units themselves."""
 
@@ -255,11 +252,11 @@ def fewer_kernels(hooks: Hooks, family: Family, model: nn.Module) -> None:
     _FUSED.add(tower)
     modules = list(tower.modules())
     for one in modules:
-        if is_norm(one):
+        if is_norm(one, family):
             hooks.wrap(one, "forward", normed_or, one)
-        elif is_gated(one):
+        elif is_gated(one, family):
             hooks.wrap(one, "forward", _gated, Filled(one))
-    rotate_by(hooks, modules, _turned, TURN)
+    rotate_by(hooks, modules, family.vision_rotate_function, _turned)
 
 
 def _gated(filled: Filled, whole: Callable[..., Any], hidden: Tensor) -> Any:

@@ -10,6 +10,7 @@ import transformers
 import mmaccel
 from mmaccel.core.errors import DraftError, MmaccelWarning, ModelError
 from mmaccel.models import decode, step
+from mmaccel.models.prompt_layout import split_batch
 from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import g_test
@@ -341,7 +342,7 @@ def test_a_batch_is_split_into_the_prompts_it_was_made_of(family):
 
     together = batch(name, prompts)
     adapter = adapter_for(model)
-    for row, one in zip(adapter.split(model, together), prompts, strict=True):
+    for row, one in zip(split_batch(adapter, model, together), prompts, strict=True):
         length = one["input_ids"].shape[1]
         for field, value in one.items():
             mine = row[field]
@@ -356,4 +357,4 @@ def test_a_batch_is_split_into_the_prompts_it_was_made_of(family):
         if field in more:
             more[field] = torch.cat([more[field]] * 2)
     with pytest.raises(ModelError, match=r"one by one|pixels"):
-        adapter.split(model, more)
+        split_batch(adapter, model, more)

@@ -7,6 +7,7 @@ import torch
 
 import mmaccel
 from mmaccel.backends.reference import blocks
+from mmaccel.core.attach import adapter_for
 from mmaccel.models import pointwise
 from mmaccel.models.install import Hooks
 from tests.backends.test_memory import Largest
@@ -57,7 +58,7 @@ def test_pieces_of_a_batch_and_with_gradients(
     whole = norm(hidden)
     monkeypatch.setattr(pointwise, "ROWS", 33)
     hooks = Hooks()
-    pointwise.in_chunks(hooks, [norm])
+    pointwise.in_chunks(hooks, [norm], adapter_for(model))  # type: ignore[arg-type]
     with torch.no_grad():
         torch.testing.assert_close(norm(hidden), whole, rtol=0, atol=1e-6)
     norm(hidden.requires_grad_()).sum().backward()

@@ -11,7 +11,7 @@ import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.layout import IMAGE
 from mmaccel.models.install import Hooks
-from mmaccel.models.vision_probe import VisionProbe
+from mmaccel.models.signals import VisionProbe
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 from tests.policies.prune.layouts import visual
 from tests.policies.prune.test_target import PRUNERS

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmaccel.contract.prompts import signals_for
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import Stage, thin
-from mmaccel.models.vision_probe import _received
+from mmaccel.models.signals import received
 from mmaccel.policies.prune import (
     AttentionPrune,
     DyCoke,
@@ -360,7 +360,7 @@ def test_visionzip_takes_all_frames_at_once() -> None:
             pruner.cut(signals, layout, stage)
         query, key = torch.randn(2, many, 2, 16, 8)
         with counted:
-            _received(query, key, 0.3)
+            received(query, key, 0.3)
         counts.append(counted.count)
     assert counts[0] == counts[1]
 

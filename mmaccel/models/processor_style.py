@@ -1,17 +1,20 @@
-"""What tells one family's inputs from another's: a row of `STYLES` for each model type."""
+"""How the processor of one family makes inputs, and the ways of doing it that families share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError, shown
-from mmaccel.media.preprocess import Pixels, anyres_tokens, to_frames, to_patches, to_square, to_tiles
+from mmaccel.core.registry import registry
+
+if TYPE_CHECKING:
+    from mmaccel.media.preprocess import Pixels
 
 Batch = list[list[Tensor]]
 """The images of each text, each `[3, H, W]`."""
@@ -24,11 +27,16 @@ Made = tuple[dict[str, Any], list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Style:
-    """What tells one family's inputs from another's.
+class ProcessorStyle:
+    """How the processor of one model type makes inputs.
 
-    `processor`, `image`, `video` are the names of the stock classes, for the files; `images` and `videos`
-    make the pixels and count the tokens; `defaults` are what the stock classes assume where a file is silent.
+    processor, image, video      names of the stock classes, which the files of a processor name
+    image_token, video_token     placeholders of a text
+    images, videos               make the pixels, and count the tokens of each image or video
+    image_settings               of the stock image class where a file is silent: fields of `media.preprocess.Pixels`
+    video_settings               of the stock video class
+    type_ids                     whether the model takes `mm_token_type_ids`
+    seconds                      whether it takes `second_per_grid_ts`, the seconds of a step of each video
     """
 
     processor: str
@@ -38,19 +46,25 @@ class Style:
     video_token: str
     images: Callable[[Pixels, Extra, Batch, Where], Made]
     videos: Callable[[Pixels, Extra, list[Tensor], Where], Made]
-    image_defaults: Pixels
-    video_defaults: Pixels
+    image_settings: Mapping[str, Any] = field(default_factory=dict)
+    video_settings: Mapping[str, Any] = field(default_factory=dict)
     type_ids: bool = False
     seconds: bool = False
 
 
-def _patch_images(pixels: Pixels, extra: Extra, batch: Batch, where: Where) -> Made:
+def patch_images(pixels: Pixels, extra: Extra, batch: Batch, where: Where) -> Made:
+    """Qwen-VL: patches of all images in a row, and their grids."""
+    from mmaccel.media.preprocess import to_patches
+
     images = [image for row in batch for image in row]
     made = [to_patches(image[None], pixels, video=False, **where) for image in images]
     return _patches(made, pixels, "pixel_values", "image_grid_thw")
 
 
-def _patch_videos(pixels: Pixels, extra: Extra, videos: list[Tensor], where: Where) -> Made:
+def patch_videos(pixels: Pixels, extra: Extra, videos: list[Tensor], where: Where) -> Made:
+    """Qwen-VL: patches of all videos in a row, and their grids."""
+    from mmaccel.media.preprocess import to_patches
+
     made = [to_patches(frames, pixels, **where) for frames in videos]
     return _patches(made, pixels, "pixel_values_videos", "video_grid_thw")
 
@@ -63,7 +77,10 @@ def _patches(made: list[tuple[Tensor, tuple[int, int, int]]], pixels: Pixels, va
     return {values: whole, grid: grids}, [math.prod(shape) // merged for _, shape in made]
 
 
-def _tile_images(pixels: Pixels, extra: Extra, batch: Batch, where: Where) -> Made:
+def tile_images(pixels: Pixels, extra: Extra, batch: Batch, where: Where) -> Made:
+    """LLaVA: a base view of each image, and finer tiles of one that is alone in its text."""
+    from mmaccel.media.preprocess import anyres_tokens, to_square, to_tiles
+
     per_tile = _tokens_per_tile(extra)
     less = 1 if extra.get("vision_feature_select_strategy") == "default" else 0
     most = int("".join(filter(str.isdigit, extra.get("vision_aspect_ratio", "anyres_max_9"))))
@@ -87,7 +104,10 @@ def _tile_images(pixels: Pixels, extra: Extra, batch: Batch, where: Where) -> Ma
     return {"pixel_values": torch.stack(padded), "image_sizes": sizes, "batch_num_images": numbers}, counts
 
 
-def _frame_videos(pixels: Pixels, extra: Extra, videos: list[Tensor], where: Where) -> Made:
+def frame_videos(pixels: Pixels, extra: Extra, videos: list[Tensor], where: Where) -> Made:
+    """LLaVA: frames of one size, as many of each video."""
+    from mmaccel.media.preprocess import to_frames
+
     lengths = sorted({len(frames) for frames in videos})
     if len(lengths) > 1:
         told = " and ".join(map(str, lengths))
@@ -131,46 +151,13 @@ def extra_of(config: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, 
     return extra
 
 
-_GRID = [[rows * 384, columns * 384] for rows in range(1, 7) for columns in range(1, 7)]
-_PATCH = Pixels(
-    size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
-    patch_size=14,
-    temporal_patch_size=2,
-    merge_size=2,
-)
-_QWEN: dict[str, Any] = {
-    "image": "Qwen2VLImageProcessor",
-    "video": "Qwen2VLVideoProcessor",
-    "image_token": "<|image_pad|>",
-    "video_token": "<|video_pad|>",
-    "images": _patch_images,
-    "videos": _patch_videos,
-    "image_defaults": _PATCH,
-    "video_defaults": _PATCH.updated(
-        {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768}, "max_frames": 768}
-    ),
-    "type_ids": True,
-}
-STYLES: dict[str, Style] = {
-    "qwen2_vl": Style(processor="Qwen2VLProcessor", **_QWEN),
-    "qwen2_5_vl": Style(processor="Qwen2_5_VLProcessor", seconds=True, **_QWEN),
-    "llava_onevision": Style(
-        processor="LlavaOnevisionProcessor",
-        image="LlavaOnevisionImageProcessor",
-        video="LlavaOnevisionVideoProcessor",
-        image_token="<image>",
-        video_token="<video>",
-        images=_tile_images,
-        videos=_frame_videos,
-        image_defaults=Pixels(size={"height": 384, "width": 384}, image_grid_pinpoints=_GRID),
-        video_defaults=Pixels(size={"height": 384, "width": 384}),
-    ),
-}
-
-
-def check_type(model_type: str) -> None:
-    """Raise `ModelError` for a model type that is not among `STYLES`."""
-    if model_type not in STYLES:
+def style_of(model_type: str) -> ProcessorStyle:
+    """The style of a model type; raises `ModelError` where no family has one."""
+    known: dict[str, ProcessorStyle] = {}
+    for family in registry("model").values():
+        known.update(getattr(family, "processors", {}))
+    if model_type not in known:
         raise ModelError(
-            f"model type {shown(model_type)} is not supported: there are {', '.join(sorted(STYLES))}."
+            f"model type {shown(model_type)} is not supported: there are {', '.join(sorted(known))}."
         )
+    return known[model_type]

@@ -130,7 +130,7 @@ def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any) -> Rows:
 
 
 def known(layers: Iterable[Any], activation: str, family: Family) -> bool:
-    """Whether `LayerStep` computes what `layers` do: classes in the family's `decoder_layers`, each on one device, with plain
+    """Whether `LayerStep` computes what `layers` do: `decoder_layers` of the family, each on one device, with plain
     linear modules; of products that are made together all have a bias, or none."""
     layers = list(layers)
     return activation == "silu" and all(

@@ -43,7 +43,7 @@ ONLY_IN = {
     "PIL": ("media/",),
     "rich": ("cli/", "lab/cli/"),
     "typer": ("cli/", "lab/cli/"),
-    "matplotlib": ("figure.py", "search/", "cli/stream_picture.py", "lab/eval/"),
+    "matplotlib": ("figure.py", "search/", "cli/draw.py", "lab/eval/"),
     "torchvision": (),
 }
 LONGEST, LONGEST_OF_KERNELS = 400, 600

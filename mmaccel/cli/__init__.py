@@ -8,8 +8,7 @@ from typing import NoReturn
 import typer
 
 from mmaccel.cli import ask, caption, catalog, draw, search, watch
-from mmaccel.cli.arguments import OneVideo
-from mmaccel.cli.program import program, run
+from mmaccel.cli.program import OneVideo, program, run
 from mmaccel.core.errors import MmaccelError
 from mmaccel.models.shipped import INSTALL
 

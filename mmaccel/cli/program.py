@@ -1,18 +1,76 @@
-"""What the commands of a program share: the options before them, and how they end."""
+"""What the commands of a program share: the options before them, their arguments, and how they end."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, NoReturn
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from mmaccel.cli.arguments import Commands
 from mmaccel.cli.console import quiet, sentence
-from mmaccel.cli.own import bring
 from mmaccel.cli.stopping import INTERRUPTED, status_of, terminable
+from mmaccel.core.errors import MmaccelError, RecipeError, VideoError, shown
+
+
+class Commands(TyperGroup):
+    """The commands; one that is stopped says so, unless it has said more itself."""
+
+    def make_context(self, *given: Any, **how: Any) -> Any:
+        with _told_when_stopped():
+            return super().make_context(*given, **how)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _told_when_stopped():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _told_when_stopped() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped.", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+class OneVideo(TyperCommand):
+    """A command on one video, and perhaps a question, which says in one sentence that more were given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        left = super().parse_args(ctx, args)
+        question = ctx.params.get("question")
+        if isinstance(question, str):
+            check_question(ctx.params["video"], question)
+            if ctx.args:
+                raise VideoError(
+                    f"the question came as {1 + len(ctx.args)} arguments, {shown(question)} and {shown(ctx.args[0])} "
+                    "among them; put it in quotes."
+                )
+        elif ctx.args:
+            raise _two(ctx.params["video"], ctx.args[0])
+        return left
+
+
+def check_question(video: str, question: str) -> None:
+    """Raise `VideoError` for a question that is a second video: a file, or one word that ends as the video's name does."""
+    # Of a text that is too long for a name, pathlib raises what the system says.
+    named = len(question.split()) == 1 and Path(question).suffix
+    if os.path.isfile(question) or (named and named == Path(video).suffix):
+        raise _two(video, question)
+
+
+def _two(one: str, other: str) -> VideoError:
+    return VideoError(
+        f"give one video, not two ({shown(one)} and {shown(other)}); run the command once for each."
+    )
 
 
 def program(name: str, purpose: str) -> typer.Typer:
@@ -84,3 +142,44 @@ def _run(app: typer.Typer, arguments: Sequence[str] | None) -> object:
             raise
         print(f"error: {told}", file=sys.stderr)
         return 2
+
+
+def bring(given: str) -> None:
+    """Import a file of a user's own policies, or a module by its name; raises `RecipeError` where it is not there or fails.
+
+    Only the command line names such files: a recipe that did, and that somebody else wrote, would run what it likes. The
+    file's folder goes to the end of the path of Python, so that processes that are started find the module too.
+    """
+    path = Path(given).resolve() if given.endswith(".py") else None
+    name = given if path is None else path.stem
+    if path is not None:
+        if not path.is_file():
+            raise RecipeError(
+                f"--import: there is no file {given!r}; give an existing Python file, or a module's name."
+            )
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+    try:
+        module = import_module(name)
+    except MmaccelError as error:
+        raise RecipeError(f"--import {given}: {error}") from error
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise _failed(given, error) from error
+        raise RecipeError(
+            f"--import: there is no module {given!r}; give a Python file by its path, or the name of an installed module."
+        ) from error
+    # A file may do anything, ending the process included.
+    except (Exception, SystemExit) as error:
+        raise _failed(given, error) from error
+    if path is not None and Path(getattr(module, "__file__", None) or "").resolve() != path:
+        raise RecipeError(f"--import {given}: another module is called {name!r}; give the file another name.")
+
+
+def _failed(given: str, error: BaseException) -> RecipeError:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).name == Path(given).name]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    where = "" if line is None else f" in line {line}"
+    told = " ".join(str(error).split()).rstrip(".")
+    return RecipeError(f"--import {given}: it fails{where} with {type(error).__name__}: {told}; fix it.")

@@ -19,8 +19,8 @@ from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, counter, err, many, out, print_json, remark, sentence
 from mmaccel.cli.evidence import as_object, below, evidence_table
+from mmaccel.cli.footage import described, ended, rated, until_broken
 from mmaccel.cli.journal import EVERY_S, Keeper, Reading, opening, point_of
-from mmaccel.cli.source import described, ended, rated, until_broken
 from mmaccel.cli.stopping import shielded
 from mmaccel.core import outside
 from mmaccel.core.answer import MAX_NEW_TOKENS

@@ -52,7 +52,41 @@ def _listed(begin: str, values: Iterable[Any], end: str, most: int) -> str:
     return told.removesuffix(", ") + end
 
 
-class MmaccelError(Exception):
+class Field:
+    """Arguments of a call as a sentence names them: ``fps=8`` with a value, ``fps=, frames= or size=`` without.
+
+    within  the words around them, ``{}`` in their place; they go where no name is left
+    sign    what stands behind a name
+    """
+
+    def __init__(self, *names: str, value: object = None, within: str = "{}", sign: str = "=") -> None:
+        self.names, self.value, self.within, self.sign = names, value, within, sign
+
+    def said(self, options: Mapping[str, str] | None = None) -> str:
+        """The words, or those with the `options` of a command in place of the names; one without an option is left out."""
+        names = [f"{one}{self.sign}" for one in self.names]
+        if options is not None:
+            names = [options[one] for one in self.names if one in options]
+        told = " or ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+        if self.value is not None:
+            told += f"{' ' if options is not None else ''}{self.value}"
+        return self.within.format(told) if names else ""
+
+
+class Sentence:
+    """An error or a warning whose `args` are its words: texts, and a `Field` where it names arguments of a call."""
+
+    args: tuple[Any, ...]
+
+    def said(self, options: Mapping[str, str] | None = None) -> str:
+        """The sentence, as `Field.said` has its fields."""
+        return "".join(one.said(options) if isinstance(one, Field) else str(one) for one in self.args)
+
+    def __str__(self) -> str:
+        return self.said()
+
+
+class MmaccelError(Sentence, Exception):
     """Root of every error this package raises on purpose."""
 
 
@@ -134,7 +168,7 @@ class WorldError(MmaccelError, ValueError):
     """A wrong request to the synthetic world."""
 
 
-class MmaccelWarning(UserWarning):
+class MmaccelWarning(Sentence, UserWarning):
     """Root of the warnings of this package."""
 
 
@@ -155,7 +189,7 @@ OURS = ("mmaccel", "torch", "transformers", "contextlib", "functools")
 """Packages whose lines no warning names: the user did not write them."""
 
 
-def warn(message: str, category: type[MmaccelWarning] = MmaccelWarning) -> None:
+def warn(message: str | MmaccelWarning, category: type[MmaccelWarning] = MmaccelWarning) -> None:
     """Warn at the line of the user's code: that of the innermost frame outside the packages of `OURS`."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:

@@ -15,7 +15,7 @@ import av.error
 import av.stream
 from av.format import Flags
 
-from mmaccel.core.errors import VideoError
+from mmaccel.core.errors import Field, VideoError
 from mmaccel.media.clock import Log
 from mmaccel.media.pipe import Pipe, is_pipe
 from mmaccel.media.place import LIST, is_file, is_silence, is_url, named, plain, reason, why_not_open
@@ -34,7 +34,7 @@ class Source:
 
     `rate` frames a second on average (0.0 unknown), `duration` seconds (None unknown), `count` frames as the
     header tells (0 unknown), `width` and `height` as stored; `damaged` has the seconds of the parts that could not
-    be decoded so far, `stopped` says how an address or a pipe ended too early ("" if it did not), `corrupt` has the packets
+    be decoded so far, `stopped` says how an address or a pipe ended too early (empty if not), `corrupt` has the packets
     that the container marks as corrupt, by their decoding times, and `log` has what was uneven in the times. Times start
     at 0 with the stream.
 
@@ -60,7 +60,7 @@ class Source:
         self._where, self.name = where, named(where)
         self.live = live
         if timeout is not None and not timeout > 0:
-            raise VideoError(f"timeout={timeout:g} must be a positive number of seconds.")
+            raise VideoError(Field("timeout", value=f"{timeout:g}"), " must be a positive number of seconds.")
         self.local = file is None and not is_url(path) and format is None and is_file(where)
         if not self.local and timeout is None:
             timeout = PATIENCE_S
@@ -69,7 +69,7 @@ class Source:
         self._timeout, self._wait = timeout, wait
         self._opened_anew = False
         self.damaged: list[float] = []
-        self.stopped = ""
+        self.stopped: tuple[str | Field, ...] = ()
         self.corrupt: set[int] = set()
         self._read = 0.0
         self.restarted = False
@@ -116,7 +116,7 @@ class Source:
         try:
             self._container: Any = self._opener()
         except (av.error.FFmpegError, OSError, ValueError) as error:
-            raise VideoError(why_not_open(self.name, error)) from error
+            raise VideoError(*why_not_open(self.name, error)) from error
         try:
             self._stream = self._pick()
         except VideoError:
@@ -378,9 +378,10 @@ class Source:
         if self.local or isinstance(error, av.error.InvalidDataError):
             self.damaged.append(self._read)
         elif is_silence(error):
-            self.stopped = f"it stalled: nothing came for {self._timeout:g} s; raise timeout to wait longer"
+            stalled = f"it stalled: nothing came for {self._timeout:g} s; raise "
+            self.stopped = (stalled, Field("timeout", sign=""), " to wait longer")
         else:
-            self.stopped = f"it broke off: {reason(error)}"
+            self.stopped = (f"it broke off: {reason(error)}",)
 
     def _flush(self) -> Iterator[av.VideoFrame]:
         try:

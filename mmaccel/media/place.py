@@ -7,7 +7,7 @@ import stat
 
 import av.error
 
-from mmaccel.core.errors import VideoError, shown
+from mmaccel.core.errors import Field, VideoError, shown
 
 CONCAT = b"ffconcat version 1.0"
 LIST = "is a list of other files, not a video: name the files one by one."
@@ -65,12 +65,16 @@ def is_silence(error: Exception) -> bool:
     return isinstance(error, (av.error.ExitError, TimeoutError))
 
 
-def why_not_open(name: str, error: Exception) -> str:
+def why_not_open(name: str, error: Exception) -> tuple[str | Field, ...]:
     """One sentence: why FFmpeg does not open `name`."""
     if isinstance(error, av.error.InvalidDataError):
-        return f"{name} is not a video that can be read: it is another kind of file, or was cut short."
+        return (f"{name} is not a video that can be read: it is another kind of file, or was cut short.",)
     if isinstance(error, av.error.EOFError):
-        return f"{name} has no frames: its data ends before the first."
+        return (f"{name} has no frames: its data ends before the first.",)
     if is_silence(error):
-        return f"{name} sent nothing in the time allowed: check the address, or raise timeout."
-    return f"{name} cannot be opened: {reason(error)}."
+        return (
+            f"{name} sent nothing in the time allowed: check the address, or raise ",
+            Field("timeout", sign=""),
+            ".",
+        )
+    return (f"{name} cannot be opened: {reason(error)}.",)

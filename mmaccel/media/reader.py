@@ -13,7 +13,7 @@ import av
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import VideoError, VideoWarning, warn
+from mmaccel.core.errors import Field, VideoError, VideoWarning, warn
 from mmaccel.media.clock import Ticks, rising
 from mmaccel.media.container import Source
 from mmaccel.media.picture import Picture
@@ -75,8 +75,9 @@ def read(
     with Source(path, options=options, timeout=timeout) as source:
         if fps is not None and not faster and fps > max(FASTEST, 1.001 * source.rate):
             raise VideoError(
-                f"fps={fps:g} is more than the {max(FASTEST, source.rate):g} frames a second that can be read of "
-                f"{source.name}; give no more."
+                Field("fps", value=f"{fps:g}"),
+                f" is more than the {max(FASTEST, source.rate):g} frames a second that can be read of "
+                f"{source.name}; give no more.",
             )
         picture = Picture(size, max_side)
         plan = _plan(source, fps, frames, start or 0.0, stop, max_frames)
@@ -111,7 +112,7 @@ def read(
             if (told is None or done > told) and thinned.step == 1 and done % AHEAD == 0:
                 _check_memory(source, picture, AHEAD if plan.most is None else min(AHEAD, plan.most - done))
         if not kept:
-            raise VideoError(_nothing(source, start, stop))
+            raise VideoError(*_nothing(source, start, stop))
         warn_of_loss(source, plan, thinned.seen + skipped, end, stop)
         if not fitted:
             warn_of_shrinking(source, picture)
@@ -203,17 +204,28 @@ def _by_number(
         due = there if source.reaches(source.end or 0.0) else due
         times = [time for time in times if start - TIE <= time and (stop is None or time < stop - TIE)]
         if not times:
-            raise VideoError(_nothing(source, start, stop))
+            raise VideoError(*_nothing(source, start, stop))
     elif start > 0 or stop is not None:
         raise VideoError(
-            f"{source.name} does not tell the time of each frame, so frames= cannot be combined with "
-            "start= or stop=: use fps=, or read the whole."
+            f"{source.name} does not tell the time of each frame, so ",
+            Field("frames"),
+            " cannot be combined with start= or stop=: use ",
+            Field("fps"),
+            ", or read the whole.",
         )
     total = len(times) if times is not None else source.count
     if total == 0:
-        raise VideoError(f"{source.name} does not tell its number of frames: use fps= instead of frames=.")
+        raise VideoError(
+            f"{source.name} does not tell its number of frames: use ",
+            Field("fps"),
+            " instead of ",
+            Field("frames"),
+            ".",
+        )
     if count is not None and count > total:
-        raise VideoError(f"frames={count} is more than the {total} frames of {source.name}: ask for fewer.")
+        raise VideoError(
+            Field("frames", value=count), f" is more than the {total} frames of {source.name}: ask for fewer."
+        )
     keep = min(total if count is None else count, total if most is None else most)
     numbers, rate = uniform(total, keep), keep / total * source.rate
     if times is not None:
@@ -278,21 +290,18 @@ def warn_of_loss(source: Source, plan: Plan, kept: int, end: float, stop: float 
         told = f"{kept} of {plan.total} frames could be read, {(plan.total or 0) - kept} were lost"
     if places := source.places(stop):
         told += f"; it is damaged in {places} place{'s' if places > 1 else ''}"
-    if source.stopped:
-        told += f"; {source.stopped}"
-    if lost or places or source.stopped:
-        warn(f"{source.name}: {told}.", VideoWarning)
+    stopped = ("; ", *source.stopped) if source.stopped else ()
+    if lost or places or stopped:
+        warn(VideoWarning(f"{source.name}: {told}", *stopped, "."))
 
 
 def warn_of_shrinking(source: Source, picture: Picture) -> None:
     """Tell that frames were larger than `max_side`."""
     if picture.shrunk_from is not None and picture.size is not None:
         (height, width), (rows, columns) = picture.shrunk_from, picture.size
-        warn(
-            f"{source.name}: frames of {width}x{height} were shrunk to {columns}x{rows} and none lost; "
-            "max_side= or size= sets another size.",
-            VideoWarning,
-        )
+        told = f"{source.name}: frames of {width}x{height} were shrunk to {columns}x{rows} and none lost"
+        other = Field("max_side", "size", within="; {} sets another size")
+        warn(VideoWarning(told, other, "."))
 
 
 def _ceil(value: float) -> int:
@@ -300,16 +309,16 @@ def _ceil(value: float) -> int:
     return math.ceil(value - 1e-6)
 
 
-def _nothing(source: Source, start: float | None, stop: float | None) -> str:
+def _nothing(source: Source, start: float | None, stop: float | None) -> tuple[str | Field, ...]:
     if source.stopped:
-        return f"{source.name} has no frames: {source.stopped}."
+        return (f"{source.name} has no frames: ", *source.stopped, ".")
     if source.damaged:
-        return f"{source.name} is damaged: none of its frames could be decoded."
+        return (f"{source.name} is damaged: none of its frames could be decoded.",)
     if (start or stop is not None) and (source.duration or source.count):
         length = f" of {source.duration:.2f} s" if source.duration is not None else ""
         span = f"from start={start or 0}" + (f" to stop={stop}" if stop is not None else "")
-        return f"{source.name}{length} has no frame {span}: choose a span inside it."
-    return f"{source.name} has no frames: its video stream is empty."
+        return (f"{source.name}{length} has no frame {span}: choose a span inside it.",)
+    return (f"{source.name} has no frames: its video stream is empty.",)
 
 
 def _fit(source: Source, picture: Picture, frames: int, fit: Fit) -> bool:
@@ -331,7 +340,9 @@ def _check_memory(source: Source, picture: Picture, total: int | None) -> None:
     if free is not None and need > free:
         raise VideoError(
             f"{total} frames of {width}x{height} from {source.name} need {need / 2**30:.1f} GiB and "
-            f"{free / 2**30:.1f} GiB are free: give fps=, frames=, max_frames= or size=."
+            f"{free / 2**30:.1f} GiB are free: give ",
+            Field("fps", "frames", "max_frames", "size"),
+            ".",
         )
 
 
@@ -364,10 +375,10 @@ def _check(
     if fps is not None and frames is not None:
         raise VideoError("fps and frames exclude each other: give one of them.")
     if fps is not None and not (fps > 0 and math.isfinite(fps)):
-        raise VideoError(f"fps={fps} must be a positive number of frames a second.")
+        raise VideoError(Field("fps", value=fps), " must be a positive number of frames a second.")
     for name, value in (("frames", frames), ("max_frames", max_frames), ("max_side", max_side)):
         if value is not None and value < 1:
-            raise VideoError(f"{name}={value} must be at least 1.")
+            raise VideoError(Field(name, value=value), " must be at least 1.")
     if start is not None and not (start >= 0 and math.isfinite(start)):
         raise VideoError(f"start={start} must be 0 or more seconds.")
     if stop is not None and not stop > (start or 0.0):

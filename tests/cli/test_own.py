@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from mmaccel import check_policy, list_policies
-from mmaccel.cli.own import bring
+from mmaccel.cli.program import bring
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import KINDS, registry
 

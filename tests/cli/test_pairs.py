@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from mmaccel.cli import pairs
+from mmaccel.cli import catalog as pairs
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.recipe import Recipe, check_sequences, stream_policy
 from mmaccel.core.registry import registry

@@ -94,7 +94,7 @@ def test_warnings_name_no_argument_the_command_lacks(tmp_path: Path) -> None:
     path = write_film(tmp_path / "wide.mp4", 1, height=2, width=4100)
     with pytest.warns(VideoWarning, match=r"frames of 4100x2 were shrunk to 4096x2 and none lost\.$"):
         look(path)
-    with pytest.warns(UserWarning, match="max_side= stays"), own_options("film.mp4"):
+    with pytest.warns(UserWarning, match="max_side= stays"), own_options():
         import warnings
 
         warnings.warn("max_side= stays", UserWarning, stacklevel=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmaccel.cli.stream_picture import LANES, Truth, retrieved, runs, timeline
+from mmaccel.cli.draw import LANES, Truth, retrieved, runs, timeline
 from mmaccel.core.answer import Evidence
 from mmaccel_lab.world import World
 

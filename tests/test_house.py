@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import re
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 import pytest
 
 import mmaccel
+from mmaccel.core import kv as core_kv
+from mmaccel.core.adapter import ModelAdapter, ModelView
+from mmaccel.core.draft import DraftState, Proposal
 from mmaccel.core.registry import BASES, DEFAULTS, registry
 from tests import house
 from tests.house import (
@@ -167,6 +171,47 @@ def test_core_knows_no_policy() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and named.search(node.value)
         ]
         assert set(found) <= signals, f"{path.name} names a policy"
+
+
+def public_names() -> set[str]:
+    """Policies and their fields, what the package exports, and the members of its contracts."""
+    contracts = [
+        *BASES.values(),
+        *(getattr(core_kv, name) for name in ("KVState", "KVView", "StreamPolicy", "StreamState")),
+    ]
+    contracts += [
+        DraftState,
+        Proposal,
+        ModelAdapter,
+        ModelView,
+        mmaccel.Recipe,
+        mmaccel.Report,
+        mmaccel.VideoSession,
+    ]
+    found = {*mmaccel.__all__, *(cls.__name__ for cls in contracts)}
+    for cls in contracts:
+        found |= {
+            name for name in (*vars(cls), *vars(cls).get("__annotations__", {})) if not name.startswith("_")
+        }
+    for kind in BASES:
+        for name, cls in registry(kind).items():
+            found |= {name, *(field.name for field in dataclasses.fields(cls))}
+    return found
+
+
+def test_public_names_are_of_the_glossary() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    table, _, standard = page.partition("## Standard terms")
+    ours = {
+        term for row in re.findall(r"^\| ([a-z, ]+) \|", table, re.MULTILINE) for term in row.split(", ")
+    } - {"term"}
+    word = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+")
+    used = {part.lower() for name in public_names() for part in word.findall(name)}
+    assert used - ours - set(standard.split()) == set(), "put these words into docs/glossary.md"
+    texts = " ".join(path.read_text(encoding="utf-8") for path in FILES)
+    assert {term for term in ours if not re.search(rf"(?<![a-z]){term}(?![a-z])", texts)} == set(), (
+        "nobody uses these"
+    )
 
 
 def rank(name: str) -> tuple[int, str]:

@@ -38,7 +38,7 @@ from stopping import ends_in_order
 from timing import Log, environment
 
 from mmaccel.backends import select
-from mmaccel.core.lower import attend_plan
+from mmaccel.core.execute import attend_plan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.block_topk import BlockTopK
@@ -117,7 +117,7 @@ def listed(fields: Mapping[str, Any], inside: Inside) -> float:
     pattern, n = Recipe.load(fields).sparse, inside.layout.length
     if isinstance(pattern, BlockTopK):
         # How many blocks it keeps does not hang on which; to look which takes seconds at a million tokens.
-        return pattern.bound(n, n) * pattern.block**2 / (n * (n + 1) / 2)
+        return pattern.max_blocks_total(n, n) * pattern.block**2 / (n * (n + 1) / 2)
     plan = pattern.plan(inside.query, inside.key, inside.layout, inside.layout)
     return 1.0 if plan is None else float(plan.listed_pairs().mean()) / (n * (n + 1) / 2)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mmaccel.backends import ops, select
+from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import VIDEO, TokenLayout
-from mmaccel.core.lower import attend_plan
 from mmaccel.core.recipe import Recipe
 
 TOKENS, PER_FRAME = 8192, 16

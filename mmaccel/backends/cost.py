@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import ops
+from mmaccel.backends.block_attend import FULL, BlockLists, KeySpan, Part, prepare
 
 LIMIT = 10.0
 """Seconds that measuring may take."""
@@ -156,8 +157,9 @@ def measure(
             continue
 
         def blocks(n: int, kernel: Callable[..., Any] = kernel) -> tuple[float, Callable[[], Any]]:
-            listed, arguments = near_blocks(n, shape.heads, device, block)
-            return listed * block**2, lambda: kernel(*tensors[n], *arguments, scale)
+            listed, part = near_blocks(n, shape.heads, device, block)
+            made = prepare(kernel, part, *tensors[n][:2], block, block, 0)
+            return listed * block**2, lambda: kernel(*tensors[n], *part.pack(), block, block, scale, 0, *made)
 
         try:
             found[name] = line(blocks)
@@ -176,21 +178,21 @@ def _tensors(shape: Shape, n: int, device: torch.device) -> tuple[Tensor, Tensor
     return draw(shape.heads), draw(shape.groups), draw(shape.groups)
 
 
-def near_blocks(n: int, heads: int, device: torch.device, size: int = BLOCK) -> tuple[int, tuple[Any, ...]]:
+def near_blocks(n: int, heads: int, device: torch.device, size: int = BLOCK) -> tuple[int, Part]:
     """A part in which each block of `size` queries lists the nearest eighth of the blocks; with how many it lists."""
     m = n // size
     block = torch.arange(m, device=device)
-    table = (block[:, None] >= block) & (block[:, None] - block < max(1, m // 8))
-    row, index = (t.repeat(heads) for t in table.nonzero(as_tuple=True))
-    count = table.sum(1).repeat(heads)
-    ends = torch.nn.functional.pad(count.cumsum(0), (1, 0))
-    first = torch.arange(heads, device=device)[:, None] * m
-    offset = ends[first + torch.arange(m + 1, device=device)][None]
-    kind = torch.where(row == index, ops.TEST, ops.FULL).to(torch.int8)
-    place = torch.arange(m * size, dtype=torch.int32, device=device).view(1, 1, -1)
-    rows = place.expand(1, heads, -1).contiguous()
-    lists = ([offset], [index.to(torch.int32)], [kind])
-    return len(row), (rows, [rows], [place], [place], [0], [2**31 - 1], *lists, size, size)
+    count = (block + 1).clamp(max=max(1, m // 8))
+    upto, none = count.cumsum(0), torch.zeros_like(count)
+    index = torch.arange(int(upto[-1]), device=device) - (upto - block - 1).repeat_interleave(count)
+    # Each head has lists of its own, and the last block of each is tested.
+    begin = torch.arange(heads, device=device)[:, None] * len(index) + upto - count
+    row = torch.stack([begin, *(t.expand_as(begin) for t in (count, none, count - 1, none))], -1)[None]
+    pos = torch.arange(m * size, dtype=torch.int32, device=device).view(1, 1, -1)
+    kind = torch.full((1, 1, m), FULL, dtype=torch.int8, device=device)
+    lists = BlockLists(row, index.repeat(heads).to(torch.int32), kind)
+    rows = pos.expand(1, heads, -1).contiguous()
+    return heads * len(index), Part(rows, (KeySpan(pos, pos, pos, 0, 2**31 - 1, lists),))
 
 
 class Store:

@@ -7,7 +7,6 @@ The table is dense, which ends this backend's usefulness near 128k tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from mmaccel.backends.ops import ABSENT, FULL, define, lse_dtype, placed
-from mmaccel.backends.tables import table as table_of
+from mmaccel.backends.block_attend import ABSENT, FULL, Part, define, in_query_order, lse_dtype, takes_part
 
 
 def usable(device: torch.device) -> str | None:
@@ -28,28 +26,21 @@ def usable(device: torch.device) -> str | None:
     return None
 
 
+@takes_part
 def block_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    q_row: Tensor,
-    k_row: Sequence[Tensor],
-    q_place: Sequence[Tensor],
-    k_place: Sequence[Tensor],
-    lo: Sequence[int],
-    hi: Sequence[int],
-    offset: Sequence[Tensor],
-    index: Sequence[Tensor],
-    kind: Sequence[Tensor],
+    part: Part,
     block_q: int,
     block_k: int,
     scale: float,
     rows: int = 0,
+    prepared: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.ops.block_attend`. Compiled on CUDA; eager on CPU, where compiled flex gives no lse."""
-    B, H = query.shape[:2]
-    lists = offset, index, kind
-    mask, k_rows = block_mask(q_row, k_row, q_place, k_place, lo, hi, *lists, block_q, block_k, (B, H))
+    """See `mmaccel.backends.block_attend.block_attend`. Compiled on CUDA; eager on CPU, where compiled flex gives no lse."""
+    (B, H), q_row = query.shape[:2], part.q_row
+    mask, k_rows = block_mask(part, block_q, block_k, (B, H))
     flex = _compiled() if query.is_cuda else flex_attention
     out, aux = flex(
         gather(query, q_row.expand(B, -1, -1)),
@@ -63,7 +54,7 @@ def block_attend(
     )
     blind = (q_row.expand(B, H, -1) < 0) | (aux.lse == -torch.inf)
     lse = aux.lse.to(lse_dtype(query.dtype)).masked_fill(blind, -torch.inf)
-    return placed(out.masked_fill(blind[..., None], 0.0), lse, q_row, rows)
+    return in_query_order(out.masked_fill(blind[..., None], 0.0), lse, q_row, rows)
 
 
 op = define("block_attend_flex", block_attend)
@@ -84,34 +75,20 @@ def gather(x: Tensor, row: Tensor, heads: int = 0) -> Tensor:
     return x.reshape(B * X * S, D).index_select(0, address.reshape(-1)).view(B, count, -1, D)
 
 
-def block_mask(
-    q_row: Tensor,
-    k_row: Sequence[Tensor],
-    q_place: Sequence[Tensor],
-    k_place: Sequence[Tensor],
-    lo: Sequence[int],
-    hi: Sequence[int],
-    offset: Sequence[Tensor],
-    index: Sequence[Tensor],
-    kind: Sequence[Tensor],
-    block_q: int,
-    block_k: int,
-    lead: tuple[int, int],
-) -> tuple[BlockMask, Tensor]:
+def block_mask(part: Part, block_q: int, block_k: int, lead: tuple[int, int]) -> tuple[BlockMask, Tensor]:
     """The mask of a part for `lead` (batch, heads), and its key rows, all spans side by side, [B, 1 or H, keys]."""
-    B, H = lead
+    (B, H), spans, q_row = lead, part.spans, part.q_row
     device = q_row.device
-    own = any(t.shape[1] > 1 for t in k_row)
-    k_rows = torch.cat([t.expand(B, H if own else 1, -1) for t in k_row], -1)
-    lists = zip(offset, index, kind, k_row, strict=True)
-    table = torch.cat(
-        [table_of(o, i, f, r.shape[-1] // block_k).expand(B, H, -1, -1) for o, i, f, r in lists], -1
+    own = any(s.k_row.shape[1] > 1 for s in spans)
+    k_rows = torch.cat([s.k_row.expand(B, H if own else 1, -1) for s in spans], -1)
+    table = torch.cat([s.lists.table().expand(B, H, -1, -1) for s in spans], -1)
+    lengths = torch.tensor([s.k_row.shape[-1] for s in spans], device=device)
+    owner = torch.repeat_interleave(torch.arange(len(spans), device=device), lengths)
+    least, most = (
+        torch.tensor([getattr(s, end) for s in spans], device=device)[owner] for end in ("lo", "hi")
     )
-    lengths = torch.tensor([t.shape[-1] for t in k_place], device=device)
-    owner = torch.repeat_interleave(torch.arange(len(lo), device=device), lengths)
-    least, most = torch.tensor(list(lo), device=device)[owner], torch.tensor(list(hi), device=device)[owner]
-    q_at = torch.stack([t.expand(B, H, -1) for t in q_place], 2).contiguous()
-    k_at = torch.cat([t.expand(B, H, -1) for t in k_place], -1)
+    q_at = torch.stack([s.q_pos.expand(B, H, -1) for s in spans], 2).contiguous()
+    k_at = torch.cat([s.k_pos.expand(B, H, -1) for s in spans], -1)
     q_has = (q_row >= 0).expand(B, H, -1).contiguous()
     k_has = (k_rows >= 0).expand(B, H, -1).contiguous()
 

@@ -165,7 +165,7 @@ least one] int32: the rows and places of the columns, -1 and 0 for none.
 """
 
 slash_runs = torch.library.custom_op("mmaccel::slash_runs", _slash_runs, mutates_args=(), schema=SLASH_RUNS)
-"""row [B, H, M, 5] long and index int32 of `mmaccel.core.lists.BlockRuns`: the key blocks that diagonals touch.
+"""row [B, H, M, 5] long and index int32 of `BlockLists`: the key blocks that diagonals touch.
 
 kept [B, H, N] bool: the diagonals; the rest as in `mmaccel.policies.sparse.slashes.Shapes`.
 """

@@ -1,13 +1,11 @@
 """The operators every backend serves: schemas, shapes and the plain PyTorch kernel behind them; torch only.
 
-`block_attend` computes one part of an attention plan (`mmaccel.core.plan.Part`), flat: lists of tensors, one entry a span.
 `dense_attend` computes exact causal attention, the thing that all else is measured against.
-A backend registers its own operator of the same schema with `define`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +14,10 @@ from torch import Tensor
 from mmaccel.backends import clusters as clusters
 from mmaccel.backends import pieces as pieces
 from mmaccel.backends import words as words
+from mmaccel.backends.block_attend import ABSENT as ABSENT
+from mmaccel.backends.block_attend import FULL as FULL
+from mmaccel.backends.block_attend import TEST as TEST
+from mmaccel.backends.block_attend import block_attend as block_attend
 from mmaccel.backends.gathering import gather_now as gather_now
 from mmaccel.backends.gathering import gather_units as gather_units
 from mmaccel.backends.gathering import grain_of as grain_of
@@ -28,24 +30,7 @@ from mmaccel.backends.index import slash_runs_now as slash_runs_now
 from mmaccel.backends.index import stride_scores_now as stride_scores_now
 from mmaccel.backends.index import strongest_now as strongest_now
 from mmaccel.backends.index import turned_classes_now as turned_classes_now
-from mmaccel.backends.natural import band as band
-from mmaccel.backends.natural import counted as counted
-from mmaccel.backends.natural import first_of as first_of
-from mmaccel.backends.natural import first_rows as first_rows
-from mmaccel.backends.natural import places_from as places_from
-from mmaccel.backends.natural import ranks as ranks
-from mmaccel.backends.natural import rows_together as rows_together
-from mmaccel.backends.natural import tell_reach as tell_reach
-from mmaccel.backends.natural import tell_together as tell_together
 
-FULL, ABSENT, TEST = 0, 1, 2
-"""Kinds of listed block: no test needed; some keys absent (a vector mask); range test for each pair."""
-
-BLOCK_ATTEND = (
-    "(Tensor query, Tensor key, Tensor value, Tensor q_row, Tensor[] k_row, Tensor[] q_place, Tensor[] k_place, "
-    "int[] lo, int[] hi, Tensor[] offset, Tensor[] index, Tensor[] kind, int block_q, int block_k, float scale, "
-    "SymInt rows=0) -> (Tensor out, Tensor lse)"
-)
 DENSE_ATTEND = (
     "(Tensor query, Tensor key, Tensor value, float scale, SymInt start=0, Tensor? valid=None, SymInt sinks=0, "
     "SymInt? window=None, Tensor? column=None) -> Tensor"
@@ -72,37 +57,6 @@ WINDOW = 64
 """Columns at the end of a sequence of which a row of a tree may see some and not others: the bits of a word."""
 
 
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of log-sum-exps, and of sums, for queries of `dtype`: float64 for float64, float32 for the rest."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def ragged(offset: Tensor, index: Tensor, kind: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lists as `block_attend` takes them, of either form, told one after another; reads their sizes on the host.
-
-    A tensor `offset` of four dimensions [b, h, M, 5] holds, for each list, where it begins in `index`, its length, the
-    first and the last but one entry between which nothing is tested, and what is added to its entries; `kind` [b, h, N]
-    is then that of key blocks, and an empty `index` that of all key blocks in their order: a block that is not listed, but
-    lies between such as the query blocks 2m and 2m + 1 list, holds no pair within the range. Otherwise the lists lie one
-    after another already, and are given back.
-    """
-    if offset.dim() == 3:
-        return offset, index, kind
-    b, h = (max(x, y) for x, y in zip(offset.shape[:2], kind.shape[:2], strict=True))
-    m, n = offset.shape[2], kind.shape[-1]
-    begin, count, head, tail, shift = offset.expand(b, h, m, 5).reshape(-1, 5).unbind(-1)
-    owner = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-    ends = torch.nn.functional.pad(count.cumsum(0), (1, 0))
-    entry = torch.arange(len(owner), device=count.device) - ends[owner]
-    block = begin[owner] + entry
-    block = (index[block] if index.shape[0] else block) + shift[owner]
-    kinds = kind.expand(b, h, n).reshape(-1)[(owner // m) * n + block]
-    kinds = torch.where((entry < head[owner]) | (entry >= tail[owner]), TEST, kinds).to(torch.int8)
-    first = torch.arange(b * h, device=count.device)[:, None] * m
-    offsets = ends[first + torch.arange(m + 1, device=count.device)].view(b, h, m + 1)
-    return offsets, block.to(torch.int32), kinds
-
-
 def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """index int32, of each row of `chosen` [..., n] the values [n] of what is chosen; [..., n + 1] how many before each."""
     n = chosen.shape[-1]
@@ -116,69 +70,6 @@ def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def present(row: Tensor, block: int) -> Tensor:
     """[..., n / block] int32: how many of the rows [..., n] of each block are there."""
     return (row >= 0).view(*row.shape[:-1], -1, block).sum(-1, dtype=torch.int32)
-
-
-def define(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:
-    """A custom operator ``mmaccel::<name>`` of the schema of `block_attend`, served by `kernel` on every device."""
-    op = torch.library.custom_op(f"mmaccel::{name}", kernel, mutates_args=(), schema=BLOCK_ATTEND)
-    op.register_fake(_block_attend_shape)
-    return op
-
-
-def _block_attend_shape(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    q_row: Tensor,
-    k_row: Sequence[Tensor],
-    q_place: Sequence[Tensor],
-    k_place: Sequence[Tensor],
-    lo: Sequence[int],
-    hi: Sequence[int],
-    offset: Sequence[Tensor],
-    index: Sequence[Tensor],
-    kind: Sequence[Tensor],
-    block_q: int,
-    block_k: int,
-    scale: float,
-    rows: int = 0,
-) -> tuple[Tensor, Tensor]:
-    return room_for(query, value, q_row.shape[-1], rows)
-
-
-def room_for(
-    query: Tensor, value: Tensor, part: int, rows: int, whole: bool = False
-) -> tuple[Tensor, Tensor]:
-    """What `block_attend` writes: in the order of a part of `part` rows, or, for `rows`, in that of the query, where what
-    no row of the part writes is zero and -inf, and a row of all heads lies together, as projections want it. With `whole`
-    the part is known to have every row, and nothing is laid out beforehand."""
-    B, H, D, kind = *query.shape[:2], value.shape[-1], lse_dtype(query.dtype)
-    if not rows:
-        return query.new_empty(B, H, part, D), query.new_empty(B, H, part, dtype=kind)
-    if whole:
-        return query.new_empty(B, rows, H, D).transpose(1, 2), query.new_empty(B, H, rows, dtype=kind)
-    return query.new_zeros(B, rows, H, D).transpose(1, 2), query.new_full(
-        (B, H, rows), -torch.inf, dtype=kind
-    )
-
-
-def placed(out: Tensor, lse: Tensor, q_row: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """What is in the order of a part, out [B, H, P, D] and lse [B, H, P], in that of a query of `rows` rows."""
-    if not rows:
-        return out, lse
-    B, H, P, D = out.shape
-    row = torch.where(q_row >= 0, q_row.long(), rows).expand(B, H, P)
-    # The last row takes what is padding.
-    whole = out.new_zeros(B, rows + 1, H, D).transpose(1, 2)
-    whole.scatter_(2, row[..., None].expand(B, H, P, D), out)
-    sums = lse.new_full((B, H, rows + 1), -torch.inf).scatter_(2, row, lse)
-    return whole[:, :, :rows].transpose(1, 2).contiguous().transpose(1, 2), sums[..., :rows].contiguous()
-
-
-def _block_attend(*args: Any) -> tuple[Tensor, Tensor]:
-    from mmaccel.backends.reference import block_attend
-
-    return block_attend(*args)
 
 
 def _dense_attend(
@@ -262,17 +153,6 @@ def _turn_rows(rows: Tensor, *rest: Any) -> Tensor:
     return plain(rows, *rest)
 
 
-block_attend = define("block_attend", _block_attend)
-"""Attention of one part of a plan, all its spans under one softmax; plain PyTorch, on any device.
-
-query [B, H, Sq, D], key and value [B, G, Sk, D], H a multiple of G. q_row [b, h, P]; for each span k_row [b, h, N],
-q_place [b, h, P], k_place [b, h, N], the range lo <= q_place - k_place < hi, and the block lists offset [b, h, M + 1],
-index, kind, with b and h each 1 or B and H; or offset [b, h, M, 5] and kind [b, h, N / block_k], for which see `ragged`.
-Gives out [B, H, P, D] in the type of the query and lse [B, H, P] in float32 (float64 for float64), in the part's order of
-rows: a row with q_row = -1, or one that sees nothing, is zero with lse = -inf. A block of kind FULL is not tested. With
-`rows` not 0 both come in the order of a query of so many rows: see `room_for`.
-"""
-
 dense_attend = torch.library.custom_op(
     "mmaccel::dense_attend", _dense_attend, mutates_args=(), schema=DENSE_ATTEND
 )
@@ -355,7 +235,7 @@ reach = torch.library.custom_op("mmaccel::reach", _reach, mutates_args=(), schem
 """The run of key blocks that a range of places reaches from each block of queries; few launches where Triton runs.
 
 q_row [b, h, P], k_row [b, h, N], q_place [b, h, P], k_place [b, h, N], b and h each 1 or all there are; the places of keys
-that are there (k_row >= 0) ascend. Gives row [b, h, P / block_q, 5] and kind [b, h, N / block_k] as `ragged` takes them,
+that are there (k_row >= 0) ascend. Gives row [b, h, P / block_q, 5] and kind [b, h, N / block_k] of `BlockLists`,
 without an index: from the first block in which a pair may pass ``lo <= q_place - k_place < hi`` to the last.
 """
 
@@ -380,7 +260,7 @@ def _reach_shape(
 listed_area = torch.library.custom_op(
     "mmaccel::listed_area", _listed_area, mutates_args=(), schema=LISTED_AREA
 )
-"""[b, h] int64: over lists as `ragged` takes them, row [b, h, M, 5] and index, the sum of how many rows of q_row [b, h, P]
+"""[b, h] int64: over lists of `BlockLists`, row [b, h, M, 5] and index, the sum of how many rows of q_row [b, h, P]
 there are in each block of queries, times how many of k_row [b, h, N] there are in the key blocks that it lists."""
 
 

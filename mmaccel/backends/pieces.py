@@ -23,7 +23,7 @@ TILE = 4096
 """Elements that a program moves."""
 
 ROW = 5
-"""Numbers of a list, in `BlockRuns`."""
+"""Numbers of a list, in `BlockLists`."""
 
 
 def _assembled(

@@ -10,12 +10,10 @@ from random import Random
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import ABSENT, FULL, TEST
 from mmaccel.contract.prompts import layout
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.lists import BlockRuns
-from mmaccel.core.plan import AttentionPlan, KeySpan, Part, check_sizes
+from mmaccel.core.plan import ABSENT, FULL, AttentionPlan, KeySpan, Part, check_sizes
 from mmaccel.core.sparse import SparsePattern
 
 LENGTHS = (20, 60, 100, 150, 300, 600)
@@ -52,11 +50,11 @@ def check_plan(
             _lists(plan, who, part, span)
             listed[:, part.of(plan.heads)] += span.lists.count.sum(-1)
     _pairs(plan, who, q_layout, k_layout)
-    bound = pattern.bound(plan.n_query, plan.n_key)
+    bound = pattern.max_blocks_total(plan.n_query, plan.n_key)
     if int(listed.max()) > bound:
         raise RecipeError(
-            f"{who}: bound is {bound} blocks for {plan.n_query} rows over {plan.n_key} keys, and {int(listed.max())} are "
-            "listed; give the most there can be."
+            f"{who}: max_blocks_total is {bound} blocks for {plan.n_query} rows over {plan.n_key} keys, and "
+            f"{int(listed.max())} are listed; give the most there can be."
         )
     return plan
 
@@ -77,33 +75,31 @@ def _rows(plan: AttentionPlan, who: str, queries: TokenLayout) -> None:
         raise RecipeError(f"{who}: q_row holds a row that is padding; put -1 in its place (`natural` does).")
     if not plan.overlap and int(served.max()) > 1:
         raise RecipeError(
-            f"{who}: a row stands in two parts; give the second another turn, or each row one part."
+            f"{who}: a row stands in two parts; give the second another merge_group, or each row one part."
         )
 
 
 def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
     """Lists hold each block once, and a kind promises no more than is true of its block."""
-    lists = span.lists.lists() if isinstance(span.lists, BlockRuns) else span.lists
     h = len(range(plan.heads)[part.of(plan.heads)])
     bq, bk, n = plan.block_q, plan.block_k, span.k_row.shape[-1] // plan.block_k
     if int(span.k_row.max()) >= plan.n_key or int(span.k_row.min()) < -1:
         raise RecipeError(
             f"{who}: k_row holds {int(span.k_row.max())} of {plan.n_key} keys; give rows, and -1 for none."
         )
-    b, t, m1 = lists.offset.shape
-    count = lists.count
-    if b not in (1, plan.batch) or t not in (1, h) or bool((count < 0).any()):
+    b, t = span.lists.row.shape[:2]
+    if b not in (1, plan.batch) or t not in (1, h) or bool((span.lists.count < 0).any()):
         raise RecipeError(
-            f"{who}: offset of lists is {[b, t, m1]} or descends; give [1 or B, 1 or H, M + 1], ascending."
+            f"{who}: row of lists is {list(span.lists.row.shape)} or counts below 0; give [1 or B, 1 or H, M, 5]."
         )
-    entry = torch.repeat_interleave(lists.offset[..., :-1].reshape(-1), count.reshape(-1))
-    row = torch.repeat_interleave(torch.arange(count.numel()), count.reshape(-1))
-    first = count.reshape(-1).cumsum(0) - count.reshape(-1)
-    entry = entry + torch.arange(len(row)) - first[row]
-    index, kind = lists.index[entry].long(), lists.kind[entry]
-    if bool(((index < 0) | (index >= n)).any()) or not bool(
-        torch.isin(kind, torch.tensor([FULL, ABSENT, TEST])).all()
-    ):
+    try:
+        offset, index, _ = span.lists.flat()
+        row = torch.repeat_interleave(torch.arange(offset[..., 1:].numel()), offset.diff().reshape(-1))
+        kinds = torch.isin(span.lists.kind, torch.tensor([FULL, ABSENT]))
+        known = bool(((index >= 0) & (index < n)).all()) and bool(kinds.all())
+    except IndexError:
+        known = False
+    if not known:
         raise RecipeError(
             f"{who}: a list holds a block that is not there, or of no kind; give blocks below {n}."
         )
@@ -111,10 +107,10 @@ def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
         raise RecipeError(
             f"{who}: a list holds a block twice; list each key block once for a block of queries."
         )
-    q_row, q_place = (x.expand(plan.batch, h, -1)[..., :, None] for x in (part.q_row, span.q_place))
-    k_row, k_place = (x.expand(plan.batch, h, -1)[..., None, :] for x in (span.k_row, span.k_place))
-    told = lists.table(n).repeat_interleave(bq, 2).repeat_interleave(bk, 3)
-    gap = q_place - k_place
+    q_row, q_pos = (x.expand(plan.batch, h, -1)[..., :, None] for x in (part.q_row, span.q_pos))
+    k_row, k_pos = (x.expand(plan.batch, h, -1)[..., None, :] for x in (span.k_row, span.k_pos))
+    told = span.lists.table().repeat_interleave(bq, 2).repeat_interleave(bk, 3)
+    gap = q_pos - k_pos
     outside = ((gap < span.lo) | (gap >= span.hi)) & (q_row >= 0)
     absent = (k_row < 0).expand_as(outside)
     wrong = ((told == FULL) & (absent | outside)) | ((told == ABSENT) & outside & ~absent)

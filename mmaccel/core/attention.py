@@ -15,14 +15,13 @@ from torch import Tensor
 from mmaccel.backends import ops, select
 from mmaccel.core.draft import Probe
 from mmaccel.core.errors import warn
+from mmaccel.core.execute import attend_plan, window_plan
 from mmaccel.core.kv import KVState, KVView, StreamState
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.lower import attend_plan
 from mmaccel.core.plan import AttentionPlan, check_sizes, numbered
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
 from mmaccel.core.runner import Branches
-from mmaccel.core.windowed import window_plan
 
 ELSEWHERE = 2
 """A prompt this many times longer or shorter than the searched one gives a warning: budgets are numbers of tokens."""
@@ -72,12 +71,14 @@ class Road:
         pattern = self.recipe.sparse.at(layer)
         # Bounds know no causality; what is listed beyond it are the blocks on the diagonal, in each order of keys.
         most = causal + n * pattern.block
-        listed = min(pattern.bound(n, n_key) * pattern.block**2, most)
+        listed = min(pattern.max_blocks_total(n, n_key) * pattern.block**2, most)
         if self.choice.pays(B * H * listed, B * H * causal, B * n_key):
             return True
         if run is None:
             return False
-        expected = pattern.expected(n, n_key, (run.queries, run.layout)) * pattern.block**2 * run.excess()
+        expected = (
+            pattern.expected_blocks(n, n_key, (run.queries, run.layout)) * pattern.block**2 * run.excess()
+        )
         return self.choice.pays(B * H * min(expected, listed), B * H * causal, B * n_key)
 
 
@@ -152,7 +153,7 @@ class Run:
             return
         pattern = self.road.recipe.sparse.at(layer)
         n, N = query.shape[2], self.layout.length
-        expected = pattern.expected(n, N, (self.queries, self.layout)) * pattern.block**2
+        expected = pattern.expected_blocks(n, N, (self.queries, self.layout)) * pattern.block**2
         self.listed[self.start] = Watched.of(listed.mean(), expected)
 
     def excess(self) -> float:
@@ -262,11 +263,12 @@ class Run:
             return plan
         heads = [begin for _, begin, _ in self._tails]
         if len(heads) == 1:
-            rows = [ops.first_rows(part.q_row, heads[0]) for part in plan.parts]
-        else:
-            first = torch.tensor(heads, dtype=torch.int32, device=query.device)[:, None, None]
-            rows = [torch.where(part.q_row < first, part.q_row, -1) for part in plan.parts]
-        parts = tuple(replace(part, q_row=row) for part, row in zip(plan.parts, rows, strict=True))
+            return plan.first(heads[0])
+        first = torch.tensor(heads, dtype=torch.int32, device=query.device)[:, None, None]
+        parts = tuple(
+            replace(part, q_row=torch.where(part.q_row < first, part.q_row, -1), ordered=None, all_rows=None)
+            for part in plan.parts
+        )
         dense = replace(plan.dense, rows=max(heads)) if plan.dense is not None else None
         return replace(plan, parts=parts, dense=dense)
 

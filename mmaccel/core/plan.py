@@ -1,8 +1,8 @@
 """The one currency of sparse attention: an order of rows, spans of keys, and a list of key blocks for each query block.
 
-A *row* is an address in the query or key tensor; a *place* is the coordinate in which a span's range test measures.
+A *row* is an address in the query or key tensor; a *position* is the coordinate in which a span's range test measures.
 A query row i sees a key row j of a span iff their blocks are listed, j is present, and
-``lo <= q_place[i] - k_place[j] < hi``. With a key's place its rank in the span, and a query's place the number of the
+``lo <= q_pos[i] - k_pos[j] < hi``. With a key's position its rank in the span, and a query's position the number of the
 span's keys at or before it, minus one, ``lo >= 0`` is causality, whatever the order (MMInference section 2.4 measures
 windows and slashes inside a modality; section 3 permutes rows and columns).
 
@@ -12,19 +12,25 @@ Leading dimensions b and h are B and H, or 1 where all sequences or heads share 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.backends.ops import ABSENT, FULL, TEST, packed
+from mmaccel.backends.block_attend import ABSENT as ABSENT
+from mmaccel.backends.block_attend import FULL as FULL
+from mmaccel.backends.block_attend import TEST as TEST
+from mmaccel.backends.block_attend import BlockLists as BlockLists
+from mmaccel.backends.block_attend import HeadRange as HeadRange
+from mmaccel.backends.block_attend import KeySpan as KeySpan
+from mmaccel.backends.block_attend import Part as Part
+from mmaccel.backends.block_attend import remember as remember
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.lists import BlockLists, BlockRuns
 
 FAR = 2**31 - 1
 """The upper end of an open range."""
@@ -37,64 +43,34 @@ def numbered(heads: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(heads, device=device)
 
 
-@dataclass(frozen=True, eq=False)
-class KeySpan:
-    """Keys in an order of their own, under one range test.
-
-    k_row [b, h, N]: rows of the key tensor, -1 = nothing (padding, or a key that another span owns).
-    q_place [b, h, P], k_place [b, h, N]: coordinates of the range test, those of keys from 0 on; lo, hi: its half-open
-    range. No difference of what is compared exceeds 32 bits where places are told in 32.
-    """
-
-    k_row: Tensor
-    q_place: Tensor
-    k_place: Tensor
-    lo: int
-    hi: int
-    lists: BlockLists | BlockRuns
-
-
-class Cover(NamedTuple):
-    """Adjacent heads `first` .. `past`, with as many of each key/value group, among them the heads that are meant."""
+class HeadRun(NamedTuple):
+    """Some heads of adjacent key/value groups, as many of each group: an attention with fewer heads, keys uncopied."""
 
     heads: tuple[int, ...]
-    first: int
-    past: int
+    groups: slice
 
-    @classmethod
-    def of(cls, heads: Sequence[int], group: int) -> Cover:
-        """The fewest that cover `heads`; `group` is how many query heads share a key/value head."""
-        first, last = min(heads), max(heads)
-        if first // group != last // group:
-            first, last = first // group * group, last // group * group + group - 1
-        return cls(tuple(sorted(heads)), first, last + 1)
-
-    def __len__(self) -> int:
-        return self.past - self.first
-
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """Where the heads that are meant are among the adjacent ones."""
-        return tuple(head - self.first for head in self.heads)
+    def of(self, query: Tensor) -> Tensor:
+        """The queries [B, h, n, D] of these heads; a view where the heads are adjacent."""
+        first, last = self.heads[0], self.heads[-1]
+        if last - first + 1 == len(self.heads):
+            return query[:, first : last + 1]
+        return query[:, numbered(self.heads, query.device)]
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Query rows in one order, and the spans they attend to under one softmax.
-
-    q_row [b, h, P]: rows of the query tensor, -1 pads to whole blocks. cover: the part is for these heads alone, and h is
-    1 or their number; None for all. turn: what parts of different turns say of one row, over disjoint keys, is merged;
-    parts of one turn have no row of a head in common.
-    """
-
-    q_row: Tensor
-    spans: tuple[KeySpan, ...]
-    cover: Cover | None = None
-    turn: int = 0
-
-    def of(self, heads: int) -> slice:
-        """Of so many heads those that the part covers."""
-        return slice(0, heads) if self.cover is None else slice(self.cover.first, self.cover.past)
+def head_runs(heads: Sequence[int], group: int) -> list[HeadRun]:
+    """`heads` in the fewest runs; `group` is how many query heads share a key/value head."""
+    by_group: dict[int, list[int]] = {}
+    for head in sorted(heads):
+        by_group.setdefault(head // group, []).append(head)
+    runs: list[HeadRun] = []
+    for g, some in by_group.items():
+        last = runs[-1] if runs else None
+        same = last is not None and len(last.heads) == len(some) * (last.groups.stop - last.groups.start)
+        if last is not None and same and last.groups.stop == g:
+            runs[-1] = HeadRun((*last.heads, *some), slice(last.groups.start, g + 1))
+        else:
+            runs.append(HeadRun(tuple(some), slice(g, g + 1)))
+    return runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,10 +103,10 @@ class DenseHeads:
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """What one attention layer computes: disjoint parts, or in several turns parts that share rows over disjoint keys.
+    """What one attention layer computes: disjoint parts, or merge groups of parts that share rows over disjoint keys.
 
-    `batch`, `heads`, `n_query`, `n_key` are the sizes of the tensors it is for. `dense`: heads that no part serves. Lives
-    for one layer.
+    `batch`, `heads`, `n_query`, `n_key` are the sizes of the tensors it is for. `dense`: heads that no part serves. `memo`:
+    what was derived of this plan; no copy takes it along.
     """
 
     parts: tuple[Part, ...]
@@ -141,11 +117,21 @@ class AttentionPlan:
     n_query: int
     n_key: int
     dense: DenseHeads | None = None
+    memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def overlap(self) -> bool:
         """Whether parts may share rows."""
-        return any(part.turn for part in self.parts)
+        return any(part.merge_group for part in self.parts)
+
+    def first(self, rows: int) -> AttentionPlan:
+        """This plan without the query rows from `rows` on; made once."""
+
+        def cut() -> AttentionPlan:
+            dense = replace(self.dense, rows=rows) if self.dense is not None else None
+            return replace(self, parts=tuple(part.first(rows) for part in self.parts), dense=dense)
+
+        return remember(self.memo, ("first", rows), cut)
 
     def count_mask(self) -> Tensor:
         """[B, H, n_query, n_key] uint8: in how many spans a pair is computed. Anything above 1 is a fault of the planner."""
@@ -181,23 +167,17 @@ class AttentionPlan:
         total = torch.zeros(B, H, dtype=torch.float64, device=device)
         for part in self.parts:
             for span in part.spans:
-                total[:, part.of(H)] += span.lists.area(part.q_row, span.k_row, self.block_q, self.block_k)
+                lists = span.lists.row, span.lists.entries
+                area = ops.area_now(*lists, part.q_row, span.k_row, self.block_q, self.block_k)
+                total[:, part.of(H)] += area
         if self.dense is not None:
             total[:, numbered(self.dense.heads, device)] += self.dense.pairs()[:, None]
         return total
 
     def to(self, device: torch.device | str) -> AttentionPlan:
         """This plan with its tensors on `device`."""
-
-        def moved(span: KeySpan) -> KeySpan:
-            k_row, q_place, k_place = (t.to(device) for t in (span.k_row, span.q_place, span.k_place))
-            return KeySpan(k_row, q_place, k_place, span.lo, span.hi, span.lists.to(device))
-
-        parts = tuple(
-            replace(p, q_row=p.q_row.to(device), spans=tuple(map(moved, p.spans))) for p in self.parts
-        )
         dense = self.dense.to(device) if self.dense is not None else None
-        return replace(self, parts=parts, dense=dense)
+        return replace(self, parts=tuple(part.to(device) for part in self.parts), dense=dense)
 
 
 def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole: bool) -> None:
@@ -206,11 +186,11 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
     who  the pattern; whole  no row is padding, so that each has to stand in a part
     """
     B, H, n, _ = query.shape
-    for field, size in (("batch", B), ("heads", H), ("n_query", n), ("n_key", key.shape[2])):
-        found = getattr(plan, field)
+    for name, size in (("batch", B), ("heads", H), ("n_query", n), ("n_key", key.shape[2])):
+        found = getattr(plan, name)
         if found != size:
             raise RecipeError(
-                f"sparse {who!r}: the plan's {field} is {found}, and the layer's is {size}; make it of its tensors."
+                f"sparse {who!r}: the plan's {name} is {found}, and the layer's is {size}; make it of its tensors."
             )
     served = [0] * H
     for part in plan.parts:
@@ -220,9 +200,9 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
         for i, span in enumerate(part.spans):
             keys = span.k_row.shape[-1]
             shapes[f"k_row of span {i}"] = span.k_row, keys, plan.block_k
-            shapes[f"k_place of span {i}"] = span.k_place, keys, plan.block_k
-            shapes[f"q_place of span {i}"] = span.q_place, rows, plan.block_q
-        for field, (tensor, count, block) in shapes.items():
+            shapes[f"k_pos of span {i}"] = span.k_pos, keys, plan.block_k
+            shapes[f"q_pos of span {i}"] = span.q_pos, rows, plan.block_q
+        for name, (tensor, count, block) in shapes.items():
             size = tensor.shape[-1]
             whole_blocks = size == count and size > 0 and size % block == 0
             if (
@@ -232,7 +212,7 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
                 or not whole_blocks
             ):
                 raise RecipeError(
-                    f"sparse {who!r}: {field} of a part is {list(tensor.shape)}; give [1 or {B}, 1 or {h}, {count}], the "
+                    f"sparse {who!r}: {name} of a part is {list(tensor.shape)}; give [1 or {B}, 1 or {h}, {count}], the "
                     f"last in whole blocks of {block} (`pad_rows`)."
                 )
         for i, span in enumerate(part.spans):
@@ -252,9 +232,8 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
 
 def element_mask(part: Part, span: KeySpan, block_q: int, block_k: int) -> Tensor:
     """[b, h, P, N] bool: the pairs of one span, in the plan's order. A FULL block skips the test, as the kernels do."""
-    table = span.lists.table(span.k_row.shape[-1] // block_k)
-    kind = table.repeat_interleave(block_q, 2).repeat_interleave(block_k, 3)
-    gap = span.q_place[..., :, None] - span.k_place[..., None, :]
+    kind = span.lists.table().repeat_interleave(block_q, 2).repeat_interleave(block_k, 3)
+    gap = span.q_pos[..., :, None] - span.k_pos[..., None, :]
     inside = (gap >= span.lo) & (gap < span.hi)
     present = (span.k_row >= 0)[..., None, :]
     seen = (kind == FULL) | ((kind == ABSENT) & present) | ((kind == TEST) & present & inside)
@@ -270,112 +249,97 @@ def pad_rows(rows: Tensor, block: int, value: int = -1) -> Tensor:
 def span_by_range(
     q_row: Tensor,
     k_row: Tensor,
-    q_place: Tensor,
-    k_place: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
     lo: int,
     hi: int,
     block_q: int,
     block_k: int,
+    *,
+    ordered: int | None = None,
+    ranks: bool = False,
+    q_first: int | None = None,
 ) -> KeySpan:
     """A span of which each query block lists the blocks in which a pair may pass the range test; no host read.
 
-    The places of the keys ascend. A list is one run: from the first block that any row of the query block reaches to the
-    last, so that it also holds what lies between when places jump within a query block.
+    The positions of the keys ascend. A list is one run: from the first block that any row of the query block reaches to the
+    last, so that it also holds what lies between when positions jump within a query block. `ordered`, `ranks`, `q_first`:
+    what the caller knows of the tensors (`KeySpan`).
     """
-    row, kind = ops.reach_now(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
-    ops.tell_reach(row, ops.band(q_row, k_row, q_place, k_place, lo, hi, (block_q, block_k)))
-    return KeySpan(k_row, q_place, k_place, lo, hi, BlockRuns(row, None, kind, kind.shape[-1]))
+    row, kind = ops.reach_now(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
+    lists = BlockLists(row, None, kind)
+    return KeySpan(k_row, q_pos, k_pos, lo, hi, lists, ordered, ranks, q_first, complete=True)
 
 
 def span_by_table(
     q_row: Tensor,
     k_row: Tensor,
-    q_place: Tensor,
-    k_place: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
     lo: int,
     hi: int,
     table: Tensor,
     block_q: int,
     block_k: int,
+    *,
+    ordered: int | None = None,
+    ranks: bool = False,
 ) -> KeySpan:
     """As `span_by_range`, of the True entries of `table` [b, h, M, key blocks] alone; room for all of them, no host read."""
     b, h, m, n = table.shape
-    row, kind = ops.reach_now(q_row, k_row, q_place, k_place, lo, hi, block_q, block_k)
+    row, kind = ops.reach_now(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
     first, count, head, tail, _ = torch.split(row.expand(b, h, m, 5), 1, -1)
     number = torch.arange(n, device=table.device)
     listed = table & (number >= first) & (number < first + count)
-    index, upto = packed(listed, number)
+    index, upto = ops.packed(listed, number)
     head, tail, count = (upto.gather(-1, (first + t).clamp(max=n)) for t in (head, tail, count))
     begin = (torch.arange(b * h * m, device=table.device) * n).view(b, h, m, 1)
     row = torch.cat([begin, count, head, tail, torch.zeros_like(begin)], -1)
-    return KeySpan(k_row, q_place, k_place, lo, hi, BlockRuns(row, index, kind, n))
-
-
-def block_kinds(k_row: Tensor, block: int) -> Tensor:
-    """[b, h, N] int8: FULL for the blocks of keys that are all there, ABSENT for the rest."""
-    return torch.where(_blocks(k_row >= 0, block).all(-1), FULL, ABSENT).to(torch.int8)
+    return KeySpan(k_row, q_pos, k_pos, lo, hi, BlockLists(row, index, kind), ordered, ranks)
 
 
 def span_from_table(
     q_row: Tensor,
     k_row: Tensor,
-    q_place: Tensor,
-    k_place: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
     lo: int,
     hi: int,
     table: Tensor,
     block_q: int,
     block_k: int,
+    *,
+    ordered: int | None = None,
+    ranks: bool = False,
 ) -> KeySpan:
-    """A span that lists the True entries of `table` [b, h, M, key blocks], as `span_from_entries`; places in any order."""
+    """A span that lists the True entries of `table` [b, h, M, key blocks]; positions in any order. Blocks in which no pair
+    passes the range test are dropped, the rest classified. Reads sizes on the host.
+
+    In each list the blocks that need a test come last.
+    """
     b, h, m, n = table.shape
     row, index = table.reshape(b * h * m, n).nonzero(as_tuple=True)
-    return span_from_entries(q_row, k_row, q_place, k_place, lo, hi, row, index, (b, h, m), block_q, block_k)
-
-
-def span_from_entries(
-    q_row: Tensor,
-    k_row: Tensor,
-    q_place: Tensor,
-    k_place: Tensor,
-    lo: int,
-    hi: int,
-    row: Tensor,
-    index: Tensor,
-    shape: tuple[int, ...] | torch.Size,
-    block_q: int,
-    block_k: int,
-) -> KeySpan:
-    """A span of listed blocks told one by one; those in which no pair passes the range
-    test are dropped, the rest classified. Reads sizes on the host.
-
-    `row` is the number of a query block counted through `shape` = (b, h, M), ascending; `index` that of a key block.
-    """
-    b, h, m = shape
-    big = FAR
     q_has, k_has = q_row >= 0, k_row >= 0
-    q_min = _edge(q_place, q_has, block_q, big, "amin").expand(b, h, m).reshape(-1)
-    q_max = _edge(q_place, q_has, block_q, -big, "amax").expand(b, h, m).reshape(-1)
-    n = k_row.shape[-1] // block_k
-    k_min = _edge(k_place, k_has, block_k, big, "amin").expand(b, h, n).reshape(-1)
-    k_max = _edge(k_place, k_has, block_k, -big, "amax").expand(b, h, n).reshape(-1)
-    whole = _blocks(k_has, block_k).all(-1).expand(b, h, n).reshape(-1)
+    q_min, q_max = (edge.expand(b, h, m).reshape(-1) for edge in _edges(q_pos, q_has, block_q))
+    k_min, k_max = (edge.expand(b, h, n).reshape(-1) for edge in _edges(k_pos, k_has, block_k))
     key = (row // m) * n + index
     least, most = q_min[row] - k_max[key], q_max[row] - k_min[key]
     alive = (q_max[row] >= q_min[row]) & (k_max[key] >= k_min[key]) & (most >= lo) & (least < hi)
-    sure = (least >= lo) & (most < hi)
-    kind = torch.where(sure, torch.where(whole[key], FULL, ABSENT), TEST).to(torch.int8)
-    row, index, kind = row[alive], index[alive], kind[alive]
-    count = torch.bincount(row, minlength=b * h * m)
-    ends = torch.cat([count.new_zeros(1), count.cumsum(0)])
-    flat = torch.arange(b * h, device=ends.device)[:, None] * m + torch.arange(m + 1, device=ends.device)
-    lists = BlockLists(ends[flat].view(b, h, m + 1), index.to(torch.int32), kind)
-    return KeySpan(k_row, q_place, k_place, lo, hi, lists)
+    row, index = row[alive], index[alive]
+    test = ((least < lo) | (most >= hi))[alive].long()
+    index = index[(2 * row + test).argsort(stable=True)]
+    count, tested = (torch.bincount(row, t, minlength=b * h * m).long() for t in (None, test))
+    begin, none = count.cumsum(0) - count, torch.zeros_like(count)
+    lists = torch.stack([begin, count, none, count - tested, none], -1).view(b, h, m, 5)
+    kind = torch.where(_blocks(k_has, block_k).all(-1), FULL, ABSENT).to(torch.int8)
+    index = index.to(torch.int32) if len(index) else index.new_zeros(1, dtype=torch.int32)
+    return KeySpan(k_row, q_pos, k_pos, lo, hi, BlockLists(lists, index, kind), ordered, ranks)
 
 
-def _edge(place: Tensor, has: Tensor, block: int, fill: int, how: str) -> Tensor:
-    filled = _blocks(torch.where(has, place.long(), fill), block)
-    return filled.amin(-1) if how == "amin" else filled.amax(-1)
+def _edges(pos: Tensor, has: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The least and the greatest of `pos` in each block, of what is there."""
+    least, most = (_blocks(torch.where(has, pos.long(), fill), block) for fill in (FAR, -FAR))
+    return least.amin(-1), most.amax(-1)
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

@@ -11,8 +11,7 @@ from torch import Tensor
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.mix import HeadRun
-from mmaccel.core.plan import AttentionPlan
+from mmaccel.core.plan import AttentionPlan, HeadRun
 from mmaccel.core.policy import Policy
 
 BLOCK = 256
@@ -88,16 +87,16 @@ class SparsePattern(Policy, ABC):
         return self
 
     @abstractmethod
-    def bound(self, n_query: int, n_key: int) -> int:
+    def max_blocks_total(self, n_query: int, n_key: int) -> int:
         """The most key blocks the pattern can list for one head and `n_query` rows over `n_key` keys; host numbers alone."""
 
-    def expected(
+    def expected_blocks(
         self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
     ) -> float:
         """About how many key blocks the pattern lists for one head, before it has seen a query: what its estimates will
         find they are taken to find at best. `layouts`, of queries and keys, may tell more; they are looked at once.
         """
-        return self.bound(n_query, n_key)
+        return self.max_blocks_total(n_query, n_key)
 
     def per_head(self, heads: int) -> tuple[str, ...]:
         """The name of the pattern of each head of a layer, for the report; within a boundary as "boundary(pattern)"."""

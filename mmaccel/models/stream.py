@@ -24,11 +24,11 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.attention import StreamRun
 from mmaccel.core.errors import ModelError
+from mmaccel.core.execute import kernel_for
 from mmaccel.core.kv import StreamState
 from mmaccel.core.modules import home_of
 from mmaccel.core.places import Places
 from mmaccel.core.stream_adapter import Clip, StreamAdapter, Tail
-from mmaccel.core.windowed import kernel_for
 from mmaccel.models.attaching import gate_of
 from mmaccel.models.attention import ATTENTION, PLAIN
 from mmaccel.models.cache import KVCache

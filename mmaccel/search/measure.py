@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import ops, select
-from mmaccel.core.lower import attend_plan
+from mmaccel.core.execute import attend_plan
 from mmaccel.core.plan import AttentionPlan
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.search.kinds import Slot

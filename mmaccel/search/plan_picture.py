@@ -77,7 +77,7 @@ def ordered(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]:
     bq, bk = plan.block_q, plan.block_k
 
     def tiles(part: Any, span: Any) -> tuple[Tensor, Tensor]:
-        table = span.lists.table(span.k_row.shape[-1] // bk)[0, 0] >= 0
+        table = span.lists.table()[0, 0] >= 0
         return element_mask(part, span, bq, bk)[0, 0], table.repeat_interleave(bq, 0).repeat_interleave(bk, 1)
 
     return [[tiles(part, span) for span in part.spans] for part in plan.parts]

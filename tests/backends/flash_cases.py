@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmaccel.backends.flash import attend
 from mmaccel.backends.flash.limits import Tiles
-from mmaccel.core.lower import attend_plan
+from mmaccel.core.execute import attend_plan
 from mmaccel.core.plan import AttentionPlan
 
 from .oracle import budget, log_sum_exp, masked

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends import natural
+from mmaccel.backends.block_attend import BlockLists, KeySpan
 from mmaccel.backends.triton.prefill.block_iter import FIELDS
 from mmaccel.backends.triton.prefill.hopper_launch import fields, numbered, viewed
 from mmaccel.backends.triton.prefill.tma_staging import BOX, FAR, Homes
@@ -28,12 +28,19 @@ def orders() -> list[Tensor]:
     return [t.int().view(-1, 1 if t.dim() == 1 else HEADS, 320) for t in padded]
 
 
+def span(k_row: Tensor, k_pos: Tensor, ordered: int | None = None) -> KeySpan:
+    """A span of these keys; of its lists nothing is asked."""
+    row = torch.zeros(1, 1, 2, 5, dtype=torch.int32, device=DEVICE)
+    lists = BlockLists(row, torch.arange(2, device=DEVICE), row[..., 0].char())
+    return KeySpan(k_row, k_pos, k_pos, 0, FAR, lists, ordered)
+
+
 def made(most: int) -> tuple[Tensor, Tensor, list[Tensor], Homes]:
     rng = torch.Generator().manual_seed(1)
     key, value = (torch.randn(B, G, S, D, generator=rng).to(DEVICE) for _ in range(2))
     k_row = [t.to(DEVICE) for t in orders()]
-    k_place = [torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320)] * 3
-    return key, value, k_row, Homes.of(key, value, k_row, k_place, HEADS, most)
+    k_pos = torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320)
+    return key, value, k_row, Homes.of(key, value, [span(row, k_pos) for row in k_row], HEADS, most)
 
 
 def test_every_key_is_where_its_home_says() -> None:
@@ -65,15 +72,12 @@ def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: 
     """Beside another span and alone, it is where it would be found; what reaches beyond the keys is copied as ever."""
     rng = torch.Generator().manual_seed(1)
     key, value = (torch.randn(B, G, S, D, generator=rng).to(DEVICE) for _ in range(2))
-    known = natural.counted(B, min(n, S), n, torch.device(DEVICE))[:, None]
-    place = torch.arange(n, dtype=torch.int32, device=DEVICE).view(1, 1, n)
-    for beside in ([], [orders()[1].to(DEVICE)]):
-        places = [
-            place,
-            *(torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320) for _ in beside),
-        ]
+    pos = torch.arange(320, dtype=torch.int32, device=DEVICE).view(1, 1, 320)
+    known = torch.where(pos < min(n, S), pos, -1)[..., :n].repeat(B, 1, 1)
+    for beside in ([], [span(orders()[1].to(DEVICE), pos)]):
         told, found = (
-            Homes.of(key, value, [row, *beside], places, HEADS, 1 << 30) for row in (known, known.clone())
+            Homes.of(key, value, [span(known, pos[..., :n], of), *beside], HEADS, 1 << 30)
+            for of in (min(n, S), None)
         )
         for a, b in zip(told.home, found.home, strict=True):
             assert torch.equal(a.expand_as(b), b)
@@ -83,7 +87,7 @@ def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: 
         assert torch.equal(told.keys[:copied], found.keys[:copied])
     if n < S:
         monkeypatch.setattr("mmaccel.backends.triton.prefill.tma_staging.home_kernel", None)
-        assert len(Homes.of(key, value, [known], [place], HEADS, 1 << 30).keys) == 0
+        assert len(Homes.of(key, value, [span(known, pos[..., :n], n)], HEADS, 1 << 30).keys) == 0
 
 
 def test_nothing_beyond_the_keys_is_read() -> None:
@@ -99,8 +103,8 @@ def test_nothing_beyond_the_keys_is_read() -> None:
         k_row = [t.masked_fill(t >= keys, -1).to(DEVICE) for t in orders()]
         k_row.append(torch.full_like(k_row[0], -1))
         k_row.append(k_row[0].roll(10, -1))
-        places = [torch.zeros(1, 1, 320, dtype=torch.int32, device=DEVICE)] * len(k_row)
-        homes = Homes.of(key, key, k_row, places, HEADS, 1 << 30)
+        place = torch.zeros(1, 1, 320, dtype=torch.int32, device=DEVICE)
+        homes = Homes.of(key, key, [span(row, place) for row in k_row], HEADS, 1 << 30)
         assert homes.short is None
         for row, home in zip(k_row, homes.home, strict=True):
             for b, x, n in torch.cartesian_prod(*(torch.arange(size) for size in home.shape)).tolist():
@@ -135,10 +139,8 @@ def test_a_device_that_is_nearly_full_has_room_for_fewer(monkeypatch: pytest.Mon
 
 def test_lists_of_other_types_are_told_as_the_kernel_reads_them() -> None:
     """It casts addresses: the portable kernel goes by the types of tensors, and takes any."""
-    place = torch.zeros(1, 1, 128, dtype=torch.int32)
-    runs, index = torch.zeros(1, 1, 2, 5, dtype=torch.int32), torch.arange(2)
-    kind, home = torch.zeros(1, 1, 2, dtype=torch.int8), torch.zeros(1, 2, 2, dtype=torch.int32)
-    told = fields(runs, index, kind, 1, place, place, place, 0, FAR, home)
+    place = torch.zeros(1, 1, 128, dtype=torch.int32, device=DEVICE)
+    told = fields(span(place, place), place, torch.zeros(1, 2, 2, dtype=torch.int32))
     assert told["list"].dtype == torch.int64 and told["index"].dtype == torch.int32
     assert set(told) == set(FIELDS)
 

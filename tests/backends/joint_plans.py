@@ -48,13 +48,13 @@ def joint_plan(
         shape = (batch, heads, q_row.shape[-1] // block, k_row.shape[-1] // block)
         listed = table(name, shape, rng)
         if s == 0:
-            k_place = torch.arange(k_row.shape[-1], dtype=torch.int32).expand_as(k_row)
-            q_place = torch.arange(q_row.shape[-1], dtype=torch.int32) + k_row.shape[-1] - n_query // 2
-            q_place = q_place.expand_as(q_row)
-            spans.append(span_by_table(q_row, k_row, q_place, k_place, 0, FAR, listed, block, block))
+            k_pos = torch.arange(k_row.shape[-1], dtype=torch.int32).expand_as(k_row)
+            q_pos = torch.arange(q_row.shape[-1], dtype=torch.int32) + k_row.shape[-1] - n_query // 2
+            q_pos = q_pos.expand_as(q_row)
+            spans.append(span_by_table(q_row, k_row, q_pos, k_pos, 0, FAR, listed, block, block))
         else:
-            q_place, k_place = (
+            q_pos, k_pos = (
                 torch.randint(0, n_key, t.shape, generator=rng, dtype=torch.int32) for t in (q_row, k_row)
             )
-            spans.append(span_from_table(q_row, k_row, q_place, k_place, -500, 700, listed, block, block))
+            spans.append(span_from_table(q_row, k_row, q_pos, k_pos, -500, 700, listed, block, block))
     return AttentionPlan((Part(q_row, tuple(spans)),), block, block, batch, heads, n_query, n_key)

@@ -45,8 +45,8 @@ from mmaccel.backends.triton.prefill import (
     strongest,
 )
 from mmaccel.backends.triton.prefill.tma_staging import Homes
+from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
-from mmaccel.core.lower import attend_plan
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.room import with_room
 from mmaccel.policies.sparse.estimate import LastQueries
@@ -137,8 +137,8 @@ def recorded(capability: int = 90) -> Iterator[Keys]:
     keys, hopper = Keys(), capability == 90
     ops.reduces.cache_clear()
 
-    def copies(key: Tensor, value: Tensor, k_row: Any, k_place: Any, heads: int) -> Homes:
-        return Homes.of(key, value, k_row, k_place, heads, MEMORY // hopper_launch.SHARE)
+    def copies(key: Tensor, value: Tensor, spans: Any, heads: int) -> Homes:
+        return Homes.of(key, value, spans, heads, MEMORY // hopper_launch.SHARE)
 
     with ExitStack() as stack:
         held = {

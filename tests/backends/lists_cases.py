@@ -33,14 +33,14 @@ def test_reach(seed: int) -> None:
     B, H = 1 + seed % 2, 3
     leads = [(1, 1), (B, 1), (1, H), (B, H)]
     q_lead, k_lead = leads[seed % 4], leads[(seed // 4 + seed) % 4]
-    q_row, q_place = order(block_q * 7, q_lead, wide, rng)
-    k_row, k_place = order(block_k * 37, k_lead, wide, rng)
-    q_place[torch.rand(q_place.shape, generator=rng) < 0.05] = -1
+    q_row, q_pos = order(block_q * 7, q_lead, wide, rng)
+    k_row, k_pos = order(block_k * 37, k_lead, wide, rng)
+    q_pos[torch.rand(q_pos.shape, generator=rng) < 0.05] = -1
     if seed % 2:
         q_row, k_row = q_row[:1, :1], k_row[:1, :1]
-    q_place = q_place[..., torch.randperm(q_place.shape[-1], generator=rng)]
+    q_pos = q_pos[..., torch.randperm(q_pos.shape[-1], generator=rng)]
     for lo, hi in ((0, FAR), (0, 70), (-9, 40), (100, FAR)):
-        arguments = (q_row, k_row, q_place, k_place)
+        arguments = (q_row, k_row, q_pos, k_pos)
         wanted = plain.reach(*arguments, lo, hi, block_q, block_k)
         found = lists.reach(*(t.to(DEVICE) for t in arguments), lo, hi, block_q, block_k)
         for got, want in zip(found, wanted, strict=True):
@@ -55,9 +55,9 @@ def test_reach_over_more_blocks_than_are_looked_at_together() -> None:
     k_row[..., 16 * 500 : 16 * 2000] = -1
     k_row[..., -16 * 40 :] = -1
     place = torch.arange(n, dtype=torch.int32).view(1, 1, n)
-    q_row, q_place = (t[..., 16 * 480 : 16 * 2100 : 16 * 9].repeat_interleave(16, -1) for t in (place, place))
-    wanted = plain.reach(q_row, k_row, q_place, place, 0, 16 * 100, 16, 16)
-    found = lists.reach(*(t.to(DEVICE) for t in (q_row, k_row, q_place, place)), 0, 16 * 100, 16, 16)
+    q_row, q_pos = (t[..., 16 * 480 : 16 * 2100 : 16 * 9].repeat_interleave(16, -1) for t in (place, place))
+    wanted = plain.reach(q_row, k_row, q_pos, place, 0, 16 * 100, 16, 16)
+    found = lists.reach(*(t.to(DEVICE) for t in (q_row, k_row, q_pos, place)), 0, 16 * 100, 16, 16)
     assert all(torch.equal(got.cpu(), want) for got, want in zip(found, wanted, strict=True))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmaccel.core.lists import BlockLists
 from mmaccel.core.plan import AttentionPlan, Part
 
 
@@ -57,17 +56,4 @@ def _moved(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 
 def flat(part: Part, plan: AttentionPlan) -> tuple:
     """The arguments of `block_attend` between the tensors and the scale."""
-    s = part.spans
-    return (
-        part.q_row,
-        [x.k_row for x in s],
-        [x.q_place for x in s],
-        [x.k_place for x in s],
-        [x.lo for x in s],
-        [x.hi for x in s],
-        [x.lists.offset if isinstance(x.lists, BlockLists) else x.lists.row for x in s],
-        [x.lists.index if isinstance(x.lists, BlockLists) else x.lists.entries for x in s],
-        [x.lists.kind for x in s],
-        plan.block_q,
-        plan.block_k,
-    )
+    return (*part.pack(), plan.block_q, plan.block_k)

@@ -9,23 +9,23 @@ from torch import Tensor
 from mmaccel.backends.pieces import FIELDS
 from mmaccel.backends.reference.pieces import assembled as plain
 from mmaccel.backends.triton.prefill.pieces import assembled as launched
-from mmaccel.core.sheet import Room, Sheet
+from mmaccel.core.merge_heads import Slice, TensorPacker
 
 from .triton_cases import DEVICE
 
 
-def sheet_of(size: int) -> tuple[Sheet, list[Room]]:
-    """Rooms of each type, with pieces of one head and of several, shared and strided, longer than a tile where `size` is."""
+def sheet_of(size: int) -> tuple[TensorPacker, list[Slice]]:
+    """Tensors of each type, of pieces of one head and of several, shared and strided, longer than a tile if `size` is."""
     rng = torch.Generator().manual_seed(size)
 
     def some(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.randint(-5, 100, shape, generator=rng, dtype=dtype).to(DEVICE)
 
-    sheet = Sheet()
-    narrow = sheet.room((2, 5, 2 * size), -1, torch.int32)
-    wide = sheet.room((2, 5, size), 7, torch.int64)
-    lists = sheet.room((2, 5, 40, 5), 0, torch.int64)
-    kinds = sheet.room((1, 1, 33), 1, torch.int8)
+    sheet = TensorPacker()
+    narrow = sheet.add((2, 5, 2 * size), -1, torch.int32)
+    wide = sheet.add((2, 5, size), 7, torch.int64)
+    lists = sheet.add((2, 5, 40, 5), 0, torch.int64)
+    kinds = sheet.add((1, 1, 33), 1, torch.int8)
     sheet.put(narrow, (0, 1, 3), some(2, 3, size), 0)
     sheet.put(narrow, (0, 1), some(1, 1, size), size, more=-4)
     sheet.put(narrow, (4,), some(2, 1, 2 * size)[..., ::2], 3)

@@ -75,10 +75,10 @@ def random_plan(
     spans = []
     for k_row, lo, hi in ((first, -20, 35), (holes(second), 0, FAR)):
         k_row = pad_rows(k_row, block_k)
-        q_place = torch.randint(0, n_key, q_row.shape, generator=rng, dtype=torch.int32)
-        k_place = torch.randint(0, n_key, k_row.shape, generator=rng, dtype=torch.int32)
+        q_pos = torch.randint(0, n_key, q_row.shape, generator=rng, dtype=torch.int32)
+        k_pos = torch.randint(0, n_key, k_row.shape, generator=rng, dtype=torch.int32)
         table = (
             torch.rand(*shape, q_row.shape[-1] // block_q, k_row.shape[-1] // block_k, generator=rng) < 0.6
         )
-        spans.append(span_from_table(q_row, k_row, q_place, k_place, lo, hi, table, block_q, block_k))
+        spans.append(span_from_table(q_row, k_row, q_pos, k_pos, lo, hi, table, block_q, block_k))
     return AttentionPlan((Part(q_row, tuple(spans)),), block_q, block_k, batch, heads, n_query, n_key)

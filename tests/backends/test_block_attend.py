@@ -12,11 +12,10 @@ from torch import Tensor
 
 from mmaccel.backends import ops, select
 from mmaccel.backends.reference import blocks
-from mmaccel.core.lists import BlockLists
-from mmaccel.core.lower import attend_plan
-from mmaccel.core.plan import FULL, AttentionPlan, KeySpan, Part, span_from_table
+from mmaccel.core.execute import attend_plan
+from mmaccel.core.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
 
-from .oracle import budget, flat, log_sum_exp, masked
+from .oracle import budget, log_sum_exp, masked
 from .plans import PATTERNS, pattern_plan, random_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -108,8 +107,8 @@ def test_rows_that_see_nothing_are_zero(backend: str) -> None:
     span = span_from_table(
         part.q_row,
         span.k_row,
-        span.q_place,
-        span.k_place,
+        span.q_pos,
+        span.k_pos,
         span.lo,
         span.hi,
         table,
@@ -127,9 +126,7 @@ def test_rows_that_see_nothing_are_zero(backend: str) -> None:
 def test_full_blocks_are_not_tested() -> None:
     """A block called FULL is seen whole, even where the range test would hide it: the kinds are binding."""
     keys, queries = (torch.arange(n, dtype=torch.int32).view(1, 1, n) for n in (64, 16))
-    lists = BlockLists(
-        torch.tensor([[[0, 2]]]), torch.tensor([0, 1], dtype=torch.int32), torch.full((2,), FULL)
-    )
+    lists = BlockLists(torch.tensor([[[[0, 2, 0, 2, 0]]]]), None, torch.full((1, 1, 2), FULL).char())
     span = KeySpan(keys, torch.full((1, 1, 16), -5), keys, 0, 1, lists)
     plan = AttentionPlan((Part(queries, (span,)),), 16, 32, batch=2, heads=4, n_query=16, n_key=64)
     query, key, value = (t.double() for t in draw(plan, 2, 16, 2))
@@ -147,19 +144,19 @@ def test_compiled_flex_walks_the_lists(name: str) -> None:
 
     plan, scene = pattern_plan(name, 0)
     query, key, value = scene.tensors(torch.float32)
-    arguments = flat(plan.parts[0], plan)
-    mask, rows = flex.block_mask(*arguments, (plan.batch, plan.heads))
+    part = plan.parts[0]
+    mask, rows = flex.block_mask(part, plan.block_q, plan.block_k, (plan.batch, plan.heads))
     heads = plan.heads
     out = torch.compile(flex_attention)(
-        flex.gather(query, arguments[0].expand(plan.batch, -1, -1)),
+        flex.gather(query, part.q_row.expand(plan.batch, -1, -1)),
         flex.gather(key, rows, heads),
         flex.gather(value, rows, heads),
         block_mask=mask,
         scale=scene.size**-0.5,
         enable_gqa=rows.shape[1] == 1,
     )
-    rows_of = arguments[0].clamp(min=0).long()[..., None].expand_as(out)
+    rows_of = part.q_row.clamp(min=0).long()[..., None].expand_as(out)
     exact, allowed = budget(query, key, value, plan.to_mask(), scene.size**-0.5)
-    served = (arguments[0] >= 0)[..., None] & plan.to_mask().any(-1, keepdim=True).gather(2, rows_of[..., :1])
+    served = (part.q_row >= 0)[..., None] & plan.to_mask().any(-1, keepdim=True).gather(2, rows_of[..., :1])
     error = (out.double() - exact.gather(2, rows_of)).masked_fill(~served, 0.0)
     assert float(error.abs().max()) <= allowed

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends import dense, flash, natural, ops, select
+from mmaccel.backends import dense, flash, ops, select
 from mmaccel.backends.flash import attend, causal, limits
 from mmaccel.backends.flash.attend import block_attend
+from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.lower import attend_plan
 from mmaccel.core.plan import AttentionPlan
 from mmaccel.policies.sparse import AShape
 from tests.policies.sparse.scenes import Scene
@@ -64,7 +64,7 @@ def test_keys_in_their_order(sink: int, block: int, start: int) -> None:
     pattern = AShape(sink=sink, window=30, block=block)
     plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)
     assert plan is not None
-    assert all(natural.are_ranks(span.k_place) for span in plan.parts[0].spans)
+    assert all(span.ranks for span in plan.parts[0].spans)
     check(plan, tensors, 128**-0.5, select.get("flash", "cuda"))
 
 

@@ -8,9 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmaccel.backends import natural
-from mmaccel.backends.flash import attend, limits
-from mmaccel.backends.natural import first_rows
+from mmaccel.backends.flash import attend
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range
 from mmaccel.policies.sparse import AShape
@@ -34,25 +32,24 @@ def test_runs_of_keys(
     n, n_key = counts
     row = torch.randperm(n, generator=rng, dtype=torch.int32) if shuffled else torch.arange(n).int()
     q_row = pad_rows(row[None, None], blocks[0])
-    q_place = torch.randint(-1, n_key, q_row.shape, generator=rng, dtype=torch.int32)
+    q_pos = torch.randint(-1, n_key, q_row.shape, generator=rng, dtype=torch.int32)
     width = n_key + -n_key % blocks[1]
-    keys = natural.counted(1, n_key, width, torch.device("cpu"))
-    k_place = natural.ranks(1, width, torch.device("cpu"))[:, None]
+    k_pos = torch.arange(width, dtype=torch.int32)[None, None]
     spans = []
     edges = sorted(cuts)
     for i, (lo, hi) in enumerate(zip(edges, [*edges[1:-1], FAR], strict=False)):
         some = int(torch.randint(1, n_key + 1, (), generator=rng)) if i else n_key
         room = some + -some % blocks[1]
-        mine = natural.first_of(keys[:, None], some, room)
-        spans.append(span_by_range(q_row, mine, q_place, k_place[..., :room], lo, hi, *blocks))
+        mine, rank = torch.where(k_pos < some, k_pos, -1)[..., :room], k_pos[..., :room]
+        spans.append(span_by_range(q_row, mine, q_pos, rank, lo, hi, *blocks, ordered=some, ranks=True))
     plan = AttentionPlan((Part(q_row, tuple(spans)),), *blocks, 1, 4, n, n_key)
     tensors = tuple(
         torch.randn(1, h, m, 16, generator=rng).half() for h, m in ((4, n), (2, n_key), (2, n_key))
     )
-    with recorded(16) as (told, patch):
+    with recorded(16) as (told, _):
         check(plan, tensors)
-        patch.setattr(limits, "are_ranks", lambda place: False)
-        check(plan, tensors)
+        unknown = tuple(replace(span, ranks=False) for span in spans)
+        check(replace(plan, parts=(Part(q_row, unknown),)), tensors)
     assert [args[6] for args in told] == [True, False]
 
 
@@ -76,34 +73,33 @@ def test_bands_of_keys(
     """Queries whose places follow each other need no tensor, whatever the first: also before all keys, and past them. What
     lists are not known to hold all of is told as runs, and what is listed is as ever what counts."""
     rng = torch.Generator().manual_seed(seed)
-    (n, n_key), cpu = counts, torch.device("cpu")
-    room, width = n + -n % blocks[0], n_key + -n_key % blocks[1]
-    q_row = natural.counted(batch, n, room, cpu)[:, None]
-    q_place = natural.places_from(first, batch, n, room, cpu)[:, None]
-    keys, k_place = (
-        natural.counted(batch, n_key, width, cpu)[:, None],
-        natural.ranks(batch, width, cpu)[:, None],
+    n, n_key = counts
+    queries, k_pos = (
+        torch.arange(m + -m % block, dtype=torch.int32).expand(batch, 1, -1)
+        for m, block in zip(counts, blocks, strict=True)
     )
+    q_row, q_pos = (torch.where(queries < n, queries + more, -1) for more in (0, first))
     spans, edges = [], sorted(cuts)
     for i, (lo, hi) in enumerate(zip(edges, [*edges[1:-1], FAR], strict=False)):
         some = int(torch.randint(1, n_key + 1, (), generator=rng)) if i else n_key
         wide = some + -some % blocks[1]
-        mine = natural.first_of(keys, some, wide)
-        spans.append(span_by_range(q_row, mine, q_place, k_place[..., :wide], lo, hi, *blocks))
-    plan = AttentionPlan((Part(q_row, tuple(spans)),), *blocks, batch, 4, n, n_key)
+        mine, rank = torch.where(k_pos < some, k_pos, -1)[..., :wide], k_pos[..., :wide]
+        known = dict(ordered=some, ranks=True, q_first=first)
+        spans.append(span_by_range(q_row, mine, q_pos, rank, lo, hi, *blocks, **known))
+    part = Part(q_row, tuple(spans), ordered=n, all_rows=n)
+    plan = AttentionPlan((part,), *blocks, batch, 4, n, n_key)
     tensors = tuple(
         torch.randn(batch, h, m, 16, generator=rng).half() for h, m in ((4, n), (2, n_key), (2, n_key))
     )
-    few = first_rows(q_row, max(n - 20, 1))
     # Lists of the same span that begin a block late, where their kinds are not told.
     row = spans[0].lists.row.clone()
     row[..., 0] += row[..., 1].clamp(max=1)
     row[..., 1:4] = (row[..., 1:4] - 1).clamp(min=0)
-    late = replace(spans[0], lists=replace(spans[0].lists, row=row))
+    late = replace(spans[0], lists=replace(spans[0].lists, row=row), complete=False)
     with recorded(16) as (told, _):
         check(plan, tensors)
-        check(replace(plan, parts=(Part(few, tuple(spans)),)), tensors)
-        check(replace(plan, parts=(Part(q_row, (late, *spans[1:])),)), tensors)
+        check(plan.first(max(n - 20, 1)), tensors)
+        check(replace(plan, parts=(replace(part, spans=(late, *spans[1:])),)), tensors)
     assert [args[9] is None for args in told] == [False, False, True]
 
 

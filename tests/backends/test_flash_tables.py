@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from mmaccel.backends import flash
 from mmaccel.backends.flash import attend
-from mmaccel.backends.flash.limits import Lists, Tiles
+from mmaccel.backends.flash.limits import Tiles
+from mmaccel.backends.flash.tables import finer, rooms, tiled
 from mmaccel.backends.ops import FULL, TEST
-from mmaccel.backends.tables import finer, rooms, table, tiled
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.lists import BlockLists, BlockRuns
+from mmaccel.core.plan import BlockLists, KeySpan, Part
 
 from .oracle import flat
 from .plans import PATTERNS, random_plan
@@ -24,32 +24,20 @@ from .test_flash import planned
 CUDA = torch.device("cuda")
 
 
-@pytest.mark.parametrize("lead", ["", "b", "h", "bh"])
-def test_tables_of_lists_one_after_another(lead: str) -> None:
-    plan = random_plan(7, lead=lead, n_query=150, n_key=300)
-    for span in plan.parts[0].spans:
-        n = span.k_row.shape[-1] // plan.block_k
-        lists = span.lists
-        assert isinstance(lists, BlockLists)
-        want = lists.table(n)
-        slack = torch.cat([lists.index, lists.index[:3]]), torch.cat([lists.kind, lists.kind[:3]])
-        assert torch.equal(table(lists.offset, *slack, n), want)
-        if "h" in lead:
-            some = Lists(lists.offset, lists.index, lists.kind, n).of(slice(1, 3))
-            assert torch.equal(table(*some), want[:, 1:3])
-
-
-@pytest.mark.parametrize("name", list(PATTERNS))
-def test_tables_of_runs(name: str) -> None:
-    plan, _ = planned(name, 16, 0)
-    seen = 0
-    for part in plan.parts:
-        for span in part.spans:
-            if isinstance(span.lists, BlockRuns):
-                n, lists = span.k_row.shape[-1] // 16, span.lists
-                assert torch.equal(table(lists.row, lists.entries, lists.kind, n), lists.table(n))
-                seen += 1
-    assert seen
+@pytest.mark.parametrize("name", [*PATTERNS, "", "b", "h", "bh"])
+def test_tables_hold_what_is_listed(name: str) -> None:
+    """Of lists one after another, and of some heads alone."""
+    plan = planned(name, 16, 0)[0] if name in PATTERNS else random_plan(7, lead=name, n_query=150, n_key=300)
+    for span in (span for part in plan.parts for span in part.spans):
+        lists, table = span.lists, span.lists.table()
+        offset, block, kind = lists.flat()
+        b, h, m, n = table.shape
+        want = torch.full((b * h * m, n), -1, dtype=table.dtype)
+        row = torch.repeat_interleave(torch.arange(b * h * m), offset.diff().flatten())
+        want[row, block.long()] = kind.to(table.dtype)
+        assert torch.equal(table, want.view(table.shape))
+        if h > 2:
+            assert torch.equal(lists.of(slice(1, 3)).table(), table[:, 1:3])
 
 
 @given(seed=st.integers(0, 2**16), queries=st.sampled_from([1, 2, 8]), keys=st.sampled_from([1, 2, 4]))
@@ -90,9 +78,9 @@ def test_turns_are_of_whole_groups_or_of_a_part_of_one(
     heads: int, group: int, room: int, want: list[range], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attend, "ROOM", room * 5 * 7)
-    lists = Lists(torch.zeros(1, heads, 6, dtype=torch.long), torch.zeros(3), torch.zeros(3), 7)
+    lists = BlockLists(torch.zeros(1, heads, 5, 5, dtype=torch.long), None, torch.zeros(1, 1, 7))
     assert [range(s.start, s.stop) for s in attend.turns([lists], heads, group)] == want
-    shared = Lists(lists.offset[:, :1], lists.entries, lists.kind, 7)
+    shared = BlockLists(lists.row[:, :1], None, lists.kind)
     assert list(attend.turns([shared], heads, group)) == [slice(0, heads)]
 
 
@@ -120,9 +108,12 @@ def test_refusals(size: int, dtype: torch.dtype, blocks: int, why: str) -> None:
 
 def test_a_table_has_a_bound() -> None:
     one = torch.zeros(1, 1, 1, 64).half()
-    attend.refuse(one, one, 64, 64, False, (1 << 20) ** 2 // 64**2)
+    row = torch.zeros(1, 1, 1 << 20, dtype=torch.int32)
+    lists = BlockLists(row.new_zeros(1, 1, 1 << 14, 5).long(), row[0, 0, :1], row[..., : 1 << 14])
+    part = Part(row, (KeySpan(row, row, row, 0, 1, lists),))
+    attend.refuse(one, one, part, 64, 64)
     with pytest.raises(RecipeError, match="at most 268435456 pairs of blocks a head"):
-        attend.refuse(one, one, 64, 64, False, (1 << 20) ** 2 // 64**2 + 1)
+        attend.refuse(one.expand(2, -1, -1, -1), one, part, 64, 64)
 
 
 def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +140,8 @@ def test_kinds_agree_with_the_range() -> None:
         plan, _ = planned(name, 16, 0)
         for part in plan.parts:
             for span in part.spans:
-                kinds = span.lists.table(span.k_row.shape[-1] // 16)
-                gap = span.q_place[..., :, None] - span.k_place[..., None, :]
+                kinds = span.lists.table()
+                gap = span.q_pos[..., :, None] - span.k_pos[..., None, :]
                 present = (part.q_row >= 0)[..., :, None] & (span.k_row >= 0)[..., None, :]
                 wide = kinds.repeat_interleave(16, 2).repeat_interleave(16, 3)
                 untested = present & (wide >= 0) & (wide != TEST)

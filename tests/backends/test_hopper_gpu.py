@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mmaccel.backends.triton.prefill import hopper_launch
+from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.lower import attend_plan
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse import AShape, BlockTopK, Boundary2D, Grid, QBoundary, VerticalSlash
 from tests.policies.sparse.scenes import Scene, sequence

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmaccel.backends import flex, ops
-from mmaccel.core.lower import attend_plan
+from mmaccel.core.execute import attend_plan
 
 from .oracle import flat
 from .plans import pattern_plan

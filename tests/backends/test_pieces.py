@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmaccel.backends.pieces import FIELDS, assembled
-from mmaccel.core.sheet import Sheet
+from mmaccel.core.merge_heads import TensorPacker
 
 from .test_triton import run
 
@@ -16,15 +16,15 @@ QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 
 def test_pieces_lie_where_they_are_put() -> None:
-    sheet = Sheet()
-    one, two = sheet.room((2, 3, 4), -1, torch.int32), sheet.room((1, 2, 2, 5), 0, torch.int64)
+    sheet = TensorPacker()
+    one, two = sheet.add((2, 3, 4), -1, torch.int32), sheet.add((1, 2, 2, 5), 0, torch.int64)
     first, second = (
         torch.arange(12, dtype=torch.int32).view(2, 2, 3),
         torch.ones(1, 1, 1, 5, dtype=torch.int64),
     )
     sheet.put(one, (0, 2), first, 1, more=10)
     sheet.put(two, (1,), second, 1, more=5, shift=2)
-    sheet.write()
+    sheet.flush()
     want = torch.full((2, 3, 4), -1, dtype=torch.int32)
     want[:, [0, 2], 1:] = first + 10
     assert torch.equal(sheet.tensor(one), want)
@@ -34,8 +34,8 @@ def test_pieces_lie_where_they_are_put() -> None:
 
 
 def test_the_operator_keeps_its_contract() -> None:
-    sheet = Sheet()
-    sheet.put(sheet.room((1, 2, 64), -1, torch.int32), (1,), torch.arange(5).view(1, 1, 5), 2)
+    sheet = TensorPacker()
+    sheet.put(sheet.add((1, 2, 64), -1, torch.int32), (1,), torch.arange(5).view(1, 1, 5), 2)
     fills = len(sheet._fills) // len(FIELDS)
     torch.library.opcheck(assembled, (sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends))
 

@@ -197,12 +197,12 @@ def test_real_times_make_a_choice(tmp_path: Path) -> None:
     assert (
         choice.backend in ("reference", "flex") and choice.costs is not None and choice.costs.dense.each > 0
     )
-    listed, arguments = cost.near_blocks(1024, 2, torch.device("cpu"))
+    listed, part = cost.near_blocks(1024, 2, torch.device("cpu"))
     assert listed == 2 * (1 + 2 * 15)
     query, key, value = (
         torch.randn(1, h, 1024, 16, generator=torch.Generator().manual_seed(h)) for h in (2, 1, 1)
     )
-    out, _ = ops.block_attend(query, key, value, *arguments, 0.25)
+    out, _ = ops.block_attend(query, key, value, *part.pack(), 64, 64, 0.25)
     at = torch.arange(1024)
     seen = (at[:, None] >= at) & (at[:, None] // 64 - at // 64 < 2)
     want = torch.nn.functional.scaled_dot_product_attention(

@@ -17,15 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.backends import natural, ops
+from mmaccel.backends import block_attend as schema
 from mmaccel.backends import triton as backend
 from mmaccel.backends.triton.prefill.attend import block_attend
 from mmaccel.backends.triton.prefill.split_k_schedule import WAVES, Work
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.lists import BlockLists
-from mmaccel.core.lower import attend_plan
-from mmaccel.core.plan import FULL, AttentionPlan, KeySpan, Part, span_from_table
+from mmaccel.core.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
 from mmaccel.policies.sparse import PerHead
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import CASES, HEADS, plan_of, small
@@ -144,11 +143,9 @@ def blocks_plan(block_q: int, block_k: int, lead: str, spans: int = 2, heads: in
     rows.masked_fill_(torch.rand(rows.shape, generator=rng) < 0.1, -1)
     made = []
     for s, k_row in enumerate(rows.split(N, -1)):
-        q_place, k_place = (
-            torch.randint(0, N, (*shape, n), generator=rng, dtype=torch.int32) for n in (P, N)
-        )
+        q_pos, k_pos = (torch.randint(0, N, (*shape, n), generator=rng, dtype=torch.int32) for n in (P, N))
         table = torch.rand(*shape, 2, 2, generator=rng) < 0.7
-        made.append(span_from_table(q_row, k_row, q_place, k_place, -s, N // 2, table, block_q, block_k))
+        made.append(span_from_table(q_row, k_row, q_pos, k_pos, -s, N // 2, table, block_q, block_k))
     return AttentionPlan((Part(q_row, tuple(made)),), block_q, block_k, 1, heads, P, spans * N)
 
 
@@ -169,7 +166,7 @@ def test_many_spans(chunk: int | None) -> None:
 def test_the_wide_places_of_a_span_widen_all() -> None:
     plan = blocks_plan(16, 16, "h")
     part, (first, second) = plan.parts[0], plan.parts[0].spans
-    second = replace(second, q_place=second.q_place.long() + 2**40, k_place=second.k_place.long() + 2**40)
+    second = replace(second, q_pos=second.q_pos.long() + 2**40, k_pos=second.k_pos.long() + 2**40)
     check(replace(plan, parts=(Part(part.q_row, (first, second)),)), draw(plan, 2, 16, 1))
 
 
@@ -198,8 +195,11 @@ def test_lists_that_are_views() -> None:
         return t[..., None].expand(*t.shape, 2).contiguous()[..., 0].expand(2, 4, -1)
 
     def viewed(span: KeySpan) -> KeySpan:
-        lists = replace(span.lists, offset=spread(span.lists.offset))
-        rows, q, k = (spread(t) for t in (span.k_row, span.q_place, span.k_place))
+        row, kind = span.lists.row, span.lists.kind
+        lists = replace(
+            span.lists, row=row.expand(2, 4, -1, 5).transpose(2, 3).contiguous().mT, kind=spread(kind)
+        )
+        rows, q, k = (spread(t) for t in (span.k_row, span.q_pos, span.k_pos))
         return KeySpan(rows, q, k, span.lo, span.hi, lists)
 
     views = replace(plan, parts=(Part(spread(part.q_row), tuple(map(viewed, part.spans))),))
@@ -221,7 +221,7 @@ def test_rows_that_see_nothing_are_zero() -> None:
     part, span = plan.parts[0], plan.parts[0].spans[0]
     table = torch.zeros(2, 4, part.q_row.shape[-1] // 16, span.k_row.shape[-1] // 32, dtype=torch.bool)
     table[:, ::2, 0] = True
-    order = (part.q_row, span.k_row, span.q_place, span.k_place, span.lo, span.hi, table)
+    order = (part.q_row, span.k_row, span.q_pos, span.k_pos, span.lo, span.hi, table)
     plan = replace(plan, parts=(Part(part.q_row, (span_from_table(*order, 16, 32),)),))
     query, key, value = draw(plan, 2, 16, 1)
     _, lse = check(plan, [query, key, value])
@@ -234,9 +234,7 @@ def test_rows_that_see_nothing_are_zero() -> None:
 
 def test_full_blocks_are_not_tested() -> None:
     keys, queries = (torch.arange(n, dtype=torch.int32).view(1, 1, n) for n in (64, 16))
-    lists = BlockLists(
-        torch.tensor([[[0, 2]]]), torch.tensor([0, 1], dtype=torch.int32), torch.full((2,), FULL).char()
-    )
+    lists = BlockLists(torch.tensor([[[[0, 2, 0, 2, 0]]]]), None, torch.full((1, 1, 2), FULL).char())
     span = KeySpan(keys, torch.full((1, 1, 16), -5).int(), keys, 0, 1, lists)
     plan = AttentionPlan((Part(queries, (span,)),), 16, 32, batch=2, heads=4, n_query=16, n_key=64)
     assert plan.to_mask().all()
@@ -273,11 +271,10 @@ def test_every_row_is_written_where_nothing_is_laid_out_before(
     plan = random_plan(18, lead="", n_query=30, n_key=50).to(DEVICE)
     part = plan.parts[0]
     rows = part.q_row.shape[-1] - 2
-    q_row = natural.counted(1, rows, rows + 2, torch.device(DEVICE))[:, None]
-    if not in_order:
-        q_row = q_row.flip(-1).contiguous()
-        natural.tell_together([q_row], rows)
-    part = replace(part, q_row=q_row)
+    row = torch.arange(rows + 2, dtype=torch.int32, device=DEVICE)[None, None]
+    q_row = torch.where(row < rows, row, -1)
+    q_row = q_row if in_order else q_row.flip(-1).contiguous()
+    part = replace(part, q_row=q_row, ordered=rows if in_order else None, all_rows=rows)
     tensors = [t.to(DEVICE) for t in draw(replace(plan, parts=(part,)), 2, 16, 3)]
     query = torch.nn.functional.pad(tensors[0], (0, 0, 0, rows - 30))
 
@@ -286,7 +283,8 @@ def test_every_row_is_written_where_nothing_is_laid_out_before(
 
     arguments = (query, *tensors[1:], *flat(part, plan), 0.25, rows)
     known = [t.clone() for t in block_attend(*arguments, chunk=chunk)]
-    apart = (*arguments[:3], part.q_row.clone(), *arguments[4:])
+    unknown = flat(replace(part, ordered=None, all_rows=None), plan)
+    apart = (*arguments[:3], *unknown, 0.25, rows)
     want = block_attend(*apart, chunk=chunk)
     monkeypatch.setattr(Tensor, "new_empty", poisoned)
     got = block_attend(*arguments, chunk=chunk)
@@ -302,7 +300,7 @@ def test_rows_at_their_places(lead: str, chunk: int | None) -> None:
     plan = random_plan(12, lead=lead, n_query=30, n_key=50).to(DEVICE)
     tensors = [t.to(DEVICE) for t in draw(plan, 2, 16, 3)]
     arguments = (*tensors, *flat(plan.parts[0], plan), 0.25)
-    want = ops.placed(*block_attend(*arguments, chunk=chunk), plan.parts[0].q_row, 37)
+    want = schema.in_query_order(*block_attend(*arguments, chunk=chunk), plan.parts[0].q_row, 37)
     got = block_attend(*arguments, 37, chunk=chunk)
     for g, w in zip(got, want, strict=True):
         assert torch.equal(g, w) and g.stride() == w.stride()
@@ -328,7 +326,7 @@ def test_is_a_clean_operator() -> None:
     plan = random_plan(7, n_query=30, n_key=50).to(DEVICE)
     tensors = [t.to(DEVICE) for t in draw(plan, 2, 16, 3)]
     torch.library.opcheck(backend.op, (*tensors, *flat(plan.parts[0], plan), 0.2))
-    schemas = [str(op._opoverload._schema).split("(", 1)[1] for op in (ops.block_attend, backend.op)]
+    schemas = [str(op._opoverload._schema).split("(", 1)[1] for op in (schema.block_attend, backend.op)]
     assert schemas[0] == schemas[1]
 
 
@@ -363,7 +361,7 @@ def test_two_blocks_of_queries_as_one(name: str, start: int) -> None:
             replace(
                 p,
                 q_row=p.q_row.expand(plan.batch, 4, -1),
-                spans=tuple(replace(s, q_place=s.q_place.expand(-1, 4, -1)) for s in p.spans),
+                spans=tuple(replace(s, q_pos=s.q_pos.expand(-1, 4, -1)) for s in p.spans),
             )
             for p in plan.parts
         ),

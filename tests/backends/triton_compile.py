@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from mmaccel.backends.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.triton.prefill import attend
 from mmaccel.backends.triton.prefill import runs as of_runs
 from mmaccel.backends.triton.prefill import split_k_schedule as work
@@ -67,12 +68,12 @@ def compiled(
 
     query = torch.empty(1, S, 28, size, dtype=dtype).transpose(1, 2)
     key = torch.empty(1, S, 4, size, dtype=dtype).transpose(1, 2)
-    index = torch.zeros(1000, dtype=torch.int32)
-    two = [rows(S)] * 2
-    lists_of = [rows(S // block + 1, torch.int64)] * 2, [index] * 2, [index.char()] * 2
+    row, kind = torch.zeros(1, lists, S // block, 5, dtype=torch.int64), rows(S // block, torch.int8)
+    spans = tuple(
+        KeySpan(rows(S), rows(S), rows(S), lo, hi, BlockLists(row, None if runs else rows(S)[0, 0], kind))
+        for lo, hi in ((0, FAR), (5, 7))
+    )
     if runs:
-        of_blocks = torch.zeros(1, lists, S // block, 5, dtype=torch.int64)
-        lists_of = [of_blocks] * 2, [index[:0]] * 2, [rows(S // block, torch.int8)] * 2
         named = {"rows": S, **named}
     walk, merge = Compiled(attend_kernel), Compiled(merge_kernel)
     shared = {80: 166912, 90: 232448}[driver.active.get_current_target().arch]
@@ -88,13 +89,7 @@ def compiled(
             query,
             key,
             key,
-            rows(S),
-            two,
-            two,
-            two,
-            [0, 5],
-            [FAR, 7],
-            *lists_of,
+            *Part(rows(S), spans).pack(),
             block,
             block,
             0.1,

@@ -39,7 +39,7 @@ def test_the_bound_is_what_sparse_may_cost(batch: int) -> None:
     """Blocks three times as dear as dense: a window of 1024 and its sinks win once the prompt is long enough for that."""
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 3.0)})
     for n in (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 16):
-        listed = RECIPE.sparse.bound(n, n) * 64**2
+        listed = RECIPE.sparse.max_blocks_total(n, n) * 64**2
         assert road(costs).pays(0, query(n, batch), n) == (3 * listed < n * (n + 1) / 2)
     assert road(costs).pays(0, query(1 << 16), 1 << 16) and not road(costs).pays(0, query(1 << 10), 1 << 10)
 
@@ -60,7 +60,7 @@ def test_of_a_short_prompt_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch)
     def asked(*_: object) -> int:
         raise AssertionError("a bound was asked for")
 
-    monkeypatch.setattr(type(RECIPE.sparse), "bound", asked)
+    monkeypatch.setattr(type(RECIPE.sparse), "max_blocks_total", asked)
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 1.0)}, planning=Line(4 * 2000**2 / 2, 0.0))
     way = road(costs)
     run = Run(way, TokenLayout.text(1, 1900), 0, None)
@@ -73,7 +73,7 @@ def test_a_loose_bound_counts_no_more_than_causality_admits() -> None:
     """1024 diagonals may touch every block of 8192 keys: then the pattern costs what dense costs, not twice that."""
     recipe = Recipe.load(sparse={"name": "vertical_slash"})
     n = 8192
-    assert recipe.sparse.bound(n, n) * 64**2 > 1.5 * n * (n + 1) / 2
+    assert recipe.sparse.max_blocks_total(n, n) * 64**2 > 1.5 * n * (n + 1) / 2
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 0.9)})
     choice = select.Choice("reference", "told", costs)
     assert Road(recipe, "reference", ops.block_attend, choice=choice).pays(0, query(n), n)

@@ -11,19 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.core.lists import BlockLists
-from mmaccel.core.lower import attend_part, attend_plan, merge
+from mmaccel.core.execute import attend_part, attend_plan, merge
 from mmaccel.core.plan import (
     ABSENT,
     FAR,
     FULL,
     TEST,
     AttentionPlan,
+    BlockLists,
     KeySpan,
     Part,
     pad_rows,
     span_by_range,
-    span_from_entries,
     span_from_table,
 )
 from tests.backends.oracle import log_sum_exp, masked
@@ -38,8 +37,8 @@ def rows(*numbers: int) -> Tensor:
 
 def pairs(part: Part, span: KeySpan, table: Tensor, b: int, h: int) -> set[tuple[int, int]]:
     """The pairs (place in the part, place in the span) that a listed block holds and the range test lets through."""
-    q_row, q_place = (t[b % t.shape[0], h % t.shape[1]].tolist() for t in (part.q_row, span.q_place))
-    k_row, k_place = (t[b % t.shape[0], h % t.shape[1]].tolist() for t in (span.k_row, span.k_place))
+    q_row, q_pos = (t[b % t.shape[0], h % t.shape[1]].tolist() for t in (part.q_row, span.q_pos))
+    k_row, k_pos = (t[b % t.shape[0], h % t.shape[1]].tolist() for t in (span.k_row, span.k_pos))
     return {
         (i, j)
         for i in range(len(q_row))
@@ -47,13 +46,13 @@ def pairs(part: Part, span: KeySpan, table: Tensor, b: int, h: int) -> set[tuple
         if table[b % table.shape[0], h % table.shape[1], i // BLOCK, j // BLOCK]
         and q_row[i] >= 0
         and k_row[j] >= 0
-        and span.lo <= q_place[i] - k_place[j] < span.hi
+        and span.lo <= q_pos[i] - k_pos[j] < span.hi
     }
 
 
 @st.composite
 def orders(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, int, int], torch.Generator]:
-    """q_row, k_row, q_place, k_place, lo, hi of a span, and a generator for what lists it."""
+    """q_row, k_row, q_pos, k_pos, lo, hi of a span, and a generator for what lists it."""
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     lead = draw(st.sampled_from([(1, 1), (2, 1), (2, 3), (1, 3)]))
     m, n = draw(st.integers(1, 5)), draw(st.integers(1, 6))
@@ -78,7 +77,7 @@ def check(order: tuple, span: KeySpan, listed: Tensor) -> None:
     q_row, k_row = order[:2]
     part = Part(q_row, (span,))
     B, H = listed.shape[:2]
-    kinds = span.lists.table(k_row.shape[-1] // BLOCK)
+    kinds = span.lists.table()
     for b in range(B):
         for h in range(H):
             want = pairs(part, span, listed, b, h)
@@ -102,13 +101,13 @@ def check(order: tuple, span: KeySpan, listed: Tensor) -> None:
 def test_span_by_range(drawn) -> None:
     """Of ascending places: every pair in the range, one run of blocks that begins and ends within reach, kinds that hold."""
     order, _ = drawn
-    q_row, k_row, q_place, k_place, lo, hi = order
+    q_row, k_row, q_pos, k_pos, lo, hi = order
     span = span_by_range(*order, BLOCK, BLOCK)
     B, H = (max(q_row.shape[i], k_row.shape[i]) for i in (0, 1))
     M, N = q_row.shape[-1] // BLOCK, k_row.shape[-1] // BLOCK
     everything = torch.ones(B, H, M, N, dtype=torch.bool)
     part = Part(q_row, (span,))
-    kinds = span.lists.table(N)
+    kinds = span.lists.table()
     assert torch.equal(span.lists.count, (kinds >= 0).sum(-1))
     for b in range(B):
         for h in range(H):
@@ -123,7 +122,7 @@ def test_span_by_range(drawn) -> None:
                 for n in listed:
                     if n in (listed[0], listed[-1]):
                         gaps = [
-                            int(q_place[b, h, i]) - int(k_place[b, h, j])
+                            int(q_pos[b, h, i]) - int(k_pos[b, h, j])
                             for i in rows
                             for j in range(n * BLOCK, (n + 1) * BLOCK)
                             if k_row[b, h, j] >= 0
@@ -145,24 +144,15 @@ def test_span_from_table(drawn) -> None:
     check(order, span_from_table(*order, table, BLOCK, BLOCK), table)
 
 
-@given(orders())
-def test_span_from_entries(drawn) -> None:
-    order, rng = drawn
-    shape = (*order[0].shape[:2], order[0].shape[-1] // BLOCK, order[1].shape[-1] // BLOCK)
-    table = torch.rand(shape, generator=rng) < 0.6
-    row, index = table.flatten(0, 2).nonzero(as_tuple=True)
-    check(order, span_from_entries(*order, row, index, shape[:3], BLOCK, BLOCK), table)
-
-
 def test_lists_may_be_followed_by_slack() -> None:
-    """Entries past the last offset belong to nobody: not in the table, not in the count, not in the result."""
+    """Entries past the last list belong to nobody: not in the table, not in the count, not in the result."""
     plan = random_plan(4)
     part = plan.parts[0]
 
     def loose(span: KeySpan) -> KeySpan:
         lists = span.lists
-        index, kind = (torch.cat([t, t.new_zeros(7)]) for t in (lists.index, lists.kind))
-        return replace(span, lists=BlockLists(lists.offset, index, kind))
+        index = torch.cat([lists.entries, lists.entries.new_zeros(7)])
+        return replace(span, lists=BlockLists(lists.row, index, lists.kind))
 
     slack = replace(plan, parts=(Part(part.q_row, tuple(loose(s) for s in part.spans)),))
     assert torch.equal(slack.to_mask(), plan.to_mask())
@@ -185,7 +175,7 @@ def two_parts() -> AttentionPlan:
     near = (everything, first, everything, rows(0, 0, 0, 0), -FAR, FAR)
     near = span_from_table(*near, listed[..., :1], BLOCK, BLOCK)
     far = span_from_table(second, later, second, later, -3, 1, listed[..., :1, :], BLOCK, BLOCK)
-    parts = (Part(everything, (near,)), Part(second, (far,), turn=1))
+    parts = (Part(everything, (near,)), Part(second, (far,), merge_group=1))
     return AttentionPlan(parts, BLOCK, BLOCK, batch=1, heads=2, n_query=8, n_key=12)
 
 
@@ -233,7 +223,7 @@ def test_merging_with_nothing_changes_nothing() -> None:
 def test_a_part_comes_in_its_own_order_and_a_plan_in_that_of_the_query() -> None:
     plan = two_parts()
     part = plan.parts[1]
-    lone = replace(plan, parts=(replace(part, turn=0),))
+    lone = replace(plan, parts=(replace(part, merge_group=0),))
     rng = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(1, h, n, 8, generator=rng) for h, n in ((2, 8), (1, 12), (1, 12)))
     ordered, _ = attend_part(part, lone, query, key, value, 0.5, ops.block_attend)

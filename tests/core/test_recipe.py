@@ -342,7 +342,7 @@ def test_a_policy_of_ones_own_is_a_name_like_any() -> None:
         def plan(self, query, key, q_layout, k_layout):  # type: ignore[no-untyped-def]
             return None
 
-        def bound(self, n_query: int, n_key: int) -> int:
+        def max_blocks_total(self, n_query: int, n_key: int) -> int:
             return n_query * n_key
 
     try:

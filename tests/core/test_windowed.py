@@ -10,8 +10,8 @@ import torch
 from mmaccel.backends import ops
 from mmaccel.core import attention
 from mmaccel.core.attention import StreamRun
+from mmaccel.core.execute import kernel_for, window_plan
 from mmaccel.core.kv import KVView
-from mmaccel.core.windowed import kernel_for, window_plan
 
 CPU = torch.device("cpu")
 SHAPES = [

@@ -90,7 +90,7 @@ def test_kept_is_the_listed_share_of_causal_pairs(family, name, monkeypatch):
             rows = ((part.q_row >= 0) & (part.q_row < length - tail)).expand(1, h, -1)[0]
             for span in part.spans:
                 keys = (span.k_row >= 0).expand(1, h, -1)[0]
-                table = span.lists.table(keys.shape[-1] // plan.block_k).expand(1, h, -1, -1)[0] >= 0
+                table = span.lists.table().expand(1, h, -1, -1)[0] >= 0
                 nq, nk = (x.unflatten(-1, (-1, 16)).sum(-1).double() for x in (rows, keys))
                 own += torch.einsum("hm,hmn,hn->h", nq, table.double(), nk)
         listed += sum(range(length - tail + 1, length + 1))

@@ -28,15 +28,15 @@ class Sound(SparsePattern):
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
         queries, keys = (natural(one, block=self.block) for one in (q_layout, k_layout))
-        q_row, q_place = queries.row[:, None], at_or_before(keys, queries)[:, None]
+        q_row, q_pos = queries.row[:, None], at_or_before(keys, queries)[:, None]
         rows, blocks = q_row.shape[-1] // self.block, keys.row.shape[-1] // self.block
         table = torch.ones(len(q_row), 1, rows, blocks, dtype=torch.bool)
-        order = q_row, keys.row[:, None], q_place, keys.place[:, None]
+        order = q_row, keys.row[:, None], q_pos, keys.rank[:, None]
         span = span_from_table(*order, self.lo, FAR, table, self.block, self.block)
         sizes = dict(batch=len(query), heads=query.shape[1], n_query=query.shape[2], n_key=key.shape[2])
         return AttentionPlan((Part(q_row, (span,)),), self.block, self.block, **sizes)
 
-    def bound(self, n_query: int, n_key: int) -> int:
+    def max_blocks_total(self, n_query: int, n_key: int) -> int:
         return -(-n_query // self.block) * -(-n_key // self.block)
 
 
@@ -103,7 +103,7 @@ class FlatRows(Sound):
 class LowBound(Sound):
     """Lists more than it says."""
 
-    def bound(self, n_query: int, n_key: int) -> int:
+    def max_blocks_total(self, n_query: int, n_key: int) -> int:
         return 1
 
 

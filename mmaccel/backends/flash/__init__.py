@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import define
+from mmaccel.backends.block_attend import define
 
 
 def usable(device: torch.device) -> str | None:
@@ -38,4 +38,11 @@ def _block_attend(*args: Any) -> tuple[Tensor, Tensor]:
     return block_attend(*args)
 
 
+def _prepare(*args: Any) -> list[Tensor]:
+    from mmaccel.backends.flash.attend import prepare
+
+    return prepare(*args)
+
+
 op = define("block_attend_flash", _block_attend)
+op.prepare = _prepare

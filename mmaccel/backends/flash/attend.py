@@ -9,30 +9,34 @@ in their own order stay where they are, also those that several spans list runs 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mmaccel.backends.block_attend import (
+    BlockLists,
+    Part,
+    empty_output,
+    in_query_order,
+    remember,
+    takes_part,
+)
 from mmaccel.backends.current import on_its_device
-from mmaccel.backends.flash.kept import kept
 from mmaccel.backends.flash.limits import (
-    Lists,
     Span,
     Tiles,
     key_bounds,
     key_runs,
     lengthened,
     near_alone,
-    place_runs,
+    position_runs,
     side_by_side,
 )
-from mmaccel.backends.natural import rows_in_order
-from mmaccel.backends.ops import placed, room_for
-from mmaccel.backends.tables import finer, rooms, table, tiled
+from mmaccel.backends.flash.tables import finer, rooms, tiled
 from mmaccel.core.errors import RecipeError
 
 LEAST = 64
@@ -51,129 +55,177 @@ MOST = 1 << 28
 """Pairs of blocks of one head and all sequences beyond which nothing is made: a million tokens in blocks of 64."""
 
 
+class Setup(NamedTuple):
+    """What the host knows of a call.
+
+    spans side by side, each from a tile of its own on, or over the same `own` keys as they lie; `in_place`: queries are read
+    where they lie; bounds and seen of `near_alone`; sizes: queries and keys that are computed over.
+    """
+
+    spans: list[Span]
+    tiles: Tiles
+    own: int | None
+    in_place: bool
+    bounds: tuple[int, ...] | None
+    seen: tuple[int, int] | None
+    sizes: tuple[int, int]
+
+    @classmethod
+    def of(cls, part: Part, n: int, block_q: int, block_k: int, rows: int) -> Setup:
+        """Of a part, and a query of `n` rows."""
+        plain = all(span.lists.index is None for span in part.spans)
+        tiles = Tiles.of(block_q, block_k, plain)
+        P = part.q_row.shape[-1]
+        in_place = part.ordered is not None and rows == n <= P
+        spans, begin = [], 0
+        for span in part.spans:
+            spans.append(Span(span, begin))
+            begin += span.k_row.shape[-1] + -span.k_row.shape[-1] % tiles.keys
+        known = [span.ordered for span in part.spans if span.ordered is not None]
+        # Of lists that are no runs a tile does not tell which span has listed it.
+        apart = len(spans) > 1 and not (plain and all(span.keys is not None for span in spans))
+        own = None
+        if not apart and len(known) == len(spans):
+            spans, own = [span._replace(begin=0) for span in spans], max(known)
+        queries = n if in_place else P + -P % tiles.queries
+        bounds = None if own is None else key_bounds(part)
+        seen = None
+        if bounds is not None:
+            bounds, seen = near_alone(bounds, queries, tiles)
+        return cls(spans, tiles, own, in_place, bounds, seen, (queries, begin if own is None else own))
+
+    @property
+    def by_key(self) -> bool:
+        """Whether tests go by keys, and not by positions."""
+        return all(span.keys is not None for span in self.spans)
+
+    @property
+    def lists(self) -> list[BlockLists]:
+        """The lists of all spans."""
+        return [span.of.lists for span in self.spans]
+
+    def tests(self, blocks: tuple[int, int]) -> list[Tensor]:
+        """What the mask takes of tensors."""
+        if self.bounds is not None:
+            return []
+        return (key_runs if self.by_key else position_runs)(self.spans, self.tiles, blocks)
+
+    def tables(self, heads: slice) -> tuple[Tensor, ...]:
+        """The four block tensors of some heads."""
+        some = [lists.of(heads) for lists in self.lists]
+        return block_tensors(some, self.tiles, *self.sizes, together=self.own is not None, seen=self.seen)
+
+    @property
+    def small(self) -> bool:
+        """Whether the tables of all heads are made once for a plan."""
+        each = max(lists.row.shape[0] * lists.heads for lists in self.lists)
+        return each * self.sizes[0] * self.sizes[1] <= KEPT * self.tiles.queries * self.tiles.keys
+
+
+def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, rows: int) -> list[Tensor]:
+    """The tests, and the block tensors where they are small, of a part: made once, for all layers."""
+    (H, n), group = query.shape[1:3], query.shape[1] // key.shape[1]
+
+    def made() -> list[Tensor]:
+        setup = Setup.of(part, n, block_q, block_k, rows)
+        found = setup.tests((block_q, block_k))
+        if setup.small:
+            found += [t for heads in turns(setup.lists, H, group) for t in setup.tables(heads)]
+        return found
+
+    check_table(part, len(query), block_q, block_k)
+    return remember(part.memo, ("flash", n, H, group, rows), made)
+
+
+@takes_part
 @on_its_device
 def block_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    q_row: Tensor,
-    k_row: Sequence[Tensor],
-    q_place: Sequence[Tensor],
-    k_place: Sequence[Tensor],
-    lo: Sequence[int],
-    hi: Sequence[int],
-    offset: Sequence[Tensor],
-    index: Sequence[Tensor],
-    kind: Sequence[Tensor],
+    part: Part,
     block_q: int,
     block_k: int,
     scale: float,
     rows: int = 0,
+    prepared: Sequence[Tensor] | None = None,
     *,
     pack: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.ops.block_attend`. Reads nothing on the host; every size comes from shapes.
+    """See `mmaccel.backends.block_attend.block_attend`. Reads nothing on the host; every size comes from shapes.
 
     pack    the heads of a group go into one tile where all share their lists
 
     Raises `RecipeError` for what flash-attn 4, or the room for its block tensors, does not serve.
     """
     B, H, n, _ = query.shape
-    blocks = [t.shape[-1] // block_k for t in k_row]
-    lists = [Lists(*one) for one in zip(offset, index, kind, blocks, strict=True)]
-    plain = all(one.plain for one in lists)
-    refuse(query, value, block_q, block_k, plain, B * (q_row.shape[-1] // block_q) * sum(blocks))
+    q_row = part.q_row
+    refuse(query, value, part, block_q, block_k)
     if min(query.numel(), key.numel(), q_row.numel()) == 0:
-        out, lse = room_for(query, value, q_row.shape[-1], rows)
+        out, lse = empty_output(query, value, q_row.shape[-1], rows)
         return out.zero_(), lse.fill_(-torch.inf)
+    if prepared is None:
+        prepared = prepare(part, query, key, block_q, block_k, rows)
     if scale <= 0:
         # The kernel takes the largest score before it scales, which a positive scale alone allows.
         query, scale = query * scale, 1.0
 
-    tiles = Tiles.of(block_q, block_k, plain)
-    here = rows_in_order(q_row)
-    q_own = here is not None and rows == n <= q_row.shape[-1]
-    spans, own = told(k_row, q_place, k_place, lo, hi, lists, tiles)
-    q = query.transpose(1, 2) if q_own else gathered(query, lengthened(q_row, tiles.queries, -1), H)
-    if own is None:
-        k_rows = side_by_side([lengthened(t, tiles.keys, -1) for t in k_row])
+    setup = Setup.of(part, n, block_q, block_k, rows)
+    tiles, group = setup.tiles, H // key.shape[1]
+    q = query.transpose(1, 2) if setup.in_place else gathered(query, lengthened(q_row, tiles.queries, -1), H)
+    if setup.own is None:
+        k_rows = side_by_side([lengthened(span.k_row, tiles.keys, -1) for span in part.spans])
         k, v = (gathered(t, k_rows, H) for t in (key, value))
+        group = H // k.shape[2]
     else:
-        k, v = (t[:, :, :own].transpose(1, 2) for t in (key, value))
-    by_key = all(span.there is not None for span in spans)
-    made_of = (*k_row, *q_place, *k_place, *offset, *index, *kind)
-    name = tuple(lo), tuple(hi), tuple(span.there for span in spans), own, block_q, block_k
-    bounds = None if own is None else key_bounds(spans, q_row, (block_q, block_k))
-    tests, seen = [], None
-    if bounds is not None:
-        bounds, seen = near_alone(bounds, q.shape[1], tiles)
-    else:
-        runs = partial(key_runs if by_key else place_runs, spans, tiles, (block_q, block_k))
-        tests = kept(made_of, name, runs)
-    group, size = H // k.shape[2], (q.shape[1], k.shape[1])
-    each = max(one.offset.shape[0] * one.heads for one in lists)
-    small = each * size[0] * size[1] <= KEPT * tiles.queries * tiles.keys
+        k, v = (t[:, :, : setup.own].transpose(1, 2) for t in (key, value))
+    count = 0 if setup.bounds is not None else len(part.spans) + (not setup.by_key)
+    tests, tables = prepared[:count], prepared[count:]
     outs, sums = [], []
-    for heads in turns(lists, H, group):
-        some_lists = [one.of(heads) for one in lists]
-        tables = partial(block_tensors, some_lists, tiles, *size, together=own is not None, seen=seen)
-        tensors = kept(made_of, (*name, *size, seen, heads.start, heads.stop), tables) if small else tables()
+    for i, heads in enumerate(turns(setup.lists, H, H // key.shape[1])):
+        tensors = tables[4 * i : 4 * i + 4] if tables else setup.tables(heads)
         mine = [over(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
         its = slice(heads.start // group, (heads.stop - 1) // group + 1)
         some = q[:, :, heads], k[:, :, its], v[:, :, its]
-        out, lse = call(*some, tensors, tiles, mine, by_key, scale, pack, bounds)
+        out, lse = call(*some, tensors, tiles, mine, setup.by_key, scale, pack, setup.bounds)
         outs.append(out)
         sums.append(lse)
     out, lse = side_by_side(outs, 2).transpose(1, 2), side_by_side(sums, 1)
-    if q_own:
+    if setup.in_place:
         # The rows past the last that the part has were computed with the rest.
-        out[:, :, here:], lse[:, :, here:] = 0.0, -torch.inf
+        out[:, :, part.ordered :], lse[:, :, part.ordered :] = 0.0, -torch.inf
         return out, lse
     out, lse = out[:, :, : q_row.shape[-1]], lse[..., : q_row.shape[-1]]
     if rows:
-        return placed(out, lse, q_row, rows)
+        return in_query_order(out, lse, q_row, rows)
     blind = (q_row < 0).expand(lse.shape)
     return out.masked_fill(blind[..., None], 0.0).contiguous(), lse.masked_fill(blind, -torch.inf)
 
 
-def refuse(query: Tensor, value: Tensor, block_q: int, block_k: int, plain: bool, pairs: int) -> None:
-    """Raise for what is not served; `pairs` of blocks of one head and all sequences."""
+def refuse(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: int) -> None:
+    """Raise for what is not served."""
     size = query.shape[-1]
+    plain = all(span.lists.index is None for span in part.spans)
     if query.dtype not in (torch.float16, torch.bfloat16):
         why = f"computes in float16 or bfloat16, not in {str(query.dtype).removeprefix('torch.')}"
     elif size not in SIZES or value.shape[-1] != size:
         why = f"serves heads of {', '.join(map(str, SIZES))}, not of {size} and {value.shape[-1]}"
     elif not plain and min(block_q, block_k) < LEAST:
         why = f"serves these lists in blocks of {LEAST} or more, not of {block_q} by {block_k}"
-    elif pairs > MOST:
-        why = f"holds a table of at most {MOST} pairs of blocks a head, and this prompt has {pairs}"
     else:
-        return
+        return check_table(part, len(query), block_q, block_k)
     raise RecipeError(f"backend: 'flash' {why}; choose 'triton'.")
 
 
-def told(
-    k_row: Sequence[Tensor],
-    q_place: Sequence[Tensor],
-    k_place: Sequence[Tensor],
-    lo: Sequence[int],
-    hi: Sequence[int],
-    lists: Sequence[Lists],
-    tiles: Tiles,
-) -> tuple[list[Span], int | None]:
-    """The spans side by side, each from a tile of its own on; or, if the second is not None, over the same keys, so many
-    rows as they lie."""
-    found, begin = [], 0
-    for s, row in enumerate(k_row):
-        found.append(Span(row, q_place[s], k_place[s], lo[s], hi[s], lists[s], begin))
-        begin += row.shape[-1] + -row.shape[-1] % tiles.keys
-    rows = [rows_in_order(t) for t in k_row]
-    known = [n for n in rows if n is not None]
-    # Of lists that are no runs a tile does not tell which span has listed it.
-    apart = len(found) > 1 and not all(span.there is not None and span.lists.plain for span in found)
-    if apart or len(known) < len(rows):
-        return found, None
-    return [span._replace(begin=0) for span in found], max(known)
+def check_table(part: Part, batch: int, block_q: int, block_k: int) -> None:
+    """Raise where one head has more pairs of blocks than a table may hold."""
+    blocks = sum(span.k_row.shape[-1] for span in part.spans) // block_k
+    pairs = batch * (part.q_row.shape[-1] // block_q) * blocks
+    if pairs > MOST:
+        raise RecipeError(
+            f"backend: 'flash' holds a table of at most {MOST} pairs of blocks a head, and this prompt has {pairs}; choose "
+            "'triton'."
+        )
 
 
 def gathered(x: Tensor, row: Tensor, heads: int) -> Tensor:
@@ -185,21 +237,20 @@ def gathered(x: Tensor, row: Tensor, heads: int) -> Tensor:
     return x.transpose(1, 2)[batch, row.clamp(min=0).transpose(1, 2).long(), source]
 
 
-def turns(lists: Sequence[Lists], heads: int, group: int) -> Iterator[slice]:
+def turns(lists: Sequence[BlockLists], heads: int, group: int) -> Iterator[slice]:
     """The heads whose tables are made together: all, if they share their lists, or as many as there is room for, whole
     groups of `group` that share keys or a part of one."""
     step = heads
     if any(one.heads > 1 for one in lists):
-        pairs = max(one.offset.shape[0] for one in lists) * sum(one.blocks for one in lists)
-        rows = lists[0].offset.shape[2] - (lists[0].offset.dim() == 3)
-        most = max(ROOM // (pairs * rows), 1)
+        pairs = max(one.row.shape[0] for one in lists) * sum(one.kind.shape[-1] for one in lists)
+        most = max(ROOM // (pairs * lists[0].blocks), 1)
         step = most // group * group or max(s for s in range(1, most + 1) if group % s == 0)
     for first in range(0, heads, step):
         yield slice(first, min(first + step, heads))
 
 
 def block_tensors(
-    lists: Sequence[Lists],
+    lists: Sequence[BlockLists],
     tiles: Tiles,
     n_query: int,
     n_key: int,
@@ -210,7 +261,7 @@ def block_tensors(
     """Of the tiles of `n_query` queries and `n_key` keys how many are tested [b, h, M] and which [b, h, M, N], and the
     same of those that are not, all int32; the spans one after another, or `together` over the same keys. `seen` is of
     `near_alone`."""
-    pairs = [tiled(finer(table(*one), *tiles.cut), *tiles.joined) for one in lists]
+    pairs = [tiled(finer(one.table(), *tiles.cut), *tiles.joined) for one in lists]
     rows, columns = -(-n_query // tiles.queries), -(-n_key // tiles.keys)
     if together:
         listed, full = (reduce(or_, (widened(pair[i], columns) for pair in pairs)) for i in (0, 1))
@@ -241,14 +292,14 @@ def call(
     value: Tensor,
     tensors: Sequence[Tensor],
     tiles: Tiles,
-    tests: list[Tensor],
+    tests: Sequence[Tensor],
     by_key: bool,
     scale: float,
     pack: bool,
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]; `bounds` are of
-    `key_bounds`, and if there are none, `tests` of `key_runs` or of `place_runs`."""
+    `key_bounds`, and if there are none, `tests` of `key_runs` or of `position_runs`."""
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 

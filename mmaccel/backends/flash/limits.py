@@ -1,4 +1,4 @@
-"""What a tested tile compares: of each query the runs of keys or of places that it sees, of keys at most their place."""
+"""What a tested tile compares: of each query the runs of keys or of positions that it sees, of keys at most theirs."""
 
 from __future__ import annotations
 
@@ -10,40 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends.natural import are_ranks, band, reaches, rows_in_order
+from mmaccel.backends.block_attend import KeySpan, Part
 
 TILE = 128
 
 MOST = 1 << 30
-"""Beyond any place of a query or key: what is compared is kept in 32 bits."""
+"""Beyond any position of a query or key: what is compared is kept in 32 bits."""
 
 NEVER = {torch.int32: 2**31 - 1, torch.int64: 2**63 - 1}
-"""A place that no query sees: of keys that are not there."""
-
-
-class Lists(NamedTuple):
-    """The lists of one span, its index called `entries`, in either form of `ops.ragged`; how many key blocks it has."""
-
-    offset: Tensor
-    entries: Tensor
-    kind: Tensor
-    blocks: int
-
-    @property
-    def plain(self) -> bool:
-        """Whether each list is a run of blocks in their order."""
-        return self.offset.dim() == 4 and not self.entries.shape[0]
-
-    @property
-    def heads(self) -> int:
-        """How many heads have lists of their own; 1 where all share them."""
-        return max(self.offset.shape[1], self.kind.shape[1] if self.offset.dim() == 4 else 1)
-
-    def of(self, heads: slice) -> Lists:
-        """Those of some heads; all share them where there is but one."""
-        offset = self.offset[:, heads] if self.offset.shape[1] > 1 else self.offset
-        kind = self.kind[:, heads] if self.kind.dim() == 3 and self.kind.shape[1] > 1 else self.kind
-        return Lists(offset, self.entries, kind, self.blocks)
+"""A position that no query sees: of keys that are not there."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +32,22 @@ class Tiles:
 
     @classmethod
     def of(cls, block_q: int, block_k: int, plain: bool) -> Tiles:
-        """Whole tiles where all lists are `plain`; otherwise a block is a tile, or several."""
+        """Whole tiles where all lists are `plain` runs of blocks; otherwise a block is a tile, or several."""
         queries, keys = (TILE if plain else min(block, TILE) for block in (block_q, block_k))
         joined = max(queries // block_q, 1), max(keys // block_k, 1)
         return cls(queries, keys, joined, (max(block_q // queries, 1), max(block_k // keys, 1)))
 
 
 class Span(NamedTuple):
-    """One span as a tested tile knows it: its first key is key `begin` of those that are computed over."""
+    """One span as a tested tile knows it: its first key is key `begin` of the keys that are computed over."""
 
-    k_row: Tensor
-    q_place: Tensor
-    k_place: Tensor
-    lo: int
-    hi: int
-    lists: Lists
+    of: KeySpan
     begin: int
 
     @property
-    def there(self) -> int | None:
-        """How many keys stand at their own place, all others being absent; None where that is not known."""
-        return rows_in_order(self.k_row) if are_ranks(self.k_place) else None
+    def keys(self) -> int | None:
+        """How many keys are at their own position, all others being absent; None where that is not known."""
+        return self.of.ordered if self.of.ranks else None
 
 
 def lengthened(t: Tensor, tile: int, value: int) -> Tensor:
@@ -95,17 +65,19 @@ def side_by_side(tensors: Sequence[Tensor], dim: int = -1) -> Tensor:
     return torch.cat([t.expand(shape) for t in tensors], dim)
 
 
-def key_bounds(spans: Sequence[Span], q_row: Tensor, blocks: tuple[int, int]) -> tuple[int, ...] | None:
-    """What the mask `banded` takes of spans whose queries and keys stand in their order, three numbers for each: of query i
-    the first key that it sees is key i + the first, or 0, and the last is the one before key i + the second, or before the
-    third, which is how many there are. None where that is not known, or a list may lack a block that this reaches."""
+def key_bounds(part: Part) -> tuple[int, ...] | None:
+    """What the mask `banded` takes of a part whose queries and keys are in their order, three numbers for each span:
+    of query i the first key that it sees is key i + the first, or 0, and the last is the one before key i + the second, or
+    before the third, which is how many there are. None where that is not known, or a list may lack a block
+    that this reaches."""
     found: list[int] = []
-    for span in spans:
-        pairs = band(q_row, span.k_row, span.q_place, span.k_place, span.lo, span.hi, blocks)
-        if pairs is None or not span.lists.plain or not reaches(span.lists.offset, pairs):
+    for span in part.spans:
+        in_order = part.ordered is not None and span.ordered is not None and span.ranks
+        if not in_order or span.q_first is None or not span.complete:
             return None
-        ends = (max(-MOST, min(pairs.first + 1 - end, MOST)) for end in (span.hi, span.lo))
-        found += [*ends, pairs.keys]
+        assert span.ordered is not None
+        ends = (max(-MOST, min(span.q_first + 1 - end, MOST)) for end in (span.hi, span.lo))
+        found += [*ends, span.ordered]
     return tuple(found)
 
 
@@ -124,51 +96,53 @@ def near_alone(
 
 
 def key_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """What the mask `between` takes of spans whose keys stand at their own place: for each, [b, h, 2, P] int32, of each
+    """What the mask `between` takes of spans whose keys are at their own position: for each, [b, h, 2, P] int32, of each
     query the first key that it sees, and how many from there on."""
     found = []
     for span in spans:
-        assert span.there is not None
-        first, past = _places(span, span.there)
-        listed = _listed(span, blocks)
+        assert span.keys is not None
+        first, past = _positions(span.of, span.keys)
+        listed = _listed(span.of, blocks)
         if listed is not None:
             first, past = torch.maximum(first, listed[0]), torch.minimum(past, listed[1])
         found.append(_runs((first + span.begin, past + span.begin), tiles, torch.int32))
     return found
 
 
-def place_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
-    """What the mask `within` takes of any spans, all int64 where a place is: [b, h, N] the place of each key; then for each
-    span, [b, h, 4, P], of each query the first place that it sees, how many from there on, the first key that the span
-    lists for it, and how many from there on."""
-    wide = any(t.dtype == torch.int64 for span in spans for t in (span.q_place, span.k_place))
+def position_runs(spans: Sequence[Span], tiles: Tiles, blocks: tuple[int, int]) -> list[Tensor]:
+    """What the mask `within` takes of any spans, all int64 where a position is: [b, h, N] the position of each key; then
+    for each span, [b, h, 4, P], of each query the first position that it sees, how many from there on, the first key that
+    the span lists for it, and how many from there on."""
+    wide = any(t.dtype == torch.int64 for span in spans for t in (span.of.q_pos, span.of.k_pos))
     dtype = torch.int64 if wide else torch.int32
     never = NEVER[dtype]
     places, found = [], []
     for span in spans:
-        place = torch.where(span.k_row >= 0, span.k_place.to(dtype), never)
+        place = torch.where(span.of.k_row >= 0, span.of.k_pos.to(dtype), never)
         places.append(lengthened(place, tiles.keys, never))
-        listed = _listed(span, blocks)
+        listed = _listed(span.of, blocks)
         if listed is None:
-            none = torch.zeros_like(span.q_place[:1, :1], dtype=torch.long)
+            none = torch.zeros_like(span.of.q_pos[:1, :1], dtype=torch.long)
             listed = none, none + places[-1].shape[-1]
         keys = listed[0] + span.begin, listed[1] + span.begin
-        found.append(side_by_side([_runs(_places(span, never), tiles, dtype), _runs(keys, tiles, dtype)], 2))
+        found.append(
+            side_by_side([_runs(_positions(span.of, never), tiles, dtype), _runs(keys, tiles, dtype)], 2)
+        )
     return [side_by_side(places), *found]
 
 
-def _places(span: Span, end: int) -> tuple[Tensor, Tensor]:
-    """[b, h, P]: for each query the first place that is in the range, and the end of those, all in 0 .. end."""
-    at = span.q_place.long()
+def _positions(span: KeySpan, end: int) -> tuple[Tensor, Tensor]:
+    """[b, h, P]: for each query the first position that is in the range, and the end of those, all in 0 .. end."""
+    at = span.q_pos.long()
     return (at - (span.hi - 1)).clamp(0, end), (at - (span.lo - 1)).clamp(0, end)
 
 
-def _listed(span: Span, blocks: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
+def _listed(span: KeySpan, blocks: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
     """[b, h, P]: for each query the first key, and the end of the keys, of the run of blocks listed for its block; None
     where lists are no runs: tiles are listed as they are."""
-    if not span.lists.plain:
+    if span.lists.index is not None:
         return None
-    begin, count, _, _, shift = span.lists.offset.unbind(-1)
+    begin, count, _, _, shift = span.lists.row.unbind(-1)
     first = (begin + shift) * blocks[1]
     found = torch.stack([first, first + count * blocks[1]])
     wide = found[..., None].expand(*found.shape, blocks[0]).flatten(-2)
@@ -178,5 +152,5 @@ def _listed(span: Span, blocks: tuple[int, int]) -> tuple[Tensor, Tensor] | None
 def _runs(ends: tuple[Tensor, Tensor], tiles: Tiles, dtype: torch.dtype) -> Tensor:
     """[b, h, 2, P] of `dtype`: where each run begins, and its length, 0 where it ends before; whole tiles of queries."""
     first, past = ends
-    told = torch.stack([first, (past - first).clamp(min=0)], 2).to(dtype)
-    return lengthened(told, tiles.queries, 0)
+    both = torch.stack([first, (past - first).clamp(min=0)], 2).to(dtype)
+    return lengthened(both, tiles.queries, 0)

@@ -44,7 +44,7 @@ def banded(batch, head, row, column, seqlen_info, tensors, bounds):
 
 @cute.jit
 def within(batch, head, row, column, seqlen_info, tensors):
-    """Whether a span lists the key for the query, and its place is seen: see `mmaccel.backends.flash.limits.place_runs`."""
+    """Whether a span lists the key for the query, and sees its position: `mmaccel.backends.flash.limits.position_runs`."""
     b, h, q, k = batch[0], head[0], row[0], column[0]
     place = tensors[0][b, h, k]
     seen = cutlass.Boolean(False)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import FULL, TEST, placed, ragged
+from mmaccel.backends.block_attend import FULL, TEST, KeySpan, Part, in_query_order, takes_part
 
 BUDGET = 1 << 19
 """Most scores held at a time: small enough for a processor's cache to matter, large enough to hide Python."""
@@ -37,16 +37,30 @@ def usable(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the rows of keys lie, and at what places these and the queries'.
+    """Where the rows of keys lie, and the positions of keys and queries.
 
-    k_row, k_place [B * heads, blocks of all spans, block_k]; q_place [B * heads, spans, M, block_q]; lo, hi [spans].
+    k_row, k_pos [B * heads, blocks of all spans, block_k]; q_pos [B * heads, spans, M, block_q]; lo, hi [spans].
     """
 
     k_row: Tensor
-    k_place: Tensor
-    q_place: Tensor
+    k_pos: Tensor
+    q_pos: Tensor
     lo: Tensor
     hi: Tensor
+
+    @classmethod
+    def of(cls, spans: Sequence[KeySpan], B: int, heads: int, M: int, block_k: int) -> _Layout:
+        """The keys of all spans side by side."""
+        lead = B * heads
+        k_row, k_pos = (
+            torch.cat([t.expand(B, heads, -1) for t in ts], -1).reshape(lead, -1, block_k)
+            for ts in ([s.k_row for s in spans], [s.k_pos for s in spans])
+        )
+        q_pos = torch.stack([s.q_pos.expand(B, heads, -1) for s in spans], 2)
+        lo, hi = (
+            torch.tensor(n, device=k_row.device) for n in ([s.lo for s in spans], [s.hi for s in spans])
+        )
+        return cls(k_row, k_pos, q_pos.reshape(lead, len(spans), M, -1), lo, hi)
 
     def seen(self, head: Tensor, m: Tensor, blocks: Tensor, span: Tensor, kind: Tensor) -> Tensor:
         """[T, block_q or 1, E, block_k]: which pairs of query blocks m [T] and their entries [T, E] are; -1 is no block."""
@@ -58,7 +72,7 @@ class _Layout:
             return seen
         lo, hi = (bound[span][:, None, :, None] for bound in (self.lo, self.hi))
         # By bounds of each query, not by the gap of each pair: a comparison moves less than a difference.
-        at, there = self.q_place[h, span, m].transpose(1, 2)[..., None], self.k_place[h, blocks][:, None]
+        at, there = self.q_pos[h, span, m].transpose(1, 2)[..., None], self.k_pos[h, blocks][:, None]
         inside = (there <= at - lo) & (there > at - hi)
         return (inside | ~tested) & seen
 
@@ -73,7 +87,7 @@ class _Lists:
     span: Tensor
     kind: Tensor
 
-    def entries(self, tiles: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def of(self, tiles: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Block (-1 past the list), span and kind of the `count` entries from `first` on of tiles [T]; each [T, count]."""
         entry = first + torch.arange(count, device=tiles.device)
         where = self.offset[tiles][:, None] + entry
@@ -82,36 +96,34 @@ class _Lists:
         return self.block[where].masked_fill(~inside, -1), self.span[where], self.kind[where]
 
 
+@takes_part
 def block_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    q_row: Tensor,
-    k_row: Sequence[Tensor],
-    q_place: Sequence[Tensor],
-    k_place: Sequence[Tensor],
-    lo: Sequence[int],
-    hi: Sequence[int],
-    offset: Sequence[Tensor],
-    index: Sequence[Tensor],
-    kind: Sequence[Tensor],
+    part: Part,
     block_q: int,
     block_k: int,
     scale: float,
     rows: int = 0,
+    prepared: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.ops.block_attend`. Reads list lengths on the host."""
+    """See `mmaccel.backends.block_attend.block_attend`. Reads list lengths on the host."""
     B, H, n_query, D = query.shape
     G, n_key = key.shape[1:3]
-    P = q_row.shape[-1]
+    P = part.q_row.shape[-1]
     M = P // block_q
     high = torch.float64 if query.dtype == torch.float64 else torch.float32
-    told = [ragged(*lists) for lists in zip(offset, index, kind, strict=True)]
-    shared = all(t.shape[1] == 1 for t in (q_row, *k_row, *q_place, *k_place, *(one[0] for one in told)))
+    spans, q_row = part.spans, part.q_row
+    lists = [span.lists.flat() for span in spans]
+    own = (
+        t for s, (offset, *_) in zip(spans, lists, strict=True) for t in (s.k_row, s.q_pos, s.k_pos, offset)
+    )
+    shared = all(t.shape[1] == 1 for t in (q_row, *own))
     heads = G if shared else H
     group = H // heads
-    layout = _laid_out(k_row, q_place, k_place, lo, hi, B, heads, M, block_k)
-    widths = [rows.shape[-1] // block_k for rows in k_row]
+    layout = _Layout.of(spans, B, heads, M, block_k)
+    widths = [span.k_row.shape[-1] // block_k for span in spans]
 
     q_row = q_row.expand(B, heads, P).long()
     first_row = torch.arange(B * H, device=query.device).view(B, heads, group, 1) * n_query
@@ -126,16 +138,16 @@ def block_attend(
     tasks = B * heads * padded
     out = torch.zeros(tasks, width, value.shape[-1], dtype=high, device=query.device)
     lse = torch.full((tasks, width), -torch.inf, dtype=high, device=query.device)
-    for number, lists in enumerate(_in_turn(told, widths, B, heads, M, padded)):
-        high_rows = lists.tile * width
+    for number, entries in enumerate(_in_turn(lists, widths, B, heads, M, padded)):
+        high_rows = entries.tile * width
         tiles, to, norms = (
             asked.reshape(-1, high_rows, D),
             out.view(-1, high_rows, out.shape[-1]),
             lse.view(-1, high_rows),
         )
-        for first, some, count in _batches(lists.offset.diff(), max(1, BUDGET // (high_rows * block_k))):
-            blocks, span, kinds = lists.entries(some, first, count)
-            b_h, m = some * lists.tile // padded, some * lists.tile % padded
+        for first, some, count in _batches(entries.offset.diff(), max(1, BUDGET // (high_rows * block_k))):
+            blocks, span, kinds = entries.of(some, first, count)
+            b_h, m = some * entries.tile // padded, some * entries.tile % padded
             kv_head = b_h if shared else (b_h // heads) * G + b_h % heads // (H // G)
             k_rows = layout.k_row[b_h[:, None], blocks].clamp(min=0)
             where = (kv_head[:, None, None] * n_key + k_rows).reshape(-1)
@@ -143,15 +155,15 @@ def block_attend(
             seen = None
             if bool(((blocks < 0) | (kinds != FULL)).any()):
                 seen = layout.seen(b_h, m, blocks, span, kinds).flatten(2)
-            part, norm = _attended(tiles[some].to(high), both[..., :D], both[..., D:], seen, group, scale)
+            found, norm = _attended(tiles[some].to(high), both[..., :D], both[..., D:], seen, group, scale)
             if not number and not first:
-                to[some], norms[some] = part, norm
+                to[some], norms[some] = found, norm
                 continue
             before = norms[some]
             joint = torch.logaddexp(before, norm)
             floor = joint.masked_fill(joint == -torch.inf, 0.0)
-            own, more = ((one - floor).exp_()[..., None] for one in (before, norm))
-            to[some] = to[some].mul_(own).add_(part.mul_(more))
+            least, more = ((one - floor).exp_()[..., None] for one in (before, norm))
+            to[some] = to[some].mul_(least).add_(found.mul_(more))
             norms[some] = joint
 
     present = (q_row >= 0)[:, :, None]
@@ -163,7 +175,7 @@ def block_attend(
         .reshape(B, heads, group, P, -1)
     )
     out = out.masked_fill_(~present[..., None], 0.0).reshape(B, H, P, -1).contiguous()
-    return placed(
+    return in_query_order(
         out.to(query.dtype), lse, q_row[:, :, None].expand(B, heads, group, P).reshape(B, H, P), rows
     )
 
@@ -194,58 +206,31 @@ def _attended(
     return out, top + total.log()
 
 
-def _laid_out(
-    k_row: Sequence[Tensor],
-    q_place: Sequence[Tensor],
-    k_place: Sequence[Tensor],
-    lo: Sequence[int],
-    hi: Sequence[int],
-    B: int,
-    heads: int,
-    M: int,
-    block_k: int,
-) -> _Layout:
-    device = k_row[0].device
-
-    def blocks(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([t.expand(B, heads, -1) for t in tensors], -1).reshape(B * heads, -1, block_k)
-
-    return _Layout(
-        k_row=blocks(k_row),
-        k_place=blocks(k_place),
-        q_place=torch.stack([t.expand(B, heads, -1) for t in q_place], 2).reshape(
-            B * heads, len(q_place), M, -1
-        ),
-        lo=torch.tensor(list(lo), device=device),
-        hi=torch.tensor(list(hi), device=device),
-    )
-
-
 def _in_turn(
-    told: Sequence[tuple[Tensor, Tensor, Tensor]],
+    flat: Sequence[tuple[Tensor, Tensor, Tensor]],
     widths: Sequence[int],
     B: int,
     heads: int,
     M: int,
     padded: int,
 ) -> Iterator[_Lists]:
-    """The entries that all tasks of a tile see all of, those that one sees all of, and the others; `told`: offsets [b, h,
+    """The entries that all tasks of a tile see all of, those that one sees all of, and the others; `flat`: offsets [b, h,
     M + 1], blocks and kinds of each span. A task is ``(b * heads + h) * padded + m``."""
     begin, count, blocks, spans = [], [], [], []
     before = shift = 0
-    for number, ((offset, index, _), width) in enumerate(zip(told, widths, strict=True)):
+    for number, ((offset, index, _), width) in enumerate(zip(flat, widths, strict=True)):
         offset = offset.expand(B, heads, M + 1)
         begin.append((offset[..., :-1] + before).reshape(-1))
         count.append(offset.diff().reshape(-1))
         blocks.append(index.long() + shift)
         spans.append(torch.full_like(blocks[-1], number))
         before, shift = before + len(index), shift + width
-    kinds = torch.cat([kind.to(torch.int8) for _, _, kind in told])
+    kinds = torch.cat([kind.to(torch.int8) for _, _, kind in flat])
     first, many = torch.stack(begin, 1).reshape(-1), torch.stack(count, 1).reshape(-1)
     # Of each task those of the first span, then those of the next.
     owner = torch.repeat_interleave(torch.arange(len(many), device=many.device), many)
     where = first[owner] + torch.arange(len(owner), device=many.device) - (many.cumsum(0) - many)[owner]
-    task = owner // len(told)
+    task = owner // len(flat)
     task = task // M * padded + task % M
     block, span, kind = torch.cat(blocks)[where], torch.cat(spans)[where], kinds[where]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import define
+from mmaccel.backends.block_attend import define
 
 
 @functools.cache

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmaccel.backends import ops
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
+from mmaccel.core.plan import FAR, KeySpan, Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
 from mmaccel.policies.sparse.orders import touched, whole_blocks
@@ -35,28 +34,20 @@ class AShape(IntraPattern):
             raise RecipeError(f"a_shape: window is {self.window}; give at least 1, the token itself.")
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:
-        return (Part(sight.q_row, near_and_first(sight, self.sink, self.window, self.block)),)
+        return (sight.part(near_and_first(sight, self.sink, self.window)),)
 
-    def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        return near_and_first_toll(n_key, self.sink, self.window, self.block, gaps=gaps)
+    def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
+        return near_and_first_blocks(n_key, self.sink, self.window, self.block, gaps=gaps)
 
 
-def near_and_first(sight: Sight, sink: int, window: int, block: int) -> tuple[KeySpan, ...]:
+def near_and_first(sight: Sight, sink: int, window: int) -> tuple[KeySpan, ...]:
     """Spans over the last `window` of the keys not after a query, and the first `sink` of them. Either may be 0."""
-    q_row, q_place = sight.q_row, sight.at[:, None]
-    k_row, k_place = sight.keys.row[:, None], sight.keys.place[:, None]
-    spans: list[KeySpan] = []
-    if window:
-        spans.append(span_by_range(q_row, k_row, q_place, k_place, 0, window, block, block))
-    if sink:
-        head = min(whole_blocks(sink, block) * block, len(sight.keys))
-        k_row, k_place = ops.first_of(k_row, sink, head), k_place[..., :head]
-        spans.append(span_by_range(q_row, k_row, q_place, k_place, window, FAR, block, block))
-    return tuple(spans)
+    near = (sight.span(0, window),) if window else ()
+    return (*near, sight.span(window, FAR, first=sink)) if sink else near
 
 
-def near_and_first_toll(n_key: int, sink: int, window: int, block: int, *, gaps: bool) -> tuple[int, int]:
-    """The most blocks that `near_and_first` lists: for each block of queries, and more in all (see `IntraPattern.toll`)."""
+def near_and_first_blocks(n_key: int, sink: int, window: int, block: int, *, gaps: bool) -> tuple[int, int]:
+    """The most blocks that `near_and_first` lists: see `IntraPattern.max_blocks`."""
     keys = whole_blocks(n_key, block)
     near = min(touched(block + window - 1, block), keys) if window else 0
     # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, Part, span_by_table, span_from_table
+from mmaccel.core.plan import FAR, AttentionPlan, span_by_table, span_from_table
 from mmaccel.core.registry import register
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.intra import Layer, Sight
@@ -81,13 +81,13 @@ class BlockTopK(SparsePattern):
         layer = Layer(query, key, q_layout, k_layout, self.block)
         sight = layer.sight()
         table = torch.cat(list(self._kept(query, key, sight)), 2)
-        order = (sight.q_row, sight.keys.row[:, None], sight.at[:, None], sight.keys.place[:, None])
+        order = (sight.q_row, sight.keys.row[:, None], sight.at[:, None], sight.keys.rank[:, None])
         # Room for every block is made without a look at how many are kept, where it can be.
         lists = span_by_table if table.numel() <= ROOM else span_from_table
-        span = lists(*order, 0, FAR, table, self.block, self.block)
-        return layer.plan([Part(sight.q_row, (span,))])
+        span = lists(*order, 0, FAR, table, self.block, self.block, **sight.known)
+        return layer.plan([sight.part([span])])
 
-    def bound(self, n_query: int, n_key: int) -> int:
+    def max_blocks_total(self, n_query: int, n_key: int) -> int:
         block, first = self.block, n_key - n_query
         most = whole_blocks(n_key, block)
         if self.top is not None:

@@ -12,8 +12,7 @@ from torch import Tensor
 from mmaccel.core import errors
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
-from mmaccel.core.mix import HeadRun
-from mmaccel.core.plan import AttentionPlan, KeySpan, Part
+from mmaccel.core.plan import AttentionPlan, HeadRun, KeySpan, Part
 from mmaccel.core.registry import policy, registry
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.intra import IntraPattern, Layer, seen_share, shown
@@ -69,59 +68,56 @@ class Boundary(SparsePattern):
         return self._planned(Layer.of(run, query, key, q_layout, k_layout, self.block))
 
     def _planned(self, layer: Layer) -> AttentionPlan:
-        held, name = layer.orders.held, ("plan", repr(self), layer.query.shape[0], layer.heads)
-        if name in held:
-            known: AttentionPlan = held[name]
-            return known
-        parts: list[Part] = []
         of_queries, of_keys = self.groups()
         used = [pattern for q in of_queries for k in of_keys if (pattern := self.within(q, k)) is not None]
-        for q in of_queries:
-            if q is not None and not layer.q_layout.census[q]:
-                continue
-            # Parts in the order of the queries are one part: their spans share its softmax.
-            spans: list[KeySpan] = []
-            turn = 0
-            for k in of_keys:
-                pattern = self.within(q, k)
-                if pattern is None or (k is not None and not layer.k_layout.census[k]):
-                    continue
-                sight = layer.sight(q, k)
-                found = pattern.found(sight)
-                apart = [p for p in found if p.q_row is not sight.q_row]
-                parts += [replace(p, turn=turn + p.turn) for p in apart]
-                turn += max((p.turn + 1 for p in apart), default=0)
-                spans += [s for p in found if p.q_row is sight.q_row for s in p.spans]
-            if spans:
-                parts.append(Part(layer.queries(q)[1], tuple(spans), turn=turn))
-        plan = layer.plan(parts)
-        if not any(pattern.adaptive for pattern in used):
-            # From the layouts alone: one plan for all layers.
-            held[name] = plan
-        return plan
 
-    def bound(self, n_query: int, n_key: int) -> int:
+        def made() -> AttentionPlan:
+            return layer.plan([part for q in of_queries for part in self._parts(layer, q)])
+
+        return made() if any(pattern.adaptive for pattern in used) else layer.once(self, made)
+
+    def _parts(self, layer: Layer, q: int | None) -> list[Part]:
+        """The parts of one group of queries."""
+        if q is not None and not layer.q_layout.census[q]:
+            return []
+        # Parts in the order of the queries are one part: their spans share its softmax.
+        parts: list[Part] = []
+        spans: list[KeySpan] = []
+        number, sight = 0, None
+        for k in self.groups()[1]:
+            pattern = self.within(q, k)
+            if pattern is None or (k is not None and not layer.k_layout.census[k]):
+                continue
+            sight = layer.sight(q, k)
+            found = pattern.found(sight)
+            apart = [p for p in found if p.q_row is not sight.q_row]
+            parts += [replace(p, merge_group=number + p.merge_group) for p in apart]
+            number += max((p.merge_group + 1 for p in apart), default=0)
+            spans += [s for p in found if p.q_row is sight.q_row for s in p.spans]
+        return parts if sight is None or not spans else [*parts, sight.part(spans, number)]
+
+    def max_blocks_total(self, n_query: int, n_key: int) -> int:
         of_queries, of_keys = self.groups()
         # Blocks of groups, each of which may end in a part of one.
         rows = whole_blocks(n_query, self.block) + len(of_queries) - 1
         keys = whole_blocks(n_key, self.block) + len(of_keys) - 1
         total = 0
         for k in of_keys:
-            tolls = [(0, 0)]
+            most = [(0, 0)]
             for q in of_queries:
                 pattern = self.within(q, k)
                 if pattern is not None:
                     gaps, ties = q is not None and q != k, k is not None and q != k
-                    tolls.append(pattern.toll(n_query, n_key, gaps=gaps, ties=ties))
-            total += rows * max(each for each, _ in tolls) + sum(more for _, more in tolls)
+                    most.append(pattern.max_blocks(n_query, n_key, gaps=gaps, ties=ties))
+            total += rows * max(each for each, _ in most) + sum(more for _, more in most)
         # No pattern lists a block of keys more than three times for a block of queries.
         return min(total, 3 * rows * keys)
 
-    def expected(
+    def expected_blocks(
         self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
     ) -> float:
         if layouts is None:
-            return self.bound(n_query, n_key)
+            return self.max_blocks_total(n_query, n_key)
         queries, keys = (layout.census for layout in layouts)
         layer, share = shown(*layouts, self.block), seen_share(n_query, n_key)
         total = 0.0
@@ -131,7 +127,7 @@ class Boundary(SparsePattern):
                 pattern = self.within(q, k)
                 rows, among = n_query if q is None else queries[q], n_key if k is None else keys[k]
                 if pattern is not None and rows and among:
-                    total += pattern.guess(rows, among, share, layer.sight(q, k))
+                    total += pattern.estimate_blocks(rows, among, share, layer.sight(q, k))
         return total
 
     def per_head(self, heads: int) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, Part, span_by_range
+from mmaccel.core.plan import FAR, AttentionPlan, Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
 from mmaccel.policies.sparse.orders import whole_blocks
@@ -30,9 +30,7 @@ class Dense(IntraPattern):
         return None
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:
-        block, place = self.block, sight.at[:, None]
-        order = (sight.q_row, sight.keys.row[:, None], place, sight.keys.place[:, None])
-        return (Part(sight.q_row, (span_by_range(*order, 0, FAR, block, block),)),)
+        return (sight.part([sight.span(0, FAR)]),)
 
-    def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
+    def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         return whole_blocks(n_key, self.block), 0

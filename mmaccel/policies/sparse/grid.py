@@ -10,7 +10,7 @@ import torch
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.plan import Part
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_toll
+from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_blocks
 from mmaccel.policies.sparse.estimate import Score
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
 from mmaccel.policies.sparse.orders import touched, whole_blocks
@@ -117,9 +117,9 @@ class Grid(IntraPattern):
         lines = self._lines(sight)
         if not (self.window or self.sink):
             return lines
-        near = near_and_first(sight, self.sink, self.window, self.block)
+        near = near_and_first(sight, self.sink, self.window)
         # Every row is served twice, over disjoint keys: the two are merged by their log-sum-exps.
-        return (*lines, Part(sight.q_row, near, turn=1))
+        return (*lines, sight.part(near, merge_group=1))
 
     def _lines(self, sight: Sight) -> tuple[Part, ...]:
         """The lines, without the keys of the window and the sink."""
@@ -140,10 +140,10 @@ class Grid(IntraPattern):
             parts.append(dense_rows(sight, classes, beyond))
         return tuple(parts)
 
-    def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
+    def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         block, most = self.block, room(n_key, self.min_stride)
         keys = whole_blocks(n_key, block)
-        each, more = near_and_first_toll(n_key, self.sink, self.window, block, gaps=gaps)
+        each, more = near_and_first_blocks(n_key, self.sink, self.window, block, gaps=gaps)
         if self.slash:
             # A block of queries touches one class, and one more for each class that begins in it.
             each += touched(most, block)
@@ -154,7 +154,7 @@ class Grid(IntraPattern):
             more += whole_blocks(n_query if ties else min(most, n_query), block) * keys
         return each, more
 
-    def guess(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
+    def estimate_blocks(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
         block = self.block
         line = room(keys, self.min_stride)
         if self.stride == "frame" and sight is not None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.mix import HeadRun
-from mmaccel.core.plan import AttentionPlan, Part, span_by_range
+from mmaccel.core.plan import AttentionPlan, HeadRun, KeySpan, Part, remember, span_by_range
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.estimate import Asking, LastQueries
 from mmaccel.policies.sparse.orders import Order, at_or_before, natural, whole_blocks
@@ -26,8 +24,9 @@ class Sight:
 
     queries, keys   both by position; whatever a pattern measures it measures in ranks among `keys`
     at [B, P]       place of each query: the number of `keys` not after it, minus one; -1 where there is none
-    q_row [B, 1, P] the rows of the queries; a part that has this very tensor stands in their order
+    q_row [B, 1, P] the rows of the queries; a part that has this very tensor is in their order
     kinds           the modality of the queries and that of the keys, None for all of them
+    ordered         as of a `Part` with q_row
     """
 
     layer: Layer
@@ -36,6 +35,31 @@ class Sight:
     at: Tensor
     q_row: Tensor
     kinds: tuple[int | None, int | None]
+    ordered: int | None = None
+
+    def part(self, spans: Sequence[KeySpan], merge_group: int = 0) -> Part:
+        """The part of all queries over `spans`."""
+        return Part(self.q_row, tuple(spans), None, merge_group, self.ordered, self.ordered)
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """What the host knows of a span with the rows and ranks of `keys`."""
+        return dict(ordered=self.keys.count, ranks=True)
+
+    @property
+    def q_first(self) -> int | None:
+        """The first place of `at`, where the places of the queries follow each other; None where the host does not know."""
+        return self.layer.k_layout.length - self.layer.q_layout.length if self.final else None
+
+    def span(self, lo: int, hi: int, first: int | None = None) -> KeySpan:
+        """The keys, or the `first` of them, whose places are in a range before those of the queries."""
+        k_row, k_pos, known, block = self.keys.row, self.keys.rank, self.known, self.layer.block
+        if first is not None:
+            width = min(whole_blocks(first, block) * block, len(self.keys))
+            k_row, k_pos = k_row[:, :width].masked_fill(k_pos[:, :width] >= first, -1), k_pos[:, :width]
+            known["ordered"] = None if self.keys.count is None else min(first, self.keys.count)
+        order = self.q_row, k_row[:, None], self.at[:, None], k_pos[:, None]
+        return span_by_range(*order, lo, hi, block, block, q_first=self.q_first, **known)
 
     @property
     def width(self) -> int:
@@ -144,9 +168,8 @@ class Orders:
         if name not in self._at:
             keys, queries = self.keys(key), self.queries(query)[0]
             if name == (None, None) and self.final:
-                n = self.q_layout.length
-                room = len(queries.row), n, len(queries), queries.row.device
-                self._at[name] = ops.places_from(self.k_layout.length - n, *room)
+                n, rank = self.q_layout.length, queries.rank
+                self._at[name] = torch.where(rank < n, rank + (self.k_layout.length - n), -1)
             else:
                 self._at[name] = at_or_before(keys, queries)
         return self._at[name]
@@ -229,7 +252,11 @@ class Layer:
         """The queries of one modality over the keys of another; None stands for all of them."""
         (queries, q_row), keys = self.queries(query), self.keys(key)
         kinds = _told_apart(self.q_layout, query), _told_apart(self.k_layout, key)
-        return Sight(self, queries, keys, self.orders.at(query, key), q_row, kinds)
+        return Sight(self, queries, keys, self.orders.at(query, key), q_row, kinds, queries.count)
+
+    def once(self, pattern: SparsePattern, make: Callable[[], AttentionPlan]) -> AttentionPlan:
+        """The plan that `make` gives of a pattern which looks at the layouts alone, made once for all layers."""
+        return remember(self.orders.held, ("plan", repr(pattern), self.heads), make)
 
     def totals(self, query: int | None, count: int) -> Tensor:
         """[B, H, L]: the log-sum-exp over all keys of the last `count` queries of a modality."""
@@ -243,13 +270,8 @@ class Layer:
         """The plan of this layer made of `parts`, or one in which nothing is seen if there are none."""
         if not parts:
             sight = self.sight()
-            places_of = (
-                sight.q_row,
-                sight.keys.row[:, None],
-                -1 - 0 * sight.at[:, None],
-                sight.keys.place[:, None],
-            )
-            parts = [Part(sight.q_row, (span_by_range(*places_of, 0, 1, self.block, self.block),))]
+            order = sight.q_row, sight.keys.row[:, None], -1 - 0 * sight.at[:, None], sight.keys.rank[:, None]
+            parts = [sight.part([span_by_range(*order, 0, 1, self.block, self.block, **sight.known)])]
         return AttentionPlan(
             parts=tuple(parts),
             block_q=self.block,
@@ -276,47 +298,47 @@ class IntraPattern(SparsePattern):
         """The parts of a sight; of a pattern that looks at the layout alone, made once for all layers."""
         if self.adaptive:
             return self.parts(sight)
-        held = sight.layer.orders.held
         name = repr(self), sight.kinds
-        if name not in held:
-            held[name] = self.parts(sight)
-        parts: tuple[Part, ...] = held[name]
-        return parts
+        return remember(sight.layer.orders.held, name, lambda: self.parts(sight))
 
     @abstractmethod
-    def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
+    def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         """The most blocks listed: so many for each block of queries, and so many more in all.
 
         gaps: keys may lie between queries that follow each other; ties: queries may have the same place.
         """
 
-    def guess(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
+    def estimate_blocks(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
         """About how many blocks are listed for `rows` queries over `keys` keys, of which each is after `share` of them on
         the mean; `sight` without tensors, where the layout is known. At best, where only the data tell."""
-        each, more = self.toll(rows, keys, gaps=False, ties=False)
+        each, more = self.max_blocks(rows, keys, gaps=False, ties=False)
         blocks = whole_blocks(rows, self.block)
         return min(blocks * each + more, blocks * (share * keys / self.block + 1))
 
-    def expected(
+    def expected_blocks(
         self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
     ) -> float:
         sight = None if layouts is None else shown(*layouts, self.block).sight()
-        return self.guess(n_query, n_key, seen_share(n_query, n_key), sight)
+        return self.estimate_blocks(n_query, n_key, seen_share(n_query, n_key), sight)
 
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        layer = Layer(query, key, q_layout, k_layout, self.block)
-        return layer.plan(self.found(layer.sight()))
+        return self._planned(Layer(query, key, q_layout, k_layout, self.block))
 
     def plan_of(
         self, run: HeadRun, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        layer = Layer.of(run, query, key, q_layout, k_layout, self.block)
-        return layer.plan(self.found(layer.sight()))
+        return self._planned(Layer.of(run, query, key, q_layout, k_layout, self.block))
 
-    def bound(self, n_query: int, n_key: int) -> int:
-        each, more = self.toll(n_query, n_key, gaps=False, ties=False)
+    def _planned(self, layer: Layer) -> AttentionPlan:
+        def made() -> AttentionPlan:
+            return layer.plan(self.found(layer.sight()))
+
+        return made() if self.adaptive else layer.once(self, made)
+
+    def max_blocks_total(self, n_query: int, n_key: int) -> int:
+        each, more = self.max_blocks(n_query, n_key, gaps=False, ties=False)
         return whole_blocks(n_query, self.block) * each + more
 
 

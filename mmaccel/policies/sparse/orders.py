@@ -1,14 +1,12 @@
-"""Orders of tokens and their places: what the patterns are written in."""
+"""Orders of tokens and their ranks: what the patterns are written in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import FAR
 
@@ -17,19 +15,21 @@ from mmaccel.core.plan import FAR
 class Order:
     """Some tokens of each sequence, by position.
 
-    row [B, n] rows of the tensor the tokens lie in, -1 past the last; position [B, n] their positions, FAR past the last.
+    row [B, n] rows of the tensor the tokens lie in, -1 past the last; position [B, n] their positions, FAR past the last;
+    rank [B, n] int32 0, 1, 2, ... count: the rows are 0 .. count - 1 in every sequence, as far as the host knows.
     """
 
     row: Tensor
     position: Tensor
+    count: int | None = None
+    rank: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        rank = torch.arange(len(self), dtype=torch.int32, device=self.row.device)
+        object.__setattr__(self, "rank", rank.expand(len(self.row), -1))
 
     def __len__(self) -> int:
         return self.row.shape[1]
-
-    @cached_property
-    def place(self) -> Tensor:
-        """[B, n] int32: the place of each token: its rank."""
-        return ops.ranks(len(self.row), len(self), self.row.device)
 
 
 def natural(
@@ -45,7 +45,8 @@ def natural(
     n += -n % block if n else block
     if member is None and size is None and not layout.padded:
         ends = torch.nn.functional.pad(layout.position.long(), (0, n - S), value=FAR)
-        return Order(ops.counted(B, S, n, chosen.device), ends)
+        row = torch.arange(n, dtype=torch.int32, device=chosen.device)
+        return Order(row.masked_fill(row >= S, -1).repeat(B, 1), ends, S)
     # Tokens that are not chosen, and those past `size`, fall into a last column that is cut off.
     slot = torch.where(chosen, chosen.long().cumsum(1) - 1, n).clamp(max=n)
     index = torch.arange(S, device=chosen.device, dtype=torch.int32).expand(B, S)
@@ -56,7 +57,7 @@ def natural(
 
 
 def at_or_before(keys: Order, queries: Order) -> Tensor:
-    """[B, n] int32: the place of each query among `keys`, the number of keys not after it, minus one; -1 for padding."""
+    """[B, n] int32: the rank of each query among `keys`, the number of keys not after it, minus one; -1 for padding."""
     found = torch.searchsorted(keys.position, queries.position, right=True) - 1
     return found.masked_fill(queries.row < 0, -1).to(torch.int32)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, shown, warn
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.mix import Share, mix, runs
-from mmaccel.core.plan import AttentionPlan
+from mmaccel.core.merge_heads import Share, merge_plans
+from mmaccel.core.plan import AttentionPlan, head_runs
 from mmaccel.core.policy import with_base_dir
 from mmaccel.core.registry import policy, register
 from mmaccel.core.sparse import SparsePattern
@@ -188,8 +188,8 @@ class PerHead(SparsePattern):
         """The plan of layer 0; the road asks `at` for the pattern of each layer."""
         return self.at(0).plan(query, key, q_layout, k_layout)
 
-    def bound(self, n_query: int, n_key: int) -> int:
-        return max(self.at(layer).bound(n_query, n_key) for layer in (0, *self._named))
+    def max_blocks_total(self, n_query: int, n_key: int) -> int:
+        return max(self.at(layer).max_blocks_total(n_query, n_key) for layer in (0, *self._named))
 
     def per_head(self, heads: int) -> tuple[str, ...]:
         return self.at(0).per_head(heads)
@@ -245,22 +245,22 @@ class LayerHeads(SparsePattern):
                 # What looks at the layout alone is planned for one head, and all follow it.
                 shares.append((some, pattern.plan(query[:, :1], key[:, :1], q_layout, k_layout)))
                 continue
-            for run in runs(some, group):
+            for run in head_runs(some, group):
                 shares.append((run.heads, pattern.plan_of(run, query, key, q_layout, k_layout)))
-        return mix(shares, heads, group, q_layout, k_layout)
+        return merge_plans(shares, heads, group, q_layout, k_layout)
 
-    def bound(self, n_query: int, n_key: int) -> int:
+    def max_blocks_total(self, n_query: int, n_key: int) -> int:
         whole = self.heads is not None and len(self.named) >= self.heads
         some = [*self.named.values(), *([] if whole else [self.rest])]
-        return max(pattern.bound(n_query, n_key) for pattern in some)
+        return max(pattern.max_blocks_total(n_query, n_key) for pattern in some)
 
-    def expected(
+    def expected_blocks(
         self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
     ) -> float:
         if self.heads is None:
-            return self.bound(n_query, n_key)
+            return self.max_blocks_total(n_query, n_key)
         kinds = self.kinds(self.heads)
-        return sum(len(some) * p.expected(n_query, n_key, layouts) for p, some in kinds) / self.heads
+        return sum(len(some) * p.expected_blocks(n_query, n_key, layouts) for p, some in kinds) / self.heads
 
     def per_head(self, heads: int) -> tuple[str, ...]:
         return tuple(self.of(head).per_head(1)[0] for head in range(heads))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Beyond:
 
     def rows(self, keys: Order) -> Tensor:
         """[B, N]: the rows of the keys, -1 for the first ones."""
-        return keys.row.masked_fill(keys.place < self.sink, -1) if self.sink else keys.row
+        return keys.row.masked_fill(keys.rank < self.sink, -1) if self.sink else keys.row
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Residue:
         keys, at = sight.keys, sight.at
         base = len(keys) + 1
         order = by_class(classes.number, classes.most)
-        code = (classes.number * base + keys.place[:, None]).gather(2, order)
+        code = (classes.number * base + keys.rank[:, None]).gather(2, order)
         k_row = beyond.rows(keys)[:, None].expand_as(order).gather(2, order)
         own = query_classes(classes, at)
         pair = (own - classes.shift) % classes.stride if slash else own
@@ -74,17 +74,17 @@ class Residue:
         rank = torch.arange(self.code.shape[2], device=self.code.device) - self._find(number * self.base)
         # Classes lie two rooms apart: then no pair of two classes is within one room of each other.
         room = self.classes.room
-        q_place, k_place = self.pair * (2 * room) + end - start - 1, number * (2 * room) + rank
+        q_pos, k_pos = self.pair * (2 * room) + end - start - 1, number * (2 * room) + rank
         k_row = torch.where(number == self.classes.line, -1, self.k_row) if owned else self.k_row
-        return self._span(q_row, k_row, q_place, k_place, room)
+        return self._span(q_row, k_row, q_pos, k_pos, room)
 
     def vertical(self, q_row: Tensor) -> KeySpan:
         """Each query and the keys of the vertical line."""
         begin = self.classes.line * self.base
         start, end = self._find(begin), self._find(begin + self.q_at, right=True)
         k_row = torch.where(self.code // self.base == self.classes.line, self.k_row, -1)
-        k_place = torch.arange(self.code.shape[2], device=self.code.device) - start
-        return self._span(q_row, k_row, end - start - 1, k_place, FAR)
+        k_pos = torch.arange(self.code.shape[2], device=self.code.device) - start
+        return self._span(q_row, k_row, end - start - 1, k_pos, FAR)
 
     def _find(self, code: Tensor, right: bool = False) -> Tensor:
         """Where `code` [B, x, n] falls among the codes of the keys; x is h, or any number when h is 1."""
@@ -92,11 +92,11 @@ class Residue:
         flat = code.reshape(B, h, -1) if h == 1 else code.contiguous()
         return torch.searchsorted(self.code, flat, right=right).view_as(code)
 
-    def _span(self, q_row: Tensor, k_row: Tensor, q_place: Tensor, k_place: Tensor, hi: int) -> KeySpan:
+    def _span(self, q_row: Tensor, k_row: Tensor, q_pos: Tensor, k_pos: Tensor, hi: int) -> KeySpan:
         wide = 2 * self.classes.room * self.classes.most >= FAR
-        q_place = torch.where(q_row >= 0, q_place, -1).to(torch.int64 if wide else torch.int32)
-        k_place = torch.where(k_row >= 0, k_place, 0).to(q_place.dtype)
-        return span_by_range(q_row, k_row, q_place, k_place, 0, hi, self.block, self.block)
+        q_pos = torch.where(q_row >= 0, q_pos, -1).to(torch.int64 if wide else torch.int32)
+        k_pos = torch.where(k_row >= 0, k_pos, 0).to(q_pos.dtype)
+        return span_by_range(q_row, k_row, q_pos, k_pos, 0, hi, self.block, self.block)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ class ClassOrder:
 
     queries [3, B, P] int32: row, place of the last key that it may see, and class; keys [3, B, N] int32: row, place and
     class; q_begin, k_begin [B, C + 1] int32 where classes begin.
-    k_row, k_place [B, 1, N]: the rows and places of the keys as the slashes of every head have them, with classes two rooms
+    k_row, k_pos [B, 1, N]: the rows and places of the keys as the slashes of every head have them, with classes two rooms
     apart, so that no pair of two classes is within one room of each other. Queries without a place see nothing, and are left
     out.
     """
@@ -115,7 +115,7 @@ class ClassOrder:
     keys: Tensor
     k_begin: Tensor
     k_row: Tensor
-    k_place: Tensor
+    k_pos: Tensor
 
     @classmethod
     def of(cls, sight: Sight, frames: Frames, beyond: Beyond) -> ClassOrder:
@@ -139,7 +139,7 @@ class ClassOrder:
         own = torch.where(at >= 0, number.gather(1, at.clamp(min=0)), FAR)
         last = beyond.places(at) if beyond.window else at.clamp(min=0)
         queries, q_begin = told(torch.where(at >= 0, sight.q_row[:, 0], -1), last, own)
-        keys, k_begin = told(beyond.rows(sight.keys), sight.keys.place.long(), number)
+        keys, k_begin = told(beyond.rows(sight.keys), sight.keys.rank.long(), number)
         row, of = keys[0], keys[2].long()
         begin = k_begin.long().gather(1, of.clamp(max=frames.widest))
         place = of * (2 * frames.room) + torch.arange(row.shape[1], device=row.device) - begin
@@ -155,7 +155,7 @@ class ClassOrder:
         columns = whole_blocks(max(room, 1), block) * block if vertical else 0
         rows = dense_size(sight, classes) if horizontal else 0
         assert classes.frames is not None
-        q_row, q_place, *more = ops.turned_classes_now(
+        q_row, q_pos, *more = ops.turned_classes_now(
             self.queries,
             self.q_begin,
             self.keys,
@@ -165,20 +165,19 @@ class ClassOrder:
             classes.shift,
             classes.dense,
             room,
-            self.k_place.dtype == torch.int64,
+            self.k_pos.dtype == torch.int64,
             columns,
             rows,
         )
-        spans = [span_by_range(q_row, self.k_row, q_place, self.k_place, 0, room, block, block)]
+        spans = [span_by_range(q_row, self.k_row, q_pos, self.k_pos, 0, room, block, block)]
         if vertical:
-            q_place, k_row, k_place, *more = more
-            spans.append(span_by_range(q_row, k_row, q_place, k_place, 0, FAR, block, block))
-        parts = [Part(q_row, tuple(spans))]
+            q_pos, k_row, k_pos, *more = more
+            spans.append(span_by_range(q_row, k_row, q_pos, k_pos, 0, FAR, block, block))
+        # Each of the last queries has a place and so a class: it is dense, or turned.
+        all_rows = sight.layer.q_layout.length if sight.final else None
+        parts = [Part(q_row, tuple(spans), all_rows=all_rows)]
         if horizontal:
-            parts.append(dense_part(sight, beyond, more[0], more[1]))
-        if sight.final:
-            # Each query has a place and so a class: it is dense, or turned.
-            ops.tell_together([part.q_row for part in parts], sight.layer.query.shape[2])
+            parts.append(replace(dense_part(sight, beyond, more[0], more[1]), all_rows=all_rows))
         return tuple(parts)
 
 
@@ -213,5 +212,6 @@ def dense_size(sight: Sight, classes: Classes) -> int:
 def dense_part(sight: Sight, beyond: Beyond, q_row: Tensor, place: Tensor) -> Part:
     """Queries [B, H, n], and the places of the last keys that they may see, over every key up to there."""
     keys, block = sight.keys, sight.layer.block
-    order = (q_row, beyond.rows(keys)[:, None], place, keys.place[:, None])
-    return Part(q_row, (span_by_range(*order, 0, FAR, block, block),))
+    order = (q_row, beyond.rows(keys)[:, None], place, keys.rank[:, None])
+    ordered = None if beyond.sink else keys.count
+    return Part(q_row, (span_by_range(*order, 0, FAR, block, block, ordered=ordered, ranks=True),))

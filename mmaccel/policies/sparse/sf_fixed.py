@@ -27,7 +27,7 @@ class SFFixed(IntraPattern):
     stride="frame"  a segment is a frame with the marks in it; text is cut into segments as long as the longest frame of
                     its sequence, from the token after the frame on, so that timestamps are segments of their own. Frames
                     longer than max_stride are cut alike; a sequence without frames has segments of 128. A sequence whose
-                    segments are on average shorter than min_stride is cut evenly instead, so that `bound` may count on
+                    segments are on average shorter than min_stride is cut evenly instead, so that `max_blocks` may count on
                     it: the nearer to the frames, the tighter. In chunked prefill the longest frame is that of the keys
                     so far
     an int          segments of so many tokens, counted from the first
@@ -57,9 +57,9 @@ class SFFixed(IntraPattern):
         spans = [self._own(sight, segments, own)]
         if self.summary:
             spans.append(self._summaries(sight, segments, begin))
-        return (Part(sight.q_row, tuple(spans)),)
+        return (sight.part(spans),)
 
-    def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
+    def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         block, keys = self.block, whole_blocks(n_key, self.block)
         least, most = (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride,) * 2
         near = min(touched(block + most - 1, block), keys)
@@ -67,9 +67,9 @@ class SFFixed(IntraPattern):
         # Queries ascend: what their blocks see beyond one segment is, all together, no more than the keys.
         return near + columns, keys if gaps else 0
 
-    def guess(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
+    def estimate_blocks(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
         if sight is None:
-            return super().guess(rows, keys, share, sight)
+            return super().estimate_blocks(rows, keys, share, sight)
         longest, count = Segments.sizes(sight, self.stride, self.min_stride, self.max_stride)
         # A query sees half of its own segment, on the mean; its block reaches a block's length further.
         near = longest / (2 * self.block) + 1.5
@@ -79,9 +79,9 @@ class SFFixed(IntraPattern):
         """The keys of the segment of each query. Segments lie two sizes apart, so that no two are within one."""
         block, size = self.block, segments.size
         place = fitting(segments.number * (2 * size) + segments.offset, 2 * size * (segments.count + 1))
-        q_place = place.gather(1, own).masked_fill(sight.at < 0, -1)[:, None]
-        order = (sight.q_row, sight.keys.row[:, None], q_place, place[:, None])
-        return span_by_range(*order, 0, size, block, block)
+        q_pos = place.gather(1, own).masked_fill(sight.at < 0, -1)[:, None]
+        order = (sight.q_row, sight.keys.row[:, None], q_pos, place[:, None])
+        return span_by_range(*order, 0, size, block, block, ordered=sight.keys.count)
 
     def _summaries(self, sight: Sight, segments: Segments, begin: Tensor) -> KeySpan:
         """The summary tokens, gathered; each query sees those of the segments before its own."""
@@ -98,6 +98,6 @@ class SFFixed(IntraPattern):
         k_row = torch.full_like(sight.keys.row[:, :1], -1).repeat(1, room + 1)
         k_row = pad_rows(k_row.scatter_(1, slot, sight.keys.row)[:, :room].contiguous(), block)
         before = (rank - member.long()).gather(1, begin).masked_fill(sight.at < 0, 0).to(torch.int32)[:, None]
-        k_place = torch.arange(k_row.shape[1], dtype=torch.int32, device=k_row.device).expand_as(k_row)
-        order = (sight.q_row, k_row[:, None], before - 1, k_place[:, None])
+        k_pos = torch.arange(k_row.shape[1], dtype=torch.int32, device=k_row.device).expand_as(k_row)
+        order = (sight.q_row, k_row[:, None], before - 1, k_pos[:, None])
         return span_by_range(*order, 0, FAR, block, block)

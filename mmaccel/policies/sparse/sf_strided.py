@@ -40,7 +40,7 @@ class SFStrided(IntraPattern):
         segments = Segments.of(sight, self.stride, self.min_stride, self.max_stride)
         return (self._window(sight, segments), self._lines(sight, segments))
 
-    def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
+    def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         block, keys = self.block, whole_blocks(n_key, self.block)
         least, most = (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride,) * 2
         window = min(touched(block + most - 1, block), keys)
@@ -49,9 +49,9 @@ class SFStrided(IntraPattern):
         # the lines a block of queries has one offset, and one more for each that begins in it.
         return window + line, keys + 2 * min(most, n_query) + (keys if gaps else 0)
 
-    def guess(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
+    def estimate_blocks(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
         if sight is None:
-            return super().guess(rows, keys, share, sight)
+            return super().estimate_blocks(rows, keys, share, sight)
         longest, count = Segments.sizes(sight, self.stride, self.min_stride, self.max_stride)
         each = longest / self.block + 1.5 + share * count / self.block + 1
         return whole_blocks(rows, self.block) * each
@@ -66,11 +66,11 @@ class SFStrided(IntraPattern):
         # Even cuts of min_stride or more are no more than `count`, one that is cut short among them.
         most = size * (segments.count + len(sight.keys) - sight.width + 1)
         number = torch.arange(len(sight.keys), device=stride.device)
-        k_place = fitting(number // stride * size + number % stride, most)
+        k_pos = fitting(number // stride * size + number % stride, most)
         at = sight.at.long()
-        q_place = fitting(at // stride * size + at % stride, most).masked_fill(at < 0, -1)[:, None]
-        order = (sight.q_row, sight.keys.row[:, None], q_place, k_place[:, None])
-        return Part(sight.q_row, (span_by_range(*order, 0, size, block, block),))
+        q_pos = fitting(at // stride * size + at % stride, most).masked_fill(at < 0, -1)[:, None]
+        order = (sight.q_row, sight.keys.row[:, None], q_pos, k_pos[:, None])
+        return sight.part([span_by_range(*order, 0, size, block, block, ordered=sight.keys.count)])
 
     def _lines(self, sight: Sight, segments: Segments) -> Part:
         """The keys at the offset of each query, a stride or more before it; queries and keys by (offset, place)."""
@@ -80,7 +80,7 @@ class SFStrided(IntraPattern):
         offset = torch.where(rows >= 0, segments.offset, segments.size)
         code, order = (offset * base + torch.arange(base - 1, device=rows.device)).sort(1)
         k_row, offset = rows.gather(1, order), code // base
-        k_place = torch.arange(base - 1, device=rows.device) - torch.searchsorted(code, offset * base)
+        k_pos = torch.arange(base - 1, device=rows.device) - torch.searchsorted(code, offset * base)
         own = torch.where(at >= 0, segments.offset.gather(1, at.clamp(min=0)), segments.size + 1)
         order = (own * base + at).argsort(1)
         own, at, q_row = own.gather(1, order), at.gather(1, order), sight.queries.row.gather(1, order)
@@ -89,7 +89,7 @@ class SFStrided(IntraPattern):
         end = torch.where(at >= segments.stride, end, start)
         # Offsets lie two rooms apart, so that no pair of two offsets is within one.
         most = 2 * room * (segments.size + 2)
-        q_place = fitting(own * (2 * room) + end - start - 1, most).masked_fill(q_row < 0, -1)
-        k_place = fitting(offset * (2 * room) + k_place, most).masked_fill(k_row < 0, 0)
-        places = (q_row[:, None], k_row[:, None], q_place[:, None], k_place[:, None])
-        return Part(q_row[:, None], (span_by_range(*places, 0, room, block, block),), turn=1)
+        q_pos = fitting(own * (2 * room) + end - start - 1, most).masked_fill(q_row < 0, -1)
+        k_pos = fitting(offset * (2 * room) + k_pos, most).masked_fill(k_row < 0, 0)
+        places = (q_row[:, None], k_row[:, None], q_pos[:, None], k_pos[:, None])
+        return Part(q_row[:, None], (span_by_range(*places, 0, room, block, block),), merge_group=1)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.core.lists import BlockRuns
-from mmaccel.core.plan import FAR, KeySpan
+from mmaccel.core.plan import FAR, BlockLists
 
 ROOM = 1 << 28
 """Most entries of lists made by the host's bound of their sizes; beyond it the sizes are read."""
@@ -52,12 +51,10 @@ class Shapes:
     sure: Tensor
 
     @classmethod
-    def of(
-        cls, q_row: Tensor, q_place: Tensor, blocks: int, heads: int, block: int, breaks: Breaks
-    ) -> Shapes:
-        """Those of q_row, q_place [B, 1, P], places ascending, -1 where a row sees nothing, among `blocks` key blocks."""
+    def of(cls, q_row: Tensor, q_pos: Tensor, blocks: int, heads: int, block: int, breaks: Breaks) -> Shapes:
+        """Those of q_row, q_pos [B, 1, P], places ascending, -1 where a row sees nothing, among `blocks` key blocks."""
         B, M = q_row.shape[0], q_row.shape[2] // block
-        place = q_place[:, 0].long().view(B, M, block)
+        place = q_pos[:, 0].long().view(B, M, block)
         live = place >= 0
         low = torch.where(live, place, FAR).amin(2)
         length = (place.amax(2) - low + 1).clamp(min=0)
@@ -125,17 +122,13 @@ def _broken(
     return broken.to(torch.int32), runs.to(torch.int32), sure.gather(1, chosen).clamp(max=FAR).to(torch.int32)
 
 
-def slash_blocks(
-    q_place: Tensor, k_row: Tensor, k_place: Tensor, kind: Tensor, kept: Tensor, block: int, shapes: Shapes
-) -> KeySpan:
-    """A span in which a query block lists every key block that a diagonal of `kept` [B, H, N] touches in its rows.
+def slash_lists(kind: Tensor, kept: Tensor, block: int, shapes: Shapes) -> BlockLists:
+    """Lists in which a query block has every key block that a diagonal of `kept` [B, H, N] touches in its rows.
 
-    q_place [B, 1, P] as in `shapes`; k_row [B, H, N], k_place [B, 1, N] the ranks, kind [B, H, key blocks] their kinds. A
-    diagonal d pairs a query of place i with the key of place i - d.
+    kind [B, H, key blocks]: their kinds. A diagonal d pairs a query of place i with the key of place i - d.
     """
-    blocks = kept.shape[2] // block
     s = shapes
     row, entries = ops.slash_runs_now(
         kept, s.shape, s.member, s.home, s.reach, s.broken, s.runs, s.sure, block
     )
-    return KeySpan(k_row, q_place, k_place, 0, FAR, BlockRuns(row, entries, kind, blocks))
+    return BlockLists(row, entries, kind)

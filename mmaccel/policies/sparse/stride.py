@@ -139,7 +139,7 @@ def strided_classes(
     lines = value[0] if by_columns else None, value[1] if by_diagonals else None
     stride = best_stride(*lines, last, search, sample.fused)
     stride = stride.masked_fill((last + 1 < search.least)[:, None, None], 1)
-    number = torch.where((keys.row >= 0)[:, None], keys.place[:, None] % stride, search.most)
+    number = torch.where((keys.row >= 0)[:, None], keys.rank[:, None] % stride, search.most)
     own, classes = number[..., :n], search.most + 1
     line, shift = class_scores(value, own, sample.seen, classes, search.score).argmax(-1, keepdim=True)
     dense = evenest(sample, own, classes) if search.rows else line

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.plan import FAR, Part, span_by_range
+from mmaccel.core.plan import FAR, Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import near_and_first
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
@@ -47,19 +47,19 @@ class TriShape(IntraPattern):
         parts = []
         if last < rows.shape[1]:
             upper = torch.arange(rows.shape[1], device=rows.device) < _count(rows) - last
-            above = replace(sight, q_row=torch.where(upper, rows, -1)[:, None])
-            parts.append(Part(above.q_row, near_and_first(above, self.sink, self.window, block)))
+            above = replace(sight, q_row=torch.where(upper, rows, -1)[:, None], ordered=None)
+            parts.append(above.part(near_and_first(above, self.sink, self.window)))
         if last:
             slot = _count(rows) - last + torch.arange(whole_blocks(last, block) * block, device=rows.device)
             there = (slot >= 0) & (slot < _count(rows))
             pick = slot.clamp(0, rows.shape[1] - 1)
             q_row = torch.where(there, rows.gather(1, pick), -1)[:, None]
-            place = torch.where(there, sight.at.gather(1, pick), -1)[:, None]
-            order = (q_row, sight.keys.row[:, None], place, sight.keys.place[:, None])
-            parts.append(Part(q_row, (span_by_range(*order, 0, FAR, block, block),)))
+            at = torch.where(there, sight.at.gather(1, pick), -1)
+            below = replace(sight, q_row=q_row, at=at, ordered=None)
+            parts.append(below.part([below.span(0, FAR)]))
         return tuple(parts)
 
-    def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
+    def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         keys = whole_blocks(n_key, self.block)
         near = min(touched(self.block + self.window - 1, self.block), keys)
         bottom = whole_blocks(min(self.bottom, n_query), self.block) * keys

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from mmaccel.backends import ops
 from mmaccel.core.errors import RecipeError, shown
-from mmaccel.core.plan import FAR, Part, span_by_range
+from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
 from mmaccel.policies.sparse.orders import whole_blocks
-from mmaccel.policies.sparse.slashes import slash_blocks
+from mmaccel.policies.sparse.slashes import slash_lists
 
 
 @register("sparse", "vertical_slash")
@@ -71,21 +71,23 @@ class VerticalSlash(IntraPattern):
         chosen, found = self._strongest(columns, diagonals, sample.at)
         left, kind, kept, *gathered = ops.line_keys_now(keys.row, chosen, found, sight.width, self.block)
         shapes = sight.shapes(chosen.shape[1])
-        spans = [slash_blocks(order, left, keys.place[:, None], kind, kept, self.block, shapes)]
+        # The ranks say nothing of the rows: those of columns are left out.
+        lists = slash_lists(kind, kept, self.block, shapes)
+        spans = [KeySpan(left, order, keys.rank[:, None], 0, FAR, lists, ranks=True, q_first=sight.q_first)]
         if self.vertical:
             # The columns, gathered; a column's place is that of its token.
-            k_row, k_place = gathered
-            spans.append(span_by_range(sight.q_row, k_row, order, k_place, 0, FAR, self.block, self.block))
-        return (Part(sight.q_row, tuple(spans)),)
+            k_row, k_pos = gathered
+            spans.append(span_by_range(sight.q_row, k_row, order, k_pos, 0, FAR, self.block, self.block))
+        return (sight.part(spans),)
 
-    def toll(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
+    def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         blocks = whole_blocks(n_key, self.block)
         columns = whole_blocks(min(self.vertical, n_key), self.block)
         # A diagonal touches two blocks of a run of queries, and as many as there are queries where none follow.
         slash = min((self.block if gaps else 2) * self.slash, blocks)
         return slash + columns, 0
 
-    def guess(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
+    def estimate_blocks(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
         # At best the diagonals lie side by side; apart, each touches two blocks.
         blocks, seen = whole_blocks(rows, self.block), share * keys / self.block + 1
         columns = min(self.vertical, keys) / self.block

@@ -116,12 +116,12 @@ def test_bound_of_a_limit(scene: Scene, choice: dict[str, Any]) -> None:
     plan = plan_of(pattern, scene)
     lists = plan.parts[0].spans[0].lists
     listed = lists.count.sum(-1).max()
-    assert int(listed) <= pattern.bound(plan.n_query, plan.n_key)
+    assert int(listed) <= pattern.max_blocks_total(plan.n_query, plan.n_key)
 
 
 def test_a_limit_makes_the_bound_linear() -> None:
-    assert BlockTopK(top=32, sink=128).bound(131072, 131072) <= 2048 * 32
-    assert BlockTopK().bound(128, 131072) == 2047 + 2048
+    assert BlockTopK(top=32, sink=128).max_blocks_total(131072, 131072) <= 2048 * 32
+    assert BlockTopK().max_blocks_total(128, 131072) == 2047 + 2048
 
 
 @pytest.mark.parametrize("score", ["antidiagonal", "mean"])

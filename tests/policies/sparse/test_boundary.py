@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
 from mmaccel.backends import ops
+from mmaccel.core.execute import attend_plan, launches
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO
-from mmaccel.core.lower import attend_plan, launches
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse import AShape, Boundary2D, Dense, Grid, KBoundary, QBoundary, VerticalSlash
 from mmaccel.policies.sparse.intra import IntraPattern
@@ -203,7 +203,7 @@ def test_a_single_modality_is_planned_as_without_a_boundary(inner: Any, segments
             assert torch.equal(mine.q_row, theirs.q_row)
             for a, b in zip(mine.spans, theirs.spans, strict=True):
                 assert (a.lo, a.hi) == (b.lo, b.hi)
-                for name in ("k_row", "q_place", "k_place"):
+                for name in ("k_row", "q_pos", "k_pos"):
                     assert torch.equal(getattr(a, name), getattr(b, name))
                 assert torch.equal(a.lists.row, b.lists.row) and torch.equal(a.lists.kind, b.lists.kind)
                 assert torch.equal(a.lists.entries, b.lists.entries)
@@ -274,7 +274,7 @@ def test_any_pattern_over_orders_stands_within_any_boundary(name: str, scene: Sc
         for part in plan.parts:
             for span in part.spans:
                 listed += span.lists.count.sum(-1).expand_as(listed)
-        assert int(listed.max()) <= boundary.bound(plan.n_query, plan.n_key)
+        assert int(listed.max()) <= boundary.max_blocks_total(plan.n_query, plan.n_key)
         for b in range(scene.batch):
             lone, (rows, keys) = scene.alone(b)
             alone_layout = lone.layout()

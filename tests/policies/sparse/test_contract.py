@@ -14,8 +14,8 @@ from mmaccel import check_policy
 from mmaccel.backends import ops
 from mmaccel.contract.sparse import check_plan
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TEXT, VIDEO
-from mmaccel.core.lower import attend_plan
 from mmaccel.core.plan import AttentionPlan
 from mmaccel.core.registry import registry
 from mmaccel.core.sparse import SparsePattern
@@ -127,7 +127,7 @@ def listed_by_hand(plan: AttentionPlan) -> Tensor:
     for part in plan.parts:
         own = total[:, part.of(plan.heads)]
         for span in part.spans:
-            table = span.lists.table(span.k_row.shape[-1] // plan.block_k).expand(*own.shape, -1, -1)
+            table = span.lists.table().expand(*own.shape, -1, -1)
             rows, keys = (
                 (row >= 0).expand(*own.shape, -1).unflatten(-1, (-1, block)).sum(-1)
                 for row, block in ((part.q_row, plan.block_q), (span.k_row, plan.block_k))

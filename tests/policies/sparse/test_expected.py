@@ -53,7 +53,7 @@ def test_expected_is_about_what_is_listed(name: str, start: int) -> None:
     query, key = tensors(N)
     plan = pattern.plan(query[:, :, start:], key, queries, layout)
     listed = sum(float(s.lists.count.double().sum((0, 2)).mean()) for p in plan.parts for s in p.spans)
-    expected = pattern.expected(N - start, N, (queries, layout))
+    expected = pattern.expected_blocks(N - start, N, (queries, layout))
     assert 0.75 * listed <= expected <= 1.4 * listed
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmaccel.core.execute import launches
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
-from mmaccel.core.lower import launches
-from mmaccel.core.mix import mix
+from mmaccel.core.merge_heads import merge_plans
 from mmaccel.core.registry import registry
 
 from .scenes import Scene, sequence
@@ -93,7 +93,7 @@ def test_heads_that_lie_apart_are_put_together_without_reads() -> None:
     assert heads == 4 and one is not None and two is not None
 
     def whole() -> None:
-        plan = mix([((0, 2), one), ((1,), two), ((3,), None)], heads, 2, layout, layout)
+        plan = merge_plans([((0, 2), one), ((1,), two), ((3,), None)], heads, 2, layout, layout)
         assert plan is not None and plan.dense is not None
         plan.listed_pairs()
 

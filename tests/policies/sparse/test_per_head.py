@@ -150,7 +150,9 @@ def test_a_table_serves_its_model_and_no_other(tmp_path: Path) -> None:
     with mmaccel.accelerate(model, recipe) as fast, torch.no_grad():
         model(**prompt("qwen", PIECES))
         assert fast.report().heads() == {"a_shape": 8}
-        assert fast.recipe.sparse.bound(640, 640) == AShape(sink=16, window=32).bound(640, 640)
+        assert fast.recipe.sparse.max_blocks_total(640, 640) == AShape(sink=16, window=32).max_blocks_total(
+            640, 640
+        )
     with pytest.raises(
         RecipeError, match=r"searched on another model .*'qwen2_5_vl' there, 'llava_onevision' here"
     ):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mmaccel.backends import ops
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
-from mmaccel.core.lower import attend_plan
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse import SFFixed, SFStrided, TriShape
 

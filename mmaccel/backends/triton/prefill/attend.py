@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
+from mmaccel.backends.block_attend import BlockLists, Part, empty_output, takes_part
 from mmaccel.backends.current import on_its_device
-from mmaccel.backends.natural import rows_together
-from mmaccel.backends.ops import room_for
 from mmaccel.backends.triton.launch_args import encode_ints, lead, lines
 from mmaccel.backends.triton.prefill import hopper_launch, joint
 from mmaccel.backends.triton.prefill.kernel import attend_kernel, merge_kernel
@@ -47,30 +45,24 @@ def config_for(
     return Config(keys, 8 if rows > 64 else 4, stages)
 
 
+@takes_part
 @on_its_device
 def block_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    q_row: Tensor,
-    k_row: Sequence[Tensor],
-    q_place: Sequence[Tensor],
-    k_place: Sequence[Tensor],
-    lo: Sequence[int],
-    hi: Sequence[int],
-    offset: Sequence[Tensor],
-    index: Sequence[Tensor],
-    kind: Sequence[Tensor],
+    part: Part,
     block_q: int,
     block_k: int,
     scale: float,
     rows: int = 0,
+    prepared: object = None,
     *,
     chunk: int | None = None,
     config: Config | None = None,
     kernel: Any = attend_kernel,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.ops.block_attend`. Reads nothing on the host; every size comes from shapes.
+    """See `mmaccel.backends.block_attend.block_attend`. Reads nothing on the host; every size comes from shapes.
 
     chunk   the most listed blocks that one program walks; rows with more are split, and merged by a second kernel. By
             default it follows from the number of lists and listed blocks, so that no program is the tail of the launch
@@ -82,27 +74,27 @@ def block_attend(
             f"backend: 'triton' computes in float16, bfloat16 or float32, not in {query.dtype}; choose 'reference'."
         )
     B, H, _, D = query.shape
-    G, DV, P = key.shape[1], value.shape[-1], q_row.shape[-1]
-    out, lse = room_for(query, value, P, rows, whole=rows > 0 and rows_together([q_row]) == rows)
+    G, DV, P = key.shape[1], value.shape[-1], part.q_row.shape[-1]
+    out, lse = empty_output(query, value, P, rows, whole=rows > 0 and part.all_rows == rows)
     if out.numel() == 0 or query.shape[2] == 0 or key.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if scale <= 0:
         # The kernel takes the largest score before it scales, which a positive scale alone allows.
         query, scale = query * scale, 1.0
 
-    offset = [o if o.dim() == 4 else _as_runs(o) for o in offset]
-    # Whether the kind of a listed block is told block by block, or entry by entry.
-    by_block = tuple(int(k.dim() == 3) for k in kind)
-    plain = tuple(int(i.shape[0] == 0) for i in index)
-    lists = H if any(t.shape[1] > 1 for t in (q_row, *k_row, *q_place, *k_place, *offset)) else 1
+    q_row, spans = part.q_row, part.spans
+    q_pos, row = [s.q_pos for s in spans], [s.lists.row for s in spans]
+    plain = tuple(int(s.lists.index is None) for s in spans)
+    own = (t for s in spans for t in (s.k_row, s.q_pos, s.k_pos, s.lists.row))
+    lists = H if any(t.shape[1] > 1 for t in (q_row, *own)) else 1
     alone = lists > 1 or (H // G) % 2
     bare = kernel is attend_kernel and config is None
     if rows and alone and block_q <= 64 and all(plain) and _shared(query.device) >= PAIRS:
         # Lists that are runs of blocks in their order differ little between neighbours: two share what they load, if they
         # cannot share it with another head.
         if q_row.shape[-1] // block_q % 2:
-            q_row, *q_place = (torch.nn.functional.pad(t, (0, block_q), value=-1) for t in (q_row, *q_place))
-        offset, block_q, P = [paired(o) for o in offset], 2 * block_q, q_row.shape[-1]
+            q_row, *q_pos = (torch.nn.functional.pad(t, (0, block_q), value=-1) for t in (q_row, *q_pos))
+        row, block_q, P = [paired(r) for r in row], 2 * block_q, q_row.shape[-1]
     group, tall = H // G, min(block_q, 128)
     pack = 1
     while lists == 1 and pack < group and 2 * pack * tall <= 128:
@@ -112,11 +104,23 @@ def block_attend(
     M = P // block_q
     list_rows = B * lists * M
 
-    q_row, *k_row = (_lined(t) for t in (q_row, *k_row))
-    places = torch.int64 if any(t.dtype == torch.int64 for t in (*q_place, *k_place)) else torch.int32
-    q_place, k_place = ([_lined(t.to(places)) for t in ts] for ts in (q_place, k_place))
-    offset = [o if o.stride()[2:] == (5, 1) else o.contiguous() for o in offset]
-    kind = [_lined(k) for k in kind]
+    q_row = _lined(q_row)
+    wide = any(t.dtype == torch.int64 for s in spans for t in (s.q_pos, s.k_pos))
+    positions = torch.int64 if wide else torch.int32
+    spans = tuple(
+        replace(
+            span,
+            k_row=_lined(span.k_row),
+            q_pos=_lined(at.to(positions)),
+            k_pos=_lined(span.k_pos.to(positions)),
+            lists=BlockLists(
+                runs if runs.stride()[2:] == (5, 1) else runs.contiguous(),
+                span.lists.index,
+                _lined(span.lists.kind),
+            ),
+        )
+        for span, at, runs in zip(spans, q_pos, row, strict=True)
+    )
     scale *= math.log2(math.e)
     short: Tensor | None = None
     if (
@@ -124,26 +128,25 @@ def block_attend(
         and rows
         and lists == H
         and not all(plain)
-        and joint.suits(query, key, value, block_q, block_k, places)
+        and joint.suits(query, key, value, block_q, block_k, positions)
     ):
-        told = list(zip(offset, index, kind, by_block, k_row, q_place, k_place, lo, hi, strict=True))
-        short = joint.attend((query, key, value), q_row, told, scale, chunk, (out, lse))
+        short = joint.attend((query, key, value), q_row, spans, scale, chunk, (out, lse))
         if short is None:
             return out, lse
     # Rows and places are whole blocks, and loaded as such; where lists lie depends on the length in any way.
     strides = tuple(
         (
-            *(stride for t in span[:3] for stride in lead(t)),
-            *encode_ints(s for t in span[3:] for s in lead(t)),
+            *(stride for t in (s.k_row, s.q_pos, s.k_pos) for stride in lead(t)),
+            *encode_ints(stride for t in (s.lists.row, s.lists.kind) for stride in lead(t)),
         )
-        for span in zip(k_row, q_place, k_place, offset, kind, strict=True)
+        for s in spans
     )
-    longest = sum(t.shape[-1] // block_k for t in k_row)
+    longest = sum(s.k_row.shape[-1] // block_k for s in spans)
     # What is computed here only if another kernel could not is computed whole.
     split = short is None and longest > (LEAST_CHUNK if chunk is None else chunk)
     work = None
     if split:
-        counts = [o[..., 1] for o in offset]
+        counts = [s.lists.count for s in spans]
         if chunk is None:
             work = Work.even(counts, B, lists, M, tiles, places_on(query.device), longest)
         else:
@@ -158,30 +161,17 @@ def block_attend(
     sizes = dict(DV=DV, BLOCK_DV=value_size)
     ends = (*lines(out), *lead(lse))
     given = (out, lse, part_out, part_lse, *tables, q_row, *lead(q_row))
-    engine = bare and short is None and hopper_launch.suits(query, key, value, tall * pack, block_k, places)
+    engine = (
+        bare and short is None and hopper_launch.suits(query, key, value, tall * pack, block_k, positions)
+    )
     if engine:
-        homes = hopper_launch.copies(key, value, k_row, k_place, H)
-        spans = [
-            hopper_launch.fields(*span)
-            for span in zip(
-                offset,
-                index,
-                kind,
-                by_block,
-                k_row,
-                q_place,
-                homes.place,
-                lo,
-                hi,
-                homes.home,
-                strict=True,
-            )
-        ]
+        homes = hopper_launch.copies(key, value, spans, H)
+        found = zip(spans, homes.place, homes.home, strict=True)
         hopper_launch.launch(
             (items, tiles),
             (query, key, value),
             homes,
-            spans,
+            [hopper_launch.fields(*span) for span in found],
             given,
             (*ends, M),
             scale,
@@ -202,15 +192,14 @@ def block_attend(
         kernel[(items, tiles)](
             *(query, key, value, lse if short is None else short),
             *given,
-            tuple(k_row),
-            tuple(q_place),
-            tuple(k_place),
-            tuple(offset),
-            tuple(index),
-            tuple(kind),
-            tuple(lo),
-            encode_ints(min(x, torch.iinfo(places).max) for x in hi),
-            by_block,
+            tuple(s.k_row for s in spans),
+            tuple(s.q_pos for s in spans),
+            tuple(s.k_pos for s in spans),
+            tuple(s.lists.row for s in spans),
+            tuple(s.lists.entries for s in spans),
+            tuple(s.lists.kind for s in spans),
+            tuple(s.lo for s in spans),
+            encode_ints(min(s.hi, torch.iinfo(positions).max) for s in spans),
             plain,
             strides,
             *(stride for t in (query, key, value) for stride in (*lines(t), t.stride(3))),
@@ -245,13 +234,6 @@ def block_attend(
             num_warps=8 if tall * pack > 64 else 4,
         )
     return out, lse
-
-
-def _as_runs(offset: Tensor) -> Tensor:
-    """[b, h, M, 5] of lists that lie one after another: every entry is of a kind of its own."""
-    begin, count = offset[..., :-1], offset[..., 1:] - offset[..., :-1]
-    none = torch.zeros_like(begin)
-    return torch.stack([begin, count, none, count, none], -1)
 
 
 def _lined(t: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ FIELDS = (
 0 is none: entry e is block e. unsure: how many are not FULL before each of what `form` says, and after the last. The place
 of an absent key is beyond every range."""
 
-ENTRIES, BLOCKS, WHOLE = (gl.constexpr(form) for form in range(3))
-"""What is counted as unsure: entries of the lists, blocks in their order, or all blocks at once."""
+BLOCKS, WHOLE = (gl.constexpr(form) for form in range(2))
+"""What is counted as unsure: blocks in their order, or all blocks at once."""
 
 WIDTH = gl.constexpr(len(FIELDS))
 

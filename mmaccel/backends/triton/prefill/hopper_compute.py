@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mmaccel.backends.triton.prefill.block_iter import (
-    BLOCKS,
     FAR,
     TILES,
     WHOLE,
@@ -62,9 +61,7 @@ def _sure(span, b, h, begin, shift, head, tail, low, high, steps, PER: gl.conste
     if form == WHOLE:
         unsure = gl.load(counts)
     else:
-        at = counts + begin
-        if form == BLOCKS:
-            at += shift
+        at = counts + begin + shift
         unsure = gl.load(at + past) - gl.load(at + first)
     from_step, to_step = (first - low + PER - 1) // PER, (past - low) // PER
     none = (unsure > 0) | (to_step <= from_step)

@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mmaccel.backends.triton.prefill.block_iter import (
-    ENTRIES,
     FAR,
     WIDTH,
     bring,
@@ -95,13 +94,12 @@ def _bring_all(
         homes += b * told(span, 17) + h * told(span, 18) + g * told(span, 19)
         places = told(span, 11).to(gl.pointer_type(gl.int32)) + b * told(span, 12) + h * told(span, 13)
         unsure = told(span, 4).to(gl.pointer_type(gl.int32)) + b * told(span, 5) + h * told(span, 6)
-        by_entry = told(span, 7) == ENTRIES
         block = _entry(index, begin, e, shift, left)
         best = gl.max(block, 0)
         while best >= 0:
             home = gl.load(homes + best)
             key_place = gl.load(places + best * 64 + n)
-            counted = gl.where(by_entry, begin + e, (best + 0 * e).to(gl.int64))
+            counted = (best + 0 * e).to(gl.int64)
             here = gl.load(unsure + counted, mask=left > 0, other=0)
             past = gl.load(unsure + counted + 1, mask=left > 0, other=0)
             mine = block == best

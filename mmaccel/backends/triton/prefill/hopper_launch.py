@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmaccel.backends.block_attend import KeySpan
 from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill.runs import unsure
 from mmaccel.backends.triton.prefill.tma_staging import BOX, Homes
@@ -96,12 +97,10 @@ def _at_a_time(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def copies(
-    key: Tensor, value: Tensor, k_row: Sequence[Tensor], k_place: Sequence[Tensor], heads: int
-) -> Homes:
+def copies(key: Tensor, value: Tensor, spans: Sequence[KeySpan], heads: int) -> Homes:
     """Where the copy engine finds the keys of each block."""
     most = torch.cuda.get_device_properties(key.device).total_memory // SHARE
-    return Homes.of(key, value, k_row, k_place, heads, most)
+    return Homes.of(key, value, spans, heads, most)
 
 
 def launch(
@@ -178,33 +177,23 @@ def launch(
     )
 
 
-def fields(
-    runs: Tensor,
-    index: Tensor,
-    kind: Tensor,
-    by_block: int,
-    row: Tensor,
-    q_place: Tensor,
-    k_place: Tensor,
-    lo: int,
-    hi: int,
-    home: Tensor,
-    *,
-    each: bool = False,
-) -> dict[str, Any]:
-    """What the table says of a span (`hopper_walk.FIELDS`); with `each`, of an index too it says which blocks are unsure."""
+def fields(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) -> dict[str, Any]:
+    """What the table says of a span (`block_iter.FIELDS`), with the positions and homes of its keys; with `each`, also of an
+    index it says which blocks are unsure."""
+    lists = span.lists
     # The table holds addresses alone, which the kernel takes for those of numbers of these types.
-    runs, index = runs.to(torch.int64), index.to(torch.int32)
-    # How many blocks are not FULL, before each entry, before each block in order, or, of an index of blocks, in all.
-    form = 0 if not by_block else 1 if each or not len(index) else 2
-    counts = unsure(kind)
-    counts = counts[..., -1:] if form == 2 else counts
-    found: dict[str, Any] = dict(index=index if len(index) else 0, form=form, lo=lo, hi=hi, home=home)
-    named = dict(list=runs, unsure=counts, q_place=q_place, k_place=k_place)
+    row, index = lists.row.to(torch.int64), lists.entries.to(torch.int32)
+    # How many blocks are not FULL: before each block in order, or, of an index of blocks, in all.
+    whole = len(index) > 0 and not each
+    counts = unsure(lists.kind)
+    counts = counts[..., -1:] if whole else counts
+    found: dict[str, Any] = dict(index=index if len(index) else 0, form=int(whole))
+    found |= dict(lo=span.lo, hi=span.hi, home=home)
+    named = dict(list=row, unsure=counts, q_place=span.q_pos, k_place=k_pos)
     for name, t in named.items():
         found |= {name: t, f"{name}_b": lead(t)[0], f"{name}_h": lead(t)[1]}
     # The homes of an order that all heads share are those of each group; others are of each head.
-    shared = row.shape[1] == 1
+    shared = span.k_row.shape[1] == 1
     b, h = lead(home)
     return found | dict(home_b=b, home_h=0 if shared else h, home_g=h if shared else 0)
 

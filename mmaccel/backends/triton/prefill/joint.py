@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor
 
+from mmaccel.backends.block_attend import KeySpan
 from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.backends.triton.prefill.kernel import merge_kernel
@@ -24,30 +27,27 @@ def suits(query: Tensor, key: Tensor, value: Tensor, block_q: int, block_k: int,
 def attend(
     tensors: tuple[Tensor, Tensor, Tensor],
     q_row: Tensor,
-    spans: Sequence[Any],
+    spans: Sequence[KeySpan],
     scale: float,
     chunk: int | None,
     out: tuple[Tensor, Tensor],
 ) -> Tensor | None:
     """Into `out` the attention over lists that differ between neighbours, by `hopper_joint`; how many blocks have no home
     for it, if there may be any: then all is still to be computed.
-
-    spans: of each the lists, index, kinds, whether these are told by block, rows of keys, places of queries and of keys, and
-    the ends of the range.
     """
     query, key, value = tensors
     (B, H, _, D), joint = query.shape, hopper_launch.JOINT
     M, wide = q_row.shape[-1] // BOX, joint * BOX
     tiles = -(-M // joint)
-    offset, index, kind, by_block, k_row, q_place, k_place, lo, hi = zip(*spans, strict=True)
-    q_row, *q_places = (
-        torch.nn.functional.pad(t, (0, -t.shape[-1] % wide), value=-1) for t in (q_row, *q_place)
+    q_row, *q_pos = (
+        torch.nn.functional.pad(t, (0, -t.shape[-1] % wide), value=-1)
+        for t in (q_row, *(span.q_pos for span in spans))
     )
-    list_rows, longest = B * H * tiles, sum(t.shape[-1] // BOX for t in k_row)
+    list_rows, longest = B * H * tiles, sum(span.k_row.shape[-1] // BOX for span in spans)
     work = None
     if longest > (LEAST_CHUNK if chunk is None else chunk):
         # A piece of a tile is a window of each of its lists: the longest one tells how many there are.
-        count = sum(o[..., 1] for o in offset)
+        count = reduce(add, (span.lists.count for span in spans))
         count = torch.nn.functional.pad(count, (0, -M % joint)).view(*count.shape[:2], tiles, joint).amax(-1)
         if chunk is None:
             work = Work.even([count], B, H, tiles, 1, places_on(query.device), longest)
@@ -59,13 +59,14 @@ def attend(
     tables = (work.item, work.pieces, work.slot, work.told) if work is not None else (out[1],) * 4
     ends, rows_of = (*lines(out[0]), *lead(out[1])), (q_row, *lead(q_row))
     layout = dict(GROUP=H // key.shape[1], LISTS=H, PLACED=True)
-    homes = hopper_launch.copies(key, value, k_row, k_place, H)
-    told = zip(offset, index, kind, by_block, k_row, q_places, homes.place, lo, hi, homes.home, strict=True)
+    homes = hopper_launch.copies(key, value, spans, H)
+    padded = (replace(span, q_pos=at) for span, at in zip(spans, q_pos, strict=True))
+    found = zip(padded, homes.place, homes.home, strict=True)
     hopper_launch.launch(
         (work.items if work is not None else list_rows, 1),
         tensors,
         homes,
-        [hopper_launch.fields(*span, each=True) for span in told],
+        [hopper_launch.fields(*span, each=True) for span in found],
         (*out, part_out, part_lse, *tables, *rows_of),
         (*ends, M, tiles),
         scale,

@@ -97,27 +97,24 @@ def _walk(
     PRECISION: tl.constexpr,
 ):
     """The running softmax of a tile over entries first .. last of some spans, walked as one list."""
-    ends, indices, plains, shifts, kinds, by_blocks, heads, tails, k_rows, q_places, k_places, lows, highs = (
-        spans
-    )
+    ends, indices, plains, shifts, kinds, heads, tails, k_rows, q_positions, k_positions, lows, highs = spans
     k_s, k_d, v_s, v_d = steps
     d, dv, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N)
     for j in range(first * (BLOCK_K // BLOCK_N), last * (BLOCK_K // BLOCK_N)):
         e = j // (BLOCK_K // BLOCK_N)
         index_at, kind_at, rows_at = indices[0], kinds[0], k_rows[0]
-        shift, by_block, sure, unsure = shifts[0], by_blocks[0], heads[0], tails[0]
+        shift, sure, unsure = shifts[0], heads[0], tails[0]
         plain = plains[0]
         for s in tl.static_range(1, len(ends)):
             later = e >= ends[s - 1]
             index_at = tl.where(later, indices[s], index_at)
             kind_at = tl.where(later, kinds[s], kind_at)
             rows_at = tl.where(later, k_rows[s], rows_at)
-            shift, by_block = tl.where(later, shifts[s], shift), tl.where(later, by_blocks[s], by_block)
-            plain = tl.where(later, plains[s], plain)
+            shift, plain = tl.where(later, shifts[s], shift), tl.where(later, plains[s], plain)
             sure, unsure = tl.where(later, heads[s], sure), tl.where(later, tails[s], unsure)
         block = tl.load(index_at + e, mask=plain == 0, other=0) + tl.where(plain != 0, e, 0) + shift
         key_at = block * BLOCK_K + j % (BLOCK_K // BLOCK_N) * BLOCK_N + n
-        kind = tl.load(kind_at + tl.where(by_block != 0, block, e))
+        kind = tl.load(kind_at + block)
         kind = tl.where((e >= sure) & (e < unsure), kind, TEST)
         row = tl.load(rows_at + key_at)
         there = row >= 0
@@ -132,10 +129,10 @@ def _walk(
         if kind != FULL:
             score = tl.where(there[None, :], score, float("-inf"))
         if kind == TEST:
-            q_at, k_at, low, high = q_places[0], k_places[0], lows[0], highs[0]
+            q_at, k_at, low, high = q_positions[0], k_positions[0], lows[0], highs[0]
             for s in tl.static_range(1, len(ends)):
                 later = e >= ends[s - 1]
-                q_at, k_at = tl.where(later, q_places[s], q_at), tl.where(later, k_places[s], k_at)
+                q_at, k_at = tl.where(later, q_positions[s], q_at), tl.where(later, k_positions[s], k_at)
                 low, high = tl.where(later, lows[s], low), tl.where(later, highs[s], high)
             gap = tl.load(q_at + place)[:, None] - tl.load(k_at + key_at)[None, :]
             score = tl.where((gap >= low) & (gap < high), score, float("-inf"))
@@ -172,14 +169,13 @@ def attend_kernel(
     q_row_b,
     q_row_h,
     k_row,
-    q_place,
-    k_place,
+    q_pos,
+    k_pos,
     offset,
     index,
     kind,
     lo,
     hi,
-    by_block,
     plain,
     strides,
     q_b,
@@ -221,7 +217,7 @@ def attend_kernel(
     """One tile, or under SPLIT one piece of at most `chunk` listed blocks of it.
 
     `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` ten: of the sequence and the head in
-    k_row, q_place, k_place, offset and kind; the last four and `hi` by `encode_ints`. The last rows, the long ones, come
+    k_row, q_pos, k_pos, offset and kind; the last four and `hi` by `encode_ints`. The last rows, the long ones, come
     first.
     """
     if GATED:
@@ -268,12 +264,11 @@ def attend_kernel(
         plains = ()
         shifts = ()
         kinds = ()
-        by_blocks = ()
         heads = ()
         tails = ()
         k_rows = ()
-        q_places = ()
-        k_places = ()
+        q_positions = ()
+        k_positions = ()
         lows = ()
         highs = ()
         for s in tl.static_range(group, group + TOGETHER if group + TOGETHER < len(k_row) else len(k_row)):
@@ -283,18 +278,14 @@ def attend_kernel(
             plains = plains + (plain[s],)
             moved = tl.where(plain[s] != 0, begin - count, 0).to(tl.int32)
             shifts = shifts + (tl.load(of_list + 4).to(tl.int32) + moved,)
-            by_entry = tl.where(by_block[s] != 0, 0, begin - count)
-            kinds = kinds + (
-                kind[s] + b64 * decode_int(strides[s][8]) + h64 * decode_int(strides[s][9]) + by_entry,
-            )
-            by_blocks = by_blocks + (by_block[s],)
+            kinds = kinds + (kind[s] + b64 * decode_int(strides[s][8]) + h64 * decode_int(strides[s][9]),)
             heads = heads + (count + tl.load(of_list + 2).to(tl.int32),)
             tails = tails + (count + tl.load(of_list + 3).to(tl.int32),)
             k_rows = k_rows + (k_row[s] + b64 * strides[s][0] + h64 * strides[s][1],)
-            q_places = q_places + (q_place[s] + b64 * strides[s][2] + h64 * strides[s][3],)
-            k_places = k_places + (k_place[s] + b64 * strides[s][4] + h64 * strides[s][5],)
+            q_positions = q_positions + (q_pos[s] + b64 * strides[s][2] + h64 * strides[s][3],)
+            k_positions = k_positions + (k_pos[s] + b64 * strides[s][4] + h64 * strides[s][5],)
             lows = lows + (lo[s],)
-            highs = highs + (decode_int(hi[s]).to(q_place[s].dtype.element_ty),)
+            highs = highs + (decode_int(hi[s]).to(q_pos[s].dtype.element_ty),)
             count = count + held
             ends = ends + (count,)
         first, last = begun, count
@@ -316,12 +307,11 @@ def attend_kernel(
                 plains,
                 shifts,
                 kinds,
-                by_blocks,
                 heads,
                 tails,
                 k_rows,
-                q_places,
-                k_places,
+                q_positions,
+                k_positions,
                 lows,
                 highs,
             ),

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.natural import rows_in_order
+from mmaccel.backends.block_attend import KeySpan
 from mmaccel.backends.triton.launch_args import lead, lines
 
 BOX = 64
@@ -155,17 +155,17 @@ class Homes:
         cls,
         key: Tensor,
         value: Tensor,
-        k_row: Sequence[Tensor],
-        k_place: Sequence[Tensor],
+        spans: Sequence[KeySpan],
         heads: int,
         most: int,
     ) -> Homes:
-        """For keys and values [B, G, S, D], orders and places [b, h, N] of `heads` heads; copies of at most `most` bytes,
-        or as much as there is."""
+        """For keys and values [B, G, S, D] and spans of `heads` heads; copies of at most `most` bytes, or as much as there
+        is."""
         B, G, S, D = key.shape
         device = key.device
+        k_row = [span.k_row for span in spans]
         # What is in the order of the tensor is where it is.
-        natural = [r.shape[2] <= S and rows_in_order(r) == r.shape[2] for r in k_row]
+        natural = [s.k_row.shape[2] <= S and s.ordered == s.k_row.shape[2] for s in spans]
         apart = [r for r, there in zip(k_row, natural, strict=True) if not there]
         shapes = [(B, G if r.shape[1] == 1 else heads, r.shape[2] // BOX) for r in apart]
         sizes = [b * x * n for b, x, n in shapes]
@@ -207,7 +207,7 @@ class Homes:
             for r, there in zip(k_row, natural, strict=True)
         ]
         place = tuple(
-            p if there else _beyond(r, p) for r, p, there in zip(k_row, k_place, natural, strict=True)
+            s.k_pos if there else _beyond(s.k_row, s.k_pos) for s, there in zip(spans, natural, strict=True)
         )
         return cls(tuple(every), place, keys, values, short)
 

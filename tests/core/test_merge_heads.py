@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.backends import natural, ops
-from mmaccel.backends.natural import rows_together
+from mmaccel.backends import ops
+from mmaccel.core.execute import attend_plan, launches
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
-from mmaccel.core.lists import BlockLists
-from mmaccel.core.lower import attend_plan, launches
-from mmaccel.core.mix import HeadRun, mix, runs
-from mmaccel.core.plan import AttentionPlan, KeySpan, Part, span_from_table
+from mmaccel.core.merge_heads import merge_plans
+from mmaccel.core.plan import AttentionPlan, BlockLists, HeadRun, KeySpan, Part, head_runs, span_from_table
 from mmaccel.policies.sparse import AShape, Grid
 from tests.policies.sparse.scenes import Scene, scenes, sequence
 
@@ -48,15 +46,13 @@ def random_plan(scene: Scene, heads: int, seed: int) -> AttentionPlan:
             own = key_owner == (2 * p + s if overlap else s)
             k_row = ordered(own, layout.valid, hs, rng)
             N = k_row.shape[-1]
-            q_place, k_place = torch.arange(P).expand(1, 1, P), torch.arange(N).expand(1, 1, N)
+            q_pos, k_pos = torch.arange(P).expand(1, 1, P), torch.arange(N).expand(1, 1, N)
             lo = number(-3, 9)
             hi = lo + number(1, 60) if number(0, 2) else 2**31 - 1
             lead = (B, max(h, hs), P // BLOCK, N // BLOCK)
             table = torch.rand(lead, generator=rng) < 0.7
-            spans.append(
-                span_from_table(q_row, k_row, q_place.int(), k_place.int(), lo, hi, table, BLOCK, BLOCK)
-            )
-        parts.append(Part(q_row, tuple(spans), turn=p if overlap else 0))
+            spans.append(span_from_table(q_row, k_row, q_pos.int(), k_pos.int(), lo, hi, table, BLOCK, BLOCK))
+        parts.append(Part(q_row, tuple(spans), merge_group=p if overlap else 0))
     return AttentionPlan(tuple(parts), BLOCK, BLOCK, B, heads, n_query, n_key)
 
 
@@ -109,7 +105,7 @@ def test_each_head_keeps_its_own_pairs(scene: Scene, seed: int, lone: bool) -> N
     shares = list(zip(dealt, plans, strict=True))
     if seed % 3 == 0:
         shares[-1] = (dealt[-1], None)
-    mixed = mix(shares, heads, heads // scene.groups, queries, layout)
+    mixed = merge_plans(shares, heads, heads // scene.groups, queries, layout)
     expected = own_masks(shares, heads, scene)
     if all(plan is None for _, plan in shares):
         assert mixed is None
@@ -137,43 +133,42 @@ def flex():
 
 
 @given(scene=scenes(), seed=st.integers(0, 2**16))
-def test_lists_follow_one_another_and_are_no_longer_than_they_were(scene: Scene, seed: int) -> None:
+def test_lists_are_no_longer_than_they_were(scene: Scene, seed: int) -> None:
     dealt = shares_of(scene.heads, seed)
     plans = [random_plan(scene, len(some), seed + n) for n, some in enumerate(dealt)]
     layout = scene.layout()
     shares, queries = list(zip(dealt, plans, strict=True)), layout.take(slice(scene.start, None))
-    mixed = mix(shares, scene.heads, scene.heads // scene.groups, queries, layout)
+    mixed = merge_plans(shares, scene.heads, scene.heads // scene.groups, queries, layout)
     assert mixed is not None
-    count = 0
-    for part in mixed.parts:
-        for span in part.spans:
-            offset = span.lists.offset
-            b, h, m1 = offset.shape
-            assert m1 == part.q_row.shape[-1] // BLOCK + 1
-            heads = len(range(scene.heads)[part.of(scene.heads)])
-            assert h in (1, heads)
-            flat = offset.reshape(b * h, m1)
-            assert (flat[1:, 0] == flat[:-1, -1]).all() and flat[0, 0] == 0
-            assert (span.lists.index >= 0).all() and (span.lists.index < span.k_row.shape[-1] // BLOCK).all()
-            count += int(flat[:, -1].max()) * (scene.batch // b) * (heads // h)
-    alone = 0
-    for some, plan in zip(dealt, plans, strict=True):
+
+    def listed(plan: AttentionPlan, heads: int) -> int:
+        total = 0
         for part in plan.parts:
+            h = len(range(heads)[part.of(heads)])
             for span in part.spans:
-                lists = span.lists
-                alone += int(
-                    (lists.offset[..., -1] - lists.offset[..., 0]).expand(scene.batch, len(some)).sum()
-                )
-    assert count == alone
+                assert span.lists.blocks == part.q_row.shape[-1] // BLOCK
+                count = span.lists.count.expand(scene.batch, h, -1)
+                block = span.lists.table() >= 0
+                assert torch.equal(block.sum(-1).expand_as(count), count)
+                total += int(count.sum())
+        return total
+
+    assert listed(mixed, scene.heads) == sum(
+        listed(plan, len(some)) for some, plan in zip(dealt, plans, strict=True)
+    )
+
+
+def first_blocks() -> BlockLists:
+    """Four query blocks list the first key block of four, and test it."""
+    row = torch.tensor([0, 1, 0, 0, 0]).expand(1, 1, 4, 5)
+    return BlockLists(row, torch.zeros(1).int(), torch.zeros(1, 1, 4).char())
 
 
 def test_ranges_share_a_slot_where_they_begin_at_nought() -> None:
     """[5, inf) and [0, inf) become one slot, [0, 5) another: two, not three."""
     layout = TokenLayout.text(1, 64)
     places = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
-    lists = BlockLists(
-        torch.tensor([[[0, 1, 2, 3, 4]]]), torch.zeros(4).int(), torch.full((4,), 2).to(torch.int8)
-    )
+    lists = first_blocks()
 
     def span(lo: int, hi: int) -> KeySpan:
         return KeySpan(places, places, places, lo, hi, lists)
@@ -181,7 +176,7 @@ def test_ranges_share_a_slot_where_they_begin_at_nought() -> None:
     far = 2**31 - 1
     one = AttentionPlan((Part(places, (span(0, 5), span(5, far))),), BLOCK, BLOCK, 1, 1, 64, 64)
     two = AttentionPlan((Part(places, (span(0, far),)),), BLOCK, BLOCK, 1, 1, 64, 64)
-    mixed = mix([((0,), one), ((1,), two)], 2, 2, layout, layout)
+    mixed = merge_plans([((0,), one), ((1,), two)], 2, 2, layout, layout)
     assert mixed is not None
     assert [(s.lo, s.hi) for s in mixed.parts[0].spans] == [(0, 5), (0, far)]
 
@@ -189,30 +184,28 @@ def test_ranges_share_a_slot_where_they_begin_at_nought() -> None:
 def test_one_share_of_all_heads_is_its_own_plan() -> None:
     layout = TokenLayout.text(1, 64)
     places = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
-    lists = BlockLists(
-        torch.tensor([[[0, 1, 2, 3, 4]]]), torch.zeros(4).int(), torch.full((4,), 2).to(torch.int8)
-    )
+    lists = first_blocks()
     part = Part(places, (KeySpan(places, places, places, 0, 9, lists),))
     plan = AttentionPlan((part,), BLOCK, BLOCK, 1, 4, 64, 64)
-    assert mix([((0, 1, 2, 3), plan)], 4, 2, layout, layout) is plan
+    assert merge_plans([((0, 1, 2, 3), plan)], 4, 2, layout, layout) is plan
     lone = replace(plan, heads=1)
-    mixed = mix([((0, 1, 2, 3), lone)], 4, 2, layout, layout)
+    mixed = merge_plans([((0, 1, 2, 3), lone)], 4, 2, layout, layout)
     assert mixed is not None and mixed.parts is plan.parts and mixed.heads == 4
 
 
 def test_heads_are_each_named_once() -> None:
     layout = TokenLayout.text(1, 64)
     with pytest.raises(ValueError, match="each of 0 to 2 once"):
-        mix([((0, 1), None), ((1,), None)], 3, 1, layout, layout)
-    assert mix([((0, 2), None), ((1,), None)], 3, 1, layout, layout) is None
+        merge_plans([((0, 1), None), ((1,), None)], 3, 1, layout, layout)
+    assert merge_plans([((0, 2), None), ((1,), None)], 3, 1, layout, layout) is None
 
 
 def test_runs_are_views_of_whole_groups() -> None:
-    assert runs([0, 1, 2, 3], 2) == [HeadRun((0, 1, 2, 3), slice(0, 2))]
-    assert runs([1, 2, 7], 2) == [HeadRun((1, 2), slice(0, 2)), HeadRun((7,), slice(3, 4))]
-    assert runs([0, 1, 3, 6], 3) == [HeadRun((0, 1), slice(0, 1)), HeadRun((3, 6), slice(1, 3))]
+    assert head_runs([0, 1, 2, 3], 2) == [HeadRun((0, 1, 2, 3), slice(0, 2))]
+    assert head_runs([1, 2, 7], 2) == [HeadRun((1, 2), slice(0, 2)), HeadRun((7,), slice(3, 4))]
+    assert head_runs([0, 1, 3, 6], 3) == [HeadRun((0, 1), slice(0, 1)), HeadRun((3, 6), slice(1, 3))]
     query = torch.randn(1, 8, 5, 4)
-    adjacent, apart = runs([2, 3], 4)[0], runs([1, 3], 4)[0]
+    adjacent, apart = head_runs([2, 3], 4)[0], head_runs([1, 3], 4)[0]
     assert adjacent.of(query).data_ptr() == query[:, 2:].data_ptr()
     assert torch.equal(apart.of(query), query[:, [1, 3]])
 
@@ -238,7 +231,7 @@ def test_runs_of_unlike_patterns_stand_side_by_side() -> None:
     for pattern, some in zip(patterns, dealt, strict=True):
         plan = pattern.plan(query[:, list(some)], key[:, : len(some)], layout, layout)
         shares.append((some, plan))
-    mixed = mix(shares, 8, 4, layout, layout)
+    mixed = merge_plans(shares, 8, 4, layout, layout)
     assert mixed is not None
     slash = shares[2][1].parts[0].spans[0]
     kept = [span for part in mixed.parts for span in part.spans if span.hi == slash.hi]
@@ -251,12 +244,11 @@ def test_runs_of_unlike_patterns_stand_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 100])
-def test_all_rows_are_known_to_be_there_as_long_as_they_are_held(start: int) -> None:
+def test_all_rows_are_known_to_be_there(start: int) -> None:
     """Of a grid's turned and dense queries, alone and beside heads in their order; not where heads or tokens are missing."""
     one = sequence([(TEXT, [9]), (VIDEO, [7] * 30), (TEXT, [12])])
     scene, padded = Scene((one,), heads=4, groups=2), Scene((one, one[:150]), heads=4, groups=2)
     grid, near = Grid(min_stride=2, last_q=16, block=BLOCK), AShape(sink=3, window=20, block=BLOCK)
-    known = len(natural._together)
 
     def planned(scene: Scene, pattern: Grid | AShape, some: slice) -> AttentionPlan:
         layout = scene.layout()
@@ -269,20 +261,17 @@ def test_all_rows_are_known_to_be_there_as_long_as_they_are_held(start: int) -> 
     n, queries = scene.length - start, layout.take(slice(start, None))
     alone = planned(scene, grid, slice(4))
     beside = [((0, 1), planned(scene, grid, slice(2))), ((2, 3), planned(scene, near, slice(2)))]
-    mixed = mix(beside, 4, 2, queries, layout)
-    fewer = mix([((0, 2), beside[0][1]), ((1, 3), None)], 4, 4, queries, layout)
+    mixed = merge_plans(beside, 4, 2, queries, layout)
+    fewer = merge_plans([((0, 2), beside[0][1]), ((1, 3), None)], 4, 4, queries, layout)
     assert mixed is not None and fewer is not None
     for plan in (alone, mixed):
         for part in launches(plan):
-            assert rows_together([part.q_row]) == n
+            assert part.all_rows == n
             rows = part.q_row.expand(1, 4, -1).sort(-1, descending=True).values
             assert torch.equal(rows[..., :n].flip(-1), torch.arange(n).int().expand(1, 4, n))
             assert (rows[..., n:] == -1).all()
     for plan in (planned(padded, grid, slice(4)), fewer):
-        assert [rows_together([part.q_row]) for part in launches(plan)] == [None]
-    assert len(natural._together) > known
-    del alone, mixed, fewer, beside, plan, part
-    assert len(natural._together) == known
+        assert [part.all_rows for part in launches(plan)] == [None]
 
 
 def test_a_caller_s_own_queries_are_not_taken_to_be_all_there() -> None:
@@ -301,11 +290,11 @@ def test_a_caller_s_own_queries_are_not_taken_to_be_all_there() -> None:
     for queries, keys, *held in cases:
         plan = grid.plan(query, held[0], queries, keys)
         assert plan is not None
-        assert [rows_together([part.q_row]) for part in launches(plan)] == [None]
+        assert [part.all_rows for part in launches(plan)] == [None]
         out, lse = attend_plan(plan, query, *held, scene.size**-0.5, ops.block_attend)
         assert (out[:, :, missing] == 0).all() and (lse[:, :, missing] == -torch.inf).all()
         want = masked(query, *held, plan.to_mask())
         torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
     for start in (0, 100):
         plan = grid.plan(query[:, :, start:], key, whole.take(slice(start, None)), whole)
-        assert plan is not None and [rows_together([p.q_row]) for p in launches(plan)] == [n - start]
+        assert plan is not None and [p.all_rows for p in launches(plan)] == [n - start]

@@ -1,23 +1,38 @@
-"""From a plan to the flat operator of a backend, and back to rows of the query."""
+"""From a plan to the operator of a backend, and back to rows of the query."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from weakref import WeakKeyDictionary
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
-from mmaccel.core.lists import BlockLists
-from mmaccel.core.mix import Member, joined, runs
-from mmaccel.core.plan import AttentionPlan, DenseHeads, Part, numbered
+from mmaccel.backends import ops, select
+from mmaccel.backends.block_attend import empty_output, prepare, remember
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.merge_heads import joined
+from mmaccel.core.plan import (
+    FAR,
+    AttentionPlan,
+    DenseHeads,
+    Part,
+    head_runs,
+    numbered,
+    pad_rows,
+    span_by_range,
+)
 
 MERGED = 1 << 26
 """Elements merged at a time: in full precision those of all heads would fill the device at a million tokens."""
 
+BLOCK = 128
+"""Rows and keys of a block of a window's plan: a tile of the kernel for Hopper, and blocks too many at either end of a
+window are few."""
+
 BlockAttend = Callable[..., tuple[Tensor, Tensor]]
-"""A backend's operator; its arguments are those of `mmaccel.backends.ops.block_attend`."""
+"""A backend's operator; its arguments are those of `mmaccel.backends.block_attend.block_attend`."""
 
 
 def attend_part(
@@ -32,27 +47,13 @@ def attend_part(
 ) -> tuple[Tensor, Tensor]:
     """out [B, h, P, D] and lse [B, h, P] of the heads that one part covers, in the part's order, or in that of a query of
     `rows` rows."""
-    spans, heads = part.spans, part.of(query.shape[1])
+    heads = part.of(query.shape[1])
     group = query.shape[1] // key.shape[1]
     groups = slice(heads.start // group, (heads.stop - 1) // group + 1)
-    return backend(
-        query[:, heads],
-        key[:, groups],
-        value[:, groups],
-        part.q_row,
-        [s.k_row for s in spans],
-        [s.q_place for s in spans],
-        [s.k_place for s in spans],
-        [s.lo for s in spans],
-        [s.hi for s in spans],
-        [s.lists.offset if isinstance(s.lists, BlockLists) else s.lists.row for s in spans],
-        [s.lists.index if isinstance(s.lists, BlockLists) else s.lists.entries for s in spans],
-        [s.lists.kind for s in spans],
-        plan.block_q,
-        plan.block_k,
-        scale,
-        rows,
-    )
+    q, k, v = query[:, heads], key[:, groups], value[:, groups]
+    blocks = plan.block_q, plan.block_k
+    prepared = prepare(backend, part, q, k, *blocks, rows)
+    return backend(q, k, v, *part.pack(), *blocks, scale, rows, *prepared)
 
 
 def attend_plan(
@@ -69,12 +70,12 @@ def attend_plan(
     written: set[int] = set()
     for part in launches(plan):
         other, other_lse = attend_part(part, plan, query, key, value, scale, backend, n)
-        heads = all_heads if part.cover is None else part.cover.heads
+        heads = all_heads if part.head_range is None else part.head_range.heads
         if out is None and len(other[0]) == len(all_heads):
             out, lse = other, other_lse
         else:
             if out is None:
-                out, lse = ops.room_for(query, value, n, n)
+                out, lse = empty_output(query, value, n, n)
             assert lse is not None
             for begin, end in _adjacent([head for head in heads if head not in written]):
                 here = slice(begin - part.of(0).start, end - part.of(0).start)
@@ -86,38 +87,28 @@ def attend_plan(
                 out[:, begin:end], lse[:, begin:end] = both.to(out.dtype), total
         written.update(heads)
     if out is None or lse is None:
-        out, lse = ops.room_for(query, value, n, n)
+        out, lse = empty_output(query, value, n, n)
     if plan.dense is not None:
         _attend_dense(plan.dense, query, key, value, scale, out, lse)
     return out, lse
 
 
-_LAUNCHES: WeakKeyDictionary[AttentionPlan, list[Part]] = WeakKeyDictionary()
-
-
 def launches(plan: AttentionPlan) -> list[Part]:
-    """The parts of a plan, those that are for all heads and share no row as one; made once for a plan that serves several
-    layers."""
-    known = _LAUNCHES.get(plan)
-    if known is None:
-        known = _joined(plan)
-        # What is made while a graph is captured holds nothing until it is replayed.
-        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            _LAUNCHES[plan] = known
-    return known
+    """The parts of a plan, those of a merge group that are for all heads as one; made once for a plan."""
 
+    def made() -> list[Part]:
+        groups: dict[int, list[Part]] = {}
+        for part in plan.parts:
+            if part.head_range is None:
+                groups.setdefault(part.merge_group, []).append(part)
+        blocks = plan.block_q, plan.block_k
+        whole = [
+            parts[0] if len(parts) == 1 else joined(parts, plan.heads, blocks)
+            for _, parts in sorted(groups.items())
+        ]
+        return whole + [part for part in plan.parts if part.head_range is not None]
 
-def _joined(plan: AttentionPlan) -> list[Part]:
-    held: dict[int, list[Part]] = {}
-    for part in plan.parts:
-        if part.cover is None:
-            held.setdefault(part.turn, []).append(part)
-    every, blocks = tuple(range(plan.heads)), (plan.block_q, plan.block_k)
-    whole = [
-        held[turn][0] if len(held[turn]) == 1 else joined([Member(every, held[turn])], None, blocks, turn)
-        for turn in sorted(held)
-    ]
-    return whole + [part for part in plan.parts if part.cover is not None]
+    return remember(plan.memo, "launches", made)
 
 
 def _adjacent(heads: Sequence[int], most: int = 1 << 30) -> Iterator[tuple[int, int]]:
@@ -136,7 +127,7 @@ def _attend_dense(
     n, start = dense.rows, key.shape[2] - query.shape[2]
     seen = slice(0, start + n)
     valid = dense.keys.valid[:, seen] if dense.keys.padded else None
-    for run in runs(dense.heads, query.shape[1] // key.shape[1]):
+    for run in head_runs(dense.heads, query.shape[1] // key.shape[1]):
         k, v = key[:, run.groups, seen], value[:, run.groups, seen]
         q, heads = run.of(query)[:, :, :n], numbered(run.heads, query.device)
         out[:, heads, :n] = ops.dense_attend(q, k, v, scale, start=start, valid=valid)
@@ -149,3 +140,41 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
     safe = total.masked_fill(total == -torch.inf, 0.0)
     mine, theirs = (lse - safe).exp()[..., None], (other_lse - safe).exp()[..., None]
     return out * mine + other_out * theirs, total
+
+
+def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """What computes windows of many rows without a mask, where there is something better than masks."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return None
+    try:
+        return select.get("triton", device)
+    except RecipeError:
+        return None
+
+
+@lru_cache(64)
+@torch.inference_mode(False)
+@torch.no_grad()
+def window_plan(
+    rows: int, keys: int, sinks: int, window: int, heads: int, device: torch.device
+) -> AttentionPlan:
+    """What `dense_attend` computes for one sequence of `keys` columns whose last `rows` ask, under `window` and `sinks`.
+
+    From sizes alone, so that one plan serves all layers of a pass, and all passes of a full window. No host read.
+    """
+    start, sinks = keys - rows, min(sinks, keys)
+    columns = torch.arange(keys + -keys % BLOCK, dtype=torch.int32, device=device)
+    k_row, k_pos = torch.where(columns < keys, columns, -1)[None, None], columns[None, None]
+    q_pos = pad_rows(columns[start:keys], BLOCK)[None, None]
+    q_row = torch.where(q_pos >= 0, q_pos - start, -1)
+    known: dict[str, Any] = dict(ranks=True, q_first=start)
+    spans = [span_by_range(q_row, k_row, q_pos, k_pos, 0, window, BLOCK, BLOCK, ordered=keys, **known)]
+    if sinks:
+        # Those out of the window alone: what both held would count twice.
+        width = sinks + -sinks % BLOCK
+        k_row, k_pos = torch.where(columns < sinks, columns, -1)[None, None, :width], k_pos[..., :width]
+        spans.append(
+            span_by_range(q_row, k_row, q_pos, k_pos, window, FAR, BLOCK, BLOCK, ordered=sinks, **known)
+        )
+    part = Part(q_row, tuple(spans), ordered=rows, all_rows=rows)
+    return AttentionPlan((part,), BLOCK, BLOCK, 1, heads, rows, keys)

@@ -1,0 +1,364 @@
+"""The operator `block_attend`: one part of an attention plan, all its spans of keys under one softmax.
+
+A backend serves the operator under a name of its own (`define`). It takes a part as its row tensor, a list of tensors and a
+list of numbers (`Part.pack`), and makes the part out of them again (`Part.unpack`): what a plan says of its tensors reaches
+every backend as values.
+
+Letters: B batch, H query heads, G key/value heads, P rows of a part (whole blocks), N keys of a span (whole blocks), M query
+blocks. Leading dimensions b and h are B and H, or 1 where all sequences or heads share the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+FULL, ABSENT, TEST = 0, 1, 2
+"""Kinds of listed block: no test needed; some keys absent (a vector mask); range test for each pair."""
+
+BEGIN, COUNT, HEAD, TAIL, SHIFT = range(5)
+"""Columns of `BlockLists.row`."""
+
+BLOCK_ATTEND = (
+    "(Tensor query, Tensor key, Tensor value, Tensor q_row, Tensor?[] tensors, SymInt[] numbers, int block_q, int block_k, "
+    "float scale, SymInt rows=0, Tensor[]? prepared=None) -> (Tensor out, Tensor lse)"
+)
+
+UNKNOWN = -(1 << 40)
+"""Stands for None among the numbers of a packed part."""
+
+
+def remember(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
+    """The entry `name` of `memo`, made by `make` if it is missing."""
+    if name in memo:
+        return memo[name]  # type: ignore[no-any-return]
+    made = make()
+    # What is made while a graph is traced or captured holds no values yet.
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if not torch.compiler.is_compiling() and not capturing:
+        memo[name] = made
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLists:
+    """The key blocks that each query block lists. Each list is a run of one index; many lists may share entries.
+
+    row [b, h, M, 5] int64: BEGIN, COUNT, HEAD, TAIL, SHIFT of each query block. Its list holds the key blocks
+    ``index[BEGIN + e] + SHIFT`` for e < COUNT, none of them twice. Entries with e < HEAD or e >= TAIL are tested pair by
+    pair; the others have the kind of their key block.
+    index [E] int32, or None: entry e is block e. A block between those that neighbouring lists name then holds no pair in
+    the range of its span.
+    kind [b, h, N / block] int8: FULL, or ABSENT where a key of the block is absent.
+    """
+
+    row: Tensor
+    index: Tensor | None
+    kind: Tensor
+
+    @property
+    def blocks(self) -> int:
+        """M, known on the host."""
+        return self.row.shape[2]
+
+    @property
+    def heads(self) -> int:
+        """How many heads have lists of their own; 1 where all heads share them."""
+        return max(self.row.shape[1], self.kind.shape[1])
+
+    @property
+    def count(self) -> Tensor:
+        """[b, h, M]: how many blocks each list holds."""
+        return self.row[..., COUNT]
+
+    @property
+    def entries(self) -> Tensor:
+        """The index as operators take it: empty for None."""
+        return self.row.new_empty(0, dtype=torch.int32) if self.index is None else self.index
+
+    def of(self, heads: slice) -> BlockLists:
+        """The lists of some heads."""
+        row, kind = (t[:, heads] if t.shape[1] > 1 else t for t in (self.row, self.kind))
+        return BlockLists(row, self.index, kind)
+
+    def to(self, device: torch.device | str) -> BlockLists:
+        """The same lists on `device`."""
+        index = None if self.index is None else self.index.to(device)
+        return BlockLists(self.row.to(device), index, self.kind.to(device))
+
+    def _lead(self) -> tuple[int, int, int]:
+        b, h = (max(x, y) for x, y in zip(self.row.shape[:2], self.kind.shape[:2], strict=True))
+        return b, h, self.blocks
+
+    def table(self) -> Tensor:
+        """[b, h, M, key blocks] int8: the kind of each listed block, -1 elsewhere. No host read."""
+        b, h, m = self._lead()
+        blocks = self.kind.shape[-1]
+        begin, count, head, tail, shift = (t[..., None] for t in self.row.expand(b, h, m, 5).unbind(-1))
+        entry = torch.arange(blocks, device=self.row.device)
+        kinds = self.kind[:, :, None].expand(b, h, m, blocks)
+        if self.index is None:
+            block = entry - (begin + shift)
+            listed, untested = (block >= 0) & (block < count), (block >= head) & (block < tail)
+            return torch.where(listed, torch.where(untested, kinds, TEST), -1)
+        block = self.index[(begin + entry).clamp(max=self.index.shape[0] - 1)] + shift
+        block = torch.where(entry < count, block, blocks)
+        untested = (entry >= head) & (entry < tail)
+        own = torch.where(untested, kinds.gather(-1, block.clamp(max=blocks - 1)), TEST).to(torch.int8)
+        found = torch.full((b, h, m, blocks + 1), -1, dtype=torch.int8, device=self.row.device)
+        # What is no entry falls into a last column that is cut off.
+        return found.scatter_(-1, block, own)[..., :-1]
+
+    def flat(self) -> tuple[Tensor, Tensor, Tensor]:
+        """offset [b, h, M + 1], block and kind of each entry: the lists one after another. Reads their sizes on the host."""
+        b, h, m = self._lead()
+        n = self.kind.shape[-1]
+        begin, count, head, tail, shift = self.row.expand(b, h, m, 5).reshape(-1, 5).unbind(-1)
+        owner = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
+        ends = torch.nn.functional.pad(count.cumsum(0), (1, 0))
+        entry = torch.arange(len(owner), device=count.device) - ends[owner]
+        block = begin[owner] + entry
+        block = (block if self.index is None else self.index[block]) + shift[owner]
+        kinds = self.kind.expand(b, h, n).reshape(-1)[(owner // m) * n + block]
+        kinds = torch.where((entry < head[owner]) | (entry >= tail[owner]), TEST, kinds).to(torch.int8)
+        first = torch.arange(b * h, device=count.device)[:, None] * m
+        offsets = ends[first + torch.arange(m + 1, device=count.device)].view(b, h, m + 1)
+        return offsets, block.to(torch.int32), kinds
+
+
+@dataclass(frozen=True, eq=False)
+class KeySpan:
+    """Keys in an order of their own, under one range test: ``lo <= q_pos - k_pos < hi``.
+
+    k_row [b, h, N]: rows of the key tensor, -1 for nothing (padding, or a key that another span owns).
+    q_pos [b, h, P], k_pos [b, h, N]: coordinates of the range test, those of keys from 0 on. No difference of the compared
+    values exceeds 32 bits where the coordinates have 32.
+
+    What the host knows of the tensors; None and False stand for not known:
+    ordered   `k_row` holds the rows 0 .. ordered - 1 in this order, then -1 alone
+    ranks     `k_pos` holds 0, 1, 2, ... in each row
+    q_first   the coordinates of the rows of an ordered part are q_first, q_first + 1, ...
+    complete  the lists name every block that holds a pair in the range
+    """
+
+    k_row: Tensor
+    q_pos: Tensor
+    k_pos: Tensor
+    lo: int
+    hi: int
+    lists: BlockLists
+    ordered: int | None = None
+    ranks: bool = False
+    q_first: int | None = None
+    complete: bool = False
+
+    def to(self, device: torch.device | str) -> KeySpan:
+        """The same span on `device`."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return KeySpan(**{k: v.to(device) if hasattr(v, "to") else v for k, v in moved.items()})
+
+
+class HeadRange(NamedTuple):
+    """Adjacent heads `first` .. `past`, as many of each key/value group; `heads` are those of them that are meant."""
+
+    heads: tuple[int, ...]
+    first: int
+    past: int
+
+    @classmethod
+    def of(cls, heads: Sequence[int], group: int) -> HeadRange:
+        """The smallest range that holds `heads`; `group` query heads share a key/value head."""
+        first, last = min(heads), max(heads)
+        if first // group != last // group:
+            first, last = first // group * group, last // group * group + group - 1
+        return cls(tuple(sorted(heads)), first, last + 1)
+
+    def __len__(self) -> int:
+        return self.past - self.first
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Where the meant heads are among the adjacent ones."""
+        return tuple(head - self.first for head in self.heads)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Query rows in one order, and the spans they attend to under one softmax.
+
+    q_row [b, h, P]: rows of the query tensor, -1 pads to whole blocks. head_range: the part is for these heads alone, and h
+    is 1 or their number; None for all. merge_group: parts of different groups may share rows, over disjoint keys, and are
+    merged by log-sum-exp; parts of one group have no row of a head in common.
+
+    What the host knows of the rows; None stands for not known:
+    ordered   `q_row` holds the rows 0 .. ordered - 1 in this order, then -1 alone
+    all_rows  the parts of this merge group together hold each of the rows 0 .. all_rows - 1 once for each head, and no other
+
+    memo: what was derived of this part. It belongs to the part, and no copy takes it along.
+    """
+
+    q_row: Tensor
+    spans: tuple[KeySpan, ...]
+    head_range: HeadRange | None = None
+    merge_group: int = 0
+    ordered: int | None = None
+    all_rows: int | None = None
+    memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def of(self, heads: int) -> slice:
+        """Slice of the `heads` query heads that this part applies to."""
+        return (
+            slice(0, heads) if self.head_range is None else slice(self.head_range.first, self.head_range.past)
+        )
+
+    def to(self, device: torch.device | str) -> Part:
+        """The same part on `device`."""
+        return replace(self, q_row=self.q_row.to(device), spans=tuple(s.to(device) for s in self.spans))
+
+    def first(self, rows: int) -> Part:
+        """This part without the rows from `rows` on; made once."""
+
+        def cut() -> Part:
+            ordered, all_rows = (None if n is None else min(n, rows) for n in (self.ordered, self.all_rows))
+            q_row = torch.where(self.q_row < rows, self.q_row, -1)
+            return replace(self, q_row=q_row, ordered=ordered, all_rows=all_rows)
+
+        return remember(self.memo, ("first", rows), cut)
+
+    def pack(self) -> tuple[Tensor, list[Tensor | None], list[int]]:
+        """`q_row`, tensors and numbers as `block_attend` takes them."""
+
+        def flat() -> tuple[list[Tensor | None], list[int]]:
+            tensors: list[Tensor | None] = []
+            numbers = [UNKNOWN if n is None else n for n in (self.ordered, self.all_rows)]
+            for s in self.spans:
+                tensors += [s.k_row, s.q_pos, s.k_pos, s.lists.row, s.lists.index, s.lists.kind]
+                known = (UNKNOWN if n is None else n for n in (s.ordered, s.q_first))
+                numbers += [s.lo, s.hi, *known, int(s.ranks), int(s.complete)]
+            return tensors, numbers
+
+        tensors, numbers = remember(self.memo, "packed", flat)
+        return self.q_row, tensors, numbers
+
+    @staticmethod
+    def unpack(q_row: Tensor, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Part:
+        """The part that `pack` gave, for all heads of the tensors it is computed on."""
+        told: list[Any] = [None if n == UNKNOWN else n for n in numbers]
+        spans = []
+        for s in range((len(numbers) - 2) // 6):
+            k_row, q_pos, k_pos, row, index, kind = tensors[6 * s : 6 * s + 6]
+            assert k_row is not None and q_pos is not None and k_pos is not None
+            assert row is not None and kind is not None
+            lo, hi, ordered, q_first, ranks, complete = told[2 + 6 * s : 8 + 6 * s]
+            lists = BlockLists(row, index, kind)
+            spans.append(
+                KeySpan(k_row, q_pos, k_pos, lo, hi, lists, ordered, bool(ranks), q_first, bool(complete))
+            )
+        return Part(q_row, tuple(spans), ordered=told[0], all_rows=told[1])
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of log-sum-exps, and of sums, for queries of `dtype`: float64 for float64, float32 for the rest."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_output(
+    query: Tensor, value: Tensor, part: int, rows: int, whole: bool = False
+) -> tuple[Tensor, Tensor]:
+    """out and lse of `block_attend`: in the order of a part of `part` rows, or, for `rows`, in the order of the query. There
+    a row that the part lacks is zero and -inf, and a row of all heads is contiguous, as projections want it. With `whole`
+    the part has every row, and nothing is filled beforehand."""
+    B, H, D, kind = *query.shape[:2], value.shape[-1], lse_dtype(query.dtype)
+    if not rows:
+        return query.new_empty(B, H, part, D), query.new_empty(B, H, part, dtype=kind)
+    if whole:
+        return query.new_empty(B, rows, H, D).transpose(1, 2), query.new_empty(B, H, rows, dtype=kind)
+    return query.new_zeros(B, rows, H, D).transpose(1, 2), query.new_full(
+        (B, H, rows), -torch.inf, dtype=kind
+    )
+
+
+def in_query_order(out: Tensor, lse: Tensor, q_row: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """out [B, H, P, D] and lse [B, H, P] in the order of a part, put into the order of a query of `rows` rows."""
+    if not rows:
+        return out, lse
+    B, H, P, D = out.shape
+    row = torch.where(q_row >= 0, q_row.long(), rows).expand(B, H, P)
+    # The last row takes what is padding.
+    whole = out.new_zeros(B, rows + 1, H, D).transpose(1, 2)
+    whole.scatter_(2, row[..., None].expand(B, H, P, D), out)
+    sums = lse.new_full((B, H, rows + 1), -torch.inf).scatter_(2, row, lse)
+    return whole[:, :, :rows].transpose(1, 2).contiguous().transpose(1, 2), sums[..., :rows].contiguous()
+
+
+def prepare(kernel: Any, part: Part, *sizes: Any) -> tuple[list[Tensor]] | tuple[()]:
+    """The last argument of `kernel`, an operator or what stands for one, if it wants one: what its attribute ``prepare``
+    makes of a part, query [B, H, n, D], key [B, G, N, D], block_q, block_k and rows."""
+    make = getattr(kernel, "prepare", None)
+    return () if make is None else (make(part, *sizes),)
+
+
+def takes_part(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``kernel(query, key, value, part, block_q, block_k, scale, rows, prepared)`` with the arguments of `block_attend`."""
+
+    @wraps(kernel)
+    def call(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        q_row: Tensor,
+        tensors: Any,
+        numbers: Any,
+        *rest: Any,
+        **named: Any,
+    ) -> tuple[Tensor, Tensor]:
+        return kernel(query, key, value, Part.unpack(q_row, tensors, numbers), *rest, **named)
+
+    return call
+
+
+def define(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:
+    """A custom operator ``mmaccel::<name>`` of the schema of `block_attend`, served by `kernel` on every device."""
+    op = torch.library.custom_op(f"mmaccel::{name}", kernel, mutates_args=(), schema=BLOCK_ATTEND)
+    op.register_fake(_shape)
+    return op
+
+
+def _shape(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_row: Tensor,
+    tensors: Any,
+    numbers: Any,
+    block_q: int,
+    block_k: int,
+    scale: float,
+    rows: int = 0,
+    prepared: Any = None,
+) -> tuple[Tensor, Tensor]:
+    return empty_output(query, value, q_row.shape[-1], rows)
+
+
+def _block_attend(*args: Any) -> tuple[Tensor, Tensor]:
+    from mmaccel.backends.reference import block_attend
+
+    return block_attend(*args)
+
+
+block_attend = define("block_attend", _block_attend)
+"""Attention of one part of a plan, all its spans under one softmax; plain PyTorch, on any device.
+
+query [B, H, Sq, D], key and value [B, G, Sk, D], H a multiple of G; q_row, tensors and numbers of `Part.pack`. Gives out
+[B, H, P, D] in the type of the query and lse [B, H, P] in float32 (float64 for float64), in the part's order of rows: a row
+with q_row = -1, or one that sees nothing, is zero with lse = -inf. A block of kind FULL is not tested. With `rows` not 0
+both come in the order of a query of so many rows: see `empty_output`. `prepared` is what the backend's own ``prepare`` made
+of the part beforehand.
+"""

@@ -1,18 +1,18 @@
-"""Arguments of `generate` and `forward` under a recipe: the few that it refuses, each with its sentence.
+"""Arguments of `generate` under a recipe: the few that it refuses, each with its sentence, and what it adds to others.
 
 Everything else is honoured as transformers honours it. `tests/models/test_arguments.py` walks the installed version's
-arguments and holds both.
+arguments and holds both. It adds an end at the model's last position, and a clock for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers.masking_utils import find_packed_sequence_indices
+from transformers import StoppingCriteria, StoppingCriteriaList
 
-from mmaccel.core.errors import DraftError, ModelError
+from mmaccel.core.errors import DraftError, ModelError, warn
 from mmaccel.core.recipe import Recipe
 
 NEUTRAL: dict[str, Any] = {
@@ -59,14 +59,6 @@ EVERY = {
 }
 """Arguments of `generate` that no recipe takes."""
 
-FORWARD = {
-    "is_causal": "the attention of an accelerated model is causal; leave it out, or detach the recipe.",
-}
-"""Arguments of `forward` that no recipe takes."""
-
-WEIGHTS = "{part} never holds the attention weights; ask for them under the recipe 'dense'."
-"""Why a recipe refuses output_attentions, where it does not run dense attention over whole keys."""
-
 _LOOP = "draft {draft!r} has a decoding loop of its own; leave one of the two out."
 _ROWS = "draft {draft!r} gives tokens, scores and logits only; leave it out, or detach the draft."
 DRAFT = {
@@ -79,7 +71,7 @@ DRAFT = {
     "leave one of the two out.",
 }
 """Arguments of `generate` that a draft does not take. It also refuses filled caches, and processors that remember
-(`sampling.STATEFUL`)."""
+(`batches.STATEFUL`)."""
 
 
 def asked(name: str, kwargs: Mapping[str, Any], default: Any) -> Any:
@@ -121,34 +113,98 @@ def check_generate(recipe: Recipe, kwargs: Mapping[str, Any], default: Any) -> N
         raise DraftError(f"input_ids: draft {recipe.draft.name!r} reads token ids; give them.")
 
 
-def check_forward(recipe: Recipe, kwargs: Mapping[str, Any]) -> None:
-    """Raise `ModelError` with one sentence for an argument of `forward` that `recipe` does not take."""
-    if kwargs.get("is_causal") is False:
-        raise ModelError(f"is_causal: {FORWARD['is_causal']}")
-    if kwargs.get("output_attentions"):
-        part = None
-        if not recipe.sparse.dense:
-            part = f"sparse {recipe.sparse.name!r}"
-        elif not recipe.kv.exact:
-            part = f"kv {recipe.kv.name!r}"
-        elif recipe.prune is not None:
-            part = f"prune {recipe.prune.name!r}"
-        if part is not None:
-            raise ModelError(f"output_attentions: {WEIGHTS.format(part=part)}")
+def sequences(kwargs: Mapping[str, Any], default: Any) -> int:
+    """How many sequences a call of `generate` writes."""
+    ids = kwargs.get("input_ids")
+    return (len(ids) if isinstance(ids, Tensor) else 1) * (
+        asked("num_return_sequences", kwargs, default) or 1
+    )
 
 
-def packed_in(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Tensor | None:
-    """[B, S] number of the sequence that each column belongs to, where a forward pass without a cache has several in a row;
-    else None.
+def columns(kwargs: Mapping[str, Any]) -> int:
+    """The length of the prompts of a call of `generate`, with their padding."""
+    ids = kwargs.get("input_ids")
+    return ids.shape[1] if isinstance(ids, Tensor) else 0
 
-    As transformers has it: where positions start anew and there is no mask. Under M-RoPE the ranks stand before the three
-    coordinates, where packed sequences are given.
-    """
-    positions: Tensor | None = kwargs.get("position_ids")
-    if mask is not None or positions is None:
+
+def positions_of(config: Any) -> int | None:
+    """How many positions a text model of `config` has, what its rotary scaling adds included; None where it does not say."""
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int):
         return None
-    if mrope:
-        if positions.ndim != 3 or positions.shape[0] != 4:
-            return None
-        positions = positions[0]
-    return find_packed_sequence_indices(positions)
+    rope = getattr(config, "rope_parameters", None) or {}
+    before = rope.get("original_max_position_embeddings") or most
+    return max(most, int(before * (rope.get("factor") or 1)))
+
+
+class MaxLength(StoppingCriteria):
+    """Ends each sequence [B] at `ends` [B] columns, where its positions are used up, and says so once.
+
+    padded  whether there is a token to go on with after it: without one, and without an end-of-text token, transformers lets
+            a sequence of a batch run on beside the others
+    """
+
+    def __init__(self, ends: Tensor, most: int, padded: bool) -> None:
+        self._ends, self._most, self._told = ends, most, False
+        if padded:
+            # By this name transformers knows a criterion after which a sequence is padded.
+            self.eos_token_id = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        # Beams and samples of a prompt stand next to each other.
+        ends = self._ends.repeat_interleave(input_ids.shape[0] // len(self._ends))
+        over = input_ids.shape[1] >= ends
+        if not self._told and bool(over.any()):
+            self._told = True
+            warn(
+                f"max_new_tokens: the model has {self._most} positions (max_position_embeddings), and the answer ends with "
+                "them; give a shorter prompt for a longer answer."
+            )
+        return over.to(input_ids.device)
+
+
+def end_at_positions(kwargs: Mapping[str, Any], positions: Tensor, most: int, default: Any) -> dict[str, Any]:
+    """The arguments of `generate` with a criterion that ends each sequence at the model's `most` positions, where it could
+    get there; `positions` [B, S] or [3, B, S] are those of the prompt's new columns, `default` is the model's own generation
+    config. An answer goes on from the last column, which after a long video is not the largest position.
+
+    Raises `ModelError` for a prompt after which there is no position left.
+    """
+    last = positions[..., -1]
+    last = last if last.ndim == 1 else last.amax(0)
+    length, top, taken = kwargs["input_ids"].shape[1], int(last.max()), int(positions.max()) + 1
+    if top + 1 >= most or taken > most:
+        raise ModelError(
+            f"input_ids: the prompt takes {taken} positions of the model's {most} (max_position_embeddings), which leaves "
+            "none for an answer; give fewer frames or a shorter text."
+        )
+    config = kwargs.get("generation_config") or default
+    new = kwargs.get("max_new_tokens") or getattr(config, "max_new_tokens", None)
+    if new is not None and top + new < most:
+        return dict(kwargs)
+    ends = length + most - 1 - last.cpu()
+    padded = any(
+        kwargs.get(name) is not None or getattr(config, name, None) is not None
+        for name in ("pad_token_id", "eos_token_id")
+    )
+    given = list(kwargs.get("stopping_criteria") or [])
+    return {**kwargs, "stopping_criteria": StoppingCriteriaList([*given, MaxLength(ends, most, padded)])}
+
+
+class Clock:
+    """A streamer that calls `token` with the number of tokens that reached the host, and passes the tokens on to `inner`."""
+
+    def __init__(self, token: Callable[[int], None], inner: Any) -> None:
+        self.token, self.inner, self.prompt = token, inner, True
+
+    def put(self, value: Tensor) -> None:
+        if not self.prompt:
+            # [B] tokens of a step, or [1, n] that were guessed and verified.
+            self.token(value.shape[1] if value.ndim == 2 else 1)
+        self.prompt = False
+        if self.inner is not None:
+            self.inner.put(value)
+
+    def end(self) -> None:
+        if self.inner is not None:
+            self.inner.end()

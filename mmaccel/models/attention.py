@@ -1,10 +1,10 @@
-"""The attention function that transformers calls in layers with our hooks, and what it gives beside its output."""
+"""The attention function that transformers calls in layers with our hooks, and arguments of `forward` that concern it."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,18 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmaccel.core.attention import Run, StreamRun
 from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError
 from mmaccel.core.packed import PackedRun
+from mmaccel.core.recipe import Recipe
 
 ATTENTION = "mmaccel"
 """The name of `attention` among transformers' attention functions."""
 
 PLAIN = "mmaccel_plain_attention"
 """The attribute of a config under which it names the attention of calls beside a pass of a stream."""
+
+
+FORWARD = {
+    "is_causal": "the attention of an accelerated model is causal; leave it out, or detach the recipe.",
+}
+"""Arguments of `forward` that no recipe takes."""
+
+WEIGHTS = "{part} never holds the attention weights; ask for them under the recipe 'dense'."
+"""Why a recipe refuses output_attentions, where it does not run dense attention over whole keys."""
 
 
 def attention(
@@ -137,3 +148,36 @@ def with_weights(run: Run | PackedRun) -> tuple[Run | PackedRun, Callable[[], Te
 
     watching = [(*place, one) for place, (one, _) in zip(places, pairs, strict=True)]
     return PackedRun(tuple(watching)), whole  # type: ignore[arg-type]
+
+
+def check_forward(recipe: Recipe, kwargs: Mapping[str, Any]) -> None:
+    """Raise `ModelError` with one sentence for an argument of `forward` that `recipe` does not take."""
+    if kwargs.get("is_causal") is False:
+        raise ModelError(f"is_causal: {FORWARD['is_causal']}")
+    if kwargs.get("output_attentions"):
+        part = None
+        if not recipe.sparse.dense:
+            part = f"sparse {recipe.sparse.name!r}"
+        elif not recipe.kv.exact:
+            part = f"kv {recipe.kv.name!r}"
+        elif recipe.prune is not None:
+            part = f"prune {recipe.prune.name!r}"
+        if part is not None:
+            raise ModelError(f"output_attentions: {WEIGHTS.format(part=part)}")
+
+
+def packed_in(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Tensor | None:
+    """[B, S] number of the sequence that each column belongs to, where a forward pass without a cache has several in a row;
+    else None.
+
+    As transformers has it: where positions start anew and there is no mask. Under M-RoPE the ranks stand before the three
+    coordinates, where packed sequences are given.
+    """
+    positions: Tensor | None = kwargs.get("position_ids")
+    if mask is not None or positions is None:
+        return None
+    if mrope:
+        if positions.ndim != 3 or positions.shape[0] != 4:
+            return None
+        positions = positions[0]
+    return find_packed_sequence_indices(positions)

@@ -28,7 +28,7 @@ from mmaccel.models.signals import Ear
 from mmaccel.models.step import LayerStep, Rows
 
 if TYPE_CHECKING:
-    from mmaccel.models.family import Family
+    from mmaccel.models.family_facts import FamilyFacts
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rows a step is captured for; what lies between is padded, which costs next to nothing."""
@@ -36,7 +36,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 Buffers = list[tuple[Tensor, Tensor]]
 
 
-def admits(model: nn.Module, family: Family, cache: Any) -> bool:
+def admits(model: nn.Module, family: FamilyFacts, cache: Any) -> bool:
     """Whether the steps of `model` after `cache` can be captured: on CUDA devices, each layer on one of them and the ends on
     one, layers that are `known`, with no module that others put or hooked in, and a memory that is written in place. A
     pruner's hooks serve the prompt; what they do to a step is in the memory."""
@@ -143,7 +143,7 @@ class SequenceSteps:
           column, where the next step writes again, and no other row sees them
     """
 
-    def __init__(self, model: nn.Module, family: Family, rows: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, family: FamilyFacts, rows: Sequence[int]) -> None:
         if not rows or min(rows) < 1 or max(rows) > ops.WINDOW:
             raise ModelError(f"rows {list(rows)}: give numbers from 1 to {ops.WINDOW}.")
         self.model, self.family, self.rows = model, family, sorted(set(rows))

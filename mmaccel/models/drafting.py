@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,28 +20,11 @@ from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.generate import Speculation, lockstep
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.report import SequenceMeter
-from mmaccel.models import timed
-from mmaccel.models.arguments import LOOPS, OUTPUTS, asked, wants
-from mmaccel.models.decode import admits
-from mmaccel.models.prompt_layout import split_batch
+from mmaccel.models.arguments import asked, columns
+from mmaccel.models.batches import allowed_to, check_processors, of_one, split_batch, warp
+from mmaccel.models.hf import Attachment
 from mmaccel.models.runner import open_runner, unpadded
-from mmaccel.models.sampling import allowed_to, check_processors, of_one, warp
 from mmaccel.models.signals import Listener
-from mmaccel.models.turns import columns
-
-if TYPE_CHECKING:
-    from mmaccel.models.hf import Attachment
-
-
-def captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call without a draft is decoded in our loop: where steps are captured, which one row after the other gains
-    most from, and nothing is asked for that the loop has not."""
-    ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
-    if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
-        return False
-    default = attachment.model.generation_config
-    ours = not any(wants(name, asked(name, kwargs, default)) for name in (*LOOPS, *OUTPUTS))
-    return ours and admits(attachment.model, attachment.family, cache)
 
 
 def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
@@ -58,7 +41,7 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     try:
         try:
             for row, generator in sequences:
-                begun.append(_begin(attachment, timed.left(attachment, row), generator))
+                begun.append(_begin(attachment, attachment.with_time_left(row), generator))
         except Ended:
             if not begun:
                 raise
@@ -107,7 +90,7 @@ def _in_turns(attachment: Attachment, length: int, sequences: list[Speculation])
     began, before = time.perf_counter(), sum(one.ids.shape[1] for one in sequences)
     lockstep(sequences)
     after = sum(one.ids.shape[1] for one in sequences)
-    attachment.turns.drafted(length, time.perf_counter() - began, after - before)
+    attachment.draft_times.drafted(length, time.perf_counter() - began, after - before)
 
 
 def _sequences(

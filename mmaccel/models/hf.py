@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -23,35 +23,40 @@ from transformers.cache_utils import Cache
 
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.attention import NOTE, Note, Run
+from mmaccel.core.deadline import Deadline
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.packed import PackedRun
-from mmaccel.models import drafting, timed
-from mmaccel.models.arguments import asked, check_forward, check_generate, packed_in, wants
+from mmaccel.models.arguments import end_at_positions, positions_of
 from mmaccel.models.attaching import Attaching, gate_of
-from mmaccel.models.attention import ATTENTION, check_training
+from mmaccel.models.attention import ATTENTION, check_forward, check_training, packed_in
+from mmaccel.models.batches import DraftTimes
 from mmaccel.models.cache import Columns, KVCache
-from mmaccel.models.clock import Clock
-from mmaccel.models.family import Family
-from mmaccel.models.limit import limited, positions_of
+from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.pointwise import in_chunks, rotate_by
 from mmaccel.models.pruning import Pruning
 from mmaccel.models.signals import hear
-from mmaccel.models.turns import Turns, columns, sequences
 from mmaccel.models.vision import by_parts
 
 
 class Attachment(Attaching):
     """A recipe laid through one model."""
 
-    def __init__(self, model: nn.Module, family: Family, owner: Accelerated) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        family: FamilyFacts,
+        owner: Accelerated,
+        generate: Callable[..., Any],
+    ) -> None:
+        """`generate` is given this and the arguments of the model's own."""
         super().__init__(model, gate_of(family.text(model)))
-        self.family, self.owner = family, owner
+        self.family, self.owner, self._generate = family, owner, generate
         self.multimodal, self.text = family.multimodal(model), family.text(model)
         self.depth = owner.view.geometry.layers
         self.sequences: WeakKeyDictionary[Cache, Columns] = WeakKeyDictionary()
         self.promised = threading.local()
-        self.turns = Turns()
+        self.draft_times = DraftTimes()
         self.opened: Any = torch.compiler.disable(owner.opened)
         self.pruning: Pruning | None = None
         self.attach(self._lay)
@@ -59,7 +64,7 @@ class Attachment(Attaching):
     def _lay(self) -> None:
         model, family, recipe, hooks = self.model, self.family, self.owner.recipe, self.hooks
         # First what keeps calls waiting, then, once the others have ended, all that these would meet.
-        self.wrap(model, "generate", "generate", functools.partial(timed.generate, self))
+        self.wrap(model, "generate", "generate", functools.partial(self._generate, self))
         self.wrap(self.multimodal, "forward", "whole", self._whole)
         hooks.refuse_copies((model, self.multimodal, self.text), self)
         self.gate.drain("accelerate", (model, self.multimodal, self.text))
@@ -69,7 +74,7 @@ class Attachment(Attaching):
         # Inside a pruner that listens to the tower: it hears of all frames at once.
         by_parts(hooks, family, model)
         if recipe.prune is not None:
-            self.pruning = Pruning(self)
+            self.pruning = Pruning(hooks, model, family, recipe.prune, self.depth)
         if recipe.draft.pruner is not None:
             hear(hooks, family.layers(model), recipe.draft.pruner)
         in_chunks(hooks, family.pointwise(model), family)
@@ -152,7 +157,7 @@ class Attachment(Attaching):
         return new + start
 
     def limited(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `generate`, ended where the model's positions are: see `limit.limited`."""
+        """The arguments of `generate`, ended where the model's positions are: see `arguments.end_at_positions`."""
         ids, most = kwargs.get("input_ids"), positions_of(self.text.config)
         cache = kwargs.get("past_key_values")
         past, known = 0 if cache is None else cache.get_seq_length(), self._known(cache)
@@ -171,7 +176,7 @@ class Attachment(Attaching):
             if self.family.mrope and kwargs.get("position_ids") is None:
                 # transformers goes on from the last prompt that it read, which may have been another.
                 kwargs = {**kwargs, "position_ids": positions}
-        return limited(kwargs, positions, most, self.model.generation_config)
+        return end_at_positions(kwargs, positions, most, self.model.generation_config)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The text model's forward: builds the run, and goes over long prompts in chunks when the recipe says so."""
@@ -291,7 +296,7 @@ class Attachment(Attaching):
             run = replace(run, state=kwargs["past_key_values"].state)
         outputs = []
         for begin in range(0, count, chunk):
-            timed.check(self)
+            self.check_time()
             end = min(begin + chunk, count)
             piece = self.family.slice(kwargs, begin, end)
             outputs.append(self._pass(run.part(begin, end), piece))
@@ -305,40 +310,14 @@ class Attachment(Attaching):
             whole.past_key_values = None
         return whole
 
-    def generated(self, **kwargs: Any) -> Any:
-        """`generate`, without a deadline of its own."""
-        default = self.model.generation_config
-        check_generate(self.owner.recipe, kwargs, default)
-        if self.pruning is not None and asked("use_cache", kwargs, default) is False:
-            # Without a memory each token would have the prompt pruned anew, by a question that has grown.
-            out = self.generated(**{**kwargs, "use_cache": True})
-            if not isinstance(out, Tensor):
-                out.past_key_values = None
-            return out
-        if kwargs.get("input_ids") is None and isinstance(kwargs.get("inputs"), Tensor):
-            kwargs["input_ids"] = kwargs.pop("inputs")
-        ids, draft = kwargs.get("input_ids"), self.owner.recipe.draft.active
-        keeps = asked("use_cache", kwargs, default) is not False or draft or not isinstance(ids, Tensor)
-        if kwargs.get("past_key_values") is None and keeps:
-            kwargs["past_key_values"] = self.cache()
-        meter = self.owner.road.meter
-        meter.begin(self.owner.view.device)
-        cache, outer = kwargs.get("past_key_values"), dict(self.promised.__dict__)
-        if chunk := asked("prefill_chunk_size", kwargs, default):
-            self.promised.chunk, kwargs["prefill_chunk_size"] = chunk, None
-        if isinstance(ids, Tensor) and (cache is None or not cache.get_seq_length()):
-            self.promise(kwargs)
-        try:
-            rests = draft and self.turns.rests(self, kwargs)
-            if (draft and not rests) or drafting.captures(self, kwargs):
-                return drafting.generate(self, kwargs)
-            if not wants("num_beams", asked("num_beams", kwargs, default)):
-                kwargs["streamer"] = Clock(meter.token, kwargs.get("streamer"))
-            out = self.generate(**self.limited(kwargs))
-            if rests:
-                self.turns.plain(sequences(self, kwargs), columns(kwargs), meter)
-            return out
-        finally:
-            # A model may be its own assistant, and be asked while it is at work.
-            self.promised.__dict__.update({"held": None, "chunk": None, **outer})
-            meter.end()
+    def check_time(self) -> None:
+        """Raise `Ended` when the `generate` of this thread has used up its time."""
+        deadline: Deadline | None = getattr(self.promised, "deadline", None)
+        if deadline is not None:
+            deadline.check()
+
+    def with_time_left(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `generate` for one sequence of a call, with the seconds left of it; raises `Ended` for none."""
+        deadline: Deadline | None = getattr(self.promised, "deadline", None)
+        self.check_time()
+        return kwargs if deadline is None else {**kwargs, "max_time": deadline.left()}

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
+from mmaccel.models.family_facts import VisionTower
 from mmaccel.models.processor_style import ProcessorStyle, frame_videos, tile_images
 from mmaccel.models.prompt_layout import Grid
-from mmaccel.models.signals import VisionTower, received
+from mmaccel.models.signals import received
 
 
 class Tower(VisionTower):

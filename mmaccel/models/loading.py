@@ -15,7 +15,7 @@ from mmaccel.core.errors import ModelError, UnknownName, shown
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
-from mmaccel.models.hub import absent, own_code
+from mmaccel.models.model_files import absent, own_code
 from mmaccel.models.pipeline_parallel import spread_layers
 
 
@@ -150,7 +150,7 @@ def load_reader(name: str | Path, like: nn.Module) -> nn.Module | None:
 
 
 def _type(source: str) -> str:
-    from mmaccel.models.processor_files import config_of, folder_of
+    from mmaccel.models.model_files import config_of, folder_of
 
     return str(config_of(folder_of(source)).get("model_type"))
 

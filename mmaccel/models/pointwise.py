@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,18 @@ from torch import Tensor, nn
 from mmaccel.backends import pointwise
 from mmaccel.models.install import Hooks
 
-if TYPE_CHECKING:
-    from mmaccel.models.family import Family
-
 ROWS = 1 << 15
 """Rows at a time; a shorter prompt goes through at once, and meets no other arithmetic than without us."""
 
 
-def in_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: Family) -> None:
+class KnownClasses(Protocol):
+    """Names of classes that our kernels compute; see `FamilyFacts`."""
+
+    rms_norms: ClassVar[frozenset[str]]
+    gated_mlps: ClassVar[frozenset[str]]
+
+
+def in_chunks(hooks: Hooks, modules: Iterable[nn.Module], family: KnownClasses) -> None:
     """Let `modules` take long inputs [B, n, E] in pieces of `ROWS` rows."""
     for module in modules:
         if is_gated(module, family):
@@ -77,18 +81,18 @@ def _by_rows(whole: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: An
     return out
 
 
-def is_norm(module: nn.Module, family: Family) -> bool:
+def is_norm(module: nn.Module, family: KnownClasses) -> bool:
     """Whether `module` is a norm by the root mean square, with a weight and no more."""
     return type(module).__name__ in family.rms_norms
 
 
-def is_gated(module: nn.Module, family: Family) -> bool:
+def is_gated(module: nn.Module, family: KnownClasses) -> bool:
     """Whether `module` is a feed-forward block of three products, gated by a SiLU."""
     silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
     return silu and type(module).__name__ in family.gated_mlps
 
 
-def normed(module: Any, hidden: Tensor, family: Family) -> Tensor:
+def normed(module: Any, hidden: Tensor, family: KnownClasses) -> Tensor:
     """What the norm `module` makes of `hidden`, by one kernel where there is one; for code that nobody compiles."""
     if not (is_norm(module, family) and module.weight.dtype == hidden.dtype and pointwise.fusible(hidden)):
         return module(hidden)  # type: ignore[no-any-return]

@@ -19,10 +19,18 @@ from mmaccel.core import outside
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.media.intake import as_frames, as_image
 from mmaccel.media.preprocess import Pixels
-from mmaccel.models.conversation import bared, conversations, image_rows, is_path, video_list
-from mmaccel.models.processor_files import read_folder, write_folder
+from mmaccel.models.chat import (
+    Written,
+    bared,
+    conversations,
+    ids_of,
+    image_rows,
+    is_path,
+    video_list,
+    written,
+)
+from mmaccel.models.model_files import read_folder, write_folder
 from mmaccel.models.processor_style import cuts_of, extra_of, style_of
-from mmaccel.models.templates import Written, ids_of, written
 
 
 class Processor:

@@ -8,22 +8,16 @@ message begins and nothing follows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmaccel.core.errors import ModelError
-from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
-from mmaccel.core.registry import registry
-
-if TYPE_CHECKING:
-    from mmaccel.models.family import Family
-
-_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "position_ids")
+from mmaccel.core.layout import IMAGE, TEXT
 
 HEAD = 3
 """Most tokens of markup at the start of a message: its start token, the role, a line break."""
@@ -155,81 +149,3 @@ def question_mask(model: nn.Module, ids: Tensor, modality: Tensor) -> Tensor:
 def _numbers(told: Any) -> list[int]:
     """The ids of a configuration entry, which may be one id, several or None."""
     return [] if told is None else list(told) if isinstance(told, list | tuple) else [told]
-
-
-def _check_own(family: Family, inputs: Mapping[str, Any]) -> None:
-    """Raise `ModelError` for inputs that another family's processor made."""
-    # A family that names no facts of its own may have those of others.
-    known = registry("model").values() if family.facts else ()
-    others: set[str] = set().union(*(getattr(one, "facts", ()) for one in known))
-    odd = [
-        f"{name} is of another family"
-        for name in sorted(others - family.facts)
-        if inputs.get(name) is not None
-    ]
-    odd += [
-        f"{pixels} comes without {fact}"
-        for pixels, fact in family.needed.items()
-        if is_given(inputs.get(pixels)) and inputs.get(fact) is None
-    ]
-    if odd:
-        raise ModelError(f"inputs: {odd[0]}; build them with the model's own processor.")
-
-
-def read_layout(family: Family, model: nn.Module, inputs: Mapping[str, Any]) -> TokenLayout:
-    """What each column of ``inputs["input_ids"]`` [B, S] is."""
-    _check_own(family, inputs)
-    ids: Tensor = inputs["input_ids"]
-    config: Any = model.config
-    modality = torch.zeros_like(ids)
-    for kind in family.shown(inputs):
-        modality[ids == (config.image_token_id if kind == IMAGE else config.video_token_id)] = kind
-    mask = inputs.get("attention_mask")
-    valid = mask[:, -ids.shape[1] :].bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    if not bool((modality != TEXT).any()):
-        return TokenLayout.build(modality, valid=valid)
-    images, videos = family.grids(model, inputs)
-    queue = {IMAGE: iter(images), VIDEO: iter(videos)}
-    fields = {name: torch.full_like(ids, -1) for name in ("segment", "frame", "row", "column")}
-    for b in range(len(ids)):
-        fill(b, modality[b], queue, fields)
-    for kind, rest in queue.items():
-        if next(rest, None) is not None:
-            raise ModelError(
-                f"input_ids has fewer {'image' if kind == IMAGE else 'video'} placeholders than the pixels given; "
-                "build the inputs with the model's processor."
-            )
-    return TokenLayout.build(modality, valid=valid, asked=question_mask(model, ids, modality), **fields)
-
-
-def split_batch(family: Family, model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The inputs of each sequence of a batch by itself, its padding included; what tells of neither sequences nor
-    pixels stays in each."""
-    if is_given(inputs.get("mm_encoder_outputs")):
-        raise ModelError(
-            "mm_encoder_outputs: a batch is split by its pixels; give these, or prompts one by one."
-        )
-    layout = family.layout(model, inputs)
-    rows: list[dict[str, Any]] = []
-    for b in range(layout.batch):
-        row = dict(inputs)
-        for name in _TOKENS:
-            if is_given(inputs.get(name)):
-                row[name] = inputs[name][..., b : b + 1, :]
-        rows.append(row)
-    for kind in (IMAGE, VIDEO):
-        counts = [layout.segment[b][layout.modality[b] == kind].unique().numel() for b in range(layout.batch)]
-        for name, sizes in family.shares(inputs, kind).items():
-            if sum(counts) != len(sizes):
-                raise ModelError(
-                    f"{name} has {len(sizes)} pictures or videos and input_ids {sum(counts)}, so that it cannot be told "
-                    "which sequence each is of; give prompts one by one."
-                )
-            item, begin = 0, 0
-            for row, count in zip(rows, counts, strict=True):
-                end = begin + sum(sizes[item : item + count])
-                row[name] = inputs[name][begin:end]
-                if not count:
-                    del row[name]
-                item, begin = item + count, end
-    return rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from mmaccel.core.attention import Run
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import Kept, Signals, Stage, checked_columns, observers, thin
+from mmaccel.core.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
+from mmaccel.models.family_facts import FamilyFacts
+from mmaccel.models.install import Hooks
 from mmaccel.models.signals import VisionProbe, peek, tell_idle
-
-if TYPE_CHECKING:
-    from mmaccel.models.hf import Attachment
 
 Go = Callable[[Run, dict[str, Any]], Any]
 
@@ -62,13 +61,13 @@ class Entering:
 class Pruning:
     """The pruner of one accelerated model."""
 
-    def __init__(self, attachment: Attachment) -> None:
-        pruner = attachment.owner.recipe.prune
-        assert pruner is not None
-        self.pruner, self.family, self.model = pruner, attachment.family, attachment.model
-        self.stages = {stage.layer: stage for stage in pruner.stages(attachment.depth)}
+    def __init__(
+        self, hooks: Hooks, model: nn.Module, family: FamilyFacts, pruner: TokenPruner, depth: int
+    ) -> None:
+        self.pruner, self.family, self.model = pruner, family, model
+        self.stages = {stage.layer: stage for stage in pruner.stages(depth)}
         self.vision = (
-            VisionProbe(attachment.hooks, self.model, self.family)
+            VisionProbe(hooks, self.model, self.family)
             if pruner.needs & {"vision_attention", "vision_key"}
             else None
         )
@@ -76,7 +75,7 @@ class Pruning:
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
             for index, layer in enumerate(self.family.layers(self.model)):
                 if index >= first:
-                    attachment.hooks.before(layer, Entering(index, self._enter))
+                    hooks.before(layer, Entering(index, self._enter))
 
     def forward(self, run: Run, kwargs: dict[str, Any], go: Go) -> Any:
         """The text model's pass over new columns, pruned; `go` runs it as it is."""

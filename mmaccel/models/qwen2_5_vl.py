@@ -13,10 +13,11 @@ from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.places import Pace
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
+from mmaccel.models.family_facts import VisionTower
 from mmaccel.models.pointwise import rotated
 from mmaccel.models.processor_style import ProcessorStyle, patch_images, patch_videos
 from mmaccel.models.prompt_layout import Grid
-from mmaccel.models.signals import VisionTower, received
+from mmaccel.models.signals import received
 
 _PATCHES: dict[str, Any] = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
 _PROCESSOR: dict[str, Any] = {

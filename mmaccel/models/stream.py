@@ -29,16 +29,15 @@ from mmaccel.core.kv import StreamState
 from mmaccel.core.modules import home_of
 from mmaccel.core.places import Places
 from mmaccel.core.stream_adapter import Clip, StreamAdapter, Tail
+from mmaccel.models.arguments import positions_of
 from mmaccel.models.attaching import gate_of
 from mmaccel.models.attention import ATTENTION, PLAIN
 from mmaccel.models.cache import KVCache
-from mmaccel.models.family import Family
+from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.install import Hooks
-from mmaccel.models.limit import positions_of
 from mmaccel.models.pointwise import in_chunks, rotate_by
 from mmaccel.models.step import StreamSteps
 from mmaccel.models.vision import in_batches
-from mmaccel.models.weights import at_hand
 
 READ_FPS = 0.5
 """Frames a second of a file whose rate is not asked for, as in the papers on streams."""
@@ -53,7 +52,7 @@ QUIET_S = 0.5
 class Seam(StreamAdapter):
     """A model, its family and its processor."""
 
-    def __init__(self, model: nn.Module, family: Family, processor: Any) -> None:
+    def __init__(self, model: nn.Module, family: FamilyFacts, processor: Any) -> None:
         if not callable(getattr(processor, "template_ids", None)):
             raise ModelError(
                 "processor: a session needs the processor that mmaccel.load_processor gives for the model's folder."
@@ -317,7 +316,7 @@ class Seam(StreamAdapter):
     def signature(self) -> str:
         digest = hashlib.sha256()
         for name, tensor in sorted(self.model.state_dict().items()):
-            flat = at_hand(self.model, name, tensor).detach().flatten()
+            flat = _weight(self.model, name, tensor).detach().flatten()
             some = flat[:: max(1, flat.numel() // 16)][:16].double().cpu()
             digest.update(f"{name} {list(tensor.shape)} {some.tolist()}".encode())
         return digest.hexdigest()[:32]
@@ -336,3 +335,16 @@ def _alike(one: list[int], other: list[int]) -> int:
             break
         count += 1
     return count
+
+
+def _weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """The weight `name` of a state, `tensor`, or what an offload keeps of it elsewhere."""
+    if not tensor.is_meta:
+        return tensor
+    owner, _, own = name.rpartition(".")
+    hook = getattr(model.get_submodule(owner), "_hf_hook", None)
+    for one in (hook, *getattr(hook, "hooks", ())):
+        if getattr(one, "weights_map", None) is not None:
+            found: Tensor = one.weights_map[own]
+            return found
+    raise ModelError(f"the weight {name} is not on any device; load the model with its weights.")

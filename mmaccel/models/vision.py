@@ -46,7 +46,7 @@ from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.pointwise import gated, is_gated, is_norm, normed_or, rotate_by
 
 if TYPE_CHECKING:
-    from mmaccel.models.family import Family
+    from mmaccel.models.family_facts import FamilyFacts
 
 PATCHES = 1 << 14
 """Patches of a call, unless one step of time or one image has more. At the published shapes a patch of Qwen2.5-VL holds some
@@ -60,13 +60,13 @@ WHOLE = ("cu_seqlens", "cu_window_seqlens", "max_seqlen", "max_window_seqlen", "
 
 
 @contextmanager
-def in_parts(family: Family, model: nn.Module) -> Iterator[None]:
+def in_parts(family: FamilyFacts, model: nn.Module) -> Iterator[None]:
     """While inside, the model's tower runs as `by_parts` lets it."""
     with shared_hooks(family.multimodal(model), "in_parts", lambda hooks: by_parts(hooks, family, model)):
         yield
 
 
-def by_parts(hooks: Hooks, family: Family, model: nn.Module) -> None:
+def by_parts(hooks: Hooks, family: FamilyFacts, model: nn.Module) -> None:
     """Let the model's tower see at most `PATCHES` patches a call, windows of one length at once, and run in fewer kernels.
     A tower that does so already is left as it is."""
     multimodal = family.multimodal(model)
@@ -83,7 +83,7 @@ def by_parts(hooks: Hooks, family: Family, model: nn.Module) -> None:
 
 
 def _encode(
-    family: Family,
+    family: FamilyFacts,
     model: nn.Module,
     kind: int,
     names: list[str],
@@ -107,7 +107,7 @@ def _asks_for_one(told: Mapping[str, Any]) -> bool:
     return bool(states) or told.get("return_dict") is False or not given.isdisjoint(WHOLE)
 
 
-def _outside(family: Family, model: nn.Module) -> Iterator[nn.Parameter]:
+def _outside(family: FamilyFacts, model: nn.Module) -> Iterator[nn.Parameter]:
     """The weights of what is not the language model."""
     text = family.text(model)
     for child in family.multimodal(model).children():
@@ -116,7 +116,7 @@ def _outside(family: Family, model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _joined(
-    family: Family,
+    family: FamilyFacts,
     model: nn.Module,
     kind: int,
     encode: Callable[..., Any],
@@ -215,7 +215,7 @@ def _register() -> None:
     AttentionInterface.register(WINDOWS, torch.compiler.disable(attention))
 
 
-def by_length(hooks: Hooks, family: Family, model: nn.Module) -> None:
+def by_length(hooks: Hooks, family: FamilyFacts, model: nn.Module) -> None:
     """Let the windows of one length go through the model's vision tower in one call.
 
     A tower without windows, with an attention of the user's choice, or that does so already is left as it is.
@@ -229,7 +229,7 @@ def by_length(hooks: Hooks, family: Family, model: nn.Module) -> None:
 
 
 @contextmanager
-def in_batches(family: Family, model: nn.Module) -> Iterator[None]:
+def in_batches(family: FamilyFacts, model: nn.Module) -> Iterator[None]:
     """While inside, the windows of one length go through the model's vision tower in one call."""
     with shared_hooks(family.multimodal(model), "in_batches", lambda hooks: by_length(hooks, family, model)):
         yield
@@ -242,7 +242,7 @@ _FUSED: WeakSet[nn.Module] = WeakSet()
 """Towers with fewer kernels by now."""
 
 
-def fewer_kernels(hooks: Hooks, family: Family, model: nn.Module) -> None:
+def fewer_kernels(hooks: Hooks, family: FamilyFacts, model: nn.Module) -> None:
     """Let the model's tower run in fewer kernels, where they exist; copies of weights go with `hooks`. Leaves a tower of a
     family without windows, or one that already runs so, as it is."""
     tower = family.windowed(model)

@@ -9,7 +9,7 @@ import pytest
 
 import mmaccel
 from mmaccel.cli.watch import parsed
-from mmaccel.models import templates
+from mmaccel.models import chat
 from tests.fuzz.trial import Case, try_apart, try_here
 from tests.fuzz.values import odd
 from tests.models.test_session_faults import begun
@@ -104,7 +104,7 @@ def test_questions() -> None:
 
 
 def test_templates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "SECONDS", 0.1)
+    monkeypatch.setattr(chat, "SECONDS", 0.1)
     assert 0.1 < try_here(template) < 0.9
 
 

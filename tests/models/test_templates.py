@@ -12,7 +12,7 @@ import torch
 
 import mmaccel
 from mmaccel.core.errors import ModelError
-from mmaccel.models import templates
+from mmaccel.models import chat
 from mmaccel.models.processor import Processor
 from tests.models.streams import FPS, film, logits, pair
 
@@ -36,7 +36,7 @@ BROKEN = {
 @pytest.mark.parametrize("template", BROKEN)
 def test_a_template_that_fails_is_told(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "range" in template:
-        monkeypatch.setattr(templates, "SECONDS", 0.3)
+        monkeypatch.setattr(chat, "SECONDS", 0.3)
     processor = mmaccel.load_processor("tiny-ov")
     processor.chat_template = template
     begin = time.monotonic()

@@ -8,7 +8,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.report import Meter
-from mmaccel.models.turns import Turns
+from mmaccel.models.batches import DraftTimes
 from mmaccel.policies.draft import PromptLookup, Sequential
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 
@@ -45,7 +45,7 @@ def test_it_rests_until_it_is_measured_to_pay(family, monkeypatch):
         assert torch.equal(model.generate(**together, **GREEDY), plain)
         decided = fast.report()
         assert decided.draft["rounds"] > 0 or "with a draft in turns" in str(decided)
-        monkeypatch.setattr(Turns, "why_not", lambda self, batch, length: None)
+        monkeypatch.setattr(DraftTimes, "why_not", lambda self, batch, length: None)
         assert torch.equal(model.generate(**together, **GREEDY), plain)
         assert fast.report().draft["rounds"] > 0 and not fast.report().notes
 
@@ -55,7 +55,7 @@ def test_what_is_sampled_is_not_drafted_for_by_the_clock(family, monkeypatch):
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
     torch.manual_seed(3)
     plain = model.generate(**together, **options)
-    monkeypatch.setattr(Turns, "why_not", lambda self, batch, length: None)
+    monkeypatch.setattr(DraftTimes, "why_not", lambda self, batch, length: None)
     with mmaccel.accelerate(model, draft=PromptLookup()) as fast:
         for _ in range(2):
             torch.manual_seed(3)
@@ -99,7 +99,7 @@ def test_a_time_of_another_length_decides_nothing(family):
 
 
 def test_what_pays_is_what_was_measured():
-    turns, meter = Turns(), Meter(new_tokens=11, first=1.0, last=2.0)
+    turns, meter = DraftTimes(), Meter(new_tokens=11, first=1.0, last=2.0)
     turns.plain(4, 1024, meter)
     turns.drafted(1500, 0.5, 25)
     assert "of 1024 to 2047 tokens each, must first be timed in 2 calls" in turns.why_not(4, 1024)

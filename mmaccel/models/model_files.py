@@ -1,17 +1,25 @@
-"""The files of a processor on disk: every layout that transformers has saved, and the one it saves now."""
+"""The files of a model: what its folder says of the processor, in every layout that transformers has saved; and names that
+lead to no folder."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmaccel.core import outside
 from mmaccel.core.errors import ModelError
-from mmaccel.models.hub import absent
 from mmaccel.models.processor_style import style_of
+from mmaccel.models.shipped import NAMES
+
+UNREACHED = frozenset(
+    {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "TimeoutException"}
+)
+"""Errors of the hub's client, and of what it sends by, that say nothing of the name."""
+UNKNOWN = frozenset({"RepositoryNotFoundError", "HFValidationError"})
 
 
 @dataclass(frozen=True)
@@ -127,3 +135,29 @@ def _template(folder: Path) -> str | None:
         return old.get("chat_template")
     new = folder / "chat_template.jinja"
     return outside.read_text(new, str(new), ModelError, fix="save it again") if new.is_file() else None
+
+
+def absent(name: str, error: BaseException) -> str | None:
+    """The sentence for a name that neither a folder nor the hub gave; None for an error of another kind."""
+    told = {kind.__name__ for one in _causes(error) for kind in type(one).__mro__}
+    if told & UNREACHED:
+        return (
+            f"model {name!r} is not on this machine, and the hub, which may have it, cannot be reached; go online (and "
+            f"leave HF_HUB_OFFLINE unset), or give a folder or one of {', '.join(NAMES)}."
+        )
+    if told & UNKNOWN:
+        return f"model {name!r} is neither a folder here nor a model that the hub gives; check the name."
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def own_code(name: str, error: Exception) -> str | None:
+    """What is said of a model whose code comes with it, and is not run; None for another error."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return f"model {name!r} brings code of its own, which is not run; give a model of a family that transformers has."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -64,6 +65,7 @@ class Proposal:
             return self.q
         return (self.ids[:, None] == torch.arange(vocab, device=self.ids.device)).float()
 
+    @cached_property
     def branches(self) -> Branches:
         """The rows of the pass that verifies a tree: the last committed token, then `ids`; on the host."""
         assert self.parents is not None

@@ -127,7 +127,7 @@ class Speculation:
         # A token the target does not have is refused in any case; it must only not break the embedding.
         rows = torch.cat([ids[:, -1:], drafted.clamp(0, self._vocab - 1)[None]], 1)
         if proposal.parents is not None:
-            logits = target.step(rows, proposal.branches())[0]
+            logits = target.step(rows, proposal.branches)[0]
             committed, path = guard.accept_tree(proposal, logits, ids[0], prompt)
             taken = torch.cat([path.new_zeros(1), path + 1])
             target.accept(taken)

@@ -99,31 +99,22 @@ def accept_tree(
     """
     check(proposal)
     assert proposal.parents is not None
-    tokens, parents = proposal.ids.tolist(), proposal.parents.tolist()
-    if logits.shape[0] != len(tokens) + 1:
+    tokens, parents = proposal.ids.cpu(), proposal.parents.cpu()
+    if logits.shape[0] != tokens.numel() + 1:
         raise DraftError(
-            f"{len(tokens)} proposed tokens need {len(tokens) + 1} rows of logits; {logits.shape[0]} were given."
+            f"{tokens.numel()} proposed tokens need {tokens.numel() + 1} rows of logits; {logits.shape[0]} were given."
         )
-    below: dict[int, dict[int, int]] = {}
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        below.setdefault(parent, {}).setdefault(token, node)
-    best = logits.argmax(-1).tolist() if warp is None else []
-    path: list[int] = []
-    said: list[int] = []
-    before, node = ids.to(logits.device), -1
+    if warp is None:
+        best = logits.argmax(-1).cpu()
+        path = judge_tree(tokens, parents, proposal.branches.sees, best).nonzero()[:, 0]
+        return best[torch.nn.functional.pad(path + 1, (1, 0))].to(logits.device), path
+    said, nodes = ids.to(logits.device), [-1]
     while True:
-        if warp is None:
-            token = best[node + 1]
-        else:
-            drawn = draw(_real(warp(before, logits[node + 1])), generator)
-            before = torch.cat([before, drawn])
-            token = int(drawn)
-        said.append(token)
-        child = below.get(node, {}).get(token)
-        if child is None:
-            return torch.tensor(said, device=logits.device), torch.tensor(path, dtype=torch.long)
-        path.append(child)
-        node = child
+        said = torch.cat([said, draw(_real(warp(said, logits[nodes[-1] + 1])), generator)])
+        child = ((parents == nodes[-1]) & (tokens == int(said[-1]))).nonzero()
+        if not len(child):
+            return said[ids.numel() :], torch.tensor(nodes[1:], dtype=torch.long)
+        nodes.append(int(child[0]))
 
 
 def check(proposal: Proposal) -> None:
@@ -183,6 +174,18 @@ def judge(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, 
     rest = (p_row - q_row).clamp(min=0)
     # Where p and q agree to the last bit a refusal is a rounding accident and the residual empty; p is then the limit.
     return kept, torch.where(rest.sum(-1, keepdim=True) > 0, rest, p_row)
+
+
+def judge_tree(ids: Tensor, parents: Tensor, sees: Tensor, best: Tensor) -> Tensor:
+    """Which proposed tokens of a tree are kept, [n] bool: those that the target says after the ones they follow.
+
+    ids, parents [n]: the tree; `sees` [n + 1, n + 1] that of its `Branches`; best [n + 1]: what the target says after the
+    last committed token and after each of the tree's. Of equal siblings the first one counts, so that those that are kept
+    are one branch. Shapes are static and nothing is read back.
+    """
+    equal = (ids[:, None] == ids) & (parents[:, None] == parents)
+    said = (best[parents + 1] == ids) & ~equal.tril(-1).any(-1)
+    return (said | ~sees[1:, 1:]).all(-1)
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:

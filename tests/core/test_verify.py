@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmaccel.core.draft import Proposal
 from mmaccel.core.errors import DraftError
-from mmaccel.core.verify import accept, accept_tree, draw, judge, resize
+from mmaccel.core.verify import accept, draw, judge, resize
 from tests.core.toy import count_triples, g_test
 
 V = 4
@@ -322,74 +322,3 @@ def test_draw_follows_its_weights_and_never_takes_a_zero() -> None:
     counts = torch.bincount(torch.cat([draw(p, g) for _ in range(4000)]), minlength=4)
     assert counts[0] == counts[2] == 0
     assert g_test(counts, p / p.sum()) > SURE
-
-
-def test_judge_compiles_without_a_graph_break() -> None:
-    compiled = torch.compile(judge, fullgraph=True, backend="eager")
-    g = torch.Generator().manual_seed(0)
-    p, q = (torch.softmax(torch.randn(5, n, V, generator=g), -1) for n in (3, 2))
-    ids, u = torch.randint(0, V, (5, 2), generator=g), torch.rand(5, 2, generator=g)
-    for given_q in (q, None):
-        for ours, theirs in zip(compiled(ids, p, given_q, u), judge(ids, p, given_q, u), strict=True):
-            assert torch.equal(ours, theirs)
-
-
-def tree_runs(shape: Callable[[Tensor], Tensor], runs: int, wrong: bool = False) -> float:
-    """p-value of the first three tokens when each round offers a tree whose children depend on the prefix alone."""
-    pair, g = Pair(shape), torch.Generator().manual_seed(11)
-    parents = torch.tensor([-1, -1, 0, 0, 1])
-    counts = torch.zeros(V, V, V, dtype=torch.long)
-    for _ in range(runs):
-        tokens = [V, V]
-        while len(tokens) < 5:
-            first = pair.q[tokens[-2], tokens[-1]].topk(2).indices.tolist()
-            below = [
-                pair.q[tokens[-1], first[0]].topk(2).indices.tolist(),
-                [int(pair.q[tokens[-1], first[1]].argmax())],
-            ]
-            proposal = Proposal(torch.tensor([*first, *below[0], *below[1]]), parents=parents)
-            trails = [tokens] + [[*tokens, *branch] for branch in _branches(proposal)]
-            logits = torch.stack([pair.p[t[-2], t[-1]].clamp(min=1e-30).log() for t in trails])
-            if wrong:
-                logits[2] = logits[1]
-            committed, path = accept_tree(
-                proposal, logits, torch.tensor([0]), lambda ids, row: torch.softmax(row, -1), g
-            )
-            assert committed.numel() == path.numel() + 1
-            assert [int(proposal.ids[n]) for n in path] == committed.tolist()[:-1]
-            tokens += committed.tolist()
-        counts[tuple(tokens[2:5])] += 1
-    return g_test(counts, pair.joint())
-
-
-def _branches(proposal: Proposal) -> list[list[int]]:
-    branches: list[list[int]] = []
-    for token, parent in zip(proposal.ids.tolist(), proposal.parents.tolist(), strict=True):
-        branches.append([*([] if parent < 0 else branches[parent]), token])
-    return branches
-
-
-@pytest.mark.parametrize("shape", ["plain", "nucleus"])
-def test_a_tree_leaves_the_targets_joint_distribution(shape: str) -> None:
-    assert tree_runs(SHAPES[shape], 2_500) > SURE
-
-
-def test_the_tree_s_test_sees_a_wrong_row() -> None:
-    assert tree_runs(SHAPES["plain"], 2_500, wrong=True) < SURE
-
-
-def test_greedy_takes_the_path_of_the_target_s_choices() -> None:
-    proposal = Proposal(torch.tensor([2, 3, 0, 1, 3]), parents=torch.tensor([-1, -1, 0, 1, 1]))
-    best = [3, 0, 1, 0, 2, 2]
-    logits = torch.nn.functional.one_hot(torch.tensor(best), V).float()
-    committed, path = accept_tree(proposal, logits, torch.tensor([0]))
-    assert (committed.tolist(), path.tolist()) == ([3, 1, 2], [1, 3])
-
-
-def test_rows_of_a_tree_see_their_branch() -> None:
-    proposal = Proposal(torch.tensor([2, 3, 0, 1]), parents=torch.tensor([-1, -1, 0, 2]))
-    branches = proposal.branches()
-    assert branches.depth.tolist() == [0, 1, 1, 2, 3]
-    assert branches.sees.int().tolist() == [
-        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1]
-    ]  # fmt: skip

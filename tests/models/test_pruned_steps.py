@@ -94,7 +94,7 @@ def test_steps_are_the_model_s_own(
 @torch.no_grad()
 def test_trees_are_the_model_s_own(family: str, model: Any, name: str) -> None:
     inputs = prompt(family, PROMPTS["interleaved"])
-    tree = Proposal(torch.tensor([5, 6, 7, 8, 9]), parents=torch.tensor([-1, -1, 0, 1, 3])).branches()
+    tree = Proposal(torch.tensor([5, 6, 7, 8, 9]), parents=torch.tensor([-1, -1, 0, 1, 3])).branches
     later = Branches(torch.tensor([[True, False, True, False, False, False, True]]), torch.tensor([2]))
     with mmaccel.accelerate(model, prune=PRUNERS[name]) as fast:
         found: list[list[Tensor]] = []

@@ -99,7 +99,7 @@ def test_a_step_in_runs_is_the_step(
     """Chains, shorter ones than the width, and trees: what a run gives is what the next one takes, all rows of it."""
     name, model = family
     inputs = prompt(name, PROMPTS["interleaved"])
-    tree = Proposal(torch.tensor([5, 6, 7, 8]), parents=torch.tensor([-1, -1, 0, 1])).branches()
+    tree = Proposal(torch.tensor([5, 6, 7, 8]), parents=torch.tensor([-1, -1, 0, 1])).branches
     told = []
     for split in (False, True):
         if split:

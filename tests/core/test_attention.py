@@ -1,0 +1,228 @@
+"""One attention layer, against attention written out: which rows follow the pattern, which are dense, what is counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmaccel.backends import select
+from mmaccel.core.attention import MIN_ROWS, Road, Run, StreamRun
+from mmaccel.core.kv import KVView
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.runner import Branches
+
+HEADS, GROUPS, SIZE = 4, 2, 16
+SINK, WINDOW, BLOCK = 16, 24, 16
+N = 160
+PATTERN = {"name": "a_shape", "sink": SINK, "window": WINDOW, "block": BLOCK}
+
+
+def tensors(rows: int, keys: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [B, H, rows, D], key and value [B, G, keys, D]."""
+    g = torch.Generator().manual_seed(rows * keys)
+    query = torch.randn(batch, HEADS, rows, SIZE, generator=g)
+    key, value = (torch.randn(batch, GROUPS, keys, SIZE, generator=g) for _ in range(2))
+    return query, key, value
+
+
+def written_out(
+    query: Tensor, key: Tensor, value: Tensor, sees: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Attention where `sees` [B, n, N], in float64; `bias` [m] is added to the scores of the first keys."""
+    per = query.shape[1] // key.shape[1]
+    key, value = (x.double().repeat_interleave(per, 1) for x in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * SIZE**-0.5
+    if bias is not None:
+        scores[..., : len(bias)] += bias.double()
+    return scores.masked_fill(~sees[:, None], -torch.inf).softmax(-1) @ value
+
+
+def causal(n: int) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
+def a_shape(n: int) -> Tensor:
+    """[n, n] what A-shape shows: the window, and the first keys."""
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    return causal(n) & ((distance < WINDOW) | (torch.arange(n) < SINK))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A road, and its layers one call each."""
+
+    road: Road
+
+    def attend(
+        self, layout: TokenLayout, inputs: tuple[Tensor, Tensor, Tensor], layer: int = 0, **run: Any
+    ) -> Tensor:
+        start = layout.length - inputs[0].shape[2]
+        made = Run(**{"road": self.road, "layout": layout, "start": start, "state": None, **run})
+        return made.attend(layer, *inputs, SIZE**-0.5)
+
+    def counted(self) -> Any:
+        return self.road.meter.report({}, "reference", {}, torch.device("cpu"))
+
+
+def layer(**choices: Any) -> Layer:
+    recipe = Recipe.load(**{"sparse": PATTERN, "dense_tail": 0, **choices})
+    return Layer(Road(recipe, "reference", select.get("reference", torch.device("cpu"))))
+
+
+def close(found: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tail", [0, 1, 40, N, 4 * N])
+def test_the_last_rows_of_a_prompt_are_dense(tail: int) -> None:
+    at, inputs = layer(dense_tail=tail), tensors(N, N)
+    late = torch.arange(N)[:, None] >= N - tail
+    close(
+        at.attend(TokenLayout.text(1, N), inputs),
+        written_out(*inputs, (a_shape(N) | (late & causal(N)))[None]),
+    )
+
+
+def test_each_sequence_has_a_tail_of_its_own_behind_padding_on_either_side() -> None:
+    """The second is padded on the left, the third on the right; rows of padding say nothing."""
+    valid = torch.ones(3, N, dtype=torch.bool)
+    valid[1, :30], valid[2, -50:] = False, False
+    layout = TokenLayout.build(torch.zeros(3, N, dtype=torch.long), valid=valid)
+    at, inputs = layer(dense_tail=20), tensors(N, N, batch=3)
+    found = at.attend(layout, inputs)
+    for b, (begin, end) in enumerate([(0, N), (30, N), (0, N - 50)]):
+        own = tuple(x[b : b + 1, :, begin:end] for x in inputs)
+        late = torch.arange(end - begin)[:, None] >= end - begin - 20
+        sees = a_shape(end - begin) | (late & causal(end - begin))
+        close(found[b : b + 1, :, begin:end], written_out(*own, sees[None]))
+
+
+@pytest.mark.parametrize("cut", [(96,), (64, 128), (100,)])
+def test_a_prompt_in_chunks_gives_the_rows_of_the_whole(cut: tuple[int, ...]) -> None:
+    """Each chunk sees the keys up to its end; the tail is the prompt's, not the chunk's."""
+    whole, inputs = layer(dense_tail=40), tensors(N, N)
+    layout = TokenLayout.text(1, N)
+    want = whole.attend(layout, inputs)
+    parted = layer(dense_tail=40)
+    run = Run(road=parted.road, layout=layout, start=0, state=None)
+    bounds, rows = (0, *cut, N), []
+    for begin, end in pairwise(bounds):
+        query, key, value = (x[:, :, :end] for x in inputs)
+        rows.append(run.part(begin, end).attend(0, query[:, :, begin:], key, value, SIZE**-0.5))
+    # A last chunk of fewer than `MIN_ROWS` rows is dense.
+    sees = a_shape(N) | (
+        torch.arange(N)[:, None] >= min(N - 40, bounds[-2] if N - bounds[-2] < MIN_ROWS else N)
+    ) & causal(N)
+    close(torch.cat(rows, 2), written_out(*inputs, sees[None]))
+    if N - bounds[-2] >= MIN_ROWS:
+        close(torch.cat(rows, 2), want.double())
+
+
+@pytest.mark.parametrize(
+    "choices, run, rows",
+    [
+        ({}, {"prefill": False}, N),
+        ({"dense_layers": [0]}, {}, N),
+        ({"sparse": "dense"}, {}, N),
+        ({}, {}, MIN_ROWS - 1),
+        ({}, {"prefill": False}, 1),
+    ],
+    ids=["tokens to verify", "a dense layer", "the dense pattern", "few rows", "a decoded token"],
+)
+def test_what_is_dense_sees_every_column_before_it(
+    choices: dict[str, Any], run: dict[str, Any], rows: int
+) -> None:
+    at, inputs = layer(**choices), tensors(rows, N)
+    close(at.attend(TokenLayout.text(1, N), inputs, **run), written_out(*inputs, causal(N)[None, -rows:]))
+    # What is decoded or verified is not counted; a dense prompt keeps everything.
+    assert at.counted().kept == (None if run else 1.0)
+
+
+def test_rows_of_a_tree_see_the_prompt_and_their_own_branch() -> None:
+    """A committed token with two children, of which the first has one: 4 rows behind N - 4 columns."""
+    sees = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
+    at, inputs = layer(), tensors(4, N)
+    run = {"prefill": False, "branches": Branches(sees, torch.tensor([0, 1, 1, 2]))}
+    before = torch.ones(4, N - 4, dtype=torch.bool)
+    close(
+        at.attend(TokenLayout.text(1, N), inputs, **run),
+        written_out(*inputs, torch.cat([before, sees], 1)[None]),
+    )
+
+
+def test_what_a_memory_limits_is_dense_over_its_view() -> None:
+    """A memory that gave up columns 20 .. 39 and shows 8 first columns and a window of 48: the pattern does not run."""
+    column = torch.cat([torch.arange(20), torch.arange(40, N)])
+    query, key, value = tensors(100, N)
+    view = KVView(key[:, :, column], value[:, :, column], column=column, sinks=8, window=48)
+    at = layer()
+    found = at.attend(
+        TokenLayout.text(1, N), (query, key, value), state=SimpleNamespace(view=lambda *_: view)
+    )
+    distance = torch.arange(N - 100, N)[:, None] - column
+    sees = (distance >= 0) & ((distance < 48) | (column < 8))
+    close(found, written_out(query, key[:, :, column], value[:, :, column], sees[None]))
+    assert at.counted().patterns == (("dense",) * HEADS,)
+
+
+@pytest.mark.parametrize("tail", [0, 32])
+def test_kept_counts_listed_blocks_over_causal_pairs(tail: int) -> None:
+    """By hand: a block of queries counts each block of keys in which it sees any, in the window and again in the keys before
+    it; rows of the tail count what is causal."""
+    at, inputs = layer(dense_tail=tail, dense_layers=[1]), tensors(N, N)
+    for number in (0, 1):
+        at.attend(TokenLayout.text(1, N), inputs, layer=number)
+    rows = torch.arange(N)
+    near = causal(N) & (rows[:, None] - rows < WINDOW)
+    spans = torch.stack([near, a_shape(N) & ~near]).view(2, N // BLOCK, BLOCK, N // BLOCK, BLOCK)
+    blocks = spans.any(4).any(2).sum(0)
+    listed = (blocks.sum(1).repeat_interleave(BLOCK) * BLOCK)[: N - tail].sum() + (rows + 1)[N - tail :].sum()
+    share = float(listed / (rows + 1).sum())
+    report = at.counted()
+    assert report.patterns == (("a_shape",) * HEADS, ("dense",) * HEADS)
+    assert report.kept_by_head == ((pytest.approx(share),) * HEADS, (1.0,) * HEADS)
+    assert report.kept == pytest.approx((share + 1) / 2)
+
+
+def test_probes_read_what_each_layer_computes_from() -> None:
+    seen = []
+    probe = SimpleNamespace(attending=lambda run, number, *tensors: seen.append((number, *tensors[:3])))
+    at, inputs = layer(), tensors(N, N)
+    at.attend(TokenLayout.text(1, N), inputs, layer=3, probes=(probe,))
+    assert seen[0][0] == 3 and all(torch.equal(a, b) for a, b in zip(seen[0][1:], inputs, strict=True))
+
+
+def stream(view: KVView, inputs: tuple[Tensor, Tensor, Tensor], **run: Any) -> Tensor:
+    return StreamRun(SimpleNamespace(view=lambda *_: view), **run).attend(0, *inputs, SIZE**-0.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [None, 1, 7, 30])
+def test_a_stream_s_rows_are_the_last_of_its_view(step: int | None) -> None:
+    """The memory's own queries count, and rows go to the kernel `step` at a time."""
+    inputs = query, key, value = tensors(30, 90)
+    view = KVView(key, value, sinks=4, window=20, query=-query, step=step)
+    distance = torch.arange(60, 90)[:, None] - torch.arange(90)
+    sees = (distance >= 0) & ((distance < 20) | (torch.arange(90) < 4))
+    close(stream(view, inputs), written_out(-query, key, value, sees[None]))
+
+
+def test_a_stream_s_first_keys_may_have_a_bias() -> None:
+    inputs = _, key, value = tensors(3, 50)
+    bias = torch.linspace(-1, 2, 10)
+    close(stream(KVView(key, value, bias=bias), inputs), written_out(*inputs, causal(50)[None, -3:], bias))
+
+
+def test_a_stream_s_check_breaks_off_before_the_memory_is_asked() -> None:
+    def over() -> None:
+        raise TimeoutError
+
+    state = SimpleNamespace(view=lambda *_: pytest.fail("the memory was asked"))
+    with pytest.raises(TimeoutError):
+        StreamRun(state, check=over).attend(0, *tensors(3, 50), SIZE**-0.5)  # type: ignore[arg-type]

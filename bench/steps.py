@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from timing import Log, environment
+from timing import Log, environment, read_rows
 
 
 @dataclass(frozen=True)
@@ -24,10 +23,7 @@ class Step:
 
 def done_before(path: Path) -> set[str]:
     """Names of the steps whose rows are in the file already."""
-    rows = (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    )
-    return {row["done"] for row in rows if "done" in row}
+    return {row["done"] for row in read_rows([path] if path.exists() else []) if "done" in row}
 
 
 def run_steps(steps: Sequence[Step], options: argparse.Namespace) -> None:

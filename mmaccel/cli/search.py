@@ -68,6 +68,7 @@ def search(
     """
     from mmaccel.backends import select
     from mmaccel.core.report import counted, share
+    from mmaccel.core.rows import read_rows
     from mmaccel.search import Settings
     from mmaccel.search import search as run
     from mmaccel.search.kinds import KINDS
@@ -100,9 +101,10 @@ def search(
             inputs, told = sample(loaded, processor, video or [], text or [], max_tokens, fps, progress)
             table = run(loaded, inputs, output, settings, sample=told, progress=steps(progress, "steps"))
     except KeyboardInterrupt:
-        whole = many(len(list(parts.glob("layer-*.json"))), "whole layer")
+        layers = sum("layer" in row for row in read_rows([parts])) if parts.is_file() else 0
+        whole = many(layers, "whole layer")
         kept = f"the costs and {whole} are kept in {parts}; the same command goes on with the next layer, from its beginning"
-        print(f"stopped: {kept if parts.is_dir() else 'nothing was measured yet'}.", file=sys.stderr)
+        print(f"stopped: {kept if parts.is_file() else 'nothing was measured yet'}.", file=sys.stderr)
         raise typer.Exit(130) from None
     facts = summary(table)
     if as_json:

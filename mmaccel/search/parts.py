@@ -1,4 +1,4 @@
-"""What a search has done so far, in a folder: a search that was stopped goes on from there."""
+"""What a search has done so far, in a file: a search that was stopped goes on from there."""
 
 from __future__ import annotations
 
@@ -6,134 +6,98 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.rows import Rows
 
 
 def parts_of(out: Path) -> Path:
-    """The folder in which a search for the table `out` keeps what it has done."""
+    """The file in which a search for the table `out` keeps what it has done."""
     return out.with_name(out.name + ".parts")
 
 
 class Parts:
-    """What a search has done so far, a file a layer, each written whole or not at all."""
+    """What a search has done so far: a row of what it is about, then one of each cost, of time spent, and of each layer."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: Rows
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep the folder from other searches, of this process or another; `RecipeError` if one is at work in it.
+        """Keep the file from other searches, of this process or another, and read it; `RecipeError` if one is at work on it,
+        or if it holds no search.
 
         The lock is the system's and ends with the process, however that ends.
         """
-        self.folder.mkdir(exist_ok=True)
-        handle = os.open(self.folder, os.O_RDONLY)
-        try:
+        with ExitStack() as stack:
             try:
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                stack.callback(os.close, handle)
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._rows = Rows(self.path, "about")
             except BlockingIOError as error:
                 raise RecipeError(
-                    f"another search is at work in {self.folder}; wait for its end, or give another --out."
+                    f"another search is at work in {self.path}; wait for its end, or give another --out."
+                ) from error
+            except (IsADirectoryError, ValueError) as error:
+                raise RecipeError(
+                    f"{self.path} is there and holds no search that can go on; delete it, or give another --out."
                 ) from error
             try:
                 yield
             finally:
-                with suppress(OSError):
-                    self.folder.rmdir()  # only when nothing was done
-        finally:
-            os.close(handle)
+                if not self._rows.rows:  # nothing was done
+                    self.path.unlink(missing_ok=True)
 
     def begin(self, about: Mapping[str, Any]) -> None:
         """Start, or go on with what is there if it is about the same; `RecipeError` if it is about something else."""
         told = json.loads(json.dumps(about))
-        if (self.folder / "about.json").is_file():
-            known = self._read("about.json", dict)
-            if known != told:
-                raise RecipeError(
-                    f"{self.folder} holds a search with another {_listed(differing(known, told))}; give what it was begun "
-                    "with, delete the folder, or give another --out."
-                )
-            return
-        self.folder.mkdir(exist_ok=True)
-        write_json(self.folder / "about.json", told)
+        known = self._all("about")
+        if known and known[0] != told:
+            other = _listed(differing(known[0], told)) if isinstance(known[0], dict) else "beginning"
+            raise RecipeError(
+                f"{self.path} holds a search with another {other}; give what it was begun with, delete the file, or give "
+                "another --out."
+            )
+        if not known:
+            self._rows.add({"about": about})
+
+    def _all(self, key: str) -> list[Any]:
+        return [row[key] for row in self._rows.rows if key in row]
 
     def measured(self) -> list[dict[str, Any]]:
         """What was measured."""
-        path = self.folder / "measured.json"
-        return self._read("measured.json", list) if path.is_file() else []
+        return self._all("measured")
 
     def note(self, row: dict[str, Any]) -> dict[str, Any]:
         """Keep one measurement."""
-        write_json(self.folder / "measured.json", [*self.measured(), row])
+        self._rows.add({"measured": row})
         return row
 
     def spent(self, seconds: float) -> None:
         """Count time that was no layer's."""
-        path = self.folder / "spent.json"
-        write_json(path, [*(self._read("spent.json", list) if path.is_file() else []), seconds])
-
-    def _path(self, layer: int) -> Path:
-        return self.folder / f"layer-{layer:03d}.json"
-
-    def has(self, layer: int) -> bool:
-        """Whether a layer is done; one whose file is damaged is not, and is measured again."""
-        if not self._path(layer).is_file():
-            return False
-        try:
-            found = self._layer(layer)
-        except RecipeError:
-            return False
-        return found.keys() >= {"heads", "seconds", "peak_bytes"}
+        self._rows.add({"spent": seconds})
 
     def layer(self, layer: int, heads: list[dict[str, Any]], seconds: float, peak: int) -> None:
-        """Keep a layer."""
-        write_json(self._path(layer), {"heads": heads, "seconds": seconds, "peak_bytes": peak})
+        """Keep a layer: what was measured for its heads, the time it took, the most memory held."""
+        self._rows.add({"layer": layer, "heads": heads, "seconds": seconds, "peak_bytes": peak})
 
-    def heads(self, layer: int) -> list[dict[str, Any]]:
-        """What was measured for the heads of a layer."""
-        found: list[dict[str, Any]] = self._layer(layer)["heads"]
-        return found
+    def layers(self) -> dict[int, dict[str, Any]]:
+        """The layers that are done, by number."""
+        return {row["layer"]: row for row in self._rows.rows if "layer" in row}
 
-    def seconds(self, depth: int) -> float:
+    def seconds(self) -> float:
         """All time spent, over all the times the search was started."""
-        spent = self._read("spent.json", list)
-        return float(sum(spent)) + sum(self._layer(n)["seconds"] for n in range(depth))
-
-    def peaks(self, depth: int) -> list[int]:
-        """The most memory held at each layer."""
-        return [self._layer(n)["peak_bytes"] for n in range(depth)]
+        return float(sum(self._all("spent"))) + sum(row["seconds"] for row in self.layers().values())
 
     def remove(self) -> None:
-        """The table is written: what was kept for it goes, and the folder unless it holds something else."""
-        names = ("about.json", "measured.json", "spent.json")
-        for path in (
-            *(self.folder / name for name in names),
-            *self.folder.glob("layer-[0-9][0-9][0-9].json"),
-        ):
-            path.unlink(missing_ok=True)
-        with suppress(OSError):
-            self.folder.rmdir()
-
-    def _layer(self, layer: int) -> dict[str, Any]:
-        found: dict[str, Any] = self._read(self._path(layer).name, dict)
-        return found
-
-    def _read(self, name: str, kind: type) -> Any:
-        """What a file holds; `RecipeError` where it was cut off or is not of its `kind`."""
-        path = self.folder / name
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            found = None
-        if not isinstance(found, kind):
-            raise RecipeError(
-                f"{path} is damaged; delete the folder {self.folder} and search anew, or give another --out."
-            )
-        return found
+        """The table is written: what was kept for it goes."""
+        self.path.unlink(missing_ok=True)
+        self._rows.rows.clear()
 
 
 OPTIONS = {
@@ -177,13 +141,3 @@ def differing(known: Mapping[str, Any], told: Mapping[str, Any]) -> list[str]:
 
 def _listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a file whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,16 +18,19 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName
 from mmaccel.core.layout import MODALITIES
 from mmaccel.core.report import peak_bytes
+from mmaccel.core.rows import environment, write_whole
 from mmaccel.policies.sparse.head_table import KIND, SCHEMA
 from mmaccel.search.algorithm import kinds_of, levelled, scored, ticks
 from mmaccel.search.kinds import KINDS
 from mmaccel.search.measure import Bench
-from mmaccel.search.parts import Parts, parts_of, write_json
+from mmaccel.search.parts import Parts, parts_of
 from mmaccel.search.sample import Inside, described, frame_tokens, present, watch
 from mmaccel.search.space import Candidate, Scale, rows
 from mmaccel.search.table import Ledger, assembled
 
 Progress = Callable[[str, int, int | None], None]
+PACKAGES = ("mmaccel", "torch", "transformers", "triton")
+"""Packages whose versions a search depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ def search(
     inputs: keyword arguments of the model, a batch of one prompt; `sample` goes into the table beside what is known of
     it. One forward pass stops at the layer in the middle, on which costs are measured; a second goes over all layers, one
     held at a time. Outputs and lists are as long as the prompt; scores of all pairs are never held. What is done lies in
-    the folder `out`.parts until the table is whole: a search that was stopped goes on from there.
+    the file `out`.parts until the table is whole: a search that was stopped goes on from there.
 
     Raises `RecipeError` or `ModelError` in one sentence.
     """
@@ -109,7 +111,7 @@ def _search(
     sample: Mapping[str, Any] | None,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """`search`, with a folder of its own."""
+    """`search`, with a file of parts that is its own."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -129,6 +131,7 @@ def _search(
     context = settings.context or layout.length
     scale = Scale(context, frame_tokens(layout), settings.block, settings.extended)
     kinds = kinds_of(settings.boundaries, modalities)
+    here = environment(device)
     about: dict[str, Any] = {
         "kind": KIND,
         "schema": SCHEMA,
@@ -145,17 +148,17 @@ def _search(
         "measured_layer": depth // 2,
         "objective": "norm of (sparse - dense) attention output over the norm of dense, over all rows of the sample",
         "sample": {**(sample or {}), **described(inputs, layout)},
-        "device": _device(device),
+        "device": here["device"],
         "dtype": str(held[0].query.dtype).removeprefix("torch."),
         "backend": backend,
-        "versions": _versions(),
+        "versions": {name: here[name] for name in PACKAGES if here[name] is not None},
     }
     parts.begin(about)
     space, measured = _levelled(held[0], scale, about, settings, parts, progress)
     held.clear()
     parts.spent(time.perf_counter() - began)
 
-    missing = {n for n in range(depth) if not parts.has(n)}
+    missing = set(range(depth)) - parts.layers().keys()
     tell = _Counter(progress, "score", ticks(space, modalities) * len(missing))
 
     def visit(inside: Inside) -> None:
@@ -164,9 +167,10 @@ def _search(
         parts.layer(inside.layer, heads, time.perf_counter() - start, peak_bytes(device))
 
     watch(model, inputs, visit, missing)
-    table = assembled(about, measured, space, [parts.heads(n) for n in range(depth)])
-    table |= {"seconds": round(parts.seconds(depth), 3), "peak_bytes": max(parts.peaks(depth))}
-    write_json(out, table)
+    done = [parts.layers()[n] for n in range(depth)]
+    table = assembled(about, measured, space, [layer["heads"] for layer in done])
+    table |= {"seconds": round(parts.seconds(), 3), "peak_bytes": max(layer["peak_bytes"] for layer in done)}
+    write_whole(out, json.dumps(table, indent=1, allow_nan=False) + "\n")
     parts.remove()
     return table
 
@@ -207,21 +211,3 @@ def _kept(inside: Inside) -> Inside:
     """The same with tensors of its own: those of a layer are gone when the pass goes on."""
     query, key, value = (t.clone() for t in (inside.query, inside.key, inside.value))
     return dataclasses.replace(inside, query=query, key=key, value=value)
-
-
-def _device(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else platform.processor() or platform.machine()
-    )
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("mmaccel", "torch", "transformers", "triton"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

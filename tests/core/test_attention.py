@@ -145,15 +145,39 @@ def test_what_is_dense_sees_every_column_before_it(
     assert at.counted().kept == (None if run else 1.0)
 
 
+TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
+"""A committed token with two children, of which the first has one: 4 rows behind N - 4 columns."""
+
+
 def test_rows_of_a_tree_see_the_prompt_and_their_own_branch() -> None:
-    """A committed token with two children, of which the first has one: 4 rows behind N - 4 columns."""
-    sees = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
     at, inputs = layer(), tensors(4, N)
-    run = {"prefill": False, "branches": Branches(sees, torch.tensor([0, 1, 1, 2]))}
+    run = {"prefill": False, "branches": Branches(TREE, torch.tensor([0, 1, 1, 2]))}
     before = torch.ones(4, N - 4, dtype=torch.bool)
     close(
         at.attend(TokenLayout.text(1, N), inputs, **run),
-        written_out(*inputs, torch.cat([before, sees], 1)[None]),
+        written_out(*inputs, torch.cat([before, TREE], 1)[None]),
+    )
+
+
+def test_rows_of_a_tree_see_a_window_from_their_depth() -> None:
+    """Of a memory that gave up columns 8 .. 29: 8 first columns, and a window of 48 that ends at the row's depth."""
+    column = torch.cat([torch.arange(8), torch.arange(30, N)])
+    query, key, value = tensors(4, N)
+    key, value = key[:, :, column], value[:, :, column]
+    view = KVView(key, value, column=column, sinks=4, window=48)
+    depth = torch.tensor([0, 1, 1, 2])
+    at = layer()
+    run = {
+        "prefill": False,
+        "branches": Branches(TREE, depth),
+        "state": SimpleNamespace(view=lambda *_: view),
+    }
+    before = column[:-4]
+    near = (N - 4 + depth)[:, None] - before < 48
+    sees = torch.cat([near | (before < 4), TREE], 1)
+    close(
+        at.attend(TokenLayout.text(1, N), (query, key, value), **run),
+        written_out(query, key, value, sees[None]),
     )
 
 

@@ -161,12 +161,13 @@ class _Run:
 
     def load(self, output: Path | None) -> None:
         """The model, its processor and the file."""
-        from mmaccel_lab.eval.haystack_log import Log, environment
+        from mmaccel.core.rows import environment
+        from mmaccel_lab.eval.haystack_log import Log
 
         self.processor = choices.processor(self.model)
         self.loaded = choices.load(self.model, self.place, self.dtype)
         kept = str(next(self.loaded.parameters()).dtype).removeprefix("torch.")
-        self.log = Log(output, self.settings, environment(self.place, kept))
+        self.log = Log(output, self.settings, environment(self.place, dtype=kept))
         self.log.check_yardstick(self.methods.rivals, self.level)
 
     def answers(self) -> tuple[list[Shot], list[Shot]]:

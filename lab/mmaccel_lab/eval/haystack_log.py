@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import json
-import platform
-import sys
 from collections.abc import Collection, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mmaccel.core.errors import WorldError
+from mmaccel.core.rows import Rows
 from mmaccel_lab.eval.cases import Case
 from mmaccel_lab.eval.haystack import Shot
 from mmaccel_lab.eval.rivals import NEAR, RIVALS
 
 Key = tuple[str, int, int, str]
-BEGIN = '{"environment": '
-"""How a file begins."""
-
-
-def environment(device: str, dtype: str) -> dict[str, Any]:
-    """What a reader has to know to believe the answers."""
-    found: dict[str, Any] = {
-        "command": " ".join(sys.argv),
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine(),
-        "dtype": dtype,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-    }
-    for package in ("mmaccel", "torch", "transformers", "triton"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 class Log:
@@ -54,12 +31,10 @@ class Log:
         self.levels: dict[tuple[str, int], dict[str, Any]] = {}
         self.shares: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self._seen: set[Key] = set()
-        rows = _rows(path, "--out") if path is not None and path.exists() else []
-        if rows and path is not None:
-            self._take(path, "--out", rows, {})
-        if path is not None and path.exists():
-            _trim(path)
-        if not rows:
+        self._file = None if path is None else _opened(path, "--out")
+        if path is not None and self._file is not None and self._file.rows:
+            self._take(path, "--out", self._file.rows, {})
+        else:
             self._put({"environment": dict(about), "settings": self.settings})
 
     @classmethod
@@ -70,7 +45,7 @@ class Log:
         for path in paths:
             if not path.is_file():
                 raise WorldError(f"--rows: there is no file {path}; give one that --out wrote.")
-            held.append((path, _rows(path, "--rows")))
+            held.append((path, _opened(path, "--rows").rows))
         try:
             log = cls(None, held[0][1][0]["settings"], {})
         except (IndexError, KeyError, TypeError) as error:
@@ -169,27 +144,13 @@ class Log:
         ]
 
     def _put(self, row: Mapping[str, Any]) -> None:
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        if self._file is not None:
+            self._file.add(row)
 
 
-def _rows(path: Path, option: str) -> list[dict[str, Any]]:
-    """The rows of a file, less a last line that was cut off while it was written."""
+def _opened(path: Path, option: str) -> Rows:
+    """The rows of a haystack's file."""
     try:
-        text = path.read_text(encoding="utf-8")
-        rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-        # A first line that was cut off is told by how it begins.
-        if not rows and text and not BEGIN.startswith(text[: len(BEGIN)]):
-            raise ValueError
+        return Rows(path, "environment")
     except ValueError as error:
         raise WorldError(f"{option}: {path} is there and holds no haystack; give another file.") from error
-    return rows
-
-
-def _trim(path: Path) -> None:
-    """Take away a last line that was cut off; what is added would stand in it."""
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")

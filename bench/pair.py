@@ -27,7 +27,7 @@ from mmaccel.core.attach import accelerate
 from mmaccel.core.draft import Prompt
 from mmaccel.core.worker import READY, Worker
 from mmaccel.models.runner import HFRunner
-from mmaccel.policies.draft import Parallel, _remote
+from mmaccel.policies.draft import Parallel, _remote_drafter
 from mmaccel.policies.draft.parallel import Pipeline
 from mmaccel.policies.draft.sequential import Drafter
 from mmaccel.policies.draft.tree import _Gardener
@@ -203,7 +203,8 @@ def piped(
     choice = Parallel(model="shape", window=window)
     devices = list(dict.fromkeys(torch.device(name) for name in bench.devices))
     states = [
-        Pipeline(_remote.Remote(worker, replayed.VOCAB), choice, devices, replayed.VOCAB) for _ in runners
+        Pipeline(_remote_drafter.Remote(worker, replayed.VOCAB), choice, devices, replayed.VOCAB)
+        for _ in runners
     ]
     return decode(runners, states, [columns, held], tokens or bench.tokens, seed)
 

@@ -35,8 +35,8 @@ from mmaccel.models import drafting, runner, shapes
 from mmaccel.models import step as steps
 from mmaccel.models.decode import ROWS
 from mmaccel.models.runner import HFRunner
-from mmaccel.policies.draft import _remote
-from mmaccel.policies.draft._writer import Writer
+from mmaccel.policies.draft import _remote_drafter
+from mmaccel.policies.draft._decoder import DraftDecoder
 
 VOCAB = 150_000
 START = 7
@@ -245,7 +245,7 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
     held: dict[tuple[int, int], Counting] = {}
     wire.send(READY, options["vocab"])
 
-    class Either(Writer):
+    class Either(DraftDecoder):
         def read(self, inputs: Any, *rest: Any, **more: Any) -> None:
             if "assumed" not in inputs:
                 held.clear()
@@ -268,13 +268,13 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
 
     with counting(device, model) as peaks:
         answering(wire, peaks)
-        _remote.serve_writer(wire, fresh, options["device"])
+        _remote_drafter.serve_decoder(wire, fresh, options["device"])
 
 
 def second_process(given: argparse.Namespace, device: str) -> Worker:
     """The draft's process; it loads while the caller goes on."""
     plain = {k: v for k, v in vars(given).items() if isinstance(v, int | float | str | bool | None)}
-    return _remote.start(
+    return _remote_drafter.start(
         "replayed:serve", {"model": json.dumps(plain), "device": device, "vocab": VOCAB}, 120.0
     )
 
@@ -283,7 +283,7 @@ def make_ready(worker: Worker, columns: int, seats: int) -> None:
     """Have the second process fill and capture what sequences of `columns` need, so that nothing of it is timed."""
     for seat in range(seats):
         said = assumed(columns, 0, seat, torch.device("cpu"))
-        remote = _remote.Remote(worker, VOCAB)
+        remote = _remote_drafter.Remote(worker, VOCAB)
         remote.begin(said.inputs, None, False, False, 0)
         remote.ask(0, [], 4)
         if remote.collect(180.0) is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from mmaccel.policies.draft._read import PrunedReader
+from mmaccel.policies.draft._draft_model import PrunedReader
 
 Call = Callable[..., tuple[int, str, str]]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.policies.draft._gain import tokens_per_round
+from mmaccel.policies.draft._window_model import tokens_per_round
 from mmaccel_lab.eval import simulate
 from mmaccel_lab.eval.simulate import Costs
 from tests.core.test_generate import limit, run

@@ -10,7 +10,7 @@ import torch
 from mmaccel.backends.ops import clusters, words
 from mmaccel.core.attach import adapter_for
 from mmaccel.policies.kv.mosaic.index import Index
-from mmaccel.policies.kv.mosaic.writing import Writer
+from mmaccel.policies.kv.mosaic.writing import DraftDecoder
 from tests.models.streams import FPS, film, open_session, pair
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.policies.kv.test_question_reads import Counted
@@ -66,7 +66,7 @@ def test_watching_reads_nothing_back_and_launches_little(
         for some in (film(16), film(16)[8:]):
             session.watch(some, fps=FPS)
         live: Any = session._live
-        monkeypatch.setattr(Writer, "digest", lambda *args: False)
+        monkeypatch.setattr(DraftDecoder, "digest", lambda *args: False)
         for name in ("refresh", "_survey"):
             monkeypatch.setattr(Index, name, unseen(getattr(Index, name)))
         monkeypatch.setattr(type(live.state), "idle", lambda self: None)

@@ -16,18 +16,16 @@ from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import register
 from mmaccel.core.worker import READY, Worker
-from mmaccel.policies.draft import _remote
-from mmaccel.policies.draft._engine import Engine, Local
-from mmaccel.policies.draft._gain import Pace, best_window, told
-from mmaccel.policies.draft._pair import (
+from mmaccel.policies.draft import _remote_drafter
+from mmaccel.policies.draft._decoder import Engine, Local, TokenDistribution
+from mmaccel.policies.draft._draft_model import (
     PeerStrategy,
     check_vocabulary,
     devices_of,
     folder_of,
     free_device,
 )
-from mmaccel.policies.draft._share import Reading, Shares
-from mmaccel.policies.draft._writer import Odds
+from mmaccel.policies.draft._window_model import Pace, Reading, Shares, best_window, pause_notes
 
 FIRST_WINDOW = 4
 """Tokens of the start-up window, and of windows until both times are known."""
@@ -73,7 +71,7 @@ class Parallel(PeerStrategy):
     start_s, timeout_s  the longest wait for the process to be ready, and for a word of it while it works
     """
 
-    service: ClassVar[str] = _remote.SERVICE
+    service: ClassVar[str] = _remote_drafter.SERVICE
 
     window: int | None = None
     most: int = 16
@@ -124,9 +122,9 @@ class Parallel(PeerStrategy):
         bare_s: float | None = None
         if self.process:
             worker = self._worker(target)
-            engine = _remote.Remote(worker, vocab)
+            engine = _remote_drafter.Remote(worker, vocab)
             if measured and len(worker.ready) > 1:
-                bare_s = worker.ready[1] * _remote.MICRO
+                bare_s = worker.ready[1] * _remote_drafter.MICRO
         else:
             engine = Local(self.peer(target), vocab, target.device)
         shares = target.hold("parallel shares", lambda: Shares(bare_s)) if measured else None
@@ -145,7 +143,7 @@ class Parallel(PeerStrategy):
         }
 
         def begin() -> Worker:
-            worker = _remote.start(self.service, options, self.timeout_s)
+            worker = _remote_drafter.start(self.service, options, self.timeout_s)
             try:
                 (vocab, *_) = worker.wait(READY, self.start_s).numbers
                 check_vocabulary(self.name, target.geometry.vocab, vocab)
@@ -181,7 +179,7 @@ class Pipeline(DraftState):
         self._waited = [device for device in devices if device.type == "cuda" and choice.process]
         self._said: list[int] = []
         self._line: list[int] = []
-        self._odds: dict[int, Odds] = {}
+        self._odds: dict[int, TokenDistribution] = {}
         self._last, self._vocab = devices[-1], vocab
         self._ahead = 0
         self._busy = self._started = self._late = False
@@ -232,7 +230,7 @@ class Pipeline(DraftState):
     def _proposal(self, place: int, tokens: list[int]) -> Proposal:
         """`tokens`, which stand in the line from `place` on, with what they were drawn from."""
         odds = [self._odds[place + n] for n in range(len(tokens)) if place + n in self._odds]
-        q = Odds.dense(odds, self._vocab, self._last) if odds else None
+        q = TokenDistribution.dense(odds, self._vocab, self._last) if odds else None
         return Proposal(torch.tensor(tokens, dtype=torch.long), q=q)
 
     def tail(self) -> Proposal:
@@ -349,7 +347,7 @@ class Pipeline(DraftState):
 
     def notes(self) -> list[str]:
         read = [] if self._reading is None else [self._reading.note()]
-        return [*read, *told(self.counters())]
+        return [*read, *pause_notes(self.counters())]
 
     def counters(self) -> dict[str, float]:
         """Rounds of each mode; streaks: drafted tokens kept in a row over windows, the paper's adaptive length."""

@@ -13,8 +13,7 @@ from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.core.registry import register
 from mmaccel.core.runner import Runner
 from mmaccel.core.verify import draw, resize
-from mmaccel.policies.draft._pair import PeerStrategy
-from mmaccel.policies.draft._read import PrunedReader, Reader, moved
+from mmaccel.policies.draft._draft_model import PeerStrategy, PrunedReader, Reader, moved
 
 
 @register("draft", "sequential")

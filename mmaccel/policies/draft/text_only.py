@@ -13,8 +13,7 @@ from mmaccel.core.draft import DraftState
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import register
 from mmaccel.core.runner import Runner
-from mmaccel.policies.draft._pair import open_peer
-from mmaccel.policies.draft._read import Reader, TextReader
+from mmaccel.policies.draft._draft_model import Reader, TextReader, open_peer
 from mmaccel.policies.draft.sequential import Drafter, Sequential
 
 
@@ -40,12 +39,12 @@ class TextOnly(Sequential):
     def open(self, target: ModelView) -> DraftState:
         peer = self.peer(target)
         never = target.adapter.placeholders(target.model)
-        return Writer(
+        return TextDrafter(
             peer.runner(), peer.device, self.window, target.geometry.vocab, TextReader(target), never
         )
 
 
-class Writer(Drafter):
+class TextDrafter(Drafter):
     """A drafter that proposes none of the tokens `never`."""
 
     def __init__(

@@ -12,8 +12,7 @@ from mmaccel.core.draft import DraftState, Prompt, Proposal
 from mmaccel.core.errors import DraftError, RecipeError, shown
 from mmaccel.core.registry import register
 from mmaccel.core.runner import Branches, Runner
-from mmaccel.policies.draft._pair import PeerStrategy
-from mmaccel.policies.draft._read import PrunedReader, Reader, moved
+from mmaccel.policies.draft._draft_model import PeerStrategy, PrunedReader, Reader, moved
 
 STATIC = (
     ((0,), (1,), (2,), (3,)),

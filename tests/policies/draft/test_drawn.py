@@ -9,8 +9,8 @@ import torch
 
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.worker import READY, Worker
-from mmaccel.policies.draft import _remote, parallel
-from mmaccel.policies.draft._writer import Odds, Writer, Written
+from mmaccel.policies.draft import _remote_drafter, parallel
+from mmaccel.policies.draft._decoder import DraftDecoder, DraftedTokens, TokenDistribution
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.test_generate import limit, run
 from tests.core.toy import ToyRunner, Triples, bigram, prompt, view
@@ -46,7 +46,7 @@ def test_sampled_triples_of_a_late_draft_have_the_targets_joint_distribution(
     dice, late = random.Random(2), []  # type: random.Random, list[bool]
 
     class Late(parallel.Local):
-        def collect(self, limit_s: float) -> Written | None:
+        def collect(self, limit_s: float) -> DraftedTokens | None:
             late.append(dice.random() < 0.3)
             return None if late[-1] else super().collect(limit_s)
 
@@ -63,12 +63,12 @@ class Softmax:
 
 def test_what_a_token_was_drawn_from_crosses_the_wire() -> None:
     """The process draws what a writer here draws with its seed, from the same distributions."""
-    here = Writer(ToyRunner(bigram(table(1))), "cpu", VOCAB)
+    here = DraftDecoder(ToyRunner(bigram(table(1))), "cpu", VOCAB)
     here.read({"input_ids": torch.tensor([[1, 0]])}, warp=Softmax(), seed=9)
     worker = Worker(SERVICE, {"model": "1"}, silence_s=20.0)
     try:
         worker.wait(READY, 20.0)
-        engine = _remote.Remote(worker, VOCAB)
+        engine = _remote_drafter.Remote(worker, VOCAB)
         engine.begin({"input_ids": torch.tensor([[1, 0]])}, Softmax(), False, False, 9)
         for length, fix in ((0, []), (3, [5])):
             engine.ask(length, fix, 4)
@@ -76,7 +76,7 @@ def test_what_a_token_was_drawn_from_crosses_the_wire() -> None:
             assert there is not None and there.ids == mine.ids and len(there.odds) == 4
             for one, other in zip(there.odds, mine.odds, strict=True):
                 assert torch.equal(one.ids, other.ids) and torch.equal(one.weights, other.weights)
-        q = Odds.dense(mine.odds, VOCAB, torch.device("cpu"))
+        q = TokenDistribution.dense(mine.odds, VOCAB, torch.device("cpu"))
         rows = [table(1)[token] for token in here.line[3:7]]
         assert torch.allclose(q, torch.softmax(torch.stack(rows), -1), atol=1e-6)
         engine.close()

@@ -19,9 +19,9 @@ from mmaccel.core.draft import Proposal
 from mmaccel.core.errors import DraftError, MmaccelWarning, RecipeError
 from mmaccel.core.generate import speculate
 from mmaccel.core.verify import accept
-from mmaccel.policies.draft import _pair, parallel
-from mmaccel.policies.draft._gain import Pace, best_window, tokens_per_round
-from mmaccel.policies.draft._writer import Writer, Written
+from mmaccel.policies.draft import _draft_model, parallel
+from mmaccel.policies.draft._decoder import DraftDecoder, DraftedTokens
+from mmaccel.policies.draft._window_model import Pace, best_window, tokens_per_round
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit, run
 from tests.core.toy import (
@@ -115,7 +115,7 @@ def test_a_draft_that_falls_silent_is_told_of(
     state = pipeline(target, target, 5, window=4)
     collect, heard = state._engine.collect, [3]
 
-    def silent(limit_s: float) -> Written | None:
+    def silent(limit_s: float) -> DraftedTokens | None:
         heard[0] -= 1
         return collect(limit_s) if heard[0] >= 0 else None
 
@@ -163,7 +163,7 @@ def test_after_a_refusal_the_draft_goes_on_from_what_was_said() -> None:
 
 
 def test_a_writer_goes_back_to_any_token() -> None:
-    writer = Writer(ToyRunner(bigram(torch.eye(7).roll(1, 1))), "cpu", 7)
+    writer = DraftDecoder(ToyRunner(bigram(torch.eye(7).roll(1, 1))), "cpu", 7)
     writer.read({"input_ids": torch.tensor([[3, 1]])})
     for length, fix, count, line in (
         (0, [], 4, [2, 3, 4, 5]),
@@ -182,11 +182,11 @@ def test_a_writer_goes_back_to_any_token() -> None:
 class Sluggish(parallel.Local):
     """A draft in this process that is not always there in time."""
 
-    def __init__(self, writer: Writer, dice: random.Random) -> None:
+    def __init__(self, writer: DraftDecoder, dice: random.Random) -> None:
         self._writer, self._dice = writer, dice
         self._stream = None
 
-    def collect(self, limit_s: float) -> Written | None:
+    def collect(self, limit_s: float) -> DraftedTokens | None:
         return super().collect(limit_s) if self._dice.random() < 0.4 else None
 
 
@@ -196,7 +196,7 @@ def test_a_draft_that_is_late_changes_no_token(seed: int, window: int) -> None:
     table = torch.randint(0, 6, (5, 5), generator=g).float()
     other = torch.where(torch.rand(5, 1, generator=g) < 0.8, table, table.roll(1, 1))
     target, stop = bigram(table), limit(40)
-    engine = Sluggish(Writer(ToyRunner(bigram(other)), "cpu", 5), random.Random(seed))
+    engine = Sluggish(DraftDecoder(ToyRunner(bigram(other)), "cpu", 5), random.Random(seed))
     choice = Parallel(model=ToyModel(bigram(other), 5), window=window, process=False)
     ids, _, meter = run(
         target, Pipeline(engine, choice, [torch.device("cpu")], 5), stop, prompt([1], max_new_tokens=39)
@@ -216,7 +216,7 @@ def test_the_second_process_takes_a_device_that_the_target_leaves_free(
         ("cuda:2 cuda:3 cuda:0", "cuda:1"),
         ("cuda:1 cuda:2 cuda:3 cuda:0", "cuda:1"),
     ):
-        assert _pair.free_device([torch.device(name) for name in taken.split()]) == place
+        assert _draft_model.free_device([torch.device(name) for name in taken.split()]) == place
 
 
 V = 3

@@ -12,8 +12,8 @@ import torch
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.core.outbox import Blob
 from mmaccel.core.worker import Message
-from mmaccel.policies.draft import _remote
-from mmaccel.policies.draft._parcel import ALIGN, SMALL, pack, unpack
+from mmaccel.policies.draft import _remote_drafter
+from mmaccel.policies.draft._remote_drafter import ALIGN, SMALL, pack, unpack
 from tests.policies.draft.toy_service import VOCAB
 
 
@@ -30,14 +30,14 @@ def test_what_travels_with_the_prompt() -> None:
     worker: Any = Listening()
     ids = torch.tensor([[1, 2]])
     given = {"input_ids": ids, "second_per_grid_ts": [0.5, 1.0], "streamer": object(), "use_cache": None}
-    _remote.Remote(worker, VOCAB).begin(given, Halved(torch.tensor([2.0])), False, False, 0)
+    _remote_drafter.Remote(worker, VOCAB).begin(given, Halved(torch.tensor([2.0])), False, False, 0)
     assert worker.inputs.keys() == {"input_ids", "second_per_grid_ts"}
     assert worker.inputs["second_per_grid_ts"] == [0.5, 1.0]
-    warp = _remote._unpacked(worker.warp, "meta")
+    warp = _remote_drafter._unpacked(worker.warp, "meta")
     assert isinstance(warp, Halved) and warp.by.is_meta, "its tensors are where the draft's logits are"
     with pytest.warns(MmaccelWarning, match="give logits processors that can be pickled"):
-        _remote.Remote(worker, VOCAB).begin(given, lambda ids, logits: logits, False, False, 0)
-    assert _remote._unpacked(worker.warp, "cpu") is None
+        _remote_drafter.Remote(worker, VOCAB).begin(given, lambda ids, logits: logits, False, False, 0)
+    assert _remote_drafter._unpacked(worker.warp, "cpu") is None
 
 
 def test_a_prompt_arrives_as_it_was_sent() -> None:

@@ -14,8 +14,8 @@ import torch
 from mmaccel.core.errors import DraftError, MmaccelWarning
 from mmaccel.core.outbox import Blob
 from mmaccel.core.worker import OWN, READY, Worker
-from mmaccel.policies.draft import _remote
-from mmaccel.policies.draft._parcel import SLAB, packing, unpack
+from mmaccel.policies.draft import _remote_drafter
+from mmaccel.policies.draft._remote_drafter import SLAB, packing, unpack
 from tests.core.test_generate import limit
 from tests.core.toy import alone, bigram
 from tests.policies.draft.toy_service import VOCAB, table
@@ -40,7 +40,7 @@ def stop(worker: Worker) -> None:
 def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> None:
     """A process that takes nothing for now, and pixels that are more than the wire holds: all comes in order afterwards,
     and the end of the sequence is the first to wait for it, since from then on the pixels may be written over."""
-    first, second = _remote.Remote(worker, VOCAB), _remote.Remote(worker, VOCAB)
+    first, second = _remote_drafter.Remote(worker, VOCAB), _remote_drafter.Remote(worker, VOCAB)
     given = {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}
     stop(worker)
     first.begin(given, None, True, False, 0)
@@ -65,7 +65,7 @@ def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> No
 def test_a_process_that_is_ended_after_the_last_token_is_told_of(worker: Worker) -> None:
     """It took nothing of its prompt, for which the end of the sequence waits, and no token was asked of it."""
     worker.silence_s = 0.3
-    engine = _remote.Remote(worker, VOCAB)
+    engine = _remote_drafter.Remote(worker, VOCAB)
     stop(worker)
     engine.begin(
         {"input_ids": torch.tensor([[1, 0]]), "pixel_values": torch.zeros(1 << 21)}, None, True, False, 0
@@ -121,7 +121,7 @@ def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(worker: Worker) 
 def test_a_prompt_that_is_not_taken_does_not_hide_why_a_sequence_ended(worker: Worker) -> None:
     """Whoever closes a sequence because of another error tells that one; the next sequence gets another process."""
     worker.silence_s = 0.3
-    one = _remote.Remote(worker, VOCAB)
+    one = _remote_drafter.Remote(worker, VOCAB)
     stop(worker)
     one.begin({"input_ids": torch.zeros(1, 1 << 20, dtype=torch.long)}, None, True, False, 0)
     with pytest.raises(MemoryError):

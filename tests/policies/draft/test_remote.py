@@ -26,9 +26,9 @@ from mmaccel.core.generate import Speculation, lockstep, speculate
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import registry
 from mmaccel.core.worker import OWN, READY, Wire, Worker
-from mmaccel.policies.draft import _remote
-from mmaccel.policies.draft._parcel import pack
-from mmaccel.policies.draft._writer import Writer
+from mmaccel.policies.draft import _remote_drafter
+from mmaccel.policies.draft._decoder import DraftDecoder
+from mmaccel.policies.draft._remote_drafter import pack
 from mmaccel.policies.draft.parallel import Parallel, Pipeline
 from tests.core.test_generate import limit
 from tests.core.toy import Meter, ToyRunner, alone, bigram, prompt, view
@@ -188,32 +188,32 @@ def test_one_process_serves_several_sequences(target: ModelView) -> None:
         assert state.counters()["drafted"] > 10 and sum(kept for _, kept in meter.rounds) > 0
     refused = [sum(kept < proposed for proposed, kept in meter.rounds) for meter in meters]
     assert refused[0] > 0 and refused[1] > 0 and refused[2] == 0
-    assert not _remote._OPEN[held(target, "32")], "a sequence that has ended is still waited for"
+    assert not _remote_drafter._OPEN[held(target, "32")], "a sequence that has ended is still waited for"
 
 
 def test_the_process_frees_what_it_holds_of_a_sequence_that_is_over() -> None:
     ours, theirs = socket.socketpair()
-    held: WeakSet[Writer] = WeakSet()
+    held: WeakSet[DraftDecoder] = WeakSet()
 
-    def fresh() -> Writer:
-        held.add(writer := Writer(ToyRunner(TARGET), "cpu", VOCAB))
+    def fresh() -> DraftDecoder:
+        held.add(writer := DraftDecoder(ToyRunner(TARGET), "cpu", VOCAB))
         return writer
 
     def serve() -> None:
         with contextlib.suppress(DraftError):
-            _remote.serve_writer(Wire(theirs), fresh)
+            _remote_drafter.serve_decoder(Wire(theirs), fresh)
 
     process, wire = threading.Thread(target=serve), Wire(ours)
     process.start()
-    blob = pack({"input_ids": torch.tensor([[1, 0]])}, _remote._packed(None))
+    blob = pack({"input_ids": torch.tensor([[1, 0]])}, _remote_drafter._packed(None))
     for number in (1, 2):
-        wire.send(_remote.BEGIN, number, 0, 0, 0, blob=blob)
-        wire.send(_remote.WRITE, number, 0, 2)
+        wire.send(_remote_drafter.BEGIN, number, 0, 0, 0, blob=blob)
+        wire.send(_remote_drafter.WRITE, number, 0, 2)
         answer = wire.receive(10.0)
         assert answer is not None and answer.numbers[0] == number
     assert len(held) == 2
-    wire.send(_remote.END, 1)
-    wire.send(_remote.WRITE, 2, 2, 1)
+    wire.send(_remote_drafter.END, 1)
+    wire.send(_remote_drafter.WRITE, 2, 2, 1)
     answer = wire.receive(10.0)
     assert answer is not None and answer.numbers[0] == 2 and len(held) == 1
     ours.shutdown(socket.SHUT_RDWR)
@@ -233,7 +233,7 @@ def test_a_process_that_dies_loses_no_token_of_several_sequences(target: ModelVi
 def test_a_prompt_is_taken_while_the_process_reads_another(target: ModelView) -> None:
     """More than the wire holds, sent to a process at work: the target does not wait for it."""
     worker = Toy(model="1:slow:0", window=3)._worker(target)
-    first, second = _remote.Remote(worker, VOCAB), _remote.Remote(worker, VOCAB)
+    first, second = _remote_drafter.Remote(worker, VOCAB), _remote_drafter.Remote(worker, VOCAB)
     ids = torch.tensor([[1, 0]])
     first.begin({"input_ids": ids}, None, False, False, 0)
     for _ in range(5):

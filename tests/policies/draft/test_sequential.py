@@ -15,7 +15,7 @@ from mmaccel.core.errors import DraftError, ModelError, RecipeError
 from mmaccel.core.generate import speculate
 from mmaccel.core.registry import registry
 from mmaccel.policies.draft import Sequential
-from mmaccel.policies.draft._pair import same_vocabulary
+from mmaccel.policies.draft._draft_model import same_vocabulary
 from mmaccel.policies.draft.sequential import Drafter
 from tests.core.toy import (
     Meter,

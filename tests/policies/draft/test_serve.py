@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.policies.draft import _remote
+from mmaccel.policies.draft import _remote_drafter
 
 
 @pytest.mark.parametrize(("device", "named"), [("cpu", []), ("cuda", []), ("cuda:1", [1])])
@@ -24,8 +24,8 @@ def test_the_process_opens_its_own_device_alone(
         raise LoadedNoMoreError
 
     monkeypatch.setattr(torch._C, "_cuda_setDevice", told.append, raising=False)
-    monkeypatch.setattr(_remote, "registry", registry)
+    monkeypatch.setattr(_remote_drafter, "registry", registry)
     wire: Any = None
     with pytest.raises(LoadedNoMoreError):
-        _remote.serve(wire, {"device": device})
+        _remote_drafter.serve(wire, {"device": device})
     assert told == named

@@ -11,8 +11,7 @@ import torch
 import mmaccel
 from mmaccel.core.errors import RecipeError
 from mmaccel.policies.draft import Parallel
-from mmaccel.policies.draft._gain import Pace
-from mmaccel.policies.draft._share import Shares
+from mmaccel.policies.draft._window_model import Pace, Shares
 from mmaccel.policies.draft.parallel import Pipeline
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt

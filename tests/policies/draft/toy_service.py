@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mmaccel.core.worker import _HEAD, _MAGIC, BEAT, READY, Wire
-from mmaccel.policies.draft import _remote
-from mmaccel.policies.draft._writer import Odds, Writer, Written
+from mmaccel.policies.draft import _remote_drafter
+from mmaccel.policies.draft._decoder import DraftDecoder, DraftedTokens, TokenDistribution
 from tests.core.toy import ToyRunner, bigram
 
 VOCAB = 6
@@ -27,7 +27,7 @@ def table(seed: int) -> torch.Tensor:
     return torch.randint(0, 6, (VOCAB, VOCAB), generator=torch.Generator().manual_seed(seed)).float()
 
 
-class Faulty(Writer):
+class Faulty(DraftDecoder):
     """Does its work until its hour has come."""
 
     def __init__(self, seed: int, fault: str, hour: int, wire: Wire) -> None:
@@ -39,7 +39,7 @@ class Faulty(Writer):
             os.kill(os.getpid(), signal.SIGKILL)
         super().read(*given, **named)
 
-    def write(self, length: int, fix: Sequence[int], count: int) -> Written:
+    def write(self, length: int, fix: Sequence[int], count: int) -> DraftedTokens:
         self.windows += 1
         written = super().write(length, fix, count)
         if self.windows < self.hour:
@@ -57,17 +57,19 @@ class Faulty(Writer):
         if self.fault == "raises":
             raise ValueError("out of cheese")
         if self.fault == "foreign":
-            return Written([token + 1000 for token in written.ids], written.seconds)
+            return DraftedTokens([token + 1000 for token in written.ids], written.seconds)
         if self.fault == "odds":
             # The token that was drawn is not among those it was drawn from.
             one = written.odds[0]
-            rest = Odds((one.ids[:1] + 1) % VOCAB, one.weights[:1] / one.weights[:1])
-            rest = Odds(rest.ids.where(rest.ids != written.ids[0], (rest.ids + 1) % VOCAB), rest.weights)
-            return Written(written.ids, written.seconds, odds=(rest, *written.odds[1:]))
+            rest = TokenDistribution((one.ids[:1] + 1) % VOCAB, one.weights[:1] / one.weights[:1])
+            rest = TokenDistribution(
+                rest.ids.where(rest.ids != written.ids[0], (rest.ids + 1) % VOCAB), rest.weights
+            )
+            return DraftedTokens(written.ids, written.seconds, odds=(rest, *written.odds[1:]))
         if self.fault == "half":
             # A message of sixty thousand numbers, of which the beats are all that ever comes.
             with self.wire._lock:
-                self.wire._end.sendall(_HEAD.pack(_MAGIC, _remote.WROTE, 60_000, 0) + b"half")
+                self.wire._end.sendall(_HEAD.pack(_MAGIC, _remote_drafter.WROTE, 60_000, 0) + b"half")
             time.sleep(600)
         if self.fault == "talks":
             self.wire._end.sendall(b"what is a message?" * 9)
@@ -79,4 +81,4 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
     seed, _, rest = options["model"].partition(":")
     fault, _, hour = rest.partition(":")
     wire.send(READY, VOCAB_FAULT if fault == "vocabulary" else VOCAB)
-    _remote.serve_writer(wire, lambda: Faulty(int(seed), fault, int(hour or 0), wire))
+    _remote_drafter.serve_decoder(wire, lambda: Faulty(int(seed), fault, int(hour or 0), wire))

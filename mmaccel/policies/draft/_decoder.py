@@ -1,4 +1,7 @@
-"""Generates with a draft model: one sequence, which can go back to any of its tokens and continue from there."""
+"""A draft model that generates for `parallel`: one sequence, which can go back to any token and go on from there.
+
+`Engine` is what the pipeline asks of it; `Local` runs it in this process, `_remote_drafter.Remote` in another.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import Warp
 from mmaccel.core.runner import Runner
 from mmaccel.core.verify import draw
@@ -20,14 +24,14 @@ SUPPORT = 1024
 
 
 @dataclass(frozen=True)
-class Odds:
+class TokenDistribution:
     """The distribution of a sampled token, on the host: token ids [k] int32, and probabilities [k] float32 that sum to 1."""
 
     ids: Tensor
     weights: Tensor
 
     @staticmethod
-    def dense(rows: Sequence[Odds], vocab: int, device: torch.device) -> Tensor:
+    def dense(rows: Sequence[TokenDistribution], vocab: int, device: torch.device) -> Tensor:
         """[n, vocab] float32: the distributions of n tokens, zero for tokens that could not be sampled."""
         out = torch.zeros(len(rows), vocab, device=device)
         row = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(one.ids) for one in rows]))
@@ -37,17 +41,17 @@ class Odds:
 
 
 @dataclass(frozen=True)
-class Written:
+class DraftedTokens:
     """The draft's new `ids`, the seconds they took, the seconds of its prompt, and the distribution of each token; `odds` is
     empty for greedy tokens."""
 
     ids: list[int]
     seconds: float
     prompt_s: float = 0.0
-    odds: tuple[Odds, ...] = ()
+    odds: tuple[TokenDistribution, ...] = ()
 
 
-class Writer:
+class DraftDecoder:
     """Writes after a prompt. `line` are the tokens after the prompt, of which the first `_run` have been run.
 
     Under sampling a token is drawn from the draft's own distribution, as the target's sampling shapes it, cut to its
@@ -80,7 +84,7 @@ class Writer:
         self._origin = runner.length()
         self.prompt_s = time.perf_counter() - began
 
-    def write(self, length: int, fix: Sequence[int], count: int) -> Written:
+    def write(self, length: int, fix: Sequence[int], count: int) -> DraftedTokens:
         """Go back to the first `length` tokens, take `fix` as the next ones, and write `count` more."""
         began = time.perf_counter()
         self.line[length:] = fix
@@ -98,7 +102,7 @@ class Writer:
             before = torch.cat([self._prompt, torch.tensor(self.line, dtype=torch.long)])
             odds.append(_likeliest(self._warp(before.to(logits.device), logits)))
             self.line.append(int(odds[-1].ids[draw(odds[-1].weights, self._random)]))
-        return Written(self.line[start:], time.perf_counter() - began, self.prompt_s, tuple(odds))
+        return DraftedTokens(self.line[start:], time.perf_counter() - began, self.prompt_s, tuple(odds))
 
     def _next(self) -> Tensor:
         """[V]: the logits of the next token."""
@@ -112,13 +116,13 @@ class Writer:
         return logits[: self._vocab]
 
 
-def _likeliest(q: Tensor) -> Odds:
+def _likeliest(q: Tensor) -> TokenDistribution:
     """The `SUPPORT` likeliest tokens of a distribution q [V], and their probabilities among themselves."""
     top = q.float().topk(min(SUPPORT, q.shape[-1]))
     weights = top.values.cpu()
     there = int((weights > 0).sum())
     weights = weights[:there] / weights[:there].double().sum()
-    return Odds(top.indices[:there].to("cpu", torch.int32), weights.float())
+    return TokenDistribution(top.indices[:there].to("cpu", torch.int32), weights.float())
 
 
 @torch.no_grad()
@@ -132,3 +136,70 @@ def bare_step_s(runner: Runner, device: torch.device | str) -> float:
         int(runner.step(ids[:, :1])[0, -1].argmax())
         times.append(time.perf_counter() - began)
     return statistics.median(times[2:])  # the first ones may be compiled and captured
+
+
+class Engine(Protocol):
+    """A draft in this process (`Local`) or in another (`Remote`). It has one open request at a time."""
+
+    def begin(
+        self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool, seed: int
+    ) -> None: ...
+
+    def keep(self, columns: Tensor) -> None: ...
+
+    def ask(self, length: int, fix: list[int], count: int) -> None: ...
+
+    def collect(self, limit_s: float) -> DraftedTokens | None: ...
+
+    def close(self) -> None: ...
+
+
+class Local:
+    """A writer in this process. On a CPU it works when its window is collected; on CUDA on a stream of its own."""
+
+    def __init__(self, peer: ModelView, vocab: int, device: torch.device) -> None:
+        self._writer = DraftDecoder(peer.runner(), peer.device, vocab)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._asked: tuple[int, list[int], int] | None = None
+
+    def begin(
+        self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool, seed: int
+    ) -> None:
+        self._prompt, self._compact, self._seed = inputs, compact, seed
+        self._warp = None if warp is None else _at(warp, inputs["input_ids"].device)
+        self._columns: Tensor | None = None
+        self._read = False
+        self._told: list[torch.cuda.Event] = []
+        self._mark()
+
+    def keep(self, columns: Tensor) -> None:
+        self._columns = columns
+        self._mark()
+
+    def _mark(self) -> None:
+        """The columns may still be on their way on the target's stream; later work there is not waited for."""
+        if self._stream is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._stream.device))
+            self._told.append(event)
+
+    def ask(self, length: int, fix: list[int], count: int) -> None:
+        self._asked = length, fix, count
+
+    def collect(self, limit_s: float) -> DraftedTokens | None:
+        assert self._asked is not None
+        with torch.cuda.stream(self._stream):
+            if not self._read:
+                for event in self._told:
+                    event.wait(self._stream)
+                self._writer.read(self._prompt, self._columns, self._compact, self._warp, self._seed)
+                self._read = True
+            return self._writer.write(*self._asked)
+
+    def close(self) -> None:
+        pass
+
+
+def _at(warp: Warp, device: torch.device) -> Warp:
+    """Runs `warp` on the device of its own tensors, for a draft on another device."""
+    return lambda ids, logits: warp(ids.to(device), logits.to(device))

@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,23 +45,18 @@ RIVALS: dict[str, dict[str, Any]] = {
 @contextmanager
 def changed(state: Any, told: Mapping[str, Any]) -> Iterator[None]:
     """A memory with one part changed, for a question."""
-    own = {k: v for k, v in told.items() if k in ("local", "budget")}
-    before = {name: getattr(state, name) for name in own}
-    policy, way = getattr(state, "policy", None), state.store._default
-    for name, value in own.items():
-        setattr(state, name, value)
-    state.store._default = told.get("way", way)
-    if policy is not None:
-        known = {k: v for k, v in told.items() if hasattr(policy, k) and k not in own}
-        state.policy = replace(policy, **known)
+    retriever, store = getattr(state, "retriever", None), state.store
+    parts = {"prefetch": retriever, "reps": retriever, "local": state, "budget": state}
+    changes = [(parts[name], name, value) for name, value in told.items() if name in parts]
+    changes += [(store, "_default", told["way"])] if "way" in told else []
+    before = [(part, name, getattr(part, name)) for part, name, _ in changes]
     try:
+        for part, name, value in changes:
+            setattr(part, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(state, name, value)
-        state.store._default = way
-        if policy is not None:
-            state.policy = policy
+        for part, name, value in before:
+            setattr(part, name, value)
 
 
 def asked(
@@ -75,8 +69,8 @@ def asked(
     live, told, device = session._live, told or {}, scenes.device
     assert live is not None
     state: Any = live.state
-    if hasattr(state, "fetcher") and not told.get("warm"):
-        state.fetcher.cache.flush()
+    if hasattr(state, "prefetcher") and not told.get("warm"):
+        state.prefetcher.cache.flush()
     with changed(state, told), scenes.asking(*kinds):
         state.idle()
         before = state.counters()

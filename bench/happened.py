@@ -10,8 +10,8 @@ import mmaccel
 MUST = ("recalled", "host_bytes_in")
 """Of any memory that retrieves from the host."""
 MUST_PUT_OFF = ("deferred", "singletons")
-"""Of mosaic besides, where it puts splits off; after many questions, which make owed ones, `deferred_splits` too. And
-`splits` wherever they are made."""
+"""Of mosaic besides; after many questions, which make owed ones, `deferred_splits` too. And `splits` wherever they are
+made."""
 OFF = 0.9
 """Of a stream's units, at least so many are not on the device."""
 
@@ -28,10 +28,7 @@ def happened(session: mmaccel.VideoSession, name: str, many: bool) -> dict[str, 
     told["splits"] = sum(told.get(one, 0.0) for one in ("eager_splits", "deferred_splits", "visual_splits"))
     must = ["host_bytes_in"] if name == "offload" else [*MUST]
     if name == "mosaic":
-        policy = session._live.state.policy  # type: ignore[union-attr]
-        must += ["splits", *(MUST_PUT_OFF if policy.deferred else ())]
-        if many and policy.deferred:
-            must.append("deferred_splits")
+        must += ["splits", *MUST_PUT_OFF, *(["deferred_splits"] if many else [])]
     missing = [one for one in must if not told[one]]
     off = 1 - told["resident"] / told["units"]
     if off < OFF:

@@ -1,7 +1,7 @@
 """Memories of streams at size: the same questions to all of them, on worlds of several lengths, at several budgets.
 
     python bench/memories.py --model tiny-ov --processes 12 --limit 480 --out memories.jsonl
-    python bench/memories.py --plan levels --model tiny-ov --processes 12 --limit 120 --out levels.jsonl
+    python bench/memories.py --plan parts --model tiny-ov --processes 12 --limit 120 --out parts.jsonl
     python bench/memories.py --memory mosaic rekv livevlm streammem --call 1 --frames 256 --worlds 5 --out one.jsonl
     python bench/memories.py --rows one.jsonl other.jsonl --out all.jsonl --brief bench/results/memories_h200_202611.jsonl
 
@@ -36,6 +36,7 @@ import jobs
 from timing import Log, read_rows, write_rows
 
 from mmaccel import load_model, load_processor
+from mmaccel.core.recipe import fields_of
 from mmaccel_lab.cli.stream import memory_of
 from mmaccel_lab.eval.purity import Clustering
 from mmaccel_lab.eval.stream import KINDS, Shot, Watch, memories_for, shots
@@ -50,23 +51,27 @@ def _mosaic(label: str, **fields: Any) -> Memory:
 
 
 FRAMES: Mapping[str, Any] = {
-    "levels": "none",
+    "index": "frames",
     "encode_frames": 0,
     "reps": 0,
     "local": 0,
     "positions": "compact",
 }
 """Fields of mosaic that make it ReKV: an index of frames, and nothing beside."""
-MANY = 1 << 14
-"""More summary tokens than a stream of these benchmarks has frames: each frame has one."""
 
 
 def _frames(label: str, **fields: Any) -> Memory:
     # Summary tokens closed up lose their time: what has any stands at its true positions.
-    true = {"positions": "original"} if fields.get("reps") else {}
+    true = {"positions": "original"} if fields.get("reps", 0) != 0 else {}
     return {"name": "mosaic", "label": f"frames, {label}", **FRAMES, **true, **fields}
 
 
+def _clusters(label: str, **fields: Any) -> Memory:
+    return _mosaic(label, index={"name": "clusters", **fields})
+
+
+PAPER = {name: value for name, value in fields_of("mosaic-paper")["kv"].items() if name != "name"}
+"""Fields of the preset of the paper."""
 OFF = 0.9
 HAPPENS = ("recalled", "host_bytes_in", "eager_splits", "deferred", "singletons", "resolved")
 
@@ -81,14 +86,6 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         WINDOW_ALONE,
         *MEMORIES[1:],
     ],
-    # Table IV: no clustering, either level alone, both.
-    "levels": [
-        "mosaic",
-        _mosaic("visual only", levels="visual"),
-        _mosaic("semantic only", levels="semantic"),
-        _mosaic("no clusters", levels="none"),
-        "rekv",
-    ],
     # What gives what: an index by frame or by cluster, retrieval by passes, summary tokens: each with and without.
     # `FRAMES` of frames that are indexed one by one is ReKV, answer for answer (tests/test_bench_memories.py).
     "parts": [
@@ -97,21 +94,21 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         _mosaic("no summary tokens", reps=0),
         _mosaic("window alone, no summary tokens", encode_frames=0, reps=0),
         _frames("passes retrieve", encode_frames=8),
-        _frames("summary tokens", reps=MANY),
+        _frames("summary tokens", reps=None),
         _frames("512 summary tokens", reps=512),
-        _frames("passes retrieve, summary tokens", encode_frames=8, reps=MANY),
+        _frames("passes retrieve, summary tokens", encode_frames=8, reps=None),
         _frames("passes retrieve, 512 summary tokens", encode_frames=8, reps=512),
         _frames("8 local frames, true positions", local=8, positions="original"),
         "rekv",
         "full",
     ],
-    # Table III and VI-B: splits put off or not, with retrieval while frames come and without.
-    "splits": [
+    # Retrieval while frames come, by a pass or by each frame, and without; and the paper's side of all that is open.
+    "retrieval": [
         "mosaic",
-        _mosaic("eager", deferred=False),
         _mosaic("retrieves 32 while watching", encode_frames=32),
+        _mosaic("each frame retrieves", encode_by="frame"),
         WINDOW_ALONE,
-        _mosaic("eager, window alone", encode_frames=0, deferred=False),
+        _mosaic("paper", **PAPER),
         "rekv",
     ],
     # What a question sees beside the frames it retrieves.
@@ -120,24 +117,20 @@ PLANS: Mapping[str, Sequence[Memory]] = {
         _mosaic("no pseudo tokens", reps=0),
         _mosaic("no local frames", local=0),
         _mosaic("neither", reps=0, local=0),
-        _mosaic("medoids", rep_of="medoid"),
-        _mosaic("weighed by size", rep_bias="log_size"),
         _mosaic("compact", positions="compact"),
         "rekv",
         {"name": "rekv", "label": "rekv, local frames", "local": 8},
         {"name": "rekv", "label": "rekv, original", "positions": "original"},
     ],
-    # What the paper leaves open.
+    # What the paper leaves open, and where the default is not the paper's.
     "choices": [
         "mosaic",
-        _mosaic("thresholds tighten", threshold="tightening"),
-        _mosaic("thresholds fixed", threshold="fixed"),
-        _mosaic("cosine of directions", lift=0.0),
-        _mosaic("cosine retrieval", similarity="cosine"),
-        _mosaic("2 a cluster", semantic=2),
-        _mosaic("8 a cluster", semantic=8),
-        _mosaic("no scenes opened", new_scene=1e9),
-        _mosaic("mixtures kept", unmix=0.0),
+        _mosaic("all summary tokens", reps=None),
+        _clusters("looks choose", first_stage="look"),
+        _clusters("questions split", splits="all"),
+        _clusters("cosine retrieval", similarity="cosine"),
+        _clusters("2 a cluster", semantic=2),
+        _clusters("8 a cluster", semantic=8),
         "rekv",
     ],
 }

@@ -60,10 +60,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rekv, 1 frame": ("rekv", {"budget": 1}),
     "mosaic": ("mosaic", {}),
     "mosaic, asked again": ("mosaic", {"warm": True}),
-    "mosaic, no prefetch": ("mosaic", {"prefetch": False}),
-    "mosaic, half as much again ahead": ("mosaic", {"slack": 1.5}),
-    "mosaic, predictor query": ("mosaic", {"predictor": "query"}),
-    "mosaic, predictor frames": ("mosaic", {"predictor": "frames"}),
+    "mosaic, no prefetch": ("mosaic", {"prefetch": "off"}),
+    "mosaic, predictor query": ("mosaic", {"prefetch": "query"}),
     "mosaic, no pseudo tokens": ("mosaic", {"reps": 0}),
     "mosaic, no local frames, no pseudo tokens": ("mosaic", {"reps": 0, "local": 0}),
 }

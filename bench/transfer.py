@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from timing import Log, compare, measure
 
-from mmaccel.policies.kv.mosaic.fetching import Fetcher, Window
+from mmaccel.policies.kv._prefetch import Prefetcher, Window
 from mmaccel.policies.kv.store import HostStore
 
 RUNS = (1, 4, 16)
@@ -120,7 +120,7 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
 
     one = measure(product, warmup=3, repeats=9, device=options.device).median
     products = max(1, round(alone / options.layers / one))
-    fetcher = Fetcher(store, options.layers, options.window, room=0)
+    fetcher = Prefetcher(store, options.layers, options.window, room=0)
     shape = 1, options.groups, options.window * options.tokens, options.size
     pair = tuple(torch.zeros(shape, dtype=store.shape.dtype, device=options.device) for _ in range(2))
     window = Window(options.frames, pair)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ class Sizes:
         if name == "mosaic":
             fields["local"] = self.local
             if self.small:
-                fields |= {"init": 16}
+                fields["index"] = {"name": "clusters", "init": 16}
         return {**fields, **more}
 
 
@@ -109,14 +109,10 @@ def rate(session: mmaccel.VideoSession, frames: torch.Tensor, repeats: int, devi
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "all on": {},
-    "vision off": {"clip": 1},
-    "attention off": {"batch_attention": False},
-    "feed-forward off": {"batch_feed": False},
-    "layers off": {"batch_layers": False},
-    "matching off": {"batch_match": False},
+    "layers off": {"encode_by": "frame"},
     "retrieval off": {"encode_frames": 0},
 }
-SLOW = ("vision off", "layers off")
+SLOW = ("layers off",)
 """They are shown half as many frames."""
 
 
@@ -127,8 +123,8 @@ class Clustering:
         self.seconds = 0.0
         state: Any = session._live.state  # type: ignore[union-attr]
         for name in ("insert", "touch"):
-            if hasattr(state, "tree"):
-                setattr(state.tree, name, self._timed(getattr(state.tree, name)))
+            if hasattr(state.index, "tree"):
+                setattr(state.index.tree, name, self._timed(getattr(state.index.tree, name)))
 
     def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*given: Any, **named: Any) -> Any:
@@ -210,14 +206,7 @@ def splits_step(options: argparse.Namespace, log: Log) -> None:
     model, processor = HELD.model(sizes)
     count, turns = max(SOME, 900 // options.shrink), 5
     part = count // 3 * 2 // (turns + 1)
-    ways = {
-        f"{splits}, retrieves {frames} while watching": {
-            "deferred": splits == "put off",
-            "encode_frames": frames,
-        }
-        for frames in (0, 8)
-        for splits in ("put off", "at once")
-    }
+    ways = {f"put off, retrieves {frames} while watching": {"encode_frames": frames} for frames in (0, 8)}
     with ExitStack() as stack:
         plantings: dict[str, Planting] = {}
         sessions: dict[str, mmaccel.VideoSession] = {}

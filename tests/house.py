@@ -241,7 +241,7 @@ def files_of_calls() -> dict[str, set[str]]:
 
     def watch_and_ask(name: str) -> None:
         model, processor = pair(name)
-        kv = {"name": "mosaic", "frames": 8, "window": 16, "local": 4, **CLUSTERS}
+        kv = {"name": "mosaic", "frames": 8, "window": 16, "local": 4, "index": CLUSTERS}
         with mmaccel.VideoSession(model, processor, None, kv=kv) as session:
             session.watch(film(40), fps=2.0)
             session.ask(QUESTION, max_new_tokens=4)

@@ -337,17 +337,7 @@ class StreamRun:
             self.check()
         view = self.state.view(layer, query)
         query = query if view.query is None else view.query
-        rows, start = query.shape[2], view.key.shape[2] - query.shape[2]
-        step = rows if view.step is None else view.step
-        out = []
-        for first in range(0, rows, step):
-            some = query[:, :, first : first + step]
-            end = start + first + some.shape[2]
-            out.append(self._part(view, some, view.key[:, :, :end], view.value[:, :, :end], scale))
-        return out[0] if len(out) == 1 else torch.cat(out, 2)
-
-    def _part(self, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of query [B, H, n, D], the last n of the columns of key and value."""
+        key, value = view.key, view.value
         heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
         if view.bias is not None:
             columns = torch.arange(keys - rows, keys, device=key.device).expand(len(query), -1)

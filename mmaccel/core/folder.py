@@ -25,7 +25,7 @@ from typing import Any
 from mmaccel.core import outside, saving
 from mmaccel.core.errors import ModelError, shown
 
-FORMAT, VERSION = "mmaccel session", 4
+FORMAT, VERSION = "mmaccel session", 5
 UNSEALED = 2
 """The version whose facts have no checksum; it is read too."""
 FACTS, FILM, MEMORY = "session.json", "film.safetensors", "memory"

@@ -27,8 +27,8 @@ class KVView:
     less than `window` columns behind it, so that a verified window of rows sees what one row at a time would.
 
     In a stream the columns are the view's own, 0 .. N - 1 in the order of the keys, and the `n` queries stand at the last
-    `n` of them; `query` [B, H, n, D] are the queries as the memory turned them. `step` (None: all) of them go to a kernel at
-    a time. `bias` [m] float32 is added to the scores of the first m keys.
+    `n` of them; `query` [B, H, n, D] are the queries as the memory turned them. `bias` [m] float32 is added to the scores of
+    the first m keys.
     """
 
     key: Tensor
@@ -37,7 +37,6 @@ class KVView:
     sinks: int = 0
     window: int | None = None
     query: Tensor | None = None
-    step: int | None = None
     bias: Tensor | None = None
 
 
@@ -241,8 +240,6 @@ MARGIN = 64
 class StreamState(KVState):
     """The memory of one stream (batch 1). Keys and queries arrive before rotation; the memory turns them.
 
-    feed_rows  rows that go through a feed-forward block at a time; None: all of a pass
-
     A pass goes: ``enter(piece)``; for each layer, in order, ``append`` and ``view`` (and before them ``ahead``, for
     policies that need "hidden"); ``leave()``. What a pass of kind "head" or "units" appended belongs to the stream once it
     has been left; when a pass breaks off, the session calls ``restore`` with what ``checkpoint`` gave before the clip.
@@ -250,8 +247,6 @@ class StreamState(KVState):
     ``leave()``. `length()` counts the stream's columns, and inside a turn the question's and answer's too; `truncate`
     reaches back to the beginning of the turn.
     """
-
-    feed_rows: int | None = None
 
     @abstractmethod
     def enter(self, piece: Piece) -> None:

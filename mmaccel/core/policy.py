@@ -20,6 +20,14 @@ class Policy:
     words: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
+    def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields as an earlier version wrote them, under their present names; warns of those that moved.
+
+        Raises `RecipeError` for a value that nothing has any more.
+        """
+        return fields
+
+    @classmethod
     def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
         """The fields that a file in `folder` gives, with their relative paths resolved against `folder`."""
         return fields

@@ -25,6 +25,7 @@ from mmaccel.core.folder import FACTS, FILM, FORMAT, MEMORY, UNSEALED, VERSION, 
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.live import Film, Live
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.registry import policy
 from mmaccel.core.stream_adapter import StreamAdapter
 
 CHECKSUM = "checksum"
@@ -139,9 +140,10 @@ def _check(where: Path, seam: StreamAdapter, recipe: Recipe) -> Facts:
         raise ModelError(
             f"{where} was saved from a model in {kind} and this one is in {mine['dtype']}; load the model in {kind}."
         )
-    if (kv := told["recipe"].get("kv")) != mine["recipe"]["kv"]:
+    if _kept(told["recipe"].get("kv")) != _kept(recipe.kv):
         raise ModelError(
-            f"{where} was saved with kv {shown(kv, 200)}; open the session with the same kv and fields."
+            f"{where} was saved with kv {shown(told['recipe'].get('kv'), 200)}; open the session with the same kv and "
+            "fields."
         )
     # Before version 4 the files were in the folder itself.
     data = where / told.get("data", "")
@@ -159,6 +161,15 @@ def _check(where: Path, seam: StreamAdapter, recipe: Recipe) -> Facts:
     ]
     height, width = told["size"]
     return Facts(data, told, ((height, width), told["fps"], told["unit"], marks))
+
+
+def _kept(kv: Any) -> dict[str, Any] | None:
+    """The fields of a memory that matter before a question, JSON-ready; a saved one's under their present names."""
+    kv = policy("kv", kv)
+    if not isinstance(kv, StreamPolicy):
+        return None
+    fields: dict[str, Any] = _plain(Recipe(kv=kv).to_dict()["kv"])
+    return {name: value for name, value in fields.items() if name not in kv.asks}
 
 
 def _print_of(where: Path, name: Path) -> list[int | None]:

@@ -70,7 +70,7 @@ class Registry(Mapping[str, type]):
         Raises `UnknownName` for an unknown name or field and `RecipeError` for a value out of range.
         """
         cls = self[name]
-        given = dict(fields or {})
+        given = dict(cls.upgrade(fields or {})) if hasattr(cls, "upgrade") else dict(fields or {})
         known = [f.name for f in dataclasses.fields(cls) if f.init]
         for field in given:
             if field not in known:
@@ -109,7 +109,8 @@ BASES: dict[str, type] = {
 """The kinds of policy, each a field of a recipe, and what those of a kind are."""
 DEFAULTS = {"sparse": "dense", "kv": "full", "draft": "off"}
 """The policies of a recipe that names none: the plain model."""
-KINDS = (*BASES, "model")
+KINDS = (*BASES, "index", "model")
+"""Besides: "index", a part of stream memories that archive, and "model", the families."""
 _registries = {kind: Registry(kind) for kind in KINDS}
 
 

@@ -308,9 +308,6 @@ class Seam(StreamAdapter):
             hooks.attention(inside, shared, ATTENTION, **{PLAIN: shared._attn_implementation})
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.before(layer, functools.partial(ahead, number))
-            if (rows := state.feed_rows) is not None:
-                for layer in layers:
-                    hooks.wrap(layer.mlp, "forward", _in_pieces, rows)
             yield
 
     def signature(self) -> str:
@@ -320,11 +317,6 @@ class Seam(StreamAdapter):
             some = flat[:: max(1, flat.numel() // 16)][:16].double().cpu()
             digest.update(f"{name} {list(tensor.shape)} {some.tolist()}".encode())
         return digest.hexdigest()[:32]
-
-
-def _in_pieces(rows: int, whole: Any, hidden: Tensor) -> Tensor:
-    """A block's output [B, n, E], `rows` rows at a time."""
-    return torch.cat([whole(part) for part in hidden.split(rows, 1)], 1)
 
 
 def _alike(one: list[int], other: list[int]) -> int:

@@ -45,10 +45,10 @@ from mmaccel.backends.triton.prefill import (
     strongest,
 )
 from mmaccel.backends.triton.prefill.tma_staging import Homes
+from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.room import with_room
 from mmaccel.policies.sparse.estimate import LastQueries
 
 from .triton_compile import Elsewhere
@@ -213,7 +213,7 @@ def prefill(tokens: int, sparse: dict[str, Any], buffered: bool = False, batch: 
 
     query, key, value = rows(HEADS), rows(GROUPS), rows(GROUPS)
     if buffered:
-        key, value = (with_room(None, t, 0, tokens)[:, :, :tokens] for t in (key, value))
+        key, value = (grow_buffer(None, 2, tokens, like=t)[:, :, :tokens] for t in (key, value))
     layout = layout_of(tokens, batch)
     angles = torch.zeros(1, tokens, SIZE, dtype=torch.bfloat16)
     pointwise.rotate_(query, angles, angles)
@@ -231,7 +231,7 @@ def rows_alone(tokens: int) -> None:
 
 def decoded(tokens: int) -> None:
     """The operators of a decode step after a prompt, over a cache with room."""
-    cache = with_room(None, torch.zeros(1, GROUPS, 0, SIZE, dtype=torch.bfloat16), 0, tokens)
+    cache = grow_buffer(None, 2, tokens, like=torch.zeros(1, GROUPS, 0, SIZE, dtype=torch.bfloat16))
     angles = torch.zeros(1, cache.shape[2], SIZE, dtype=torch.bfloat16)
     for width in (1, 6):
         at = torch.full((1, width), tokens)

@@ -27,7 +27,9 @@ def saved(ov: str, folder: Path, kv: dict[str, object]) -> Path:
 
 
 def test_a_session_is_drawn(call: Call, ov: str, tmp_path: Path) -> None:
-    session = saved(ov, tmp_path / "session", {"name": "mosaic", "window": 8, "init": 12})
+    session = saved(
+        ov, tmp_path / "session", {"name": "mosaic", "window": 8, "index": {"name": "clusters", "init": 12}}
+    )
     truth, out = tmp_path / "truth.json", tmp_path / "pictures"
     truth.write_text(json.dumps(World.generate(3, 40).truth()))
     command = ("draw", session, "--model", ov, "--format", "svg")

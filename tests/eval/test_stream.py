@@ -116,7 +116,7 @@ def test_one_watch_serves_what_matters_at_a_question_alone() -> None:
 @pytest.mark.parametrize("name", ["tiny-ov", "random-qwen"])
 def test_a_watch_for_all_budgets_answers_as_one_for_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = pair(name)
-    names = ["rekv", {"name": "mosaic", "init": 8, "smallest": 2}, "recent", "no_cache"]
+    names = ["rekv", {"name": "mosaic", "index": {"name": "clusters", "init": 8}}, "recent", "no_cache"]
     memories = entries(names, [2, 8], window=6, tokens=16)
     world = World.generate(5, 27)
 

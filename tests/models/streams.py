@@ -19,7 +19,7 @@ from tests.models.tiny_random import redraw_patches
 
 FPS = 2.0
 QUESTION = "what colour was the star ?"
-CLUSTERS = {"init": 8, "visual": 4, "semantic": 2, "smallest": 2, "largest": 6, "buffer": 4}
+CLUSTERS = {"name": "clusters", "init": 8, "visual": 4, "semantic": 2, "buffer": 4}
 MODELS = ("tiny-ov", "tiny-qwen", "random-ov", "random-qwen")
 """Two trained ones, and two random ones; the random Qwen takes two frames a unit and four positions a second."""
 
@@ -86,9 +86,9 @@ def every_stream(frames: int = 1 << 20, window: int = 1 << 20) -> dict[str, dict
                 fields["window"] = window * 16
             if name == "no_cache":
                 fields["kept"] = 2 * frames
-            if name == "mosaic" and frames < CLUSTERS["init"]:
+            if name == "mosaic" and frames < 8:
                 # Short films have clusters too, which split.
-                fields |= CLUSTERS
+                fields["index"] = CLUSTERS
             made[name] = fields
     return made
 

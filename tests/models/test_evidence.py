@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mmaccel.core.registry import policy
+from mmaccel.policies.kv._archived import ArchivedMemory
 from mmaccel.policies.kv._evidence import Rows, attention
-from mmaccel.policies.kv.mosaic.memory import MosaicMemory
 from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.world import World
 from tests.models.streams import QUESTION, every_stream, film, open_session, pair
@@ -79,13 +79,13 @@ def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.Monke
 def test_units_are_weighed_for_the_last_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row of a long question by every unit of a long stream is gigabytes."""
     asked: list[int] = []
-    plain = MosaicMemory._units_of
+    plain = ArchivedMemory._units_of
 
-    def noted(memory: MosaicMemory, layer: int, shares: torch.Tensor) -> torch.Tensor:
+    def noted(memory: ArchivedMemory, layer: int, shares: torch.Tensor) -> torch.Tensor:
         asked.append(len(shares))
         return plain(memory, layer, shares)
 
-    monkeypatch.setattr(MosaicMemory, "_units_of", noted)
+    monkeypatch.setattr(ArchivedMemory, "_units_of", noted)
     with open_session("random-ov", WHOLE["mosaic"]) as session:
         session.watch(film(9), fps=1.0)
         session.ask(QUESTION, 1)

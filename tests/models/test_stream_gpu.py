@@ -81,17 +81,19 @@ def test_the_device_holds_no_more_of_a_longer_stream(kv: str) -> None:
 
 def test_ways_across_the_wire_bring_the_same() -> None:
     found = []
-    for copies in ("coalesced", "frame"):
-        _, session = on_gpu("random-ov", torch.float32, {**TIGHT["rekv"], "copies": copies})
+    for way in ("auto", "pieces"):
+        _, session = on_gpu("random-ov", torch.float32, TIGHT["rekv"])
         with session:
             for part in film(25).split(3):
                 session.watch(part, fps=FPS)
+                session._live.state.store._default = way  # type: ignore[union-attr]
             found.append(logits(session))
             assert session.counters()["host_bytes_in"] > 0
     assert torch.equal(*found)
 
 
-CLUSTERED = {"name": "mosaic", "frames": 6, "window": 8, "local": 2, "init": 8, "visual": 4, "semantic": 2}
+INDEX = {"name": "clusters", "init": 8, "visual": 4, "semantic": 2}
+CLUSTERED = {"name": "mosaic", "frames": 6, "window": 8, "local": 2, "index": INDEX}
 
 
 def test_clusters_on_the_device_recall_what_they_do_on_the_cpu() -> None:
@@ -154,7 +156,7 @@ def test_replayed_questions_say_what_questions_launched_one_by_one_say(
             for session in (plain, replayed):
                 session.watch(part, fps=FPS)
                 live: Any = session._live
-                live.state.chooser.replays._works = live.seam._few._replays._works = session is replayed
+                live.state.retriever.replays._works = live.seam._few._replays._works = session is replayed
                 found.append(torch.stack([logits(session) for _ in range(3)]))
             assert (found[0] - found[1]).abs().max() <= 1e-5
     assert made

@@ -9,13 +9,12 @@ import torch
 
 from mmaccel.backends.ops import clusters, words
 from mmaccel.core.attach import adapter_for
-from mmaccel.policies.kv.mosaic.index import Index
-from mmaccel.policies.kv.mosaic.writing import DraftDecoder
+from mmaccel.policies.kv.mosaic.index import ClusterIndex
 from tests.models.streams import FPS, film, open_session, pair
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 from tests.policies.kv.test_question_reads import Counted
 
-MOSAIC = {"name": "mosaic", "frames": 4, "window": 6, "local": 2, "init": 8}
+MOSAIC = {"name": "mosaic", "frames": 4, "window": 6, "local": 2, "index": {"name": "clusters", "init": 8}}
 MEMORIES: dict[str, tuple[dict[str, Any], int]] = {
     # Of a clip, however long: a tower of one layer, and two layers of which each gives units to the store.
     "mosaic, retrieving": (MOSAIC, 240),
@@ -66,9 +65,9 @@ def test_watching_reads_nothing_back_and_launches_little(
         for some in (film(16), film(16)[8:]):
             session.watch(some, fps=FPS)
         live: Any = session._live
-        monkeypatch.setattr(DraftDecoder, "digest", lambda *args: False)
+        monkeypatch.setattr(ClusterIndex, "_cluster", lambda *args: None)
         for name in ("refresh", "_survey"):
-            monkeypatch.setattr(Index, name, unseen(getattr(Index, name)))
+            monkeypatch.setattr(ClusterIndex, name, unseen(getattr(ClusterIndex, name)))
         monkeypatch.setattr(type(live.state), "idle", lambda self: None)
         before = live.state.units()
         frames = film(24)[16:]

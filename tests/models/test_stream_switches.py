@@ -1,4 +1,4 @@
-"""The four ways in which mosaic takes frames together, each switched off alone: less at a time, and the same stream."""
+"""Frames taken together or one at a time, and fetched ahead or not: the same stream."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import torch
 from mmaccel.core import attention
 from tests.models.streams import FPS, QUESTION, film, logits, open_session
 
-BASE = {"name": "mosaic", "frames": 4, "window": 6, "local": 2, "init": 8}
+BASE = {"name": "mosaic", "frames": 4, "window": 6, "local": 2, "index": {"name": "clusters", "init": 8}}
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tensor, dict[str, int]]:
     """Logits of a question after 25 frames, and the most frames of a call: vision, attention, feed-forward."""
     most = {"vision": 0, "attention": 0, "feed": 0}
-    with open_session("random-ov", {**BASE, **fields}) as session, monkeypatch.context() as patch:
+    chunk = fields.pop("chunk", None)
+    with (
+        open_session("random-ov", {**BASE, **fields}, chunk=chunk) as session,
+        monkeypatch.context() as patch,
+    ):
         seam = session._seam
         features, attend = seam.features, attention.ops.attend_now
         block = seam.family.layers(seam.model)[0].mlp
@@ -45,32 +49,25 @@ def watched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tenso
             "attention": most["attention"] // unit,
             "feed": most["feed"] // unit,
         }
-    with open_session("random-ov", {**BASE, **fields}) as session:
+    with open_session("random-ov", {**BASE, **fields}, chunk=chunk) as session:
         session.watch(film(25), fps=FPS)
         return logits(session), told
 
 
 @pytest.mark.parametrize(
-    ("fields", "single"),
-    [
-        ({"clip": 1, "batch_layers": True}, ("vision", "attention", "feed")),
-        ({"batch_layers": False}, ("attention", "feed")),
-        ({"batch_attention": False}, ("attention",)),
-        ({"batch_feed": False}, ("feed",)),
-        ({"batch_match": False}, ()),
-    ],
+    ("choices", "fewer", "few"),
+    [({"chunk": 64}, ("vision", "attention", "feed"), 4), ({"encode_by": "frame"}, ("attention", "feed"), 1)],
     ids=str,
 )
-def test_switched_off_it_takes_one_at_a_time(
-    fields: dict[str, Any], single: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_few_at_a_time_it_is_the_same_stream(
+    choices: dict[str, Any], fewer: tuple[str, ...], few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Where passes retrieve, what is stored depends on how many frames go in one.
-    alone = {"encode_frames": 0} if {"clip", "batch_layers"} & set(fields) else {}
-    whole, together = watched(monkeypatch, **alone)
-    found, most = watched(monkeypatch, **fields, **alone)
-    assert min(together.values()) > 1
+    whole, together = watched(monkeypatch, encode_frames=0)
+    found, most = watched(monkeypatch, encode_frames=0, **choices)
+    assert min(together.values()) > few
     for name, count in most.items():
-        assert count == 1 if name in single else count == together[name], (name, count)
+        assert count == (few if name in fewer else together[name]), (name, count)
     torch.testing.assert_close(found, whole, atol=1e-4, rtol=0)
 
 
@@ -79,12 +76,12 @@ def test_what_is_fetched_ahead_changes_no_bit(name: str) -> None:
     """On trained models, whose layers' queries the predictors see: questions of one token and of several, one after the
     other, so that caches and drifts of earlier ones count."""
     found = []
-    for fields in ({}, {"prefetch": False}, {"predictor": "query"}, {"predictor": "frames"}, {"slack": 3.0}):
+    for fields in ({}, {"prefetch": "off"}, {"prefetch": "query"}):
         with open_session(name, {**BASE, "frames": 8, "cache": 4, **fields}) as session:
             session.watch(film(25).repeat(2, 1, 1, 1), fps=FPS)
             answers = [session.ask(question, 6) for question in (QUESTION, "how many shapes were shown ?")]
             told = answers[-1].counters
-            assert (told["fetch_guessed"] > 0) == (fields.get("prefetch") is not False)
+            assert (told["fetch_guessed"] > 0) == (fields.get("prefetch") != "off")
             assert told["fetch_missing"] > 0 and told["visual_clusters"] > 0 and told["host_bytes_in"] > 0
             found.append((logits(session), [(one.ids, one.evidence) for one in answers]))
     for bits, said in found[1:]:

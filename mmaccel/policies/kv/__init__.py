@@ -1,6 +1,7 @@
 """Memories: what a sequence or a stream keeps of its keys and values. One idea a file; a new one is an import line here."""
 
-from mmaccel.policies.kv._stream import StreamMemory, WindowedPolicy
+from mmaccel.policies.kv._window import WindowedPolicy
+from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.full import Full
 from mmaccel.policies.kv.livevlm import LiveVLM
 from mmaccel.policies.kv.mosaic import Mosaic

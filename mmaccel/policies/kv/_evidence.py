@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.kv import Piece, Seat, Seen
-from mmaccel.policies.kv._angles import Turner
+from mmaccel.policies.kv._window import Rope
 
 Look = tuple[Tensor, int]
 """What a layer looked at: the units [k] that it recalled, and the first local one."""
@@ -99,7 +99,7 @@ class Rows:
         self._rows = {}
 
     @torch.no_grad()
-    def reached(self, turner: Turner, head: int, units_of: Callable[[int, Tensor], Tensor]) -> Tensor | None:
+    def reached(self, rope: Rope, head: int, units_of: Callable[[int, Tensor], Tensor]) -> Tensor | None:
         """[U]: of all that reaches the last row, which says the first token, from units, the share of each; None: unknown.
 
         Attention rollout (Abnar and Zuidema, 2020): behind each layer a row is made of what it was, what it gets of units,
@@ -115,7 +115,7 @@ class Rows:
         for layer, (query, seat, turned) in reversed(self._rows.items()):
             if not turned:
                 angles = seat.angles[0][:, :, self._first :], seat.angles[1][:, :, self._first :]
-                query = turner.turn(query[None], angles)[0]
+                query = rope.apply(query[None], angles)[0]
             got = attention(query, seat.key[0, :, : seat.column + self._count], seat.bias)
             if weight is None:
                 weight = got.new_zeros(1, len(got))

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError, RecipeError, shown
 from mmaccel.core.kv import MARGIN, KVView, Piece, Seen, Stream, StreamPolicy
-from mmaccel.policies.kv._evidence import attention
-from mmaccel.policies.kv._stream import StreamMemory, mean_query, weigh
-from mmaccel.policies.kv._window import Asked, Pair, joined
+from mmaccel.policies.kv._evidence import attention, mean_query, weigh
+from mmaccel.policies.kv._window import Asked, Pair
+from mmaccel.policies.kv._windowed import StreamMemory
 
 
 class Held(NamedTuple):
@@ -130,8 +131,8 @@ class TokenMemory(StreamMemory):
         start = total - column.shape[0]
         # Angles of the new columns are those of the last of all.
         cos, sin = self._angles(layer, whole.column)
-        turned = self.turner.turn(whole.key, (cos, sin))
-        query = self.turner.turn(query, (cos[:, :, start:], sin[:, :, start:]))
+        turned = self.rope.apply(whole.key, (cos, sin))
+        query = self.rope.apply(query, (cos[:, :, start:], sin[:, :, start:]))
         head_key, head_value = self._head(layer)
         return KVView(torch.cat([head_key, turned], 2), torch.cat([head_value, whole.value], 2), query=query)
 
@@ -147,9 +148,14 @@ class TokenMemory(StreamMemory):
             seen = -(-held.column.shape[0] // self.stream.unit)
             if index is not None:
                 held, cos, sin = held.take(index), cos[:, :, index], sin[:, :, index]
-            part = self.turner.turn(held.key, (cos, sin)), held.value
+            part = self.rope.apply(held.key, (cos, sin)), held.value
         parts = [self._head(layer), *([] if part is None else [part])]
-        return joined(parts, piece.rows + piece.room + MARGIN, seen)
+        base = sum(one.shape[2] for one, _ in parts)
+        length = base + piece.rows + piece.room + MARGIN
+        key, value = (grow_buffer(None, 2, length, like=one, share=0.0) for one in parts[0])
+        for whole, side in zip((key, value), zip(*parts, strict=True), strict=True):
+            torch.cat(side, 2, out=whole[:, :, :base])
+        return Asked(key, value, base, seen)
 
     def _move(self, piece: Piece) -> None:
         total, P = piece.first + piece.count, self.stream.unit
@@ -182,9 +188,9 @@ class TokenMemory(StreamMemory):
             return places.cells(column, self._count + self.clip, own=True)
 
         if self.compact and places.axes == 1:
-            return self.turner.at(("ranks", count), ranks)
+            return self.rope.at(("ranks", count), ranks)
         if not self._pruned:
-            return self.turner.at(("all", count), own)
+            return self.rope.at(("all", count), own)
         # Every layer has tokens of its own: theirs are not worth keeping for the others.
         positions = torch.cat([ranks()[:1], own()[1:]]) if self.compact else own()
         return self._model.angles(positions, self.stream.dtype)

@@ -15,7 +15,7 @@ from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamState
-from mmaccel.policies.kv._angles import Turner
+from mmaccel.policies.kv._window import Rope
 
 
 class WholeStream(StreamState):
@@ -26,7 +26,7 @@ class WholeStream(StreamState):
 
     def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
         self.stream, self.geometry, self.device = stream, geometry, device
-        self.turner = Turner(model, stream.dtype)
+        self.rope = Rope(model, stream.dtype)
         self._new: list[tuple[Tensor, Tensor] | None] = [None] * geometry.layers
         self._piece: Piece | None = None
         self._headed = False
@@ -42,7 +42,7 @@ class WholeStream(StreamState):
 
     def enter(self, piece: Piece) -> None:
         self._piece = piece
-        self.turner.forget()
+        self.rope.forget()
         if piece.kind == "question":
             self._pending = piece.pending
 
@@ -55,10 +55,10 @@ class WholeStream(StreamState):
         new = self._new[layer]
         if self._piece is None or new is None:
             raise ModelError(f"kv: layer {layer} is asked for before anything was appended to it.")
-        angles = self.turner.at("pass", self._places)
-        key, value = self._show(layer, self.turner.turn(new[0], angles), new[1])
+        angles = self.rope.at("pass", self._places)
+        key, value = self._show(layer, self.rope.apply(new[0], angles), new[1])
         self._new[layer] = None
-        return KVView(key, value, query=self.turner.turn(query, angles))
+        return KVView(key, value, query=self.rope.apply(query, angles))
 
     def _places(self) -> Tensor:
         piece, places = self._piece, self.stream.places

@@ -5,18 +5,24 @@ Letters: G key/value heads, D head size, P tokens a unit. Keys are raw (before r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, shown
-from mmaccel.core.kv import MARGIN, StreamPolicy
+from mmaccel.core import saving
+from mmaccel.core.adapter import ModelView
+from mmaccel.core.errors import ModelError, RecipeError, shown
+from mmaccel.core.kv import Stream, StreamPolicy
 from mmaccel.core.places import Places
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values [1, G, n, D]."""
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of positions."""
 
 
 MOST = 1 << 16
@@ -112,38 +118,72 @@ def moved(old: Ring | None, new: Ring, cut: int) -> tuple[Ring, Pair]:
     return Ring(key, turned, value), gone
 
 
-def joined(parts: list[Pair], room: int, seen: int) -> Asked:
-    """Turned keys and values one after the other, in which `seen` units stand, with room for `room` columns."""
-    base = sum(key.shape[2] for key, _ in parts)
-    key, value = (_joined(list(side), base + room) for side in zip(*parts, strict=True))
-    return Asked(key, value, base, seen)
+class Rope:
+    """Rotates keys and queries [1, heads, n, D]; the angles of a name are made once until `forget`."""
+
+    def __init__(self, model: ModelView, dtype: torch.dtype) -> None:
+        self._model, self._dtype = model, dtype
+        self._kept: dict[Hashable, Angles] = {}
+
+    def forget(self) -> None:
+        """The next pass begins."""
+        self._kept.clear()
+
+    def at(self, name: Hashable, positions: Callable[[], Tensor]) -> Angles:
+        """The angles of `positions()` [n] or [3, n], made when `name` is new."""
+        found = self._kept.get(name)
+        if found is None:
+            found = self._kept[name] = self._model.angles(positions(), self._dtype)
+        return found
+
+    def angles(self, positions: Tensor) -> Angles:
+        """The angles of `positions` [n] or [3, n], which no other layer shares."""
+        return self._model.angles(positions, self._dtype)
+
+    def apply(self, x: Tensor, angles: Angles) -> Tensor:
+        """`x` rotated by `angles`, which are those of as many positions."""
+        return self._model.turn(x, angles)
+
+    def apply_(self, x: Tensor, angles: Angles) -> None:
+        """`apply` in place."""
+        self._model.turn_(x, angles)
 
 
-def _joined(parts: list[Tensor], rows: int) -> Tensor:
-    """`parts` [1, G, n, D] one after the other, in a tensor of `rows` rows."""
-    first = parts[0]
-    out = torch.empty(1, first.shape[1], rows, first.shape[3], dtype=first.dtype, device=first.device)
-    torch.cat(parts, 2, out=out[:, :, : sum(one.shape[2] for one in parts)])
-    return out
+def save_window(
+    folder: Path, heads: Sequence[Pair | None], rings: Sequence[Ring | None], count: int, first: int
+) -> None:
+    """Write, layer by layer, the head and the units ``first .. count``, which the window holds; raises OSError."""
+    tensors: dict[str, Tensor] = {}
+    for layer, (head, ring) in enumerate(zip(heads, rings, strict=True)):
+        if head is not None:
+            tensors |= {f"head.{layer}.key": head[0], f"head.{layer}.value": head[1]}
+        if ring is not None:
+            tensors |= {f"window.{layer}.key": ring.key, f"window.{layer}.value": ring.value}
+    saving.write_tensors(folder / "window.safetensors", tensors)
+    saving.write_json(folder / "state.json", {"units": count, "first": first})
 
 
-class Spacious(NamedTuple):
-    """A tensor [2, G, N, D], keys and values, that begins with those of a head, whose keys [1, G, h, D] are `head`."""
-
-    rows: Tensor
-    head: Tensor
-
-
-def spacious(kept: Spacious | None, head: Pair, room: int) -> Spacious:
-    """A head with `room` columns after it: `kept`, if that is large enough; where nobody else writes over a head."""
-    key, value = head
-    count = key.shape[2]
-    if kept is None or kept.rows.shape[2] < count + room:
-        with torch.inference_mode(False):
-            rows = key.new_empty(2, key.shape[1], count + room + MARGIN, key.shape[3])
-    elif kept.head is key:
-        return kept
-    else:
-        rows = kept.rows
-    rows[0, :, :count], rows[1, :, :count] = key[0], value[0]
-    return Spacious(rows, key)
+def load_window(
+    folder: Path, stream: Stream, layers: int, sizes: tuple[int, int], window: int, device: torch.device
+) -> tuple[list[Pair | None], list[Ring | None], int, int]:
+    """What `save_window` wrote, for heads of `sizes` (G, D), with keys that are not turned; raises `ModelError` for what is
+    damaged."""
+    facts = saving.read_json(folder / "state.json", {"units": int, "first": int})
+    count, first = facts["units"], facts["first"]
+    if not 0 <= first <= count or count - first > window:
+        raise ModelError(f"{folder}: the window holds units {first} to {count}; the file is damaged.")
+    wanted: dict[str, Any] = {}
+    for layer in range(layers):
+        for name, rows in (("head", stream.head), ("window", (count - first) * stream.unit)):
+            if rows or name == "head":
+                size = (1, sizes[0], rows, sizes[1])
+                wanted |= {f"{name}.{layer}.{side}": (size, stream.dtype) for side in ("key", "value")}
+    found = saving.read_tensors(folder / "window.safetensors", wanted, device)
+    heads: list[Pair | None] = [
+        (found[f"head.{layer}.key"], found[f"head.{layer}.value"]) for layer in range(layers)
+    ]
+    rings: list[Ring | None] = []
+    for layer in range(layers):
+        key = found.get(f"window.{layer}.key")
+        rings.append(None if key is None else Ring(key, key, found[f"window.{layer}.value"]))
+    return heads, rings, count, first

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mmaccel.core import saving
+from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState, KVView, Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
-from mmaccel.core.room import with_room
 from mmaccel.policies.kv._layered import LayeredState
 from mmaccel.policies.kv._whole import WholeStream
 
@@ -68,7 +68,7 @@ class FullState(LayeredState):
             if held is None or self._counts[layer] != self._counts[0]:
                 raise ModelError("kv: a prompt must have gone through all layers before a step is laid out.")
             count = self._counts[layer]
-            key, value = (with_room(buffer, buffer, count, count + room) for buffer in held)
+            key, value = (grow_buffer(buffer, 2, count + room, used=count) for buffer in held)
             self._buffers[layer] = key, value
             found.append((key, value))
         return found
@@ -85,7 +85,7 @@ class FullState(LayeredState):
 
     def reorder(self, rows: Tensor) -> None:
         self._batch = rows.numel()
-        # See `with_room`: the mode off gives tensors that can be written to anywhere, and would switch gradients on.
+        # See `grow_buffer`: the mode off gives tensors that can be written to anywhere, and would switch gradients on.
         with torch.inference_mode(False), torch.no_grad():
             for layer, buffers in enumerate(self._buffers):
                 if buffers is not None:
@@ -99,7 +99,8 @@ class FullState(LayeredState):
         start, buffers = self._counts[layer], self._buffers[layer]
         end = start + key.shape[2]
         old_key, old_value = (None, None) if buffers is None else buffers
-        new_key, new_value = with_room(old_key, key, start, end), with_room(old_value, value, start, end)
+        new_key = grow_buffer(old_key, 2, end, like=key, used=start)
+        new_value = grow_buffer(old_value, 2, end, like=value, used=start)
         new_key[:, :, start:end] = key
         new_value[:, :, start:end] = value
         self._buffers[layer] = new_key, new_value

@@ -2,54 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import RecipeError, shown
-from mmaccel.core.kv import Piece, Stream, StreamPolicy, StreamState
-from mmaccel.core.policy import with_base_dir
+from mmaccel.core.kv import Piece, Stream, StreamState
 from mmaccel.core.registry import register
-from mmaccel.core.room import with_room
-from mmaccel.policies.kv._stored import store_for
 from mmaccel.policies.kv._whole import WholeStream
-from mmaccel.policies.kv.store import Spill
+from mmaccel.policies.kv.store import HostPolicy
 
 Pair = tuple[Tensor, Tensor]
 
 
 @register("kv", "offload")
 @dataclass(frozen=True, kw_only=True)
-class Offload(StreamPolicy):
+class Offload(HostPolicy):
     """Keep all units of the stream on the host; every pass brings each layer's whole past to the device, and lets it go.
 
     Exact: every query sees all that came before it, at its true place. The device holds one layer of the stream at a
     time, and the wire carries the whole stream for every chunk, question and token of an answer.
 
-    host_bytes  host memory at most; None: as much as the host can spare
-    spill       what happens when it is used up: "refuse" or "disk"
-    folder      where files go with spill "disk", in a YAML file counted from its folder; None: a temporary folder
+    host_bytes, spill, folder  see `HostPolicy`; it keeps everything, so spill is "refuse" or "disk"
     """
 
     exact: ClassVar[bool] = True
-    host_bytes: int | None = None
-    spill: Spill = "refuse"
-    folder: str | None = None
-
-    @classmethod
-    def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-        return with_base_dir(fields, folder, "folder")
 
     def __post_init__(self) -> None:
-        if self.host_bytes is not None and self.host_bytes < 0:
-            raise RecipeError(f"{self.name}: host_bytes is {self.host_bytes}; give at least 0, or null.")
-        if self.spill not in ("refuse", "disk"):
+        super().__post_init__()
+        if self.spill == "drop_oldest":
             raise RecipeError(
                 f"{self.name}: spill is {shown(self.spill)}; give 'refuse' or 'disk', for it keeps everything."
             )
@@ -67,14 +54,7 @@ class OffloadStream(WholeStream):
         self, policy: Offload, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
         super().__init__(stream, geometry, model, device)
-        self.store = store_for(
-            stream,
-            geometry,
-            device,
-            host_bytes=policy.host_bytes,
-            spill=policy.spill,
-            folder=policy.folder,
-        )
+        self.store = policy.store(stream, geometry, device)
         self._heads: list[Pair | None] = [None] * geometry.layers
         self._turns: list[Pair | None] = [None] * geometry.layers
 
@@ -87,9 +67,11 @@ class OffloadStream(WholeStream):
             past = self._past(layer, head, self._count)
             self.store.put(layer, range(piece.first, piece.first + piece.count), key, value)
             return torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
-        end = self._extra + key.shape[2]
-        old = self._turns[layer] or (None, None)
-        held = with_room(old[0], key, self._extra, end), with_room(old[1], value, self._extra, end)
+        end, old = self._extra + key.shape[2], self._turns[layer] or (None, None)
+        held = (
+            grow_buffer(old[0], 2, end, like=key, used=self._extra),
+            grow_buffer(old[1], 2, end, like=value, used=self._extra),
+        )
         held[0][:, :, self._extra : end], held[1][:, :, self._extra : end] = key, value
         self._turns[layer] = held
         past = self._past(layer, head, self._count)

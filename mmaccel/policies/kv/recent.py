@@ -11,7 +11,8 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.kv import Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._stream import StreamMemory, WindowedPolicy
+from mmaccel.policies.kv._window import WindowedPolicy
+from mmaccel.policies.kv._windowed import StreamMemory
 
 
 @register("kv", "recent")

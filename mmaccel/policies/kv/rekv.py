@@ -1,23 +1,44 @@
-"""ReKV: recall whole frames by the mean of their keys."""
+"""ReKV: recall whole frames by the mean of their keys. Its index, by frame, is a part that other memories can take."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
-from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import RecipeError, shown
-from mmaccel.core.kv import Stream, StreamState
+from mmaccel.backends.ops import clusters
+from mmaccel.core import saving
+from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._stored import StoredMemory, StoredPolicy
-from mmaccel.policies.kv.store import Way
+from mmaccel.policies.kv._archived import ArchivedPolicy
+from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, Survey
+from mmaccel.policies.kv._window import Pair
+from mmaccel.policies.kv.store.transfer import in_units
+
+if TYPE_CHECKING:
+    from mmaccel.core.adapter import Geometry
+    from mmaccel.core.kv import Stream
+
+
+@register("index", "frames")
+@dataclass(frozen=True, kw_only=True)
+class Frames(IndexPolicy):
+    """Every unit is found by its own mean key before rotation, at each layer, as ReKV has it (ICLR 2025)."""
+
+    def open(
+        self, stream: Stream, geometry: Geometry, device: torch.device, window: int, summaries: bool
+    ) -> FrameIndex:
+        return FrameIndex(stream, geometry, device, summaries, self.similarity == "cosine")
 
 
 @register("kv", "rekv")
 @dataclass(frozen=True, kw_only=True)
-class ReKV(StoredPolicy):
+class ReKV(ArchivedPolicy):
     """Encode under a sliding window, keep all frames on the host, and let each layer recall those that suit the question.
 
     After Di et al., "Streaming Video Question-Answering with In-context Video KV-Cache Retrieval" (ICLR 2025): a unit is
@@ -25,21 +46,101 @@ class ReKV(StoredPolicy):
     of time and with consecutive positions, and keeps them for the answer. As in the paper's code no local window is seen by
     a question (``local = 0``). It departs from it where the head stands while encoding (see `_window.Bases`), in one pass
     over the question instead of two, and runs no language head while encoding.
-
-    copies  how recalled units come back: "frame", a copy for each key and value tensor of a frame, as the paper's code
-            does; or "coalesced", by the store's best way
     """
 
     local: int = 0
-    copies: Literal["frame", "coalesced"] = "coalesced"
+    index: Any = "frames"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.copies not in ("frame", "coalesced"):
-            raise RecipeError(f"{self.name}: copies is {shown(self.copies)}; give 'frame' or 'coalesced'.")
 
-    def stream(
-        self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
-    ) -> StreamState:
-        way: Way = "pieces" if self.copies == "frame" else "auto"
-        return StoredMemory(self, stream, geometry, model, device, way=way)
+class FrameIndex(Index):
+    """One cluster a unit: cluster n is unit n. All of it stays on the device, so nothing is known to the host."""
+
+    def __init__(
+        self, stream: Stream, geometry: Geometry, device: torch.device, summaries: bool, cosine: bool
+    ) -> None:
+        width = geometry.kv_heads * geometry.head_dim
+        super().__init__(geometry.layers, width, stream.dtype, device, summaries, cosine)
+        self._tokens, self._shape = stream.unit, (geometry.kv_heads, geometry.head_dim)
+        self._units = 0
+
+    def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
+        first, end = self._units, self._units + pairs[0][0].shape[2] // self._tokens
+        sides = ("key", "value") if self.summaries else ("key",)
+        for side, name in enumerate(sides):
+            held = grow_buffer(getattr(self, name), 1, end, fill=0, share=SPARE)
+            setattr(self, name, held)
+            for layer, pair in enumerate(pairs):
+                mean = in_units(pair[side][0].float(), self._tokens).mean(2)
+                held[layer, first:end] = mean.transpose(0, 1).flatten(1).to(held.dtype)
+        self._units, self._ready = end, None
+
+    def _survey(self, end: int) -> Survey:
+        room = self.key.shape[1]
+        number = torch.arange(room, device=self.device)
+        gone = grow_buffer(self.absent, 0, room, fill=0, share=0.0)[:room]
+        count, here = int((~gone[:end]).sum()), number < end
+        if count < end:
+            here &= ~self._sent(gone)
+        if self.time.shape[1] != room:
+            self.time = number.float().repeat(self.layers, 1)
+
+        def shared(name: str, row: Tensor) -> Tensor:
+            return self._fix(name, row.expand(self.layers, -1))
+
+        lists = clusters.Lists(
+            owner=shared("owner", torch.where(here, number, room + 1)),
+            within=shared("within", torch.zeros_like(number)),
+            flat=shared("flat", number),
+            first=shared("first", number),
+            size=shared("size", here.long()),
+            largest=1,
+        )
+        entries = number[here] if count < end else number[:end]
+        return Survey(end, entries, lists, [count] * self.layers, ready=self.summaries)
+
+    def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
+        return self.key.transpose(0, 1), layer, lambda units: self.key[layer, units].float()
+
+    def checkpoint(self) -> Any:
+        return self._units
+
+    def restore(self, mark: Any) -> None:
+        self._units, self._ready = mark, None
+
+    def clear(self) -> None:
+        self.restore(0)
+
+    def save(self, folder: Path) -> None:
+        sides = {"mean": self.key} | ({"mean_value": self.value} if self.summaries else {})
+        shape = (self._units, *self._shape)
+        saving.write_tensors(
+            folder / "index.safetensors",
+            {
+                f"{name}.{layer}": rows[: self._units].view(shape).transpose(0, 1)[None].contiguous()
+                for name, side in sides.items()
+                for layer, rows in enumerate(side)
+                if self._units
+            },
+        )
+        saving.write_json(folder / "index.json", {"gone": self.absent.nonzero()[:, 0].tolist()})
+
+    def load(self, folder: Path, units: int) -> None:
+        groups, size = self._shape
+        names = ("mean", "mean_value") if self.summaries else ("mean",)
+        wanted = {
+            f"{name}.{layer}": ((1, groups, units, size), self.key.dtype)
+            for name in names
+            for layer in range(self.layers)
+            if units
+        }
+        found = saving.read_tensors(folder / "index.safetensors", wanted, self.device)
+        for side, name in zip(("key", "value"), names, strict=False):
+            held = grow_buffer(getattr(self, side), 1, units, fill=0, share=SPARE)
+            setattr(self, side, held)
+            for layer in range(self.layers if units else 0):
+                held[layer, :units] = found[f"{name}.{layer}"][0].transpose(0, 1).flatten(1)
+        gone = saving.read_json(folder / "index.json", {"gone": list})["gone"]
+        gone = saving.numbers(gone, "index.json: gone", units)
+        self.absent = pad(torch.zeros(0, dtype=torch.bool), (0, units))
+        self.absent[gone] = True
+        self._units, self._ready = units, None

@@ -14,7 +14,7 @@ from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import KVState, KVView, Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._layered import LayeredState
-from mmaccel.policies.kv._stream import StreamMemory
+from mmaccel.policies.kv._windowed import StreamMemory
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import Geometry, ModelView

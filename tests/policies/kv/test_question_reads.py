@@ -12,7 +12,7 @@ from mmaccel.backends import ops
 from mmaccel.core.kv import Piece
 from mmaccel.core.replay import Replays
 from mmaccel.policies.kv import ReKV
-from mmaccel.policies.kv._angles import Turner
+from mmaccel.policies.kv._window import Rope
 from tests.policies.kv.mosaic.driven import CPU, GEOMETRY, HEAD, LAYERS, WHEEL, Driven
 from tests.policies.sparse.test_no_reads import NoReads, no_lists
 
@@ -50,7 +50,7 @@ class Counted(NoReads):
         super().__init__()
         self.launched: Counter[str] = Counter()
         self.replayed: Counter[str] = Counter()
-        for name, of in (("turn_", Turner), ("__call__", Replays), ("attend_now", ops)):
+        for name, of in (("apply_", Rope), ("__call__", Replays), ("attend_now", ops)):
             patch.setattr(of, name, self.as_one(getattr(of, name)))
 
     def as_one(self, whole: Any) -> Any:
@@ -87,16 +87,15 @@ def rekv() -> Driven:
 
 MOSAIC: dict[str, dict[str, Any]] = {
     "mosaic": {},
-    "query": {"predictor": "query", "slack": 1.5},
-    "frames": {"predictor": "frames"},
-    "no guess": {"prefetch": False},
+    "query": {"prefetch": "query"},
+    "no guess": {"prefetch": "off"},
     "no pseudo tokens": {"reps": 0},
     "compact": {"positions": "compact"},
-    "medoids": {"rep_of": "medoid"},
-    "tiles": {"granularity": "tile", "tile": 2},
+    "looks": {"first_stage": "look"},
+    "frames": {"index": "frames"},
     "cosine": {"similarity": "cosine"},
 }
-MOST = {"rekv": 33}
+MOST = {"looks": 25}
 
 
 @pytest.mark.parametrize("name", ["rekv", *MOSAIC])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv import ReKV
-from mmaccel.policies.kv._stored import MeanKeys
+from mmaccel.core.adapter import Geometry
+from mmaccel.policies.kv.rekv import FrameIndex
 from tests.models.streams import FPS, QUESTION, film, logits, open_session
 
 HEADS, GROUPS, SIZE, TOKENS = 6, 2, 8, 3
@@ -28,37 +29,48 @@ def by_the_paper(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
     return score / (one.norm(dim=1) * asked.norm()) if cosine else score
 
 
+def index_of(layers: int, similarity: str = "dot") -> FrameIndex:
+    geometry = Geometry(layers=layers, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=9, vocab=9)
+    stream: Any = SimpleNamespace(unit=TOKENS, dtype=torch.float32)
+    return FrameIndex(stream, geometry, torch.device("cpu"), False, similarity == "cosine")
+
+
+def folded(query: Tensor) -> Tensor:
+    """The heads of a group share their keys."""
+    return query.view(GROUPS, -1, SIZE).sum(1).flatten()
+
+
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
 def test_scores_are_those_of_the_paper(similarity: str) -> None:
-    index = MeanKeys(2, similarity)
-    key = keys(400)
+    index, key = index_of(2, similarity), keys(400)
     for first, count in ((0, 5), (5, 1), (6, 394)):
-        for layer in range(2):
-            index.add(
-                layer, first, key[:, :, first * TOKENS : (first + count) * TOKENS] * (1 + layer), TOKENS
-            )
+        some = key[:, :, first * TOKENS : (first + count) * TOKENS]
+        index.arrived(None, [(some, some), (2 * some, some)], None)
     query = torch.randn(HEADS, SIZE, generator=torch.Generator().manual_seed(1))
-    for end in (400, 7):
-        want = by_the_paper(key[:, :, : end * TOKENS], query, similarity == "cosine")
-        torch.testing.assert_close(index.score(0, query, end), want, rtol=1e-4, atol=1e-4)
-        order = index.score(1, query, end).argsort().tolist()
-        assert order == want.argsort().tolist()
-    best = index.best(index.score(0, query, 400), 9).tolist()
-    assert best == sorted(by_the_paper(key, query, similarity == "cosine").topk(9).indices.tolist())
+    for layer in range(2):
+        for end in (400, 12):
+            want = by_the_paper(key[:, :, : end * TOKENS], query, similarity == "cosine")
+            for budget in (1, 9):
+                found = index.search(layer, folded(query), budget, end)
+                assert found.entries.tolist() == sorted(want.topk(budget).indices.tolist())
+        scale = 1 if similarity == "cosine" else 1 + layer
+        score = found.scores[:12]
+        if similarity == "cosine":  # the folded query has another length
+            score = score / score.abs().max() * want.abs().max()
+        torch.testing.assert_close(score, scale * want, rtol=1e-4, atol=1e-4)
 
 
 def test_ties_go_to_the_older_unit_and_forgotten_ones_are_not_found() -> None:
-    index = MeanKeys(1, "dot")
-    index.add(0, 0, torch.ones(1, GROUPS, 6 * TOKENS, SIZE), TOKENS)
-    score = index.score(0, torch.ones(HEADS, SIZE), 6)
+    index, ones = index_of(1), torch.ones(1, GROUPS, 6 * TOKENS, SIZE)
+    assert index.search(0, folded(torch.ones(HEADS, SIZE)), 3, 0).entries.tolist() == []
+    index.arrived(None, [(ones, ones)], None)
 
     def best(count: int) -> list[int]:
-        return index.best(score, count).tolist()
+        return index.search(0, folded(torch.ones(HEADS, SIZE)), count, 6).entries.tolist()
 
     assert best(2) == [0, 1] and best(9) == list(range(6))
     index.forget([0, 3])
     assert best(2) == [1, 2] and best(9) == [1, 2, 4, 5]
-    assert index.best(torch.zeros(0), 3).tolist() == []
 
 
 def test_a_planted_frame_is_recalled() -> None:
@@ -67,25 +79,25 @@ def test_a_planted_frame_is_recalled() -> None:
     with open_session("random-ov", fields) as session:
         session.watch(film(20), fps=FPS)
         state: Any = session._live.state  # type: ignore[union-attr]
-        queries: dict[int, Tensor] = {}
-        recall = state._recall
+        asked, search = set[int](), state.index.search_ahead
 
-        def planted(layer: int, query: Tensor, end: int) -> Any:
-            queries[layer] = query
-            held = state.index._held[layer]
-            held[0, :, 3 + layer] = 100 * query.view(held.shape[1], -1, held.shape[3]).sum(1)
-            return recall(layer, query, end)
+        def planted(layer: int, queries: Tensor, *rest: Any) -> Any:
+            asked.add(layer)
+            state.index.key[layer, 3 + layer] = 100 * queries[0]
+            return search(layer, queries, *rest)
 
-        state._recall = planted
+        state.index.search_ahead = planted
         seen = {one.frames[0]: one for one in session.ask(QUESTION, 1).evidence}
-        assert set(queries) == {0, 1} and seen[3].recalled >= 0.5 and seen[4].recalled >= 0.5
+        assert asked == {0, 1} and seen[3].recalled >= 0.5 and seen[4].recalled >= 0.5
 
 
 def test_faithful_copies_and_coalesced_ones_bring_the_same() -> None:
+    """A copy for each key and value tensor of a frame, as the paper's code has it, or the store's own way."""
     found, told = [], []
-    for copies in ("frame", "coalesced"):
-        with open_session("random-ov", ReKV(frames=6, window=4, copies=copies)) as session:
+    for way in ("pieces", "auto"):
+        with open_session("random-ov", {"name": "rekv", "frames": 6, "window": 4}) as session:
             session.watch(film(25), fps=FPS)
+            session._live.state.store._default = way  # type: ignore[union-attr]
             found.append(logits(session))
             told.append(session.counters())
     assert torch.equal(*found)

@@ -125,7 +125,7 @@ def _check_turned(state: Any) -> None:
     base = state.bases.of(state.units() - 1)
     places = state.stream.places.units(state._first - base, state.units() - state._first)
     for ring in state._rings:
-        want = state.turner.turn(ring.key, state.turner._model.angles(places, torch.float32))
+        want = state.rope.apply(ring.key, state.rope._model.angles(places, torch.float32))
         assert torch.allclose(ring.turned, want, atol=1e-5)
 
 

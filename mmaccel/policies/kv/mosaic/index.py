@@ -1,225 +1,228 @@
-"""The representatives of all clusters on the device, and what a question retrieves by them."""
+"""The index `clusters`: units by look, and inside each visual cluster by key, layer by layer; on the device one key each.
+
+Letters as in `_index` and `ClusterTable`; V places for visual clusters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters
-from mmaccel.policies.kv.mosaic.buffers import LEAST, grown
-from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
-from mmaccel.policies.kv.mosaic.present import Present
-from mmaccel.policies.kv.store.wire import on_device
+from mmaccel.core.buffers import LEAST, grow_buffer
+from mmaccel.policies.kv._index import SPARE, Found, Index, Survey
+from mmaccel.policies.kv._window import Pair
+from mmaccel.policies.kv.mosaic import save
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable
+from mmaccel.policies.kv.mosaic.ingest import UnitMeans
+from mmaccel.policies.kv.mosaic.maintain import Hierarchy
+from mmaccel.policies.kv.mosaic.split import Rules
+
+if TYPE_CHECKING:
+    from mmaccel.core.adapter import Geometry
+    from mmaccel.core.kv import Stream
 
 STAGE = 4
 """The first stage stops when its visual clusters hold so many times what is to be retrieved."""
 FEWEST = 2
 """Visual clusters that the first stage takes at least."""
+BEHIND = 256
+"""Units by which the device may be behind the clusters, about."""
+COUNTED = (
+    "eager_splits",
+    "deferred_splits",
+    "visual_splits",
+    "deferred",
+    "singletons",
+    "flushed",
+    "resolved",
+    "refused",
+    "scenes",
+    "cuts",
+)
+"""The counters of the hierarchy that a memory reports."""
 
 
-SPARE = 0.25
-"""What is on the device grows by this share, and is then somewhere else; doubling would waste up to half of it."""
+class ClusterIndex(Index):
+    """Before there are clusters every unit counts as one, and has no summary.
 
-Reps = Literal["none", "mean", "medoid"]
-
-
-class Found(NamedTuple):
-    """What one layer retrieves: `entries` ascending; whether each semantic cluster was `picked` [C], and the score [C] of
-    each, -inf where the search did not look. Before there are clusters every entry counts as one, and none is picked."""
-
-    entries: Tensor
-    picked: Tensor
-    scores: Tensor
-
-    @property
-    def clusters(self) -> Tensor:
-        """The clusters that were picked, ascending; waits for the device."""
-        return self.picked.nonzero()[:, 0]
-
-
-@dataclass(eq=False)
-class _There:
-    """What there is below an entry `end`, on the device: made when the stream has changed, for the questions until it does.
-
-    Tensors have places to spare, C, V and N of them, so that they stay where they are while the stream grows into these.
-
-    entries  [n] ascending: those that are not forgotten
-    visual   [V] sizes of visual clusters, counting these alone
-    parent   [L, C] the visual cluster of each semantic one, V for those without entries; None before there are clusters
-    lists    the entries of semantic clusters, R = L layers of them
-    counted  [L, C] the sizes of semantic clusters, on the host; of these `alive` [L] have entries
-    """
-
-    end: int
-    entries: Tensor
-    visual: Tensor
-    parent: Tensor | None
-    lists: clusters.Lists
-    counted: Tensor
-
-    @cached_property
-    def alive(self) -> list[int]:
-        return [int(count) for count in (self.counted > 0).sum(1)]
-
-
-class Index:
-    """Letters as in `Hierarchy`; G kv heads, D head size, d = G * D.
-
-    On the device: key [L, C, d], the mean of a semantic cluster's keys before rotation; what stands for it when it is not
-    retrieved: value [L, C, d] and time [L, C], means too, or with `pseudo` [L, C, d] the mean key, the mean value and the
-    number of the entry nearest to the centroid; visual_key [L, V, d], in the space of keys because a question's queries
-    cannot be compared with looks. On the host: the hierarchy. `refresh` brings the device up to date, `prepare` makes what
-    a search needs besides; then a search reads nothing back.
+    visual_key [L, V, d] is the mean key of a visual cluster: by default the first stage compares queries with these, for a
+    layer's queries and looks have nothing in common. With `by_look` it compares visual embeddings, those of the frames of a
+    pass or of a question's words as they enter the first layer, with the mean looks visual_look [V, E] (Mosaic V-C).
+    `every`: what questions retrieve is split even where passes of the stream retrieve too (Mosaic, algorithm 1).
     """
 
     def __init__(
         self,
-        hierarchy: Hierarchy,
-        width: int,
-        dtype: torch.dtype,
+        rules: Rules,
+        stream: Stream,
+        geometry: Geometry,
         device: torch.device,
-        reps: Reps,
-        cosine: bool,
+        window: int,
+        *,
+        summaries: bool,
+        cosine: bool = False,
+        by_look: bool = False,
+        every: bool = False,
     ) -> None:
-        self._tree, self._device, self._cosine = hierarchy, device, cosine
-        layers = hierarchy.layers
-        self.key = torch.zeros(layers, 0, width, dtype=dtype, device=device)
-        self._reps = reps
-        self.value = torch.zeros(layers, 0, width * (reps != "none"), dtype=dtype, device=device)
-        self.pseudo = torch.zeros(layers, 0, width * (reps == "medoid"), dtype=dtype, device=device)
-        self.time = torch.zeros(layers, 0, device=device)
-        self.visual_key = torch.zeros(layers, 0, width, dtype=dtype, device=device)
-        self.absent = torch.zeros(0, dtype=torch.bool)
-        # On the device, of clusters: whose each entry is.
+        layers, width = geometry.layers, geometry.kv_heads * geometry.head_dim
+        super().__init__(layers, width, stream.dtype, device, summaries, cosine)
+        self._tokens, self._window = stream.unit, window
+        means = UnitMeans(layers, geometry.hidden, width, stream.dtype, device)
+        self.tree = Hierarchy(rules, means, layers, geometry.hidden, width)
+        self.visual_key = torch.zeros(layers, 0, width, dtype=stream.dtype, device=device)
+        self.by_look, self.retrievals_split = by_look, every
+        self.visual_look = torch.zeros(0, geometry.hidden * by_look, device=device)
+        self._asked = torch.zeros(geometry.hidden * by_look, device=device)
+        # On the device, of units: whose each is.
         self._owner = torch.zeros(layers, 0, dtype=torch.long, device=device)
-        self._present = Present(lambda: hierarchy.semantic, 1)
-        self._visual_present = Present(lambda: hierarchy.visual, hierarchy.summaries.parts)
-        self._ready: _There | None = None
+        self._visible = VisibleCounts(lambda: self.tree.semantic)
+        self._visible_looks = VisibleCounts(lambda: self.tree.visual)
         self._units = 0
-        self._fewest: dict[int, list[int]] = {}
-        self._fixed: dict[str, Tensor] = {}
 
-    def forget(self, entries: Sequence[int]) -> None:
-        """Entries whose keys and values are no more; they are not found again."""
-        self.absent = grown(self.absent, 0, max(entries, default=-1) + 1)
-        new = [entry for entry in entries if not self.absent[entry]]
-        self.absent[new] = True
-        for present in (self._present, self._visual_present):
-            present.forget(torch.tensor(new, dtype=torch.long))
-        self._ready = None
+    # The stream comes in.
+
+    def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
+        assert look is not None
+        self.tree.means.arrived(self._tokens, look, pairs, retrieved)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def digest(self, keep: int = 0) -> None:
+        """Cluster what has arrived; the device is told later, unless it would be too far behind, or `keep` is 0."""
+        self._cluster(keep)
+        if self.tree.units - self._units > BEHIND * bool(keep):
+            self.refresh()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _cluster(self, keep: int) -> None:
+        while self.tree.means.waiting > keep:
+            retrieved = self.tree.means.take()
+            if retrieved is not None:
+                self.tree.resolve(retrieved)
+            self.tree.insert(self._window, retrieved)
+
+    def groups(self, units: range) -> list[int] | None:
+        """Units of a visual cluster lie together; buffered ones too, for what their splits go by is their mean keys."""
+        if units.stop > self.tree.units:
+            self._cluster(0)
+        owner = self.tree.visual.owner
+        return owner[0, units.start : units.stop].tolist() if self.tree.started else None
+
+    def forget(self, units: Sequence[int]) -> None:
+        new = [unit for unit in units if unit >= len(self.absent) or not self.absent[unit]]
+        super().forget(units)
+        for visible in (self._visible, self._visible_looks):
+            visible.forget(torch.tensor(new, dtype=torch.long))
 
     def cut(self, end: int) -> None:
-        """Entries from `end` on are others from now on, and are there."""
-        self.absent = self.absent[:end].clone()
-        for present in (self._present, self._visual_present):
-            present.recount(self.absent)
-        self._ready = None
+        super().cut(end)
+        for visible in (self._visible, self._visible_looks):
+            visible.recount(self.absent)
 
-    @property
-    def behind(self) -> int:
-        """Units that have been clustered since the last `refresh`."""
-        return self._tree.units - self._units
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def touched(self, found: dict[int, Found]) -> None:
+        picked = torch.stack([one.picked for one in found.values()]).cpu()
+        for layer, one in zip(found, picked, strict=True):
+            self.tree.touch(layer, one.nonzero()[:, 0])
+        self.refresh()
 
     def refresh(self) -> None:
-        """Bring over what has changed in the hierarchy."""
-        if self._tree.units != self._units or bool(self._tree.semantic.dirty.any()):
-            self._ready, self._units = None, self._tree.units
-        level, means = self._tree.semantic, self._tree.summaries.means
+        level, kept = self.tree.semantic, self.tree.means
+        if self.tree.units != self._units or bool(level.dirty.any()):
+            self._ready, self._units = None, self.tree.units
         layer, cluster = level.changed()
         if layer.numel():
             # What was taken back may lie beyond all that is in use.
             room = max(level.used, int(cluster.max()) + 1)
-            for name in ("key", "value", "pseudo", "time"):
-                setattr(self, name, grown(getattr(self, name), 1, room, share=SPARE))
+            for name in ("key", "value", "time"):
+                setattr(self, name, grow_buffer(getattr(self, name), 1, room, fill=0, share=SPARE))
             members = level.contents(layer, cluster)
-            self._present.changed(layer, cluster, members, self.absent)
+            self._visible.changed(layer, cluster, members, self.absent)
             self._own(layer, cluster, members)
-            time = members.clamp_min(0).sum(1) / level.size[layer, cluster].clamp_min(1)
             at = self._sent(layer), self._sent(cluster)
-            self.key[at] = self._sent(means(self._tree.summaries.key, layer, members), self.key)
-            if self._reps == "medoid":
-                nearest = self._medoids(layer, cluster, members)
-                time, kept = nearest, self._tree.summaries
-                self.value[at] = self._sent(kept.value[nearest, layer], self.value)
-                self.pseudo[at] = self._sent(kept.key[nearest, layer], self.pseudo)
-            elif self._reps == "mean":
-                self.value[at] = self._sent(means(self._tree.summaries.value, layer, members), self.value)
+            self.key[at] = self._sent(kept.means(kept.key, layer, members), self.key)
+            if self.summaries:
+                self.value[at] = self._sent(kept.means(kept.value, layer, members), self.value)
+            time = members.clamp_min(0).sum(1) / level.size[layer, cluster].clamp_min(1)
             self.time[at] = self._sent(time, self.time)
         self._refresh_visual()
 
     def _own(self, layer: Tensor, cluster: Tensor, members: Tensor) -> None:
         """The device is told whose `members` [b, m] are."""
         row, column = (members >= 0).nonzero(as_tuple=True)
-        entry = members[row, column]
-        with torch.inference_mode(False):
-            self._owner = grown(self._owner, 1, self._tree.semantic.owner.shape[1], share=SPARE)
-            self._owner[self._sent(layer[row]), self._sent(entry)] = self._sent(cluster[row])
-
-    def _medoids(self, layer: Tensor, cluster: Tensor, members: Tensor) -> Tensor:
-        """[b] of `members` [b, m] the entry nearest to the centroid; the first of equal ones, anything for none."""
-        if not members.shape[1]:
-            # What was split off is taken back: of nothing there is no nearest.
-            return torch.zeros_like(layer)
-        points = self._tree.summaries.key_points(layer, members)
-        near = (points @ self._tree.semantic.centroid[layer, cluster][:, :, None])[:, :, 0]
-        best = near.masked_fill(members < 0, -torch.inf).argmax(1, keepdim=True)
-        return members.gather(1, best)[:, 0].clamp_min(0)
+        unit = members[row, column]
+        self._owner = grow_buffer(self._owner, 1, self.tree.semantic.owner.shape[1], fill=0, share=SPARE)
+        self._owner[self._sent(layer[row]), self._sent(unit)] = self._sent(cluster[row])
 
     def _refresh_visual(self) -> None:
-        level, parts = self._tree.visual, self._tree.summaries.parts
+        level, kept = self.tree.visual, self.tree.means
         _, cluster = level.changed()
         if not cluster.numel():
             return
-        self.visual_key = grown(self.visual_key, 1, max(level.used, int(cluster.max()) + 1), share=SPARE)
+        room = max(level.used, int(cluster.max()) + 1)
+        self.visual_key = grow_buffer(self.visual_key, 1, room, fill=0, share=SPARE)
         units = level.contents(torch.zeros_like(cluster), cluster)
-        entries = units[:, :, None] * parts + torch.arange(parts)
-        entries = entries.masked_fill(units[:, :, None] < 0, -1).flatten(1)
-        self._visual_present.changed(torch.zeros_like(cluster), cluster, entries, self.absent)
-        means = [self._tree.summaries.key_mean(some[some >= 0]) for some in entries]
-        self.visual_key[:, self._sent(cluster)] = self._sent(torch.stack(means, 1), self.visual_key)
+        self._visible_looks.changed(torch.zeros_like(cluster), cluster, units, self.absent)
+        at, members = self._sent(cluster), [some[some >= 0] for some in units]
+        self.visual_key[:, at] = self._sent(
+            torch.stack([kept.key_mean(some) for some in members], 1), self.key
+        )
+        if self.by_look:
+            self.visual_look = grow_buffer(self.visual_look, 0, room, fill=0, share=SPARE)
+            looks = torch.stack([kept.look[some].sum(0) / max(1, len(some)) for some in members])
+            self.visual_look[at] = self._sent(looks, self.visual_look)
 
-    def _sent(self, x: Tensor, like: Tensor | None = None) -> Tensor:
-        """`x` of the host on the device, in the type of `like`; nothing waits for it."""
-        return on_device(x if like is None else x.to(like.dtype), self._device)
+    # Searches.
 
-    def prepare(self, end: int, budget: int | None = None) -> _There:
-        """What searches among the entries below `end` need; with a `budget`, what `rest` does too."""
-        if self._ready is None or self._ready.end != end:
-            self._ready, self._fewest = self._survey(end), {}
-        if budget is not None and budget not in self._fewest:
-            rising = self._ready.counted.sort(1).values
-            used = ((rising.cumsum(1) - rising < budget) & (rising > 0)).sum(1)
-            left = zip(self._ready.alive, used.tolist(), strict=True)
-            self._fewest[budget] = [alive - needed for alive, needed in left]
-        return self._ready
+    def by(self, look: Tensor) -> None:
+        self._asked.copy_(look)
 
-    def _survey(self, end: int) -> _There:
-        tree, parts, layers = self._tree, self._tree.summaries.parts, self._tree.layers
-        absent = grown(self.absent, 0, end)[:end]
-        some, last = bool(absent.any()), tree.units * parts
+    def _candidates(self, rows: slice, queries: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+        """First whole visual clusters by score until they hold `STAGE` times the budget; of the clusters inside these, as
+        `Index` has it."""
+        now = self._now
+        if now.parent is None or now.visual is None:
+            return super()._candidates(rows, queries, budget)
+        scores, size = clusters.scored(self.key[rows], queries, self.cosine), now.lists.size[rows]
+        if self.by_look:
+            looks = clusters.scored(self.visual_look[None], self._asked[None], True)
+            ranked = looks.expand(len(queries), -1).contiguous()
+        else:
+            ranked = clusters.scored(self.visual_key[rows], queries, self.cosine)
+        without = clusters.outside(ranked, now.visual, STAGE * budget, FEWEST)
+        return clusters.ordered(scores, size, now.parent[rows], without)
+
+    def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
+        means = self.tree.means
+        return means.all_keys, layer, lambda units: means.key_rows(layer, units)
+
+    def _survey(self, end: int) -> Survey:
+        tree, layers = self.tree, self.layers
+        absent = grow_buffer(self.absent, 0, end, fill=0, share=0.0)[:end]
+        some = bool(absent.any())
+        visual = parent = None
         if tree.started:
             count, above = self.key.shape[1], self.visual_key.shape[1]
-            size = self._present.sizes(end, last, self.absent, count)
-            visual = self._visual_present.sizes(end, last, self.absent, above)[0]
-        else:
-            rows = tree.summaries.key[:end].transpose(0, 1)
-            self.key = grown(self.key, 1, end, share=SPARE)
-            self.key[:, :end] = rows.to(self.key)
-            count, visual = self.key.shape[1], torch.zeros(0, dtype=torch.long)
-            size = pad((~absent).long(), (0, count - end)).repeat(layers, 1)
-        parent = None
-        if tree.started:
+            size = self._visible.sizes(end, tree.units, self.absent, count)
+            visual = self._fix("visual", self._visible_looks.sizes(end, tree.units, self.absent, above)[0])
             parents = pad(tree.semantic.parent[:, :count], (0, count), value=above)[:, :count]
             parent = self._fix("parent", torch.where(size > 0, parents, above))
+        else:
+            self.key = grow_buffer(self.key, 1, end, fill=0, share=SPARE)
+            self.key[:, :end] = tree.means.key[:end].transpose(0, 1).to(self.key)
+            count = self.key.shape[1]
+            size = pad((~absent).long(), (0, count - end)).repeat(layers, 1)
         room = max(end, self._fixed["owner"].shape[1] if "owner" in self._fixed else 0)
         room = room if room > end else end + max(int(SPARE * end), LEAST)
-        number = torch.arange(room, device=self._device)
+        number = torch.arange(room, device=self.device)
         if tree.started:
             owner = pad(self._owner[:, :room], (0, max(0, room - self._owner.shape[1])))
         else:
@@ -232,11 +235,9 @@ class Index:
         begin = first.gather(1, owners.clamp(max=count - 1)) if count else 0
         within = torch.empty_like(flat).scatter_(1, flat, number.expand_as(flat)) - begin
         largest = int(size.max()) if size.numel() else 0
-        return _There(
+        return Survey(
             end=end,
-            entries=self._sent((~absent).nonzero()[:, 0]) if some else torch.arange(end, device=self._device),
-            visual=self._fix("visual", visual),
-            parent=parent,
+            entries=self._sent((~absent).nonzero()[:, 0]) if some else torch.arange(end, device=self.device),
             lists=clusters.Lists(
                 owner=owners,
                 within=self._fix("within", within),
@@ -245,140 +246,110 @@ class Index:
                 size=self._fix("size", size),
                 largest=1 << max(largest - 1, 0).bit_length(),
             ),
-            counted=size,
+            alive=(size > 0).sum(1).tolist(),
+            visual=visual,
+            parent=parent,
+            ready=tree.started,
         )
 
-    def _fix(self, name: str, new: Tensor) -> Tensor:
-        """`new` on the device, where what had this name and shape was."""
-        held = self._fixed.get(name)
-        if held is None or held.shape != new.shape:
-            with torch.inference_mode(False):
-                held = self._fixed[name] = torch.empty_like(new, device=self._device)
-        return held.copy_(new if new.device == held.device else self._sent(new))
+    def _places(self) -> tuple[Tensor, ...]:
+        own = self.visual_key, self.visual_look, self.tree.means.all_keys
+        return *super()._places(), *own
 
-    def mark(self) -> Hashable:
-        """Where all lies that searches read; it stays the same until something has been moved."""
-        kept = (self.key, self.value, self.pseudo, self.time, self.visual_key, self._tree.summaries.all_keys)
-        return tuple((one.data_ptr(), one.shape) for one in (*kept, *self._fixed.values()))
+    # The stream as a whole.
 
-    def search(self, layer: int, query: Tensor, budget: int, end: int) -> Found:
-        """`budget` entries below `end` (all, when they are fewer) for a query [d] float32 on the device.
+    def checkpoint(self) -> Any:
+        self.digest()
+        return self.tree.checkpoint()
 
-        First whole visual clusters by score until they hold `STAGE` times the budget, then semantic clusters inside these
-        until the budget is full; of the last one those entries of the largest score of their own.
-        """
-        self.prepare(end)
-        return self.search_ahead(layer, query[None], budget, 0)[0]
+    def restore(self, mark: Any) -> None:
+        self.tree.restore(mark)
 
-    @property
-    def _now(self) -> _There:
-        """What was prepared."""
-        assert self._ready is not None
-        return self._ready
+    def clear(self) -> None:
+        self.tree.clear()
+        self.refresh()
 
-    def search_ahead(
-        self, layer: int, queries: Tensor, budget: int, ahead: int, late: clusters.Late | None = None
-    ) -> tuple[Found, Tensor | None]:
-        """`search` by the first of `queries` [1 or 2, d], and by the second, in the next layer, `ahead` entries: of the last
-        cluster the oldest ones; -1 where there are no more. After `prepare`. `late` follow what is
-        found."""
-        there, rows = self._now, slice(layer, layer + len(queries))
-        if len(there.entries) <= budget:
-            entries, scores = there.entries, clusters.scored(self.key[rows], queries, self._cosine)
-            picked = there.lists.size[layer] > 0
-            coming: Tensor | None = entries if len(queries) > 1 else None
-            if late is not None:
-                entries = torch.cat([entries, late.numbers()])
-        else:
-            scores, before = self._candidates(rows, queries, budget, there)
-            own = clusters.Own(
-                self._tree.summaries.all_keys,
-                layer,
-                partial(self._tree.summaries.key_rows, layer),
-                queries[0],
-                self._cosine,
-            )
-            lists = _of(there.lists, rows)
-            entries, coming = clusters.selected(before, lists, budget, ahead, own, late)
-            picked = before[0] < budget
-        return Found(entries, picked if there.parent is not None else picked[:0], scores[0]), coming
-
-    def _candidates(self, rows: slice, queries: Tensor, budget: int, there: _There) -> tuple[Tensor, Tensor]:
-        """[R, C] scores of the semantic clusters inside the visual ones of the first stage, -inf elsewhere; and how many
-        entries are in the clusters before each."""
-        scores, size = clusters.scored(self.key[rows], queries, self._cosine), there.lists.size[rows]
-        if there.parent is None:
-            return clusters.ordered(scores, size, None, None)
-        ranked = clusters.scored(self.visual_key[rows], queries, self._cosine)
-        without = clusters.outside(ranked, there.visual, STAGE * budget, FEWEST)
-        return clusters.ordered(scores, size, there.parent[rows], without)
-
-    def left(self, layer: int, budget: int, most: int, everyone: bool) -> int:
-        """How many clusters around a search for `budget` entries have something that stands for them, at most `most`.
-
-        With `everyone` all clusters, those that the search retrieved last; none, if it retrieved everything. Otherwise those
-        that it left, as many as are sure to be left, so that the host knows their number: those that may be needed to fill
-        the budget, were they the smallest, have none.
-        """
-        there = self._now
-        some = there.alive[layer] * (len(there.entries) > budget) if everyone else self._fewest[budget][layer]
-        return min(some, most)
-
-    @property
-    def room(self) -> int:
-        """Clusters of a layer that searches look through, those that are not there among them."""
-        return int(self._now.lists.size.shape[1])
-
-    def rest(
-        self, layer: int, found: Found, out: Tensor, head: int, left: Tensor | None, tokens: int
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the k clusters of the largest score, that first, into `out` [2, G, k, D], and their time [k]
-        and what is added to the scores of the head and of these; see `clusters.stand_ins`. Those that were retrieved come
-        last, before them what the search left aside; and after them all, beyond `left`, what is no cluster."""
-        key = self.pseudo if self._reps == "medoid" else self.key
-        rows, size = (key[layer], self.value[layer]), self._now.lists.size[layer]
-        return clusters.stand_ins(
-            found.scores, found.picked, size, rows, self.time[layer], out, head, left, tokens
-        )
-
-    def stood_for(self, layer: int, found: Found, shares: Tensor) -> Tensor:
-        """[n, end]: what entries get of the `shares` [n, k] of what `rest` made: in a cluster all the same."""
-        there, (rows, few) = self._now, shares.shape
-        size = there.lists.size[layer]
-        ids = clusters.stand_in_order(found.scores, found.picked, size)[:few]
-        # Two more places: of entries that are no cluster's.
-        out = shares.new_zeros(rows, len(size) + 2)
-        out[:, ids] = shares / size[ids].clamp_min(1)
-        return out[:, there.lists.owner[layer, : there.end]]
-
-    def guess(self, layer: int, entries: Tensor, budget: int) -> Tensor:
-        """[n] what the clusters of `layer` that hold `entries` contain, largest overlap first, up to `budget`; -1: none."""
-        there = self._now
-        width = min(budget, len(there.entries))
-        if there.parent is None or not entries.numel():
-            return entries[:width]
-        lists = _of(there.lists, slice(layer, layer + 1))
-        owner = lists.owner[0][entries]
-        count = torch.zeros_like(lists.size).scatter_add_(1, owner[None], torch.ones_like(owner)[None])
-        known = (lists.size * (count > 0)).sum()
-        found = clusters.lined_up(clusters.preceding(count, lists.size), lists, width)
-        return torch.where(torch.arange(width, device=self._device) < known, found[0], -1)
+    def owners(self) -> dict[str, Tensor]:
+        return self.tree.owners()
 
     def nbytes(self) -> int:
-        kept = (self.key, self.value, self.pseudo, self.time, self.visual_key, self._owner)
-        return sum(tensor.nbytes for tensor in (*kept, *self._fixed.values()))
+        return super().nbytes() + sum(one.nbytes for one in (self.visual_key, self.visual_look, self._owner))
+
+    def counters(self) -> dict[str, float]:
+        tree = self.tree
+        own = {
+            "visual_clusters": int(tree.visual.count()),
+            "clusters": float(tree.semantic.count().float().mean()),
+            "buffered": sum(int(tree.semantic.size[at, ids].sum()) for at, ids in enumerate(tree.buffer)),
+            **{name: tree.counters[name] for name in COUNTED},
+            "summary_bytes": tree.means.nbytes(),
+        }
+        return {**super().counters(), **{name: float(count) for name, count in own.items()}}
+
+    def save(self, folder: Path) -> None:
+        self.digest()
+        save.save(self.tree, self.absent, folder)
+
+    def load(self, folder: Path, units: int) -> None:
+        self.absent = save.load(self.tree, units, folder)
+        self.refresh()
+
+
+class VisibleCounts:
+    """How many units of each cluster can be found: those that have left the window, and whose keys are still held.
+
+    Counted as clusters change, so that a pass of a long stream counts what it brought, and not all that there is. In what
+    is said to be `absent` [n], units from n on are not.
+    """
+
+    def __init__(self, level: Callable[[], ClusterTable]) -> None:
+        self._level = level
+        # How many of a cluster are absent.
+        self._gone = torch.zeros(level().layers, 0, dtype=torch.long)
+
+    def changed(self, layer: Tensor, cluster: Tensor, units: Tensor, absent: Tensor) -> None:
+        """The clusters (layer [b], cluster [b]) hold `units` [b, m] now; -1: none."""
+        self._gone = grow_buffer(self._gone, 1, self._level().size.shape[1], fill=0, share=1.0)
+        self._gone[layer, cluster] = 0
+        if absent.numel():
+            known = (units >= 0) & (units < len(absent))
+            held = absent[units.clamp(0, len(absent) - 1)] & known
+            self._gone[layer, cluster] = held.sum(1)
+
+    def forget(self, units: Tensor) -> None:
+        """`units` [n], which were there, are absent."""
+        gone = grow_buffer(self._gone, 1, self._level().size.shape[1], fill=0, share=1.0)
+        self._gone = self._less(gone, units, 1)
+
+    def recount(self, absent: Tensor) -> None:
+        """Other units may be absent, and in other clusters."""
+        self._gone = torch.zeros(self._level().layers, self._level().size.shape[1], dtype=torch.long)
+        self.forget(absent.nonzero()[:, 0])
+
+    def sizes(self, begin: int, end: int, absent: Tensor, count: int) -> Tensor:
+        """[L, count] how many below `begin` are there, of `end` in all."""
+        size, gone = (
+            pad(x[:, :count], (0, max(0, count - x.shape[1]))) for x in (self._level().size, self._gone)
+        )
+        late = torch.arange(begin, end)
+        here = late >= len(absent)
+        here[: max(0, len(absent) - begin)] = ~absent[begin:end]
+        return self._less(size - gone, late[here], -1)
+
+    def _less(self, counted: Tensor, units: Tensor, sign: int) -> Tensor:
+        """`counted` [L, C] and one more, or less, for each of `units` [n] where it is."""
+        owner = self._level().owner
+        units = units[units < owner.shape[1]]
+        if not counted.shape[1]:
+            return counted
+        of = owner[:, units]
+        return counted.scatter_add(1, of.clamp_min(0), sign * (of >= 0).long())
 
 
 def _by_owner(owner: Tensor, most: int) -> Tensor:
-    """[L, N] the entries in the order of their `owner` [L, N], at most `most`; ascending where that is the same."""
+    """[L, N] the units in the order of their `owner` [L, N], at most `most`; ascending where that is the same."""
     if owner.device.type == "cpu" and most < 1 << 15:
         # NumPy sorts 16 bits by their digits, in a tenth of the time.
         order = owner.to(torch.int16).numpy().argsort(axis=1, kind="stable")
         return torch.from_numpy(order)
     return owner.argsort(dim=1, stable=True)
-
-
-def _of(lists: clusters.Lists, layers: slice) -> clusters.Lists:
-    """Those of some layers."""
-    owner, within, flat, first, size = (one[layers] for one in lists[:5])
-    return clusters.Lists(owner, within, flat, first, size, lists.largest)

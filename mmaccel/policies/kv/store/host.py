@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, StoreError
-from mmaccel.policies.kv.store import saved
-from mmaccel.policies.kv.store.allot import Allotment
-from mmaccel.policies.kv.store.cost import Way
-from mmaccel.policies.kv.store.lanes import Lanes, Mark, lanes_of
-from mmaccel.policies.kv.store.slabs import SLAB_BYTES, Shape, Slabs
-from mmaccel.policies.kv.store.table import Table
-from mmaccel.policies.kv.store.wire import Wire, check_way, in_units
+from mmaccel.policies.kv.store import save as files
+from mmaccel.policies.kv.store.pinned_slabs import SLAB_BYTES, Shape, Slabs
+from mmaccel.policies.kv.store.slot_allocator import Allotment, Table
+from mmaccel.policies.kv.store.streams import Lanes, Mark, lanes_of
+from mmaccel.policies.kv.store.transfer import Way, Wire, check_way, in_units
 
 Group = int | None
 Spill = Literal["refuse", "disk", "drop_oldest"]
@@ -297,12 +295,12 @@ class HostStore:
         }
 
     def save(self, folder: str | Path) -> None:
-        """Write all units to `folder`; see `mmaccel.policies.kv.store.saved`."""
+        """Write all units to `folder`; see `mmaccel.policies.kv.store.save`."""
         self._open()
         self._wire.settle()
-        saved.save(self, Path(folder))
+        files.save(self, Path(folder))
 
-    def load(self, folder: str | Path, end: int = saved.MOST) -> None:
+    def load(self, folder: str | Path, end: int = files.MOST) -> None:
         """Hold the units below `end` saved to `folder`, nothing else; or raise `StoreError` and leave all as it is."""
         self._open()
         shape = self.shape
@@ -311,7 +309,7 @@ class HostStore:
             device=self.device, lanes=self.lanes, **self._options,  # type: ignore[arg-type]
         )  # fmt: skip
         try:
-            saved.load(fresh, Path(folder), end)
+            files.load(fresh, Path(folder), end)
         except BaseException:
             fresh.close()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,26 +13,17 @@ from mmaccel.contract.stream import Wheel
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.kv import KVView, Piece, Stream
 from mmaccel.core.places import Places
-from mmaccel.policies.kv.mosaic import Mosaic
-from mmaccel.policies.kv.mosaic.memory import MosaicMemory
+from mmaccel.policies.kv._archived import ArchivedMemory
+from mmaccel.policies.kv.mosaic import Clusters, Mosaic
 from tests.policies.kv.mosaic.scenes import runs
 
 LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD, HIDDEN = 3, 4, 2, 8, 6, 3, 10
 GEOMETRY = Geometry(layers=LAYERS, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=HIDDEN, vocab=9)
 CPU = torch.device("cpu")
-SMALL: dict[str, Any] = dict(
-    window=5,
-    local=2,
-    frames=8,
-    init=12,
-    visual=4,
-    semantic=2,
-    smallest=3,
-    largest=6,
-    buffer=4,
-    alpha=2.0,
-    cache=6,
-)
+SMALL: dict[str, Any] = dict(window=5, local=2, frames=8, cache=6)
+CLUSTERS: dict[str, Any] = dict(init=12, visual=4, semantic=2, buffer=4)
+RULES: dict[str, Any] = dict(smallest=3, largest=6, alpha=2.0)
+"""Constants of the clustering, for short streams."""
 
 
 class Looking(Wheel):
@@ -69,11 +61,15 @@ class Driven:
         **fields: Any,
     ) -> None:
         self.scenes, self.dtype = list(runs(90) if scenes is None else scenes), dtype
-        self.policy = Mosaic(**{**SMALL, **fields})
+        own = {name: fields.pop(name) for name in list(fields) if name in Clusters.__dataclass_fields__}
+        self.policy = Mosaic(**{**SMALL, "index": Clusters(**{**CLUSTERS, **own}), **fields})
         stream = Stream(unit=TOKENS, head=HEAD, pace=1, places=places(axes, limit), dtype=dtype)
         state = self.policy.stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type]
-        assert isinstance(state, MosaicMemory)
+        assert isinstance(state, ArchivedMemory)
         self.state = state
+        self.index: Any = state.index
+        if "index" not in fields:
+            self.index.tree.rules = replace(self.index.tree.rules, **RULES)
         g = torch.Generator().manual_seed(1)
         self.kinds = torch.randn(16, LAYERS, 3, SIZE * HEADS, generator=g, dtype=torch.float64)
         self.kind_looks = torch.randn(16, HIDDEN, generator=g, dtype=torch.float64)

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
-from mmaccel.policies.kv.mosaic.policy import Mosaic
-from mmaccel.policies.kv.mosaic.statistics import summary
-from mmaccel.policies.kv.mosaic.summaries import Summaries
+from mmaccel.core.adapter import Geometry
+from mmaccel.policies.kv.mosaic.clusters import summary
+from mmaccel.policies.kv.mosaic.index import ClusterIndex
+from mmaccel.policies.kv.mosaic.ingest import UnitMeans
+from mmaccel.policies.kv.mosaic.maintain import Hierarchy
+from mmaccel.policies.kv.mosaic.split import Rules
 
 LOOK, WIDTH = 6, 8
 
-SMALL: dict[str, int] = dict(init=12, visual=4, semantic=2, smallest=3, largest=6, buffer=4, alpha=2)
+SMALL: dict[str, Any] = dict(init=12, visual=4, semantic=2, smallest=3, largest=6, buffer=4, alpha=2)
 
 
 def plant(
-    scenes: list[int], layers: int = 2, parts: int = 1, noise: float = 0.3, seed: int = 0
+    scenes: list[int], layers: int = 2, noise: float = 0.3, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Looks [n, E] and keys, values [n * T, L, d] in float64 of units of the given scenes; unit i is always the same."""
+    """Looks [n, E] and keys, values [n, L, d] in float64 of units of the given scenes; unit i is always the same."""
     g = torch.Generator().manual_seed(seed)
     kinds = 16
     look = torch.randn(kinds, LOOK, generator=g, dtype=torch.float64)
     key = torch.randn(kinds, layers, WIDTH, generator=g, dtype=torch.float64)
     noises = torch.randn(len(scenes), LOOK, generator=g, dtype=torch.float64)
     own = torch.Generator().manual_seed(seed + 1)
-    shake = torch.randn(len(scenes) * parts, layers, WIDTH, generator=own, dtype=torch.float64)
+    shake = torch.randn(len(scenes), layers, WIDTH, generator=own, dtype=torch.float64)
     at = torch.tensor(scenes, dtype=torch.long)
-    keys = key[at].repeat_interleave(parts, 0) + noise * shake
+    keys = key[at] + noise * shake
     # What all keys have in common, as a model's bias gives it.
     return look[at] + noise * noises, keys + 5.0, keys.flip(0) * 0.5
 
@@ -44,22 +47,35 @@ def runs(units: int, seed: int = 0, kinds: int = 7, hold: int = 7) -> list[int]:
     return found[:units]
 
 
-def tree_of(layers: int = 2, parts: int = 1, lift: float = 0.5, **rules: object) -> Hierarchy:
-    summaries = Summaries(layers, LOOK, WIDTH, parts, torch.float64, lift)
-    chosen = replace(Mosaic().rules(SMALL["init"]), **{**SMALL, **rules})  # type: ignore[arg-type]
-    return Hierarchy(chosen, summaries, layers, LOOK, WIDTH)
+def tree_of(layers: int = 2, lift: float = 0.5, **rules: Any) -> Hierarchy:
+    means = UnitMeans(layers, LOOK, WIDTH, torch.float64, torch.device("cpu"), lift)
+    return Hierarchy(Rules(**{**SMALL, **rules}), means, layers, LOOK, WIDTH)
+
+
+def index_of(tree: Hierarchy, device: str = "cpu", fresh: bool = False, **how: Any) -> ClusterIndex:
+    """The index of a tree, brought up to date, or `fresh`."""
+    for level in (tree.semantic, tree.visual):
+        level.dirty = level.size > 0
+    geometry = Geometry(layers=tree.layers, heads=1, kv_heads=1, head_dim=WIDTH, hidden=LOOK, vocab=1)
+    stream: Any = SimpleNamespace(unit=1, dtype=torch.float32)
+    index = ClusterIndex(tree.rules, stream, geometry, torch.device(device), 4, summaries=True, **how)
+    index.tree = tree
+    if not fresh:
+        index.refresh()
+    return index
 
 
 def feed(
-    tree: Hierarchy, data: tuple[Tensor, Tensor, Tensor], chunk: int, window: int = 4, **how: object
+    tree: Hierarchy,
+    data: tuple[Tensor, Tensor, Tensor],
+    chunk: int,
+    window: int = 4,
+    retrieved: Tensor | None = None,
 ) -> None:
     """Insert units in chunks."""
-    look, key, value = data
-    parts = tree.summaries.parts
-    for a in range(tree.summaries.units, len(look), chunk):
-        b = min(a + chunk, len(look))
-        tree.summaries.append(look[a:b], key[a * parts : b * parts], value[a * parts : b * parts])
-        tree.insert(window, **how)  # type: ignore[arg-type]
+    for a in range(tree.means.units, len(data[0]), chunk):
+        tree.means.append(*(rows[a : a + chunk] for rows in data))
+        tree.insert(window, retrieved)
 
 
 def partition(tree: Hierarchy) -> tuple[list[list[frozenset[int]]], frozenset[frozenset[int]]]:
@@ -71,8 +87,7 @@ def partition(tree: Hierarchy) -> tuple[list[list[frozenset[int]]], frozenset[fr
             held.setdefault(one, set()).add(entry)
         return frozenset(frozenset(members) for members in held.values())
 
-    entries = tree.units * tree.summaries.parts
-    semantic = [sorted(sets(row[:entries]), key=min) for row in tree.semantic.owner]
+    semantic = [sorted(sets(row[: tree.units]), key=min) for row in tree.semantic.owner]
     return semantic, sets(tree.visual.owner[0, : tree.units])
 
 
@@ -80,15 +95,12 @@ def audit(tree: Hierarchy, tolerance: float = 1e-9) -> None:
     """Raise unless the hierarchy is what its invariants say, with everything recomputed from the units."""
     if not tree.started:
         return
-    parts = tree.summaries.parts
-    for level, count, points in (
-        (tree.visual, tree.units, tree.summaries.look_points),
-        (tree.semantic, tree.units * parts, tree.summaries.key_points),
-    ):
+    count = tree.units
+    for level, points in ((tree.visual, tree.means.look_points), (tree.semantic, tree.means.key_points)):
         bounds = tree.bounds[level is tree.semantic]
         owner = level.owner[:, :count]
-        assert (owner >= 0).all(), "an entry is in no cluster"
-        assert (level.owner[:, count:] < 0).all(), "an entry that is not there has a cluster"
+        assert (owner >= 0).all(), "a unit is in no cluster"
+        assert (level.owner[:, count:] < 0).all(), "a unit that is not there has a cluster"
         assert (level.size.sum(1) == count).all()
         layer, one = (level.size > 0).nonzero(as_tuple=True)
         n, members = level.size[layer, one], level.contents(layer, one)
@@ -113,13 +125,12 @@ def audit(tree: Hierarchy, tolerance: float = 1e-9) -> None:
 
 
 def _audit_nest(tree: Hierarchy) -> None:
-    parts, level = tree.summaries.parts, tree.semantic
+    level, units = tree.semantic, torch.arange(tree.units)
     for layer in range(tree.layers):
-        entries = torch.arange(tree.units * parts)
-        above = level.parent[layer, level.owner[layer, entries]]
-        assert torch.equal(above, tree.visual.owner[0, entries // parts]), "a cluster lies in two visual ones"
+        above = level.parent[layer, level.owner[layer, units]]
+        assert torch.equal(above, tree.visual.owner[0, units]), "a cluster lies in two visual ones"
         for one in tree.visual.size[0].nonzero()[:, 0].tolist():
-            told = tree.nest.children(one)[layer]
+            told = tree.children.children(one)[layer]
             assert (
                 told[told >= 0].tolist()
                 == ((level.parent[layer] == one) & (level.size[layer] > 0)).nonzero()[:, 0].tolist()

@@ -25,14 +25,14 @@ def test_a_broken_question_loses_nothing() -> None:
     for _ in range(4):
         driven.ask(2)
     assert torch.equal(driven.ask(2), driven.ask(2))
-    audit(driven.state.tree)
+    audit(driven.index.tree)
 
 
 def test_questions_that_break_while_units_come_leave_every_buffer_free() -> None:
     """More of them than there are buffers; broken when the next layer's guess is made, with transfers under way."""
     driven, twin = watched(40, cache=0), watched(40, cache=0)
     state = driven.state
-    prefetch, calls = state.fetcher.prefetch, [0]
+    prefetch, calls = state.prefetcher.prefetch, [0]
 
     def breaks(*args: Any) -> Any:
         calls[0] += 1
@@ -40,12 +40,12 @@ def test_questions_that_break_while_units_come_leave_every_buffer_free() -> None
             raise KeyboardInterrupt
         return prefetch(*args)
 
-    state.fetcher.prefetch = breaks  # type: ignore[method-assign]
+    state.prefetcher.prefetch = breaks  # type: ignore[method-assign]
     for _ in range(5):
         calls[0] = 0
         with pytest.raises(KeyboardInterrupt):
             driven.ask(2)
-    state.fetcher.prefetch = prefetch  # type: ignore[method-assign]
+    state.prefetcher.prefetch = prefetch  # type: ignore[method-assign]
     assert torch.equal(driven.ask(2), twin.ask(2))
 
 
@@ -67,10 +67,10 @@ def test_what_a_broken_pass_retrieved_is_forgotten() -> None:
     driven.state.index.search = search  # type: ignore[method-assign]
     driven.state.restore(mark)
     # Counted while its codes mean the places that they did.
-    assert not driven.state.fetcher.sources._crossing
+    assert not driven.state.prefetcher.sources._crossing
     alone.watch(3)
     a, b = (torch.cat([*one.watch(1), *one.watch(20)], 2) for one in (driven, alone))
-    assert torch.equal(a, b) and partition(driven.state.tree) == partition(alone.state.tree)
+    assert torch.equal(a, b) and partition(driven.index.tree) == partition(alone.index.tree)
 
 
 @pytest.mark.parametrize("units", [6, 30])
@@ -87,7 +87,7 @@ def test_a_broken_clip_is_taken_back(units: int) -> None:
         for one in (broken, alone):
             one.watch(more)
         assert torch.equal(broken.ask(1), alone.ask(1))
-    assert partition(broken.state.tree) == partition(alone.state.tree)
+    assert partition(broken.index.tree) == partition(alone.index.tree)
     broken.state.reset()
     assert broken.state.units() == 0 and broken.state.length() == 0
 

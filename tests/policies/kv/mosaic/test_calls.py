@@ -27,9 +27,7 @@ def called(sizes: list[int], ask: bool, **fields: Any) -> tuple[Driven, torch.Te
 @pytest.mark.parametrize(
     ("sizes", "ask"), [([4] * 15, True), ([16, 4, 28, 12], False)], ids=["often", "seldom"]
 )
-@pytest.mark.parametrize(
-    "fields", [{}, {"window": 2, "local": 1}, {"granularity": "tile", "tile": 2}], ids=str
-)
+@pytest.mark.parametrize("fields", [{}, {"window": 2, "local": 1}], ids=str)
 def test_calls_and_questions_change_nothing_of_what_is_stored(
     fields: dict[str, Any], sizes: list[int], ask: bool
 ) -> None:
@@ -37,5 +35,5 @@ def test_calls_and_questions_change_nothing_of_what_is_stored(
     cut, others = called(sizes, ask, **fields)
     assert whole.state.counters()["deferred_splits"] > 0
     assert torch.equal(rows, others)
-    assert partition(whole.state.tree) == partition(cut.state.tree)
+    assert partition(whole.index.tree) == partition(cut.index.tree)
     assert torch.equal(whole.ask(1), cut.ask(1))

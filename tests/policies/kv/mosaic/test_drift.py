@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from mmaccel.policies.kv.mosaic.drift import Drift
+from mmaccel.policies.kv._retrieval import QueryPrediction
 
 LAYERS, WORDS = 3, 5
 COUNT = torch.tensor([WORDS])
 
 
-def drifting() -> Drift:
-    return Drift(LAYERS, 4, torch.device("cpu"))
+def drifting() -> QueryPrediction:
+    return QueryPrediction(LAYERS, 4, torch.device("cpu"))
 
 
 def states(seed: int) -> torch.Tensor:
     return torch.randn(1, WORDS, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def foretold(drift: Drift, layer: int, words: torch.Tensor) -> torch.Tensor:
+def foretold(drift: QueryPrediction, layer: int, words: torch.Tensor) -> torch.Tensor:
     """By rows of which the last ones are no words."""
     drift.entered(layer)
     rows = torch.cat([words, torch.full((1, 3, 4), torch.nan)], 1)
     return drift.next(layer, rows, COUNT)[:, :WORDS]
 
 
-def ask(drift: Drift, start: torch.Tensor, added: list[torch.Tensor]) -> list[torch.Tensor]:
+def ask(drift: QueryPrediction, start: torch.Tensor, added: list[torch.Tensor]) -> list[torch.Tensor]:
     """What is foretold at each layer, when layers add `added` to all rows."""
     told = []
     for layer in range(len(added) + 1):

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv.mosaic.fetching import Fetcher, Window
-from mmaccel.policies.kv.store import HostStore, wire
-from mmaccel.policies.kv.store.lanes import Mark
-from mmaccel.policies.kv.store.wire import on_device
+from mmaccel.policies.kv._prefetch import Prefetcher, Window
+from mmaccel.policies.kv.store import HostStore, transfer
+from mmaccel.policies.kv.store.streams import Mark, on_device
 from tests.policies.kv.store.lanes_sim import SimLane, SimLanes
 from tests.policies.kv.store.units import LAYERS, TOKENS, contents, fill, open_store
 
@@ -25,7 +24,7 @@ class Replay:
 
     def __init__(self, store: HostStore, seed: int, hold_up: Callable[[], None] = lambda: None) -> None:
         self.store, self.draw, self.hold_up = store, random.Random(seed), hold_up
-        self.fetcher = Fetcher(store, LAYERS, COUNT - FIRST, ROOM)
+        self.prefetcher = Prefetcher(store, LAYERS, COUNT - FIRST, ROOM)
         device = store.device
         self.windows = [
             Window(FIRST, tuple(t[None].to(device) for t in contents(layer, list(range(FIRST, COUNT)))))  # type: ignore[arg-type]
@@ -37,7 +36,7 @@ class Replay:
         return sorted(self.draw.sample(range(end), self.draw.randint(1, most)))
 
     def ask(self) -> None:
-        self.fetcher.begin(FIRST)
+        self.prefetcher.begin(FIRST)
         wanted = [self.units(FIRST + 2, 6) for _ in range(LAYERS)]
         for layer, units in enumerate(wanted):
             later = wanted[layer + 1] if layer + 1 < LAYERS else []
@@ -48,21 +47,23 @@ class Replay:
             out = self.store.buffer(len(units) + len(rest))
             self.hold_up()
             every = self.told([*units, *rest])
-            code = self.fetcher.codes(layer, every)
-            self.fetcher.bring(layer, every, code, len(units), out, self.windows[layer])
+            code = self.prefetcher.codes(layer, every)
+            self.prefetcher.bring(layer, every, code, len(units), out, self.windows[layer])
             if later and self.draw.random() < 0.8:
-                self.fetcher.prefetch(layer + 1, self.fetcher.foretell(layer + 1, self.told([*guess, -1])))
-            self.fetcher.arrive(layer)
-            self.fetcher.cache.keep(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])
+                self.prefetcher.prefetch(
+                    layer + 1, self.prefetcher.foretell(layer + 1, self.told([*guess, -1]))
+                )
+            self.prefetcher.arrive(layer)
+            self.prefetcher.cache.keep(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])
             self.read(layer, [*units, *rest], out)
-        self.fetcher.drop()
+        self.prefetcher.drop()
         # As a pass of the stream does, whose cache stays a question's.
-        self.fetcher.begin(FIRST)
+        self.prefetcher.begin(FIRST)
         for layer in range(LAYERS):
             units = self.units(FIRST, 4)
             self.hold_up()
-            self.read(layer, units, self.fetcher.recall(layer, self.told(units)))
-        self.fetcher.sources.tally()
+            self.read(layer, units, self.prefetcher.recall(layer, self.told(units)))
+        self.prefetcher.sources.tally()
 
     def told(self, units: list[int]) -> Tensor:
         return torch.tensor(units, dtype=torch.long, device=self.store.device)
@@ -95,7 +96,7 @@ def replay(seed: int, questions: int = 4) -> bool:
     for _ in range(questions):
         one.ask()
     lanes.drain()
-    counted = one.fetcher.counts()
+    counted = one.prefetcher.counts()
     assert counted["covered"] > 0 and counted["missing"] > 0 and counted["cached"] > 0
     return one.right()
 
@@ -156,12 +157,12 @@ def test_random_delays_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.mm(busy, busy)
         return on_device(numbers, device)
 
-    monkeypatch.setattr(wire, "on_device", sent)
+    monkeypatch.setattr(transfer, "on_device", sent)
     one = Replay(store, 0, hold_up)
     for _ in range(100):
         one.ask()
     assert one.right()
-    counted, wired = one.fetcher.counts(), store.counters()
+    counted, wired = one.prefetcher.counts(), store.counters()
     assert counted["covered"] > 0 and counted["missing"] > 0 and counted["cached"] > 0
     assert wired["bytes_in"] > 0 and wired["seconds_in"] > 0 and wired["gathers"] >= 100 * LAYERS
     store.close()

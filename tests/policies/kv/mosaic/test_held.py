@@ -35,7 +35,14 @@ def reached(root: Any, apart: list[Any]) -> dict[int, int]:
 
 @pytest.mark.parametrize("family", ["random-ov", "random-qwen"])
 def test_what_is_not_told_does_not_grow(family: str) -> None:
-    kv = {"name": "mosaic", "window": 4, "frames": 4, "local": 2, "init": 8, "cache": 4}
+    kv = {
+        "name": "mosaic",
+        "window": 4,
+        "frames": 4,
+        "local": 2,
+        "cache": 4,
+        "index": {"name": "clusters", "init": 8},
+    }
     told, beside = list[float](), list[float]()
     with open_session(family, kv) as session:
         for frames in (50, 250):
@@ -46,8 +53,8 @@ def test_what_is_not_told_does_not_grow(family: str) -> None:
             state: Any = session._live.state  # type: ignore[union-attr]
             index = state.index
             # The host's: clusters, summaries and slabs; counts of the index. Captures have rooms of a question's size.
-            host = [state.tree, state.store._slabs, index._present, index._visual_present, index.absent]
-            apart = [*host, *state.store._slabs.__dict__.values(), state.chooser.replays, index._ready]
+            host = [index.tree, state.store._slabs, index._visible, index._visible_looks, index.absent]
+            apart = [*host, *state.store._slabs.__dict__.values(), state.retriever.replays, index._ready]
             slabs = reached([state.store._slabs], [])
             held = {at: size for at, size in reached(state, apart).items() if at not in slabs}
             told.append(session.counters()["bytes"])

@@ -1,11 +1,11 @@
-"""The hierarchy: however a stream is cut, deferred or eager, at every level and granularity."""
+"""The hierarchy: however a stream is cut, its clusters are the same and keep their bounds."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
+from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from tests.policies.kv.mosaic.scenes import audit, feed, partition, plant, runs, tree_of
 
 SCENES = runs(60)
@@ -29,25 +29,14 @@ def test_a_stream_splits_defers_and_flushes(grown: Hierarchy) -> None:
     audit(grown)
 
 
-@pytest.mark.parametrize(("chunk", "batched"), [(1, True), (1, False), (7, True), (60, True), (60, False)])
+@pytest.mark.parametrize("chunk", [1, 7, 60])
 def test_clusters_do_not_depend_on_the_cut(
-    chunk: int, batched: bool, stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor], grown: Hierarchy
+    chunk: int, stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor], grown: Hierarchy
 ) -> None:
     tree = tree_of()
-    feed(tree, stream, chunk, batched=batched)
+    feed(tree, stream, chunk)
     assert partition(tree) == partition(grown)
     assert tree.counters == grown.counters
-
-
-def test_eager_splits_at_once(
-    stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor], grown: Hierarchy
-) -> None:
-    eager = tree_of(deferred=False)
-    feed(eager, stream, 5)
-    audit(eager)
-    assert not eager.counters["deferred"] and not any(eager.buffer)
-    assert eager.counters["eager_splits"] > grown.counters["eager_splits"]
-    assert partition(eager)[1] == partition(grown)[1], "the visual level knows no deferral"
 
 
 def test_touching_everything_makes_all_owed_splits(
@@ -80,30 +69,6 @@ def test_what_is_on_the_device_is_split_at_once(
     assert one.counters["deferred"] > 0
 
 
-@pytest.mark.parametrize("levels", ["visual", "semantic", "none"])
-def test_one_level_alone(levels: str, stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    tree = tree_of(levels=levels)
-    feed(tree, stream, 5)
-    audit(tree)
-    semantic, visual = partition(tree)
-    if levels == "visual":
-        assert all(frozenset(layer) == visual for layer in semantic) and len(visual) > 3
-    else:
-        assert len(visual) == 1
-    if levels == "none":
-        assert all(len(members) == 1 for layer in semantic for members in layer)
-    if levels == "semantic":
-        assert max(len(members) for members in semantic[0]) > 1
-
-
-@pytest.mark.parametrize("parts", [2, 4])
-def test_parts_of_units_lie_in_their_unit_s_visual_cluster(parts: int) -> None:
-    tree = tree_of(parts=parts)
-    feed(tree, plant(SCENES[:30], parts=parts), 4)
-    audit(tree)
-    assert len(partition(tree)[0][0]) > len(partition(tree)[1])
-
-
 @pytest.mark.parametrize("units", [5, 12, 30])
 def test_a_broken_clip_leaves_no_trace(
     units: int, stream: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -115,7 +80,7 @@ def test_a_broken_clip_leaves_no_trace(
     mark = tree.checkpoint()
     feed(tree, stream, 5)
     tree.restore(mark)
-    assert tree.units == tree.summaries.units == units
+    assert tree.units == tree.means.units == units
     audit(tree)
     feed(tree, stream, 5)
     assert partition(tree) == partition(alone)
@@ -129,11 +94,6 @@ def test_scenes_are_found() -> None:
     truth = torch.tensor(scenes)
     pure = sum(int(torch.bincount(truth[list(members)]).max()) for members in partition(tree)[1])
     assert pure == len(scenes)
-    # Without looks, keys alone find them in each layer as well.
-    keys = tree_of(levels="semantic", largest=32)
-    feed(keys, plant(scenes, noise=0.15, seed=3), 8)
-    for layer in partition(keys)[0]:
-        assert sum(int(torch.bincount(truth[list(members)]).max()) for members in layer) >= 0.9 * len(scenes)
 
 
 def test_identical_units_are_clustered_without_end() -> None:

@@ -7,20 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mmaccel.policies.kv.mosaic.index import Index
-from tests.policies.kv.mosaic.scenes import WIDTH, audit, feed, partition, plant, tree_of
+from tests.policies.kv.mosaic.scenes import WIDTH, audit, feed, index_of, partition, plant, tree_of
 
 
 class Machine(RuleBasedStateMachine):
-    @initialize(
-        deferred=st.booleans(),
-        parts=st.sampled_from([1, 2]),
-        mode=st.sampled_from(["relaxing", "tightening", "fixed"]),
-        levels=st.sampled_from(["both", "both", "visual", "semantic", "none"]),
-    )
-    def begin(self, deferred: bool, parts: int, mode: str, levels: str) -> None:
-        self.rules = dict(deferred=deferred, threshold=mode, levels=levels)
-        self.tree = tree_of(parts=parts, **self.rules)
+    @initialize()
+    def begin(self) -> None:
+        self.tree = tree_of()
         self.scenes: list[int] = []
         self.mark: object = None
 
@@ -28,23 +21,20 @@ class Machine(RuleBasedStateMachine):
     def insert(self, scene: int, count: int, chunk: int, window: int) -> None:
         # What is drawn must not depend on how many units there are, so that unit i stays the same.
         self.scenes += [scene] * count
-        data = plant([*self.scenes, *[0] * (200 - len(self.scenes))], parts=self.tree.summaries.parts)
-        parts = self.tree.summaries.parts
+        data = plant([*self.scenes, *[0] * (200 - len(self.scenes))])
         n = len(self.scenes)
-        feed(self.tree, (data[0][:n], data[1][: n * parts], data[2][: n * parts]), chunk, window)
+        feed(self.tree, (data[0][:n], data[1][:n], data[2][:n]), chunk, window)
 
     @precondition(lambda self: self.tree.started)
     @rule(seed=st.integers(0, 50), layer=st.integers(0, 1), budget=st.integers(1, 12))
     def retrieve(self, seed: int, layer: int, budget: int) -> None:
-        index = Index(self.tree, WIDTH, torch.float32, torch.device("cpu"), "mean", False)
-        self.tree.semantic.dirty = self.tree.semantic.size > 0
-        self.tree.visual.dirty = self.tree.visual.size > 0
-        index.refresh()
+        index = index_of(self.tree)
         query = torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
-        found = index.search(layer, query, budget, self.tree.units * self.tree.summaries.parts)
-        lazy = self.tree.semantic.lazy[layer, found.clusters].sum()
+        found = index.search(layer, query, budget, self.tree.units)
+        clusters = found.picked.nonzero()[:, 0]
+        lazy = self.tree.semantic.lazy[layer, clusters].sum()
         before = self.tree.counters["resolved"]
-        self.tree.touch(layer, found.clusters)
+        self.tree.touch(layer, clusters)
         assert self.tree.counters["resolved"] == before + int(lazy)
 
     @rule()
@@ -68,9 +58,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def reload(self) -> None:
-        tree = tree_of(parts=self.tree.summaries.parts, **self.rules)
+        tree = tree_of()
         kept = {name: tensor.clone() for name, tensor in self.tree.tensors().items()}
-        tree.summaries.load({name: tensor.clone() for name, tensor in self.tree.summaries.tensors().items()})
+        tree.means.load({name: tensor.clone() for name, tensor in self.tree.means.tensors().items()})
         tree.load(kept, self.tree.units, self.tree.buffer, dict(self.tree.counters))
         self.tree, self.mark = tree, None
 

@@ -5,61 +5,53 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
-from mmaccel.policies.kv.mosaic.index import FEWEST, STAGE, Found, Index
-from tests.policies.kv.mosaic.scenes import WIDTH, feed, plant, runs, tree_of
+from mmaccel.policies.kv._index import Found
+from mmaccel.policies.kv.mosaic.index import FEWEST, STAGE, ClusterIndex
+from mmaccel.policies.kv.mosaic.maintain import Hierarchy
+from tests.policies.kv.mosaic.scenes import LOOK, WIDTH, feed, index_of, plant, runs, tree_of
 
 
-def index_of(tree: Hierarchy, cosine: bool = False) -> Index:
-    for level in (tree.semantic, tree.visual):
-        level.dirty = level.size > 0
-    index = Index(tree, WIDTH, torch.float32, torch.device("cpu"), "mean", cosine)
-    index.refresh()
-    return index
+def clusters(found: Found) -> list[int]:
+    return found.picked.nonzero()[:, 0].tolist()  # type: ignore[no-any-return]
 
 
 def rest(
-    index: Index, layer: int, found: Found, budget: int, most: int, end: int, everyone: bool
+    index: ClusterIndex, layer: int, found: Found, budget: int, most: int, end: int
 ) -> tuple[torch.Tensor, ...]:
-    """Keys, values, times and sizes of what stands for clusters around a search."""
-    index.prepare(end, budget)
-    rows = torch.full((2, 1, index.left(layer, budget, most, everyone), WIDTH), torch.nan)
-    # What is added to the score of one that stands for n entries of a token each is log(n).
-    time, added = index.rest(layer, found, rows, 0, None, 1)
-    return rows[0, 0], rows[1, 0], time, added.exp().round().long()
+    """Keys, values and times of the summary tokens around a search."""
+    index.prepare(end)
+    rows = torch.full((2, 1, index.count(layer, budget, most), WIDTH), torch.nan)
+    time, added = index.summarise(layer, found, rows, 0, None)
+    assert not added.any()
+    return rows[0, 0], rows[1, 0], time
 
 
 def query(seed: int) -> torch.Tensor:
     return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def tree(request: pytest.FixtureRequest) -> Hierarchy:
-    tree = tree_of(parts=request.param, visual=3)
-    feed(tree, plant(runs(70), parts=request.param), 8)
+@pytest.fixture(scope="module")
+def tree() -> Hierarchy:
+    tree = tree_of(visual=3)
+    feed(tree, plant(runs(70)), 8)
     return tree
 
 
 def plain(tree: Hierarchy, layer: int, q: torch.Tensor, budget: int, end: int) -> list[int]:
     """What the two stages retrieve, from the definition."""
-    parts, key = tree.summaries.parts, tree.summaries.key[:, layer].float()
+    key = tree.means.key[:, layer].float()
 
-    def inside(level: object, at: int, scale: int) -> dict[int, list[int]]:
+    def inside(level: object, at: int) -> dict[int, list[int]]:
         held: dict[int, list[int]] = {}
-        for entry in range(end):
-            held.setdefault(int(level.owner[at, entry // scale]), []).append(entry)  # type: ignore[attr-defined]
+        for unit in range(end):
+            held.setdefault(int(level.owner[at, unit]), []).append(unit)  # type: ignore[attr-defined]
         return held
 
     every = {
-        one: [
-            u * parts + t
-            for u in range(tree.units)
-            for t in range(parts)
-            if int(tree.visual.owner[0, u]) == one
-        ]
+        one: [u for u in range(tree.units) if int(tree.visual.owner[0, u]) == one]
         for one in tree.visual.size[0].nonzero()[:, 0].tolist()
     }
-    visual = inside(tree.visual, 0, parts)
+    visual = inside(tree.visual, 0)
     chosen: list[int] = []
     held = 0
     for one in sorted(visual, key=lambda v: (-float(key[every[v]].mean(0) @ q), v)):
@@ -67,7 +59,7 @@ def plain(tree: Hierarchy, layer: int, q: torch.Tensor, budget: int, end: int) -
             break
         chosen.append(one)
         held += len(visual[one])
-    semantic = inside(tree.semantic, layer, 1)
+    semantic = inside(tree.semantic, layer)
     whole = {c: (tree.semantic.owner[layer] == c).nonzero()[:, 0] for c in semantic}
     among = [c for c in semantic if int(tree.semantic.parent[layer, c]) in chosen]
     found: list[int] = []
@@ -83,7 +75,7 @@ def plain(tree: Hierarchy, layer: int, q: torch.Tensor, budget: int, end: int) -
 def test_the_budget_is_exact_and_the_choice_is_the_definition_s(
     tree: Hierarchy, budget: int, local: int
 ) -> None:
-    end = (tree.units - local) * tree.summaries.parts
+    end = tree.units - local
     index = index_of(tree)
     for layer in range(tree.layers):
         for seed in range(4):
@@ -94,12 +86,12 @@ def test_the_budget_is_exact_and_the_choice_is_the_definition_s(
 
 def test_a_budget_just_below_the_stream_looks_up_no_entry_that_is_not_there(tree: Hierarchy) -> None:
     """Whatever room there is behind those that are: on a device nothing would say so."""
-    asked, rows = [], tree.summaries.key_rows
+    asked, rows = [], tree.means.key_rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            tree.summaries, "key_rows", lambda layer, some: asked.append(int(some.max())) or rows(layer, some)
+            tree.means, "key_rows", lambda layer, some: asked.append(int(some.max())) or rows(layer, some)
         )
-        for end in range(20 * tree.summaries.parts, tree.units * tree.summaries.parts, 3):
+        for end in range(20, tree.units, 3):
             index = index_of(tree)
             found = index.search(0, query(end), end - 1, end)
             assert found.entries.tolist() == plain(tree, 0, query(end), end - 1, end)
@@ -107,57 +99,29 @@ def test_a_budget_just_below_the_stream_looks_up_no_entry_that_is_not_there(tree
 
 
 def test_a_budget_above_the_stream_retrieves_all(tree: Hierarchy) -> None:
-    end = tree.units * tree.summaries.parts
+    end = tree.units
     found = index_of(tree).search(1, query(0), end, end)
     assert torch.equal(found.entries, torch.arange(end))
-    for everyone in (False, True):
-        assert rest(index_of(tree), 1, found, end, 99, end, everyone)[0].shape[0] == 0
+    assert rest(index_of(tree), 1, found, end, 99, end)[0].shape[0] == 0
 
 
-def test_the_rest_are_the_means_of_other_clusters(tree: Hierarchy) -> None:
-    """Of as many as are left whatever is retrieved, those of the largest scores."""
-    end = (tree.units - 3) * tree.summaries.parts
-    index = index_of(tree)
-    # A budget for which the first stage takes all visual clusters.
-    budget = end // STAGE + 1
-    found = index.search(0, query(1), budget, end)
-    key, value, time, size = rest(index, 0, found, budget, 999, end, False)
-    means = {}
-    for c in range(tree.semantic.size.shape[1]):
-        members = (tree.semantic.owner[0] == c).nonzero()[:, 0]
-        near = int((members < end).sum())
-        if near and c not in found.clusters.tolist():
-            rows = (
-                tree.summaries.key[members, 0].float().mean(0),
-                tree.summaries.value[members, 0].float().mean(0),
-            )
-            means[c] = (float(members.float().mean()), near, *rows)
-    small = sorted(size for size in there(tree, 0, end) if size)
-    needed = next(n for n in range(len(small) + 1) if sum(small[:n]) >= budget)
-    assert len(key) == len(small) - needed > 5 and len(key) <= len(means)
-    order = sorted(means, key=lambda c: -float(found.scores[c]))
-    wanted = sorted((means[c] for c in order[: len(key)]), key=lambda m: m[:2])
-    told = sorted(zip(time.tolist(), size.tolist(), key, value, strict=True), key=lambda m: m[:2])
-    for (at, near, k, v), (when, held, mean_k, mean_v) in zip(told, wanted, strict=True):
-        assert at == pytest.approx(when) and near == held
-        torch.testing.assert_close(k, mean_k, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(v, mean_v, atol=1e-4, rtol=1e-4)
-    few = rest(index, 0, found, budget, 4, end, False)
-    assert sorted(few[2].tolist()) == pytest.approx(sorted(means[c][0] for c in order[:4]))
-
-
-def test_all_clusters_have_one_and_retrieved_ones_come_last(tree: Hierarchy) -> None:
-    end = (tree.units - 3) * tree.summaries.parts
+def test_all_clusters_have_a_summary_and_retrieved_ones_come_last(tree: Hierarchy) -> None:
+    """Means of all their units, at their mean time; of few, those of the largest scores."""
+    end = tree.units - 3
     index, budget = index_of(tree), end // STAGE + 1
     found = index.search(0, query(1), budget, end)
     near = {c: n for c, n in enumerate(there(tree, 0, end)) if n}
-    assert sum(c not in near for c in found.clusters.tolist()) == 0 < len(found.clusters)
-    left = [c for c in near if c not in found.clusters.tolist()]
-    held = rest(index, 0, found, budget, 999, end, True)[3].tolist()
-    assert sorted(held) == sorted([near[c] for c in left] + [0] * len(found.clusters))
-    few = rest(index, 0, found, budget, len(left), end, True)
-    middles = [float((tree.semantic.owner[0] == c).nonzero().float().mean()) for c in left]
-    assert sorted(few[2].tolist()) == pytest.approx(sorted(middles))
+    assert set(clusters(found)) <= set(near)
+    left = sorted(set(near) - set(clusters(found)), key=lambda c: -float(found.scores[c]))
+    key, value, time = rest(index, 0, found, budget, 999, end)
+    assert len(key) == len(near) > len(left) > 5
+    for at, c in enumerate(left):
+        members = (tree.semantic.owner[0] == c).nonzero()[:, 0]
+        assert float(time[at]) == pytest.approx(float(members.float().mean()))
+        for row, rows in ((key[at], tree.means.key), (value[at], tree.means.value)):
+            torch.testing.assert_close(row, rows[members, 0].float().mean(0), atol=1e-4, rtol=1e-4)
+    few = rest(index, 0, found, budget, 4, end)
+    torch.testing.assert_close(few[2], time[:4])
 
 
 def there(tree: Hierarchy, layer: int, end: int) -> list[int]:
@@ -173,7 +137,7 @@ def test_cosine_knows_no_length() -> None:
 
 
 def test_forgotten_entries_are_not_found(tree: Hierarchy) -> None:
-    end = tree.units * tree.summaries.parts
+    end = tree.units
     index = index_of(tree)
     before = index.search(0, query(0), 8, end).entries
     index.forget(before.tolist())
@@ -186,7 +150,7 @@ def test_before_there_are_clusters_units_are_retrieved_one_by_one() -> None:
     tree = tree_of()
     feed(tree, plant(runs(10)), 4)
     found = index_of(tree).search(0, query(0), 3, 9)
-    score = tree.summaries.key[:9, 0].float() @ query(0)
+    score = tree.means.key[:9, 0].float() @ query(0)
     assert found.entries.tolist() == sorted(score.topk(3).indices.tolist())
 
 
@@ -204,49 +168,36 @@ def test_the_index_follows_what_changes() -> None:
         assert torch.equal(a.entries, b.entries)
 
 
-def test_guessing_by_frames_takes_the_clusters_that_hold_them(tree: Hierarchy) -> None:
-    index, end = index_of(tree), tree.units * tree.summaries.parts
-    found = index.search(0, query(0), 6, end)
-    guessed = index.guess(1, found.entries, end)
-    guessed = guessed[guessed >= 0]
-    owners = tree.semantic.owner[1]
-    assert set(guessed.tolist()) == set(torch.isin(owners, owners[found.entries]).nonzero()[:, 0].tolist())
-    assert index.guess(1, found.entries, 3).numel() == 3
-
-
-def test_a_medoid_is_one_of_its_cluster_s_entries() -> None:
-    tree = tree_of()
-    feed(tree, plant(runs(60)), 8)
-    for level in (tree.semantic, tree.visual):
-        level.dirty = level.size > 0
-    index = Index(tree, WIDTH, torch.float32, torch.device("cpu"), "medoid", False)
-    index.refresh()
-    found = index.search(1, query(1), 9, 60)
-    key, value, time, size = rest(index, 1, found, 9, 999, 60, False)
-    assert key.shape[0] == len(size) > 5
-    for row, entry in enumerate(time.long().tolist()):
-        assert torch.equal(key[row], tree.summaries.key[entry, 1].float())
-        assert torch.equal(value[row], tree.summaries.value[entry, 1].float())
-        own = tree.semantic.owner[1, entry]
-        members = (tree.semantic.owner[1] == own).nonzero()[:, 0]
-        near = tree.summaries.key_points(torch.tensor([1]), members[None])[0] @ tree.semantic.centroid[1, own]
-        # Members of a pair may be equally near.
-        assert float(near[members == entry]) >= float(near.max()) - 1e-6
-
-
 @pytest.mark.parametrize("count", [1, 99])
-@pytest.mark.parametrize("reps", ["mean", "medoid"])
-def test_a_cluster_that_is_taken_back_is_found_no_more(reps: str, count: int) -> None:
+def test_a_cluster_that_is_taken_back_is_found_no_more(count: int) -> None:
     """Nothing else has changed: of all that the index is told, nothing has entries, and it may have room for less."""
     tree = tree_of()
     feed(tree, plant(runs(60)), 8)
-    index = Index(tree, WIDTH, torch.float32, torch.device("cpu"), reps, False)  # type: ignore[arg-type]
-    index.refresh()
+    index = index_of(tree)
     mark, zero = tree.checkpoint(), torch.zeros(1, dtype=torch.long)
     for _ in range(count):
-        new = tree.open(zero, 0)
+        new = tree._open(zero, 0)
         tree.semantic.dirty[zero, new] = True
     tree.restore(mark)
     index.refresh()
     assert not bool(index.search(0, query(0), 9, 60).picked[new:].any())
     assert len(index.search(0, query(0), 9, 60).entries) == 9
+
+
+def test_the_first_stage_may_go_by_looks(tree: Hierarchy) -> None:
+    """As the paper has it: whole visual clusters by the angle of their mean look, whatever the layer's query is."""
+    index = index_of(tree, by_look=True)
+    for seed in range(5):
+        look = torch.randn(LOOK, generator=torch.Generator().manual_seed(seed))
+        index.by(look)
+        found, end, budget = index.search(1, query(seed), 3, tree.units), tree.units, 3
+        means = {
+            v: tree.means.look[tree.visual.contents(torch.tensor([0]), torch.tensor([v]))[0]].mean(0).float()
+            for v in tree.visual.size[0].nonzero()[:, 0].tolist()
+        }
+        order = sorted(means, key=lambda v: -float(torch.cosine_similarity(means[v], look, 0)))
+        sizes, chosen = tree.visual.size[0].tolist(), list[int]()
+        while sum(sizes[v] for v in chosen) < STAGE * budget or len(chosen) < FEWEST:
+            chosen.append(order[len(chosen)])
+        assert len(chosen) < len(means) and set(tree.visual.owner[0, found.entries].tolist()) <= set(chosen)
+        assert len(found.entries) == budget and int(found.entries.max()) < end

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv.mosaic.kmeans import bisect, halve, kmeans, unit
+from mmaccel.policies.kv.mosaic.split import bisect, halve, kmeans, unit
 
 
 def cohesion(x: Tensor, label: Tensor, k: int) -> float:

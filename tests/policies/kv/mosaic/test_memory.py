@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mmaccel.core.errors import ModelError, RecipeError, StoreError
-from mmaccel.policies.kv.mosaic import Mosaic
-from tests.policies.kv.mosaic.driven import GEOMETRY, GROUPS, HEAD, LAYERS, SIZE, TOKENS, WHEEL, Driven
+from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError, StoreError
+from mmaccel.core.registry import policy
+from mmaccel.policies.kv import _retrieval
+from mmaccel.policies.kv.mosaic import Clusters, Mosaic
+from tests.policies.kv.mosaic.driven import GROUPS, HEAD, LAYERS, SIZE, TOKENS, WHEEL, Driven
 from tests.policies.kv.mosaic.scenes import audit, partition
 
 
@@ -24,9 +27,7 @@ ALL = dict(frames=90, window=90, positions="original")
 
 
 @pytest.mark.parametrize("axes", [1, 3])
-@pytest.mark.parametrize(
-    "fields", [{}, {"granularity": "tile", "tile": 3}, {"granularity": "token"}, {"window": 5}]
-)
+@pytest.mark.parametrize("fields", [{}, {"window": 5}])
 def test_with_room_for_all_a_question_sees_all(axes: int, fields: dict[str, Any]) -> None:
     everything = Driven(axes=axes, **{**ALL, "local": 90})
     some = Driven(axes=axes, **{**ALL, **fields})
@@ -59,22 +60,18 @@ def test_much_happens_in_a_long_stream(encode_frames: int) -> None:
     assert found["fetch_cached"] > 0 and found["fetch_covered"] > 0 and found["host_copies_in"] > 0
     assert 0 < found["prefetch_coverage"] < 1
     assert found["host_units"] == LAYERS * 75 and found["window"] == 5
-    audit(driven.state.tree, 1e-9)
+    audit(driven.index.tree, 1e-9)
 
 
 @pytest.mark.numeric(by="torch")
 @pytest.mark.parametrize(
     "fields",
     [
-        {"prefetch": False},
-        {"predictor": "query"},
-        {"predictor": "frames"},
-        {"slack": 2.0},
+        {"prefetch": "off"},
+        {"prefetch": "query"},
         {"cache": 0},
         {"cache": 40},
-        {"batch_layers": False, "clip": 1, "encode_frames": 0},
-        {"batch_match": False},
-        {"batch_attention": False},
+        {"encode_by": "frame", "encode_frames": 0},
         {"host_bytes": 0, "spill": "disk"},
     ],
     ids=str,
@@ -89,13 +86,14 @@ def test_how_it_is_done_changes_no_answer(fields: dict[str, Any], tmp_path: Path
         # What a question left in the cache is nothing to the passes after it.
         a, b = (torch.cat(one.watch(5), 2) for one in (plain, other))
         torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
-    guesses = fields.get("prefetch") is not False and not disk
+    guesses = fields.get("prefetch") != "off" and not disk
     assert (other.counters["fetch_guessed"] > 0) == guesses
-    assert partition(plain.state.tree) == partition(other.state.tree)
+    assert partition(plain.index.tree) == partition(other.index.tree)
 
 
-def test_a_guess_by_this_layer_s_query_is_right_where_layers_agree() -> None:
-    driven = Driven(cache=0, predictor="query", slack=1.0)
+def test_a_guess_by_this_layer_s_query_is_right_where_layers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_retrieval, "AHEAD", 1.0)
+    driven = Driven(cache=0, prefetch="query")
     driven.kinds[:, 1:] = driven.kinds[:, :1]
     driven.watch(80)
     driven.ask(0)
@@ -110,7 +108,7 @@ def test_chunks_change_neither_clusters_nor_outputs(step: int) -> None:
     a, b = torch.cat(whole.watch(80, 80), 2), torch.cat(cut.watch(80, step), 2)
     torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
     torch.testing.assert_close(whole.ask(2), cut.ask(2), atol=1e-12, rtol=0)
-    assert partition(whole.state.tree) == partition(cut.state.tree)
+    assert partition(whole.index.tree) == partition(cut.index.tree)
 
 
 def test_single_precision_is_near_double_s() -> None:
@@ -122,7 +120,7 @@ def test_single_precision_is_near_double_s() -> None:
 def test_questions_see_head_representatives_retrieved_and_local_units() -> None:
     driven = watched(60)
     driven.ask(4)
-    tree = driven.state.tree
+    tree = driven.index.tree
     bare = watched(60, reps=0)
     bare.ask(4)
     for layer, (view, less) in enumerate(zip(driven.seen, bare.seen, strict=True)):
@@ -136,21 +134,6 @@ def test_questions_see_head_representatives_retrieved_and_local_units() -> None:
     few = watched(60, reps=2)
     few.ask(4)
     assert few.seen[1].key.shape[2] == bare.seen[1].key.shape[2] + 2
-
-
-def test_a_representative_may_weigh_as_much_as_what_it_stands_for() -> None:
-    biased = watched(40, rep_bias="log_size", frames=6)
-    plain = watched(40, frames=6)
-    biased.ask(4)
-    plain.ask(4)
-    with_log, without = biased.seen[0], plain.seen[0]
-    assert without.bias is None and with_log.bias is not None
-    assert torch.equal(with_log.key, without.key)
-    added, head = with_log.bias.exp(), 3
-    assert torch.equal(added[:head], torch.ones(head)) and bool((added[head:] != 1).all())
-    # 40 units less the local ones less those retrieved (whose clusters may have members left over), in tokens.
-    told = float(added[head:].sum()) / TOKENS
-    assert told == pytest.approx(round(told)) and 20 <= round(told) <= 40 - 2 - 6
 
 
 def test_evidence_names_what_was_retrieved() -> None:
@@ -185,15 +168,16 @@ def test_a_question_leaves_the_stream_as_it_was(encode_frames: int) -> None:
         for name in (2, 0, 5):
             asked.ask(name)
     # Questions make the splits that are owed where passes make none.
-    assert (partition(asked.state.tree) == partition(silent.state.tree)) == (encode_frames > 0)
+    assert (partition(asked.index.tree) == partition(silent.index.tree)) == (encode_frames > 0)
     if encode_frames:
         assert torch.equal(asked.ask(1), silent.ask(1))
-    audit(asked.state.tree)
+    audit(asked.index.tree)
 
 
-@pytest.mark.parametrize("fields", [{}, {"granularity": "tile", "tile": 2}])
+@pytest.mark.parametrize("index", ["clusters", "frames"])
 @pytest.mark.parametrize("units", [8, 45])
-def test_saved_and_loaded_it_answers_the_same(tmp_path: Path, units: int, fields: dict[str, Any]) -> None:
+def test_saved_and_loaded_it_answers_the_same(tmp_path: Path, units: int, index: str) -> None:
+    fields = {} if index == "clusters" else {"index": index}
     driven = watched(units, **fields)
     driven.state.save(tmp_path)
     again = Driven(**fields)
@@ -202,7 +186,8 @@ def test_saved_and_loaded_it_answers_the_same(tmp_path: Path, units: int, fields
     a, b = (torch.cat(one.watch(15), 2) for one in (driven, again))
     assert torch.equal(a, b)
     assert torch.equal(driven.ask(5), again.ask(5))
-    assert partition(driven.state.tree) == partition(again.state.tree)
+    if not fields:
+        assert partition(driven.index.tree) == partition(again.index.tree)
 
 
 def test_a_damaged_file_is_told(tmp_path: Path) -> None:
@@ -218,16 +203,8 @@ def test_a_damaged_file_is_told(tmp_path: Path) -> None:
         other.state.load(tmp_path)
 
 
-@pytest.mark.parametrize("tile", [1, 2, 6])
-def test_tiles_keep_the_budget_of_frames(tile: int) -> None:
-    driven = watched(40, granularity="tile", tile=tile, reps=0)
-    driven.ask(2)
-    assert [view.key.shape[2] for view in driven.seen] == [3 + (8 + 2) * TOKENS + 4] * LAYERS
-    assert driven.counters["recalled"] == 8 * LAYERS
-
-
 @pytest.mark.parametrize("axes", [1, 3])
-@pytest.mark.parametrize("fields", [{}, {"granularity": "tile", "tile": 2}])
+@pytest.mark.parametrize("fields", [{}, {"index": "frames"}])
 @pytest.mark.parametrize("limit", [10**6, 150])
 def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, fields: dict[str, Any]) -> None:
     """In their order, at their own places, or, where these pass the model's limit, one after the other before the window."""
@@ -235,7 +212,7 @@ def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, field
     state, seen = driven.state, list[Any]()
     first, base = state._first, state.bases.of(60)
     assert (base > 0) == (limit == 150 and axes == 1)
-    run, recall = driven.run, state.fetcher.recall
+    run, recall = driven.run, state.prefetcher.recall
     retrieved: list[list[int]] = []
 
     def told(layer: int, entries: torch.Tensor) -> Any:
@@ -246,45 +223,20 @@ def test_passes_see_units_that_have_left_the_window(limit: int, axes: int, field
         seen.extend(run(*given))
         return seen
 
-    driven.run, state.fetcher.recall = kept, told  # type: ignore[method-assign]
+    driven.run, state.prefetcher.recall = kept, told  # type: ignore[method-assign]
     driven.watch(1)
     assert len(seen) == len(retrieved) == LAYERS
-    p, parts = TOKENS // state.parts, state.parts
-    for layer, (view, entries) in enumerate(zip(seen, retrieved, strict=True)):
-        assert len(entries) == 3 * parts and max(entries) < first * parts and entries == sorted(set(entries))
+    for layer, (view, units) in enumerate(zip(seen, retrieved, strict=True)):
+        assert len(units) == 3 and max(units) < first and units == sorted(set(units))
         assert view.sinks == HEAD + 3 * TOKENS and view.key.shape[2] == view.sinks + 6 * TOKENS
-        units = sorted({entry // parts for entry in entries})
         numbers = {unit: max(unit - base, rank) for rank, unit in enumerate(units)}
         assert len(set(numbers.values())) == len(units) and max(numbers.values()) < first - base
-        for at, entry in enumerate(entries):
-            unit, rows = entry // parts, slice(entry % parts * p, (entry % parts + 1) * p)
-            columns = slice(HEAD + at * p, HEAD + (at + 1) * p)
+        for at, unit in enumerate(units):
+            columns = slice(HEAD + at * TOKENS, HEAD + (at + 1) * TOKENS)
             _, key, value = driven.unit(layer, unit)
             angles = WHEEL.angles(state.stream.places.units(numbers[unit], 1), driven.dtype)
-            assert torch.equal(view.key[:, :, columns], WHEEL.turn(key, angles)[:, :, rows])
-            assert torch.equal(view.value[:, :, columns], value[:, :, rows])
-
-
-@pytest.mark.parametrize("end", [57, 59])
-def test_parts_of_more_units_than_have_places_stand_before_the_window_too(end: int) -> None:
-    """Just after the base has grown there are places for as many units as passes retrieve frames; tiles are of more."""
-    driven, told = watched(end - 1, 1, encode_frames=3, limit=150, granularity="tile", tile=2), list[Any]()
-    standing = driven.state.chooser.standing
-    tokens = standing.tokens
-
-    def seen(entries: torch.Tensor, numbers: torch.Tensor, most: int, own: bool) -> torch.Tensor:
-        told.append((entries // driven.state.parts, numbers))
-        return tokens(entries, numbers, most, own)
-
-    standing.tokens = seen  # type: ignore[method-assign]
-    room = driven.state._first - driven.state.bases.of(end - 1)
-    driven.watch(1)
-    assert len(told) == LAYERS and max(len(units.unique()) for units, _ in told) > room
-    for units, numbers in told:
-        steps = numbers.diff()
-        assert int(numbers[0]) >= 0 and int(numbers[-1]) < room and bool((steps >= 0).all())
-        assert not steps[units.diff() == 0].any()
-        assert len(numbers.unique()) == min(room, len(units.unique()))
+            assert torch.equal(view.key[:, :, columns], WHEEL.turn(key, angles))
+            assert torch.equal(view.value[:, :, columns], value)
 
 
 def test_passes_retrieve_nothing_while_all_is_in_the_window() -> None:
@@ -324,31 +276,25 @@ def test_an_endless_stream_may_pass_the_model_s_limit() -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"granularity": "patch"}, "granularity"),
-        ({"predictor": "luck"}, "predictor"),
-        ({"threshold": "loose"}, "threshold"),
-        ({"levels": "some"}, "levels"),
-        ({"rep_bias": "size"}, "rep_bias"),
-        ({"semantic": 0}, "semantic"),
-        ({"init": 1}, "init"),
-        ({"slack": 0.5}, "slack"),
-        ({"tau_small": 0.0}, "tau_small"),
-        ({"gain": 1.0}, "gain"),
-        ({"clip": 0}, "clip"),
-        ({"largest": 2, "smallest": 4}, "largest"),
-        ({"frames": 0}, "frames"),
-        ({"local": 99}, "local"),
+        ({"prefetch": "luck"}, "mosaic: prefetch is 'luck'; give one of 'off', 'query', 'projected'."),
+        ({"encode_by": "token"}, "mosaic: encode_by is"),
+        ({"reps": -1}, "mosaic: reps is -1; give at least 0, or null."),
+        ({"index": "luck"}, "luck"),
+        ({"index": 3}, "mosaic: index is 3; give a name, or a mapping with a name."),
+        ({"index": {"name": "clusters", "semantic": 0}}, "clusters: semantic is 0; give at least 1."),
+        ({"index": {"name": "clusters", "init": 1}}, "clusters: init is"),
+        (
+            {"index": {"name": "clusters", "splits": "some"}},
+            "clusters: splits is 'some'; give 'passes' or 'all'.",
+        ),
+        ({"index": {"name": "frames", "similarity": "near"}}, "frames: similarity is"),
+        ({"frames": 0}, "mosaic: frames is"),
+        ({"local": 99}, "mosaic: local is"),
     ],
 )
 def test_a_field_out_of_range_is_told_at_birth(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(RecipeError, match=f"mosaic: {told} is "):
+    with pytest.raises(RecipeError, match=re.escape(told)):
         Mosaic(**fields)
-
-
-def test_a_tile_that_does_not_divide_a_unit_is_told() -> None:
-    with pytest.raises(RecipeError, match="tile is 4"):
-        Driven(granularity="tile", tile=4)
-    assert GEOMETRY.layers == LAYERS
 
 
 def test_a_guess_that_a_layer_does_not_need_is_given_up() -> None:
@@ -370,7 +316,7 @@ def test_a_guess_that_a_layer_does_not_need_is_given_up() -> None:
         guessed.clear()
         driven.ask(name)
         assert len(guessed) == LAYERS
-    assert driven.counters["fetch_guessed"] > 0 and not state.fetcher._ahead
+    assert driven.counters["fetch_guessed"] > 0 and not state.prefetcher._ahead
 
 
 def test_what_is_held_counts_the_head_as_it_was_turned() -> None:
@@ -389,4 +335,33 @@ def test_a_stream_begun_anew_knows_nothing_of_the_old_one() -> None:
     driven = watched()
     driven.ask(1)
     (state := driven.state).reset()
-    assert not state.chooser.drift._known.any() and not state.tree.started and not state.units()
+    assert not state.retriever.prediction._known.any() and not driven.index.tree.started and not state.units()
+
+
+OLD: dict[str, Any] = {
+    "similarity": "dot", "levels": "both", "granularity": "frame", "tile": 49, "init": 64, "lift": 2.0, "visual": 16,
+    "semantic": 4, "smallest": 4, "largest": 32, "tau_small": 1.25, "tau_large": 2.0, "alpha": 8.0,
+    "threshold": "relaxing", "new_scene": 2.0, "gain": 0.05, "unmix": 0.5, "deferred": True, "buffer": 64, "reps": 512,
+    "reps_for": "all", "rep_of": "mean", "rep_bias": "none", "encode_frames": 8, "cache": 64, "prefetch": True,
+    "predictor": "projected", "slack": 1.25, "clip": None, "batch_layers": True, "batch_attention": True,
+    "batch_feed": True, "batch_match": True,
+}  # fmt: skip
+"""Fields of mosaic in recipes and sessions of version 4."""
+
+
+def test_fields_of_earlier_versions_are_read() -> None:
+    with pytest.warns(
+        MmaccelWarning, match="init, visual, semantic, buffer moved to the index; write index: {"
+    ):
+        assert policy("kv", {"name": "mosaic", **OLD}) == Mosaic()
+    changed = {**OLD, "visual": 8, "prefetch": False, "batch_layers": False}
+    with pytest.warns(MmaccelWarning, match="name: clusters, .*visual: 8"):
+        found = policy("kv", {"name": "mosaic", **changed})
+    assert found == Mosaic(index=Clusters(visual=8), prefetch="off", encode_by="frame")
+    for field, value, why in (
+        ("levels", "none", "kv 'rekv' retrieves frame by frame"),
+        ("tau_small", 2.0, "equation 5"),
+        ("predictor", "frames", "set prefetch to 'query' or 'projected'"),
+    ):
+        with pytest.raises(RecipeError, match=f"mosaic: .*{field}.*{why}"):
+            policy("kv", {"name": "mosaic", field: value})

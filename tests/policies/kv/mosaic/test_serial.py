@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
-from mmaccel.policies.kv.mosaic.serial import one_thread
+from mmaccel.policies.kv.mosaic.clusters import one_thread
+from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 from tests.policies.kv.mosaic.scenes import feed, plant, runs, tree_of
 
 
@@ -50,8 +50,8 @@ def test_another_thread_keeps_its_own() -> None:
 
 def test_inserting_and_splitting_take_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[int] = set()
-    place, refine = Hierarchy._place_look, Hierarchy.refine
-    for name, work in (("_place_look", place), ("refine", refine)):
+    place, refine = Hierarchy._place_look, Hierarchy._refine
+    for name, work in (("_place_look", place), ("_refine", refine)):
 
         def watched(*given: object, work: object = work) -> object:
             seen.add(torch.get_num_threads())

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmaccel.policies.kv.mosaic.kmeans import unit
-from mmaccel.policies.kv.mosaic.statistics import insert, merge, pooled, summary
-from mmaccel.policies.kv.mosaic.threshold import CAP, FLOOR, Threshold
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, insert, merge, pooled, summary
+from mmaccel.policies.kv.mosaic.split import CAP, FLOOR, Rules, Threshold, unit
 
 
 def points(n: int, seed: int, d: int = 5) -> torch.Tensor:
@@ -53,16 +52,16 @@ def test_the_threshold_moves_from_one_bound_to_the_other() -> None:
     small, large = torch.tensor([0.1, 0.2]), torch.tensor([0.3, 0.6])
     layer, n = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 9])
     grown = 1 - math.exp(-8 / 8)
-    relaxing = Threshold(small, large, 8.0, "relaxing").at(layer, n)
-    assert relaxing.tolist() == pytest.approx([0.1, 0.2, 0.2 + 0.4 * grown])
-    tightening = Threshold(small, large, 8.0, "tightening").at(layer, n)
-    assert tightening.tolist() == pytest.approx([0.3, 0.6, 0.6 - 0.4 * grown])
-    assert Threshold(small, large, 8.0, "fixed").at(layer, n).tolist() == pytest.approx([0.2, 0.4, 0.4])
+    found = Threshold(small, large, 8.0).at(layer, n)
+    assert found.tolist() == pytest.approx([0.1, 0.2, 0.2 + 0.4 * grown])
 
 
 def test_the_threshold_is_calibrated_layer_by_layer() -> None:
     s2 = torch.tensor([[0.1, 0.4], [0.0, 0.0], [0.9, 0.9]])
     n = torch.tensor([[3, 1], [2, 2], [4, 4]])
-    made = Threshold.calibrate(s2, n, small=1.25, large=2.0, alpha=8.0, mode="relaxing")
+    level = ClusterTable(3, 1, torch.float32)
+    level.variance, level.size = s2, n
+    level._count_ids()
+    made = Rules(visual=1, semantic=1, init=2, buffer=0).calibrate(level)
     assert made.small.tolist() == pytest.approx([1.25 * 0.175, FLOOR, CAP])
     assert made.large.tolist() == pytest.approx([2 * 0.175, FLOOR, CAP])

@@ -5,22 +5,23 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 from torch import Tensor
 
-from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
-from mmaccel.policies.kv.mosaic.index import Index
-from tests.policies.kv.mosaic.scenes import WIDTH, feed, plant, runs, tree_of
+from mmaccel.policies.kv._index import Index
+from mmaccel.policies.kv.mosaic.index import ClusterIndex
+from mmaccel.policies.kv.mosaic.maintain import Hierarchy
+from tests.policies.kv.mosaic.scenes import feed, index_of, plant, runs, tree_of
 
 
-def check(index: Index, tree: Hierarchy, end: int) -> None:
+def check(index: ClusterIndex, tree: Hierarchy, end: int) -> None:
     """All that searches among the entries below `end` are told, from the definition."""
-    there, parts = index.prepare(end, 4), tree.summaries.parts
+    there = index.prepare(end)
     present = [e for e in range(end) if not (e < len(index.absent) and index.absent[e])]
     assert there.entries.tolist() == present
     lists, count = there.lists, there.lists.size.shape[1]
-    whole = [tree.visual.owner[0, e // parts].item() for e in present] if tree.started else []
-    assert [whole.count(v) for v in range(len(there.visual))] == there.visual.tolist()
+    whole = [tree.visual.owner[0, e].item() for e in present] if tree.started else []
+    if there.visual is not None:
+        assert [whole.count(v) for v in range(len(there.visual))] == there.visual.tolist()
     for layer in range(tree.layers):
         of = {e: int(tree.semantic.owner[layer, e]) if tree.started else e for e in present}
         own = lists.owner[layer].tolist()
@@ -35,23 +36,22 @@ def check(index: Index, tree: Hierarchy, end: int) -> None:
             assert lists.flat[layer, first : first + len(some)].tolist() == some
             assert lists.within[layer, some].tolist() == list(range(len(some)))
         assert there.alive[layer] == sum(map(bool, members))
-        assert there.counted[layer].tolist() == [len(some) for some in members]
-        if there.parent is not None:
+        assert (there.parent is not None) == tree.started == there.ready
+        if there.parent is not None and there.visual is not None:
             up, none = tree.semantic.parent[layer], len(there.visual)
             assert there.parent[layer].tolist() == [int(up[c]) if members[c] else none for c in range(count)]
 
 
-@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_it_is_what_counting_anew_finds(seed: int, parts: int) -> None:
+def test_it_is_what_counting_anew_finds(seed: int) -> None:
     """Units come, are forgotten, split, and are taken back: from before there are clusters on."""
-    draw, tree = random.Random(seed), tree_of(parts=parts, visual=3)
-    data = plant(runs(90), parts=parts)
-    index = Index(tree, WIDTH, torch.float32, torch.device("cpu"), "mean", False)
+    draw, tree = random.Random(seed), tree_of(visual=3)
+    data = plant(runs(90))
+    index = index_of(tree, fresh=True)
 
     def come(more: int) -> None:
-        look, units = data[0], tree.units + more
-        feed(tree, (look[:units], *data[1:]), 5)
+        look, key, value = (rows[: tree.units + more] for rows in data)
+        feed(tree, (look, key, value), 5)
 
     while tree.units < 90:
         broken = draw.random() < 0.3
@@ -61,20 +61,20 @@ def test_it_is_what_counting_anew_finds(seed: int, parts: int) -> None:
             layer = draw.randrange(tree.layers)
             tree.touch(layer, (tree.semantic.size[layer] > 0).nonzero()[:, 0])
         index.refresh()
-        have = tree.units * parts
+        have = tree.units
         index.forget(draw.sample(range(have), draw.randint(0, 3)))
-        check(index, tree, draw.randint(have // parts // 2, have // parts) * parts)
+        check(index, tree, draw.randint(have // 2, have))
         if broken:
             tree.restore(mark)
-            index.cut(tree.units * parts)
+            index.cut(tree.units)
             index.refresh()
-            check(index, tree, tree.units * parts)
+            check(index, tree, tree.units)
     tree.clear()
     index.refresh()
     index.cut(0)
     come(40)
     index.refresh()
-    check(index, tree, 30 * parts)
+    check(index, tree, 30)
 
 
 def test_of_entries_a_survey_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_of_entries_a_survey_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Index, "_sent", counted)
     tree, data = tree_of(), plant(runs(400))
     # A device of which nothing can be read back.
-    index = Index(tree, WIDTH, torch.float32, torch.device("meta"), "mean", False)
+    index = index_of(tree, "meta", fresh=True)
     feed(tree, data, 5)
     index.refresh()
     told.clear()

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from mmaccel.policies.kv.store.lanes import Lane, Lanes, Mark
+from mmaccel.policies.kv.store.streams import Lane, Lanes, Mark
 
 
 class SimMark(Mark):

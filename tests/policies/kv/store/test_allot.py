@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmaccel.policies.kv.store.allot import Allotment, runs
+from mmaccel.policies.kv.store.slot_allocator import Allotment, runs
 
 
 @given(

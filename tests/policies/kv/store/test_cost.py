@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mmaccel.policies.kv.store.cost import Cost
+from mmaccel.policies.kv.store.transfer import Cost
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmaccel.core.errors import StoreError
-from mmaccel.policies.kv.store import room, slabs
+from mmaccel.policies.kv.store import pinned_slabs
 
 from .units import LAYERS, UNIT_BYTES, check, contents, fill, open_store
 
@@ -48,11 +48,11 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, monkeypatch: pytest.
 def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(8)
     fill(store, [0, 1])
-    monkeypatch.setattr(room, "available", lambda: 2**20)
+    monkeypatch.setattr(pinned_slabs, "host_available", lambda: 2**20)
     with pytest.raises(StoreError, match="the host has 1048576 bytes left"):
         store.reserve(20)
     check(store, 1, [1, 0])
-    monkeypatch.setattr(room, "available", lambda: room.UNKNOWN)
+    monkeypatch.setattr(pinned_slabs, "host_available", lambda: pinned_slabs.UNKNOWN)
     real = torch.empty
 
     def refuse(*sizes: object, **named: object) -> Tensor:
@@ -67,21 +67,21 @@ def test_memory_that_the_host_cannot_spare_is_not_taken(monkeypatch: pytest.Monk
 
 def test_what_the_host_has_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemAvailable:  600 kB\n")
-    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(room, "GROUP", tmp_path)
-    assert (room.total(), room.available()) == (1024000, 614400)
+    monkeypatch.setattr(pinned_slabs, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(pinned_slabs, "GROUP", tmp_path)
+    assert (pinned_slabs.host_total(), pinned_slabs.host_available()) == (1024000, 614400)
     (tmp_path / "memory.max").write_text("max\n")
-    assert room.total() == 1024000
+    assert pinned_slabs.host_total() == 1024000
     (tmp_path / "memory.max").write_text("500000\n")
     (tmp_path / "memory.current").write_text("450000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 20000\nactive_file 1000\n")
-    assert (room.total(), room.available()) == (500000, 71000)
+    assert (pinned_slabs.host_total(), pinned_slabs.host_available()) == (500000, 71000)
     (tmp_path / "memory.current").write_text("600000\n")
-    assert room.available() == 0
-    monkeypatch.setattr(room, "MEMINFO", tmp_path / "no")
-    monkeypatch.setattr(room, "GROUP", tmp_path / "no")
-    assert room.total() == room.available() == room.UNKNOWN
-    assert 0 < slabs.SPARE < 1
+    assert pinned_slabs.host_available() == 0
+    monkeypatch.setattr(pinned_slabs, "MEMINFO", tmp_path / "no")
+    monkeypatch.setattr(pinned_slabs, "GROUP", tmp_path / "no")
+    assert pinned_slabs.host_total() == pinned_slabs.host_available() == pinned_slabs.UNKNOWN
+    assert 0 < pinned_slabs.SPARE < 1
 
 
 @pytest.mark.parametrize("damage", ["none", "short", "flip", "json", "missing", "shape", "version", "list"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, StoreError
-from mmaccel.policies.kv.store.lanes import HostLanes
+from mmaccel.policies.kv.store.streams import HostLanes
 
 from .lanes_sim import SimLanes
 from .units import GROUPS, LAYERS, SIZE, TOKENS, UNIT_BYTES, check, contents, fill, open_store, poisoned

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import ops
-from mmaccel.policies.kv.store import wire
+from mmaccel.policies.kv.store import transfer
 
 from .lanes_sim import SimLanes
 from .units import check, fill, open_store
@@ -55,7 +55,7 @@ def test_where_slabs_lie_is_sent_before_it_is_read(monkeypatch: pytest.MonkeyPat
         told.append(base.tolist())
         assert told[-1] == [one.data_ptr() - slab[0].data_ptr() for one in slab]
 
-    monkeypatch.setattr(wire, "on_device", send)
+    monkeypatch.setattr(transfer, "on_device", send)
     monkeypatch.setattr(ops, "gather_now", note)
     store.fetch(0, torch.tensor([5, 0]), way="gather")
     store.fetch(1, [3, 1], way="gather")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import StoreError
-from mmaccel.policies.kv.store import room
 
 SLAB_BYTES = 256 * 2**20
 """A power of two, for the allocator of pinned memory rounds up to one. Thousands of small pinned pieces would also run into
@@ -154,12 +153,12 @@ class Slabs:
             mend = "watch fewer frames at a time, spill to disk (spill='disk')"
         if self._cap is not None and self.memory_bytes() + self._bytes > self._cap:
             return f"its cap of {self._cap} bytes is reached{need}; raise cap (a policy's host_bytes), {mend}"
-        return f"the host has {room.available()} bytes left{need}; {mend}, or free memory"
+        return f"the host has {host_available()} bytes left{need}; {mend}, or free memory"
 
     def _room(self) -> bool:
         if self._cap is not None and self.memory_bytes() + self._bytes > self._cap:
             return False
-        return room.available() - self._bytes >= SPARE * room.total()
+        return host_available() - self._bytes >= SPARE * host_total()
 
     def _memory(self) -> Tensor | None:
         try:
@@ -239,3 +238,56 @@ def _remove(files: list[Path], folders: list[Path]) -> None:
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
+
+
+UNKNOWN = 2**62
+"""More than there is: what is not known limits nothing."""
+
+MEMINFO = Path("/proc/meminfo")
+GROUP = Path("/sys/fs/cgroup")
+FORMS = (
+    ("memory.max", "memory.current", "memory.stat", ("inactive_file", "active_file")),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
+"""Limit, use and statistics of the container around this process, in both forms of the system's control groups."""
+
+
+def host_total() -> int:
+    """Bytes of memory of the host, or of the container around this process where that is less."""
+    return min(_host("MemTotal"), *(_number(limit) for limit, *_ in FORMS))
+
+
+def host_available() -> int:
+    """Bytes that can still be taken without harm; the system's copies of files give way and do not count as used."""
+    left = _host("MemAvailable")
+    for limit, use, stat, cached in FORMS:
+        most = _number(limit)
+        if most < UNKNOWN:
+            left = min(left, most - _number(use, 0) + sum(_statistics(stat, cached)))
+    return max(0, left)
+
+
+def _host(name: str) -> int:
+    found = [int(line.split()[1]) * 1024 for line in _lines(MEMINFO) if line.startswith(f"{name}:")]
+    return found[0] if found else UNKNOWN
+
+
+def _number(name: str, otherwise: int = UNKNOWN) -> int:
+    lines = _lines(GROUP / name)
+    return min(int(lines[0]), UNKNOWN) if lines and lines[0].isdigit() else otherwise
+
+
+def _statistics(name: str, wanted: tuple[str, ...]) -> list[int]:
+    return [int(line.split()[1]) for line in _lines(GROUP / name) if line.split()[0] in wanted]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").split("\n")[:-1]
+    except OSError:
+        return []

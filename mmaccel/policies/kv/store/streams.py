@@ -179,3 +179,10 @@ class CudaLanes(Lanes):
 def lanes_of(device: torch.device) -> Lanes:
     """The lanes of `device`."""
     return CudaLanes(device) if device.type == "cuda" else HostLanes()
+
+
+def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host, or long numbers, on `device`, without waiting for what that computes."""
+    here = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
+    pinned = device.type == "cuda" and here.numel() > 0
+    return here.pin_memory().to(device, non_blocking=True) if pinned else here.to(device)

@@ -1,10 +1,11 @@
-"""From the host to the layer that needs it: what is cached, what was fetched ahead, and what is still missing."""
+"""From the host to the layer that needs it: units that are cached, fetched ahead, or still missing."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,19 +13,20 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import words
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.mosaic.cache import Cache
 from mmaccel.policies.kv.store import HostStore, Sources
-from mmaccel.policies.kv.store.lanes import Mark
-from mmaccel.policies.kv.store.sources import WINDOW
-from mmaccel.policies.kv.store.wire import on_device
+from mmaccel.policies.kv.store.gather_sources import WINDOW
+from mmaccel.policies.kv.store.streams import Mark, on_device
+from mmaccel.policies.kv.store.transfer import in_units
 
 COUNTED = ("needed", "cached", "covered", "missing", "guessed", "ahead", "in_time")
 AHEAD = "ahead"
+NEVER = torch.iinfo(torch.long).max
+"""The number of no entry."""
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """The entries from `first` on of a stream, of which a layer holds keys and values [1, G, n * p, D]."""
+    """The units from `first` on of a stream, of which a layer holds keys and values [1, G, n * P, D]."""
 
     first: int
     pair: Pair
@@ -42,7 +44,52 @@ class _Brought:
     ready: Mark
 
 
-class Fetcher:
+class Cache:
+    """Keys and values of the entries that a layer last brought, of at most `room` of them, in a place of `sources` a layer.
+
+    Which entries they are is known to the device alone, where `entries` [L, room] lies.
+    """
+
+    def __init__(self, sources: Sources, layers: int, room: int) -> None:
+        self._sources, self.room = sources, room
+        with torch.inference_mode(False):
+            self.entries = torch.full((layers, room), NEVER, device=sources.store.device)
+        for layer in range(layers):
+            sources.add(("cache", layer), room)
+
+    def mark(self, tables: Tensor, first: int, begin: Tensor) -> None:
+        """Note in `tables` [L, n] where the cached entries of all layers are, those that are below `first`: codes from
+        `begin` [L, 1] on. The last place of a table is that of no entry, and holds anything after this."""
+        if self.room:
+            # Those of the window stay where they are.
+            at = torch.where(self.entries < first, self.entries, tables.shape[1] - 1)
+            tables.scatter_(1, at, begin + torch.arange(self.room, device=tables.device))
+
+    def keep(self, layer: int, entries: Tensor, rows: Tensor) -> None:
+        """Keep `entries` [k], ascending, of `rows` [2, G, k * P, D], instead of what was kept; of too many the last."""
+        count = min(self.room, len(entries))
+        if count:
+            place = self._sources.place(("cache", layer), count)
+            units = in_units(rows, self._sources.store.shape.tokens)[:, :, len(entries) - count :]
+            self._sources.store.lanes.compute.run(partial(_copy, place, units.permute(2, 0, 1, 3, 4)))
+            self.entries[layer, :count] = entries[len(entries) - count :]
+            self.entries[layer, count:].fill_(NEVER)
+
+    def cut(self, end: int) -> None:
+        """Forget entries from `end` on."""
+        # As if they were of a window: never marked.
+        self.entries.masked_fill_(self.entries >= end, NEVER)
+
+    def flush(self) -> None:
+        """Forget everything."""
+        self.entries.fill_(NEVER)
+
+
+def _copy(place: Tensor, units: Tensor) -> None:
+    place.copy_(units)
+
+
+class Prefetcher:
     """Brings entries of a layer from the store, for one question after the other; the host knows none of them.
 
     A question goes: `begin`; for each layer, `codes` of what it wants and `foretell` for the next one, `bring`,
@@ -133,7 +180,7 @@ class Fetcher:
         out: Tensor,
         window: Window,
     ) -> None:
-        """Keys and values of `entries` [n], by their codes where the store is `indexed`, into `out` [2, G, n * p, D],
+        """Keys and values of `entries` [n], by their codes where the store is `indexed`, into `out` [2, G, n * P, D],
         where they are after `arrive`. Those after the first `recalled` ones are not counted."""
         if code is None:
             out.copy_(self.sources.listed(layer, entries.tolist(), window.first, window.pair))
@@ -145,7 +192,7 @@ class Fetcher:
         self._coming[layer] = ready
 
     def recall(self, layer: int, entries: Tensor) -> Tensor:
-        """[2, G, n * p, D] of `entries` [n] that have left the window, for a pass of the stream; after `begin`. Of `counts`
+        """[2, G, n * P, D] of `entries` [n] that have left the window, for a pass of the stream; after `begin`. Of `counts`
         these are no part, and the cache stays that of the last question."""
         out = self._store.buffer(len(entries))
         if not self.indexed:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mmaccel.core import saving
 from mmaccel.core.errors import ModelError
-from mmaccel.policies.kv.mosaic.hierarchy import Hierarchy
-from mmaccel.policies.kv.mosaic.level import ROWS
+from mmaccel.policies.kv.mosaic.clusters import ROWS
+from mmaccel.policies.kv.mosaic.maintain import Hierarchy
 
 MOST = 1 << 53
 """Counters are below this."""
@@ -18,8 +18,8 @@ FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absen
 
 
 def save(tree: Hierarchy, absent: Tensor, folder: Path) -> None:
-    """Write the hierarchy, its summaries and which entries are no more (a mask) into `folder`."""
-    saving.write_tensors(folder / "clusters.safetensors", {**tree.summaries.tensors(), **tree.tensors()})
+    """Write the hierarchy, the units' means and which units are `absent` (a mask) into `folder`."""
+    saving.write_tensors(folder / "clusters.safetensors", {**tree.means.tensors(), **tree.tensors()})
     facts = {
         "units": tree.units,
         "started": tree.started,
@@ -31,57 +31,53 @@ def save(tree: Hierarchy, absent: Tensor, folder: Path) -> None:
 
 
 def load(tree: Hierarchy, units: int, folder: Path) -> Tensor:
-    """Read what `save` wrote for a stream of `units` units; the mask of entries that are no more."""
+    """Read what `save` wrote for a stream of `units` units; the mask of units that are no more."""
     facts = saving.read_json(folder / "clusters.json", FACTS)
     if facts["units"] != units or len(facts["buffer"]) != tree.layers:
         raise ModelError(
             f"{folder}: clusters of {facts['units']} units are beside {units} units; it is damaged."
         )
-    summaries, layers = tree.summaries, tree.layers
-    work, kept = summaries.work, summaries.key.dtype
-    width, look = summaries.key.shape[2], tree.visual.centroid.shape[2] - 1
-    entries = units * summaries.parts
+    means, layers = tree.means, tree.layers
+    work, kept = means.work, means.key.dtype
+    width, look = means.key.shape[2], tree.visual.centroid.shape[2] - 1
     wanted = {
         "look": ((units, look), work),
-        "key": ((entries, layers, width), kept),
-        "value": ((entries, layers, width), kept),
+        "key": ((units, layers, width), kept),
+        "value": ((units, layers, width), kept),
     }
     if facts["started"]:
         wanted |= {"centre_look": ((look + 1,), work), "centre_key": ((layers, width + 1), work)}
-        for name, level, size, count in (
-            ("visual", tree.visual, look, units),
-            ("semantic", tree.semantic, width, entries),
-        ):
+        for name, level, size in (("visual", tree.visual, look), ("semantic", tree.semantic, width)):
             shape: dict[str, tuple[int, ...]] = {
                 "centroid": (level.layers, -1, size + 1),
                 "members": (level.layers, -1, -1),
             }
             for row in ROWS:
                 wanted[f"{name}.{row}"] = shape.get(row, (level.layers, -1)), getattr(level, row).dtype
-            wanted[f"{name}.owner"] = (level.layers, count), torch.long
+            wanted[f"{name}.owner"] = (level.layers, units), torch.long
             wanted[f"{name}.threshold"] = (2, level.layers), work
     found = saving.read_tensors(folder / "clusters.safetensors", wanted, torch.device("cpu"))
     count = found["semantic.size"].shape[1] if facts["started"] else 0
     buffer = [saving.numbers(ids, "clusters.json: buffer", count) for ids in facts["buffer"]]
     saving.numbers(list(facts["counters"].values()), "clusters.json: counters", MOST)
-    gone = saving.numbers(facts["absent"], "clusters.json: absent", entries)
-    _check(found, folder, units, entries)
-    summaries.load({name: found.pop(name) for name in list(found) if "." not in name})
+    gone = saving.numbers(facts["absent"], "clusters.json: absent", units)
+    _check(found, folder, units)
+    means.load({name: found.pop(name) for name in list(found) if "." not in name})
     tree.load(found, units, buffer, facts["counters"])
-    absent = torch.zeros(entries, dtype=torch.bool)
+    absent = torch.zeros(units, dtype=torch.bool)
     absent[gone] = True
     return absent
 
 
-def _check(found: dict[str, Tensor], folder: Path, units: int, entries: int) -> None:
+def _check(found: dict[str, Tensor], folder: Path, units: int) -> None:
     """Raise `ModelError` where numbers point to what is not there."""
-    for name, most in (("visual", units), ("semantic", entries)):
+    for name in ("visual", "semantic"):
         if f"{name}.owner" not in found:
             continue
         clusters = {found[f"{name}.{row}"].shape[1] for row in ROWS}
         count = found[f"{name}.size"].shape[1]
         above = found["visual.size"].shape[1]
-        bounds = {"owner": count, "members": most, "home": count, "parent": above}
+        bounds = {"owner": count, "members": units, "home": count, "parent": above}
         wrong = [row for row, end in bounds.items() if _outside(found[f"{name}.{row}"], end)]
         if len(clusters) > 1 or wrong or not _fits(found, name):
             raise ModelError(f"{folder}: {name} clusters do not fit together; the file is damaged.")

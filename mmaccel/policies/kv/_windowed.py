@@ -19,15 +19,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
+from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import MARGIN, KVView, Piece, Seat, Seen, Stream, StreamState
-from mmaccel.core.room import with_room
-from mmaccel.policies.kv._angles import Turner
 from mmaccel.policies.kv._evidence import Look, Rows, mean_query, weigh
-from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, Spacious, WindowedPolicy, moved, spacious
-from mmaccel.policies.kv._window_saved import load_window, save_window
-
-__all__ = ["Asked", "Pair", "Ring", "StreamMemory", "WindowedPolicy", "mean_query", "weigh"]
+from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, Rope, load_window, moved, save_window
 
 
 class StreamMemory(StreamState):
@@ -52,7 +48,7 @@ class StreamMemory(StreamState):
         self.stream, self.geometry, self.device = stream, geometry, device
         self.window, self.local, self.compact = window, local, positions == "compact"
         self._always = self.compact
-        self.turner = Turner(model, stream.dtype)
+        self.rope = Rope(model, stream.dtype)
         self.bases = Bases(stream.places, window)
         layers = geometry.layers
         self._heads: list[Pair | None] = [None] * layers
@@ -61,7 +57,7 @@ class StreamMemory(StreamState):
         self._new, self._fresh = list[Pair | None]([None] * layers), list[Tensor | None]([None] * layers)
         self._asked: list[Asked | None] = [None] * layers
         # On a device what a question sees lies where it lay for the one before.
-        self._kept, self._keeps = dict[int, Spacious](), device.type == "cuda"
+        self._kept, self._keeps = dict[int, Pair](), device.type == "cuda"
         self._piece: Piece | None = None
         self._count, self._first, self._extra, self._pending = 0, 0, 0, 0
         self._base, self._headed = 0, False
@@ -105,7 +101,7 @@ class StreamMemory(StreamState):
 
     def enter(self, piece: Piece) -> None:
         self._piece = piece
-        self.turner.forget()
+        self.rope.forget()
         if piece.kind == "units":
             if (base := self.bases.of(piece.first)) != self._base:
                 self._base = base
@@ -141,9 +137,9 @@ class StreamMemory(StreamState):
         if piece is None or new is None:
             raise ModelError(f"kv: layer {layer} is asked for before anything was appended to it.")
         if piece.kind == "head":
-            angles = self.turner.at("head", self.stream.places.head)
+            angles = self.rope.at("head", self.stream.places.head)
             key, value = new
-            return KVView(self.turner.turn(key, angles), value, query=self.turner.turn(query, angles))
+            return KVView(self.rope.apply(key, angles), value, query=self.rope.apply(query, angles))
         if piece.kind == "units":
             return self._encode(layer, query, piece, *new)
         return self._answer(layer, query, piece, *new)
@@ -172,8 +168,8 @@ class StreamMemory(StreamState):
     def _encode(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
         """What new units see: the head, what is retrieved for them, and the window, their own columns in it."""
         places, ring = self.stream.places, self._rings[layer]
-        angles = self.turner.at("units", lambda: places.own(piece.first, piece.count, self._base))
-        turned = self._fresh[layer] = self.turner.turn(key, angles)
+        angles = self.rope.at("units", lambda: places.own(piece.first, piece.count, self._base))
+        turned = self._fresh[layer] = self.rope.apply(key, angles)
         sinks = [self._head(layer), *self._retrieved(layer, query)]
         near = [] if ring is None else [(ring.turned, ring.value)]
         parts = [*sinks, *near, (turned, value)]
@@ -182,7 +178,7 @@ class StreamMemory(StreamState):
             torch.cat([one for _, one in parts], 2),
             sinks=sum(one.shape[2] for one, _ in sinks),
             window=self.window * self.stream.unit,
-            query=self.turner.turn(query, angles),
+            query=self.rope.apply(query, angles),
         )
 
     @torch.no_grad()
@@ -203,21 +199,21 @@ class StreamMemory(StreamState):
         seen = asked.seen if self.compact else self._count
         name = ("tail", seen, extra, piece.rows)
         places = self.stream.places
-        angles = self.turner.at(
+        angles = self.rope.at(
             name, lambda: places.after(seen, self._pending, extra, piece.rows, not self.compact)
         )
         start = asked.base + extra
         end = start + max(piece.rows, MARGIN)
-        asked.key, asked.value = (with_room(x, x, start, end) for x in (asked.key, asked.value))
+        asked.key, asked.value = (grow_buffer(x, 2, end, used=start) for x in (asked.key, asked.value))
         return Seat(asked.key, asked.value, start, angles)
 
     def _answer(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
         seat = self._seat(layer, query, piece)
         own = slice(seat.column, seat.column + piece.rows)
         seat.key[:, :, own], seat.value[:, :, own] = key, value
-        self.turner.turn_(seat.key[:, :, own], seat.angles)
+        self.rope.apply_(seat.key[:, :, own], seat.angles)
         query = query.contiguous()
-        self.turner.turn_(query, seat.angles)
+        self.rope.apply_(query, seat.angles)
         if piece.kind == "question":
             self._rows.at(layer, query, seat, turned=True)
         return KVView(seat.key[:, :, : own.stop], seat.value[:, :, : own.stop], query=query, bias=seat.bias)
@@ -242,24 +238,28 @@ class StreamMemory(StreamState):
             first = 0 if self.compact or count == self._count else begin
             name = ("units of a question", first, count)
             ranked = self.compact
-            angles = self.turner.at(
+            angles = self.rope.at(
                 name, lambda: places.units(first, count) if ranked else places.own(first, count)
             )
         else:
             local = torch.arange(begin, self._count, device=numbers.device)
-            angles = self.turner.angles(places.chosen(torch.cat([numbers, local]), self._count - 1, own=True))
-        self.turner.turn_(raw[:1], angles)
+            angles = self.rope.angles(places.chosen(torch.cat([numbers, local]), self._count - 1, own=True))
+        self.rope.apply_(raw[:1], angles)
         asked.seen = count
         return asked
 
     def _space(self, layer: int, filled: int, room: int) -> tuple[Asked, Tensor]:
         """What a question sees, its head alone written, with `room` columns after it; and the first `filled` of these
         [2, G, filled, D], to be written to."""
-        head = self._head(layer)
-        kept, count = spacious(self._kept.get(layer), head, room + MARGIN), head[0].shape[2]
+        key, value = self._head(layer)
+        old, known = self._kept.get(layer, (None, None))
+        count, like = key.shape[2], key.expand(2, -1, -1, -1)
+        out = grow_buffer(old, 2, count + room + MARGIN, like=like, used=0, share=0.0)
+        if out is not old or known is not key:
+            # Nothing else writes over a head.
+            out[0, :, :count], out[1, :, :count] = key[0], value[0]
         if self._keeps:
-            self._kept[layer] = kept
-        out = kept.rows
+            self._kept[layer] = out, key
         return Asked(out[:1], out[1:], count + filled, 0), out[:, :, count : count + filled]
 
     def _near(self, layer: int, begin: int, out: Tensor) -> None:
@@ -275,8 +275,8 @@ class StreamMemory(StreamState):
             raise ModelError("kv: the stream has no head yet; run it first.")
         known = self._turned_heads.get(layer)
         if known is None or known[0] is not raw[0]:
-            angles = self.turner.at("head", self.stream.places.head)
-            known = self._turned_heads[layer] = raw[0], self.turner.turn(raw[0], angles)
+            angles = self.rope.at("head", self.stream.places.head)
+            known = self._turned_heads[layer] = raw[0], self.rope.apply(raw[0], angles)
         return known[1], raw[1]
 
     def _move(self, piece: Piece) -> None:
@@ -300,7 +300,7 @@ class StreamMemory(StreamState):
         places = self.stream.places
         # Units before the base are those that no query of a new unit sees; they are turned at the base's own place.
         numbers = (torch.arange(self._first, self._count) - self._base).clamp(min=0)
-        angles = self.turner.at(
+        angles = self.rope.at(
             "rings",
             lambda: (
                 places.chosen(numbers, int(numbers[-1]))
@@ -310,7 +310,7 @@ class StreamMemory(StreamState):
         )
         for layer, ring in enumerate(self._rings):
             if ring is not None:
-                self._rings[layer] = ring._replace(turned=self.turner.turn(ring.key, angles))
+                self._rings[layer] = ring._replace(turned=self.rope.apply(ring.key, angles))
 
     # The stream as a whole.
 
@@ -359,7 +359,7 @@ class StreamMemory(StreamState):
 
     def _reached(self) -> Tensor | None:
         """See `Rows.reached`."""
-        return self._rows.reached(self.turner, self.stream.head, self._units_of)
+        return self._rows.reached(self.rope, self.stream.head, self._units_of)
 
     def _units_of(self, layer: int, shares: Tensor) -> Tensor:
         """[n, U]: what units get of what columns between the head and the question get, [n, N]."""
@@ -372,7 +372,7 @@ class StreamMemory(StreamState):
     def nbytes(self) -> int:
         tensors = [t for pair in (*self._heads, *self._rings) if pair is not None for t in pair]
         tensors += [t for one in self._asked if one and not self._kept for t in (one.key, one.value)]
-        tensors += [*(x.rows for x in self._kept.values()), *(x for _, x in self._turned_heads.values())]
+        tensors += [*(x for x, _ in self._kept.values()), *(x for _, x in self._turned_heads.values())]
         return sum(tensor.nbytes for tensor in tensors)
 
     def counters(self) -> dict[str, float]:
@@ -393,6 +393,6 @@ class StreamMemory(StreamState):
         self._heads, self._rings, self._count, self._first = found
         self._headed = True
         self._base = self.bases.of(max(self._count - 1, 0))
-        self.turner.forget()
+        self.rope.forget()
         self._turn_rings()
         self._load(Path(path))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.policies.kv.store.host import HostStore
-from mmaccel.policies.kv.store.lanes import Mark
-from mmaccel.policies.kv.store.wire import in_units, on_device
+from mmaccel.policies.kv.store.streams import Mark, on_device
+from mmaccel.policies.kv.store.transfer import in_units
 
 WINDOW = "window"
 

@@ -1,0 +1,285 @@
+"""What an archived memory searches: one representative key for each cluster of units, on the device, layer by layer.
+
+Letters: L layers, C places for clusters, N units, d = G * D the size of a key. `rekv` has an index in which every unit is a
+cluster of its own, `mosaic` one of clusters inside visual clusters. An index is a part: any memory of `_archived` takes any.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmaccel.backends.ops import clusters
+from mmaccel.core.buffers import grow_buffer
+from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.policy import Policy
+from mmaccel.policies.kv._window import Pair
+from mmaccel.policies.kv.store.streams import on_device
+
+if TYPE_CHECKING:
+    from mmaccel.core.adapter import Geometry
+    from mmaccel.core.kv import Stream
+
+SPARE = 0.25
+"""Tensors of an index on the device grow by this share, and then lie elsewhere; doubling would waste up to half of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexPolicy(Policy, ABC):
+    """The choice of an index, as a part of a memory: ``index: {name: clusters, visual: 8}``.
+
+    similarity  of a representative key to a mean query: "dot" or "cosine"
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """What the memory has to ask for; see `StreamPolicy.needs`."""
+
+    similarity: Literal["dot", "cosine"] = "dot"
+
+    def __post_init__(self) -> None:
+        if self.similarity not in ("dot", "cosine"):
+            raise RecipeError(f"{self.name}: similarity is {shown(self.similarity)}; give 'dot' or 'cosine'.")
+
+    @abstractmethod
+    def open(
+        self, stream: Stream, geometry: Geometry, device: torch.device, window: int, summaries: bool
+    ) -> Index:
+        """An empty index of a stream whose last `window` units are on the device; `summaries`: it keeps mean values too."""
+
+
+class Found(NamedTuple):
+    """What a layer retrieves: ascending `entries` [k]; which clusters were `picked` [C]; the score [C] of each, -inf where
+    the search did not look. Nothing is picked where the index has no summaries yet."""
+
+    entries: Tensor
+    picked: Tensor
+    scores: Tensor
+
+
+@dataclass(eq=False)
+class Survey:
+    """The units below `end` that can be retrieved, on the device; made once for all questions until the stream changes.
+
+    Tensors have room to grow, so that they stay where they are while the stream does.
+
+    entries  [n] ascending: the units that are not forgotten
+    lists    the units of clusters, R = L layers of them
+    alive    of each layer, clusters that have units
+    visual   [V] sizes of visual clusters; None: the search has one stage
+    parent   [L, C] the visual cluster of each cluster, V for an empty one
+    ready    whether clusters have summaries
+    """
+
+    end: int
+    entries: Tensor
+    lists: clusters.Lists
+    alive: list[int]
+    visual: Tensor | None = None
+    parent: Tensor | None = None
+    ready: bool = True
+
+
+class Index(ABC):
+    """key [L, C, d]: the mean raw key of each cluster. For summary tokens also value [L, C, d], the mean value, and time
+    [L, C], the mean unit number. `prepare` makes what a search needs; then a search reads nothing back."""
+
+    by_look = False
+    """Whether searches go by visual embeddings too; see `by`."""
+    retrievals_split = False
+    """Whether what questions retrieve changes the index, even where passes of the stream retrieve too."""
+
+    def __init__(
+        self, layers: int, width: int, dtype: torch.dtype, device: torch.device, summaries: bool, cosine: bool
+    ) -> None:
+        self.layers, self.device, self.cosine, self.summaries = layers, device, cosine, summaries
+        self.key = torch.zeros(layers, 0, width, dtype=dtype, device=device)
+        self.value = torch.zeros(layers, 0, width * summaries, dtype=dtype, device=device)
+        self.time = torch.zeros(layers, 0, device=device)
+        self.absent = torch.zeros(0, dtype=torch.bool)
+        """Of units, on the host: those whose keys and values are no more."""
+        self._ready: Survey | None = None
+        self._fixed: dict[str, Tensor] = {}
+
+    # The stream comes in.
+
+    @abstractmethod
+    def arrived(self, look: Tensor | None, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
+        """New units: looks [n, E], if the index needs them; of each layer raw keys and values [1, G, n * P, D]; the units
+        [L, k] that their pass `retrieved`."""
+
+    def digest(self, keep: int = 0) -> None:
+        """Take in what has arrived, but for the last `keep` passes."""
+
+    def groups(self, units: range) -> list[int] | None:
+        """Which of `units`, which leave the window, are to lie together in the store; None: all of them."""
+        return None
+
+    def forget(self, units: Sequence[int]) -> None:
+        """The keys and values of `units` are no more: they are not found again."""
+        self.absent = grow_buffer(self.absent, 0, max(units, default=-1) + 1, fill=0, share=1.0)
+        self.absent[list(units)] = True
+        self._ready = None
+
+    def cut(self, end: int) -> None:
+        """Units from `end` on are others from now on, and are there."""
+        self.absent = self.absent[:end].clone()
+        self._ready = None
+
+    def refresh(self) -> None:
+        """Bring the device up to date."""
+
+    def touched(self, found: dict[int, Found]) -> None:
+        """A question is over that retrieved this, layer by layer."""
+
+    # Searches.
+
+    def prepare(self, end: int) -> Survey:
+        """What searches among the units below `end` need."""
+        if self._ready is None or self._ready.end != end:
+            self._ready = self._survey(end)
+        return self._ready
+
+    @abstractmethod
+    def _survey(self, end: int) -> Survey: ...
+
+    @property
+    def _now(self) -> Survey:
+        assert self._ready is not None
+        return self._ready
+
+    def by(self, look: Tensor) -> None:
+        """The mean visual embedding [E] that the next searches are for, of frames or of a question's words."""
+
+    def search(self, layer: int, query: Tensor, budget: int, end: int) -> Found:
+        """`budget` units below `end` (all, when they are fewer) for a query [d] float32 on the device: whole clusters by
+        score until the budget is full; of the last one those units of the largest score of their own."""
+        self.prepare(end)
+        return self.search_ahead(layer, query[None], budget, 0)[0]
+
+    def search_ahead(
+        self, layer: int, queries: Tensor, budget: int, ahead: int, late: clusters.Late | None = None
+    ) -> tuple[Found, Tensor | None]:
+        """`search` by the first of `queries` [1 or 2, d], and by the second, in the next layer, `ahead` units: of the last
+        cluster the oldest ones; -1 where there are no more. After `prepare`. `late` follow what is found."""
+        now, rows = self._now, slice(layer, layer + len(queries))
+        if len(now.entries) <= budget:
+            entries, scores = now.entries, clusters.scored(self.key[rows], queries, self.cosine)
+            picked = now.lists.size[layer] > 0
+            coming: Tensor | None = entries if len(queries) > 1 else None
+            if late is not None:
+                entries = torch.cat([entries, late.numbers()])
+        else:
+            scores, before = self._candidates(rows, queries, budget)
+            own = clusters.Own(*self._own_keys(layer), queries[0], self.cosine)
+            owner, within, flat, first, size = (one[rows] for one in now.lists[:5])
+            lists = clusters.Lists(owner, within, flat, first, size, now.lists.largest)
+            entries, coming = clusters.selected(before, lists, budget, ahead, own, late)
+            picked = before[0] < budget
+        return Found(entries, picked if now.ready else picked[:0], scores[0]), coming
+
+    def _candidates(self, rows: slice, queries: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+        """[R, C] scores of the clusters that may be retrieved, -inf elsewhere; how many units are in the clusters before
+        each."""
+        scores = clusters.scored(self.key[rows], queries, self.cosine)
+        return clusters.ordered(scores, self._now.lists.size[rows], None, None)
+
+    @abstractmethod
+    def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:
+        """The first three of `clusters.Own`: the mean key of each unit."""
+
+    # Summary tokens: clusters that stand for their units.
+
+    def count(self, layer: int, budget: int, most: int) -> int:
+        """How many summary tokens there are beside a search for `budget` units, at most `most`: one for each cluster, those
+        that it retrieves last; none, if it retrieves everything."""
+        now = self._now
+        return min(now.alive[layer] * (len(now.entries) > budget), most) if now.ready else 0
+
+    @property
+    def room(self) -> int:
+        """Places for clusters in a layer, empty ones counted."""
+        return int(self._now.lists.size.shape[1])
+
+    def summarise(
+        self, layer: int, found: Found, out: Tensor, head: int, left: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the k clusters of the largest score, that first, into `out` [2, G, k, D]; their time [k], and
+        what is added to the scores of the head and of these (`clusters.stand_ins`): -inf from place `left` [1] on, where
+        no cluster is. Retrieved clusters come last."""
+        rows, size = (self.key[layer], self.value[layer]), self._now.lists.size[layer]
+        return clusters.stand_ins(
+            found.scores, found.picked, size, rows, self.time[layer], out, head, left, 0
+        )
+
+    def stood_for(self, layer: int, found: Found, shares: Tensor) -> Tensor:
+        """[n, end]: what units get of the `shares` [n, k] of what `summarise` made; those of one cluster get the same."""
+        now, (rows, few) = self._now, shares.shape
+        size = now.lists.size[layer]
+        ids = clusters.stand_in_order(found.scores, found.picked, size)[:few]
+        # Two more places: of units that are in no cluster.
+        out = shares.new_zeros(rows, len(size) + 2)
+        out[:, ids] = shares / size[ids].clamp_min(1)
+        return out[:, now.lists.owner[layer, : now.end]]
+
+    # On the device, at a fixed place.
+
+    def _sent(self, x: Tensor, like: Tensor | None = None) -> Tensor:
+        """`x` of the host on the device, in the type of `like`; nothing waits for it."""
+        return on_device(x if like is None else x.to(like.dtype), self.device)
+
+    def _fix(self, name: str, new: Tensor) -> Tensor:
+        """`new` on the device, where the last tensor of this name and shape was."""
+        held = self._fixed.get(name)
+        if held is None or held.shape != new.shape:
+            with torch.inference_mode(False):
+                held = torch.empty(new.shape, dtype=new.dtype, device=self.device)
+            self._fixed[name] = held
+        return held.copy_(new if new.device == held.device else self._sent(new))
+
+    def _places(self) -> tuple[Tensor, ...]:
+        """The tensors that searches read, but for the fixed ones."""
+        return self.key, self.value, self.time
+
+    def mark(self) -> Hashable:
+        """Where everything lies that searches read; it stays the same until something has been moved."""
+        return tuple((one.data_ptr(), one.shape) for one in (*self._places(), *self._fixed.values()))
+
+    # The stream as a whole.
+
+    @abstractmethod
+    def checkpoint(self) -> Any:
+        """What `restore` needs."""
+
+    @abstractmethod
+    def restore(self, mark: Any) -> None:
+        """Be as at `checkpoint`."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything."""
+
+    def owners(self) -> dict[str, Tensor]:
+        """See `StreamState.clusters`."""
+        return {}
+
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(one.nbytes for one in (self.key, self.value, self.time, *self._fixed.values()))
+
+    def counters(self) -> dict[str, float]:
+        """Figures for the report."""
+        return {"index_bytes": float(self.nbytes())}
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the index into `folder`."""
+
+    @abstractmethod
+    def load(self, folder: Path, units: int) -> None:
+        """Read what `save` wrote of a stream of `units` units; raises `ModelError` where it does not fit."""

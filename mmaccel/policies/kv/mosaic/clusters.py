@@ -1,0 +1,385 @@
+"""The clusters of one level of the hierarchy, for all layers at once, as tensors; and which of them lie in which.
+
+Letters: L layers, C places for clusters, M places for the units of a cluster, N units, d size of a unit's vector. A cluster
+is a pair (layer, id); an id of size 0 is free. Statistics: c centroid [..., d], s2 population variance [...] (the mean
+squared distance to c), n size [...]. For points of unit length s2 = 1 - |c|^2.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mmaccel.core.buffers import grow_buffer
+
+ROWS = ("centroid", "variance", "size", "members", "parent", "home", "lazy", "limit")
+FILL = {"members": -1, "owner": -1, "parent": -1, "home": -1}
+
+
+def summary(x: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(c, s2, n) of the points `x` [..., m, d] that are `present` [..., m], from all of them; zeros for none."""
+    n = present.sum(-1)
+    weight = present.to(x.dtype)[..., None]
+    some = n.clamp_min(1).to(x.dtype)
+    c = (x * weight).sum(-2) / some[..., None]
+    s2 = ((x - c[..., None, :]).square() * weight).sum((-2, -1)) / some
+    return c, s2, n
+
+
+def insert(c: Tensor, s2: Tensor, n: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """(c, s2) after the point `u` [..., d] has joined: Mosaic's equations 3 and 4, in Welford's form."""
+    size = n.to(c.dtype)
+    away = u - c
+    new = c + away / (size + 1)[..., None]
+    return new, (size * s2 + (away * (u - new)).sum(-1)) / (size + 1)
+
+
+def merge(
+    c_a: Tensor, s2_a: Tensor, n_a: Tensor, c_b: Tensor, s2_b: Tensor, n_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(c, s2) of two clusters taken together, neither empty (Chan, Golub and LeVeque 1983)."""
+    a, b = n_a.to(c_a.dtype), n_b.to(c_a.dtype)
+    n = a + b
+    share = b / n
+    apart = c_b - c_a
+    c = c_a + share[..., None] * apart
+    return c, (a * s2_a + b * s2_b) / n + (a / n) * share * apart.square().sum(-1)
+
+
+def pooled(s2_a: Tensor, n_a: Tensor, s2_b: Tensor, n_b: Tensor) -> Tensor:
+    """The variance within the two parts of a split; what is missing of the whole's lies between their centroids."""
+    a, b = n_a.to(s2_a.dtype), n_b.to(s2_a.dtype)
+    return (a * s2_a + b * s2_b) / (a + b).clamp_min(torch.finfo(s2_a.dtype).tiny)
+
+
+class ClusterTable:
+    """Clusters of L layers over the same N units.
+
+    centroid [L, C, d], variance, size [L, C]; members [L, C, M] units, -1 past the size; owner [L, N] the cluster of each
+    unit, -1 for none; parent [L, C] the cluster of the level above; home [L, C] the cluster that a buffered one is to be
+    merged into, -1 for others; lazy [L, C] whether a split is owed; limit [L, C] a threshold raised for this cluster alone;
+    dirty [L, C] whether it has changed since `changed` was last asked. Read them; write by the methods, which note what was
+    there before, so that `restore` can bring it back.
+    """
+
+    def __init__(self, layers: int, width: int, dtype: torch.dtype) -> None:
+        self.centroid = torch.zeros(layers, 0, width, dtype=dtype)
+        self.variance, self.limit = (torch.zeros(layers, 0, dtype=dtype) for _ in range(2))
+        self.size, self.parent, self.home, self.owner = (
+            torch.zeros(layers, 0, dtype=torch.long) for _ in range(4)
+        )
+        self.members = torch.zeros(layers, 0, 1, dtype=torch.long)
+        self.lazy, self.dirty, self._noted = (torch.zeros(layers, 0, dtype=torch.bool) for _ in range(3))
+        self._journal: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
+        self._units = 0
+        self._count_ids()
+
+    @property
+    def layers(self) -> int:
+        return self.size.shape[0]
+
+    @property
+    def used(self) -> int:
+        """The ids in use, in any layer, are below this."""
+        return max(self._used)
+
+    def count(self) -> Tensor:
+        """[L] clusters that have units."""
+        return (self.size > 0).sum(1)
+
+    def reach(self, units: int) -> None:
+        """Make room for `units` units."""
+        self.owner = grow_buffer(self.owner, 1, units, fill=-1, share=1.0)
+        self._units = max(self._units, units)
+
+    def take(self, layer: Tensor, parent: Tensor) -> Tensor:
+        """New ids [b], one for each of `layer` [b], under `parent` [b]; the lowest free ones."""
+        ids = []
+        for at in layer.tolist():
+            if self._free[at]:
+                ids.append(heapq.heappop(self._free[at]))
+            else:
+                ids.append(self._used[at])
+                self._used[at] += 1
+        for name in (*ROWS, "dirty", "_noted"):
+            rows = grow_buffer(getattr(self, name), 1, self.used, fill=FILL.get(name, 0), share=1.0)
+            setattr(self, name, rows)
+        new = torch.tensor(ids, dtype=torch.long)
+        self._note(layer, new)
+        self.parent[layer, new] = parent
+        self.home[layer, new] = -1
+        self.lazy[layer, new] = False
+        self.limit[layer, new] = 0
+        return new
+
+    def add(self, layer: Tensor, cluster: Tensor, unit: int, centroid: Tensor, variance: Tensor) -> None:
+        """Unit `unit` joins `cluster` [b] at `layer` [b] (each layer once), which makes their statistics these."""
+        self._note(layer, cluster)
+        size = self.size[layer, cluster]
+        self._widen(int(size.max()) + 1)
+        self.members[layer, cluster, size] = unit
+        self.owner[layer, unit] = cluster
+        self.size[layer, cluster] = size + 1
+        self.centroid[layer, cluster], self.variance[layer, cluster] = centroid, variance
+        self.dirty[layer, cluster] = True
+
+    def fill(self, layer: Tensor, cluster: Tensor, members: Tensor, x: Tensor) -> None:
+        """The clusters (layer [b], cluster [b]) are made of `members` [b, m] (-1: none) with vectors `x` [b, m, d]."""
+        self.write(layer, cluster, members, *summary(x, members >= 0))
+
+    def write(
+        self,
+        layer: Tensor,
+        cluster: Tensor,
+        members: Tensor,
+        centroid: Tensor,
+        variance: Tensor,
+        size: Tensor,
+    ) -> None:
+        """As `fill`, with the statistics given; none may be empty."""
+        self._note(layer, cluster)
+        order = torch.argsort((members < 0).to(torch.int8), dim=1, stable=True)
+        packed = members.gather(1, order)[:, : int(size.max())]
+        self._widen(packed.shape[1])
+        self.members[layer, cluster] = -1
+        self.members[layer, cluster, : packed.shape[1]] = packed
+        self.size[layer, cluster] = size
+        self.centroid[layer, cluster], self.variance[layer, cluster] = centroid, variance
+        self._own(layer, cluster, packed)
+        self.dirty[layer, cluster] = True
+
+    def set(self, name: str, layer: Tensor, cluster: Tensor, value: Tensor | float) -> None:
+        """Write one of the other rows of the clusters (layer [b], cluster [b])."""
+        self._note(layer, cluster)
+        getattr(self, name)[layer, cluster] = value
+        self.dirty[layer, cluster] = True
+
+    def release(self, layer: int, cluster: int) -> None:
+        """Free an id; its units belong to other clusters by now."""
+        at = torch.tensor([layer]), torch.tensor([cluster])
+        self._note(*at)
+        for name, value in (("size", 0), ("members", -1), ("parent", -1), ("home", -1), ("lazy", 0)):
+            getattr(self, name)[at] = value
+        self.dirty[at] = True
+        heapq.heappush(self._free[layer], cluster)
+
+    def centroids(self, layer: Tensor, cluster: Tensor) -> Tensor:
+        """`centroid` [b, m, d] of (layer [b, 1], cluster [b, m]): row by row, a third of the time that indexing takes."""
+        rows = (layer * self.centroid.shape[1] + cluster).flatten()
+        return self.centroid.flatten(0, 1).index_select(0, rows).view(*cluster.shape, -1)
+
+    def contents(self, layer: Tensor, cluster: Tensor) -> Tensor:
+        """The members [b, m] of (layer [b], cluster [b]), as wide as the largest; -1: none."""
+        size = self.size[layer, cluster]
+        return self.members[layer, cluster, : int(size.max()) if size.numel() else 0]
+
+    def changed(self) -> tuple[Tensor, Tensor]:
+        """(layer [b], cluster [b]) of the clusters that have changed since this was last asked."""
+        layer, cluster = self.dirty.nonzero(as_tuple=True)
+        self.dirty.zero_()
+        return layer, cluster
+
+    def checkpoint(self) -> None:
+        """What `restore` comes back to; the one before is forgotten."""
+        self._journal, self._marked = [], self._units
+        self._noted.zero_()
+
+    def restore(self) -> None:
+        """Be as at the last `checkpoint`."""
+        self.owner[:, self._marked :] = -1
+        self._units = self._marked
+        for layer, cluster, rows in reversed(self._journal):
+            for name, row in rows.items():
+                if name == "members":
+                    self.members[layer, cluster] = -1
+                    self.members[layer, cluster, : row.shape[1]] = row
+                else:
+                    getattr(self, name)[layer, cluster] = row
+            self.dirty[layer, cluster] = True
+        for layer, cluster, _ in self._journal:
+            self._own(layer, cluster, self.contents(layer, cluster))
+        self.checkpoint()
+        self._count_ids()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What there is to save."""
+        rows = {name: getattr(self, name)[:, : self.used].contiguous() for name in ROWS}
+        return {**rows, "owner": self.owner[:, : self._units].contiguous()}
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """What `tensors` gave."""
+        for name, value in tensors.items():
+            setattr(self, name, value)
+        self.dirty = self.size > 0
+        self._noted = torch.zeros_like(self.dirty)
+        self._units = self.owner.shape[1]
+        self.checkpoint()
+        self._count_ids()
+
+    def nbytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*self.tensors().values(), self.dirty))
+
+    _marked = 0
+
+    def _count_ids(self) -> None:
+        """Free ids are those below the last one in use that have no units; the lowest goes first."""
+        self._used: list[int] = []
+        self._free: list[list[int]] = []
+        for size in self.size:
+            some = size.nonzero()
+            used = int(some.max()) + 1 if some.numel() else 0
+            self._used.append(used)
+            self._free.append((size[:used] == 0).nonzero()[:, 0].tolist())
+
+    def _note(self, layer: Tensor, cluster: Tensor) -> None:
+        fresh = ~self._noted[layer, cluster]
+        if bool(fresh.any()):
+            layer, cluster = layer[fresh], cluster[fresh]
+            rows = {name: getattr(self, name)[layer, cluster] for name in ROWS}
+            # Copied narrow: what is past the largest size is -1.
+            rows["members"] = rows["members"][:, : int(rows["size"].max())].clone()
+            self._journal.append((layer, cluster, rows))
+            self._noted[layer, cluster] = True
+
+    def _own(self, layer: Tensor, cluster: Tensor, members: Tensor) -> None:
+        row, col = (members >= 0).nonzero(as_tuple=True)
+        self.owner[layer[row], members[row, col]] = cluster[row]
+
+    def _widen(self, width: int) -> None:
+        have = self.members.shape[2]
+        if have < width:
+            more = torch.full((*self.members.shape[:2], max(width - have, have)), -1, dtype=torch.long)
+            self.members = torch.cat([self.members, more], 2)
+
+
+class Children:
+    """Ids of children by (parent, layer), so that a newcomer is compared with the few clusters inside its parent alone."""
+
+    def __init__(self, layers: int) -> None:
+        self._table = torch.full((0, layers, 4), -1, dtype=torch.long)
+        self._count = torch.zeros(0, layers, dtype=torch.long)
+        self._told: dict[int, Tensor] = {}
+        """What `children` gave, of parents that have not changed since."""
+
+    @classmethod
+    def of_parents(cls, parent: Tensor) -> Children:
+        """From the parent [L, C] of every cluster, -1 for none."""
+        nest = cls(parent.shape[0])
+        for cluster in range(parent.shape[1]):
+            layer = (parent[:, cluster] >= 0).nonzero()[:, 0]
+            if layer.numel():
+                nest.add(parent[layer, cluster], layer, torch.full_like(layer, cluster))
+        return nest
+
+    def add(self, parent: Tensor, layer: Tensor, child: Tensor) -> None:
+        """Children [b] of distinct (parent [b], layer [b])."""
+        self._forget(parent.tolist())
+        self._table = grow_buffer(self._table, 0, int(parent.max()) + 1, fill=-1, share=1.0)
+        self._count = grow_buffer(self._count, 0, len(self._table), fill=0, share=0.0)
+        at = self._count[parent, layer]
+        self._table = grow_buffer(self._table, 2, int(at.max()) + 1, fill=-1, share=1.0)
+        self._table[parent, layer, at] = child
+        self._count[parent, layer] = at + 1
+
+    def extend(self, parent: int, layer: Tensor, child: Tensor) -> None:
+        """Children [b] of one parent, at layers [b] in ascending order that may occur again."""
+        many = torch.bincount(layer, minlength=self._table.shape[1])
+        rank = torch.arange(len(layer)) - (many.cumsum(0) - many)[layer]
+        for turn in range(int(many.max())):
+            now = rank == turn
+            self.add(torch.full_like(layer[now], parent), layer[now], child[now])
+
+    def move(self, old: int, new: int, layer: Tensor, child: Tensor) -> None:
+        """Children [b] of `old`, at layers [b] in ascending order that may occur again, are children of `new`."""
+        if not layer.numel():
+            return
+        row = self._table[old]
+        at, place = (row >= 0).nonzero(as_tuple=True)
+        gone = torch.zeros(len(row), max(int(row.max()), int(child.max())) + 1, dtype=torch.bool)
+        gone[layer, child] = True
+        kept = ~gone[at, row[at, place]]
+        at, left = at[kept], row[at, place][kept]
+        row.fill_(-1)
+        self._count[old] = 0
+        self._forget([old])
+        self.extend(old, at, left)
+        self.extend(new, layer, child)
+
+    def remove(self, parent: int, layer: int, child: int) -> None:
+        """`child` of `parent` at `layer` is no more; the last of its siblings takes its place."""
+        self._forget([parent])
+        row, last = self._table[parent, layer], int(self._count[parent, layer]) - 1
+        row[int((row == child).nonzero()[0])] = row[last].clone()
+        row[last] = -1
+        self._count[parent, layer] = last
+
+    def children(self, parent: int) -> Tensor:
+        """[L, W] children of `parent` at each layer in ascending order, then -1; not to be written to."""
+        if parent >= len(self._table):
+            return torch.full((self._count.shape[1], 0), -1, dtype=torch.long)
+        if parent not in self._told:
+            row = self._table[parent, :, : int(self._count[parent].max())]
+            most = torch.iinfo(torch.long).max
+            row = row.masked_fill(row < 0, most).sort(1).values
+            self._told[parent] = row.masked_fill(row == most, -1)
+        return self._told[parent]
+
+    def _forget(self, parents: list[int]) -> None:
+        for parent in parents:
+            self._told.pop(parent, None)
+
+
+class Matching:
+    """The cosines of the points `x` [n, d] with the centroids of a level of one layer, point by point in their order.
+
+    One product of all points and clusters at the start, and of each point at its turn one with the clusters that have
+    changed since.
+    """
+
+    def __init__(self, level: ClusterTable, x: Tensor) -> None:
+        self._level, self.x = level, x
+        # In the order of change, each once.
+        self._changed: dict[int, None] = {}
+        used = slice(0, level.used)
+        self._cosine = _cosines(x, level.centroid[0, used]).masked_fill(level.size[0, used] == 0, -torch.inf)
+
+    def nearest(self, row: int) -> int:
+        """The cluster of the largest cosine with point `row`, of equal ones the lowest."""
+        own = self.x[row : row + 1]
+        cosine, more = self._cosine[row], self._level.used - self._cosine.shape[1]
+        if more:
+            cosine = pad(cosine, (0, more), value=-torch.inf)
+        if self._changed:
+            changed = torch.tensor(list(self._changed))
+            cosine[changed] = _cosines(own, self._level.centroid[0].index_select(0, changed))[0]
+        return int(cosine.argmax())
+
+    def renew(self, clusters: Iterable[int]) -> None:
+        """`clusters`, some of them new, have changed; none is empty."""
+        self._changed.update(dict.fromkeys(clusters))
+
+
+def _cosines(x: Tensor, centroid: Tensor) -> Tensor:
+    """[n, c] of points of length one and centroids, those of zeros 0."""
+    cosines: Tensor = x @ centroid.mT / centroid.norm(dim=-1).clamp_min(1e-12)
+    return cosines
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, what this thread computes with PyTorch on the host takes no other thread; others compute as they did.
+
+    An operation of some ten microseconds gains little from a second thread, and waits for it: for milliseconds, where
+    something else has its core, as whoever pins memory, reads video or launches kernels has.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,227 @@
+"""When a cluster must be split, and how it is: thresholds, k-means by direction, bisection.
+
+Deterministic, for many small sets at once. Mosaic is arXiv 2604.10060.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmaccel.policies.kv.mosaic.clusters import ClusterTable, pooled, summary
+
+DEEPEST = 3
+"""Bisections of one cluster at a time; what is too large after them is cut by time."""
+RAISED = 1.1
+"""A cluster that no bisection makes more compact gets this multiple of its variance as its threshold."""
+FLOOR, CAP = 1e-3, 0.95
+"""A calibrated threshold stays within these; points of unit length have a variance of at most 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The numbers of the clustering. `visual`, `semantic`, `init` (in units) and `buffer` are fields of the index
+    `clusters`; the paper gives no values for the others.
+
+    smallest, largest  units below which a cluster is not split, and above which a semantic one is; `largest` holds for the
+                       visual level in proportion
+    tau_small, tau_large, alpha  equation 5, in multiples of the layer's mean variance at the start; see `Threshold`
+    new_scene  a unit whose squared distance to the nearest visual cluster is above so many thresholds opens one
+    gain       a split must lower the variance by this share, or it is not made
+    unmix      before the first thresholds are set, a cluster that loses this share of its variance when it is split is
+               split: it was a mixture of scenes
+    """
+
+    visual: int
+    semantic: int
+    init: int
+    buffer: int
+    smallest: int = 4
+    largest: int = 32
+    iterations: int = 10
+    tau_small: float = 1.25
+    tau_large: float = 2.0
+    alpha: float = 8.0
+    new_scene: float = 2.0
+    gain: float = 0.05
+    unmix: float = 0.5
+
+    def most(self, mean: int) -> int:
+        """The largest cluster of a level of mean size `mean`, in the proportion of the semantic level's."""
+        return self.largest * mean // self.semantic
+
+    def calibrate(self, level: ClusterTable) -> Threshold:
+        """From the clusters that a level has now."""
+        used = slice(0, level.used)
+        s2, n = level.variance[:, used], level.size[:, used]
+        weight = n.to(s2.dtype)
+        mean = (s2 * weight).sum(1) / weight.sum(1).clamp_min(1)
+        small, large = ((tau * mean).clamp(FLOOR, CAP) for tau in (self.tau_small, self.tau_large))
+        return Threshold(small, large, self.alpha)
+
+
+@dataclass(frozen=True, eq=False)
+class Threshold:
+    """Mosaic's equation 5: the variance that a cluster may have goes from `small` to `large` [L] as it grows, at rate
+    `alpha`.
+
+    Small clusters are held to the lower bound, as the equation's symbols say; the population variance of few points
+    underestimates by (n - 1) / n, so this alone is neutral. (The paper's prose says the other way round.)
+    """
+
+    small: Tensor
+    large: Tensor
+    alpha: float
+
+    def at(self, layer: Tensor, n: Tensor) -> Tensor:
+        """The threshold of clusters of size `n` [...] at layers `layer` [...]."""
+        small, large = self.small[layer], self.large[layer]
+        return small + (large - small) * (1 - torch.exp((1 - n.to(small.dtype)) / self.alpha))
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """What a cluster of one level may be. `largest` None: any size and any variance."""
+
+    threshold: Threshold
+    smallest: int
+    largest: int | None
+
+    def exceeded(self, layer: Tensor, n: Tensor, s2: Tensor, limit: Tensor) -> Tensor:
+        """[b] whether clusters of size `n`, variance `s2` and own limit `limit` [b] must be split."""
+        if self.largest is None:
+            return torch.zeros_like(n, dtype=torch.bool)
+        loose = s2 > torch.maximum(self.threshold.at(layer, n), limit)
+        return ((n >= self.smallest) & loose) | (n > self.largest)
+
+
+def refine(
+    level: ClusterTable,
+    bounds: Bounds,
+    vectors: Callable[[Tensor, Tensor], Tensor],
+    layer: Tensor,
+    cluster: Tensor,
+    split: Callable[[Tensor, Tensor, Tensor], None],
+    *,
+    gain: float,
+    iterations: int,
+) -> int:
+    """Bisect the clusters (layer [b], cluster [b]) that exceed their bounds until none does; the number of splits.
+
+    vectors(layer [b], units [b, m]) gives [b, m, d]; split(layer, cluster, new) is told of each round: some units of
+    `cluster` are now in `new`. A bisection that lowers the variance by less than `gain` is not made, and the cluster is
+    left alone until its variance has grown by a tenth; one that is too large is then cut by time.
+    """
+    splits = 0
+    for depth in range(64):
+        n, s2 = level.size[layer, cluster], level.variance[layer, cluster]
+        too = bounds.exceeded(layer, n, s2, level.limit[layer, cluster])
+        layer, cluster, n, s2 = layer[too], cluster[too], n[too], s2[too]
+        if not layer.numel():
+            break
+        members = level.contents(layer, cluster)
+        present = members >= 0
+        x = vectors(layer, members)
+        label = bisect(x, present, iterations) if depth < DEEPEST else halve(present)
+        forced = n > (bounds.largest or 0)
+        (_, s2_a, n_a), (_, s2_b, n_b) = (summary(x, label == side) for side in (0, 1))
+        weak = pooled(s2_a, n_a, s2_b, n_b) > (1 - gain) * s2 if depth < DEEPEST else torch.ones_like(forced)
+        label = torch.where((weak & forced)[:, None], halve(present), label)
+        refused = weak & ~forced
+        level.set("limit", layer[refused], cluster[refused], RAISED * s2[refused])
+        layer, cluster, members, x, label = (t[~refused] for t in (layer, cluster, members, x, label))
+        if not layer.numel():
+            break
+        new = level.take(layer, level.parent[layer, cluster])
+        for ids, side in ((cluster, 0), (new, 1)):
+            mine = label == side
+            level.fill(layer, ids, members.masked_fill(~mine, -1), x)
+            level.set("limit", layer, ids, 0.0)
+        split(layer, cluster, new)
+        splits += layer.numel()
+        layer, cluster = torch.cat([layer, layer]), torch.cat([cluster, new])
+    return splits
+
+
+def unit(x: Tensor) -> Tensor:
+    """The last axis scaled to length one; a row of zeros stays zero."""
+    scaled: Tensor = x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    return scaled
+
+
+def kmeans(
+    x: Tensor,
+    k: int,
+    *,
+    present: Tensor | None = None,
+    seeds: Tensor | None = None,
+    iterations: int = 10,
+    tolerance: float = 1e-4,
+) -> Tensor:
+    """Labels [B, n] in 0 .. k-1 of the points `x` [B, n, d], those of each of `B` sets among themselves; -1 where absent.
+
+    A point belongs to the centre of the largest cosine, ties to the lowest label; a centre is the direction of its points'
+    mean. The first centres are points at equal steps in the given order (of time), unless `seeds` [B, k, d] are given. No
+    label is left empty: it takes the point that lies farthest from its own centre, of a label that keeps another. A set
+    must have at least `k` points. Points are expected to be of unit length, or zero.
+
+    Mosaic (arXiv 2604.10060), section V-B, names k-means with cosine similarity and no more; equal steps after RetroInfer.
+    """
+    B, n, _ = x.shape
+    here = torch.ones(B, n, dtype=torch.bool, device=x.device) if present is None else present
+    count = here.sum(1)
+    if seeds is None:
+        step = torch.arange(k, device=x.device)
+        rank = (2 * step + 1) * count[:, None] // (2 * k)
+        order = torch.argsort(here.logical_not().to(torch.int8), dim=1, stable=True)
+        seeds = x.gather(1, order.gather(1, rank)[:, :, None].expand(-1, -1, x.shape[2]))
+    centre, label = unit(seeds), torch.zeros(B, n, dtype=torch.long, device=x.device)
+    rows = torch.arange(B, device=x.device)
+    for _ in range(iterations):
+        near = x @ centre.mT
+        label = near.argmax(2)
+        member, size = _members(label, here, k, x.dtype)
+        for _ in range(k):
+            empty = (size == 0).any(1)
+            if not bool(empty.any()):
+                break
+            own = near.gather(2, label[:, :, None])[:, :, 0]
+            free = here & (size.gather(1, label) > 1)
+            point = own.masked_fill(~free, torch.inf).argmin(1)
+            lowest = (size == 0).to(torch.int8).argmax(1)
+            label[rows, point] = torch.where(empty, lowest, label[rows, point])
+            near[rows[empty], point[empty], lowest[empty]] = torch.inf
+            member, size = _members(label, here, k, x.dtype)
+        new = unit(member.mT @ x)
+        moved = (new - centre).norm(dim=-1).amax() if B else new.new_zeros(())
+        centre = new
+        if bool(moved <= tolerance):
+            break
+    return label.masked_fill(~here, -1)
+
+
+def bisect(x: Tensor, present: Tensor, iterations: int = 10) -> Tensor:
+    """`kmeans` of two, from the pair of points of the smallest cosine (of equal ones the earliest); [B, n] of 0, 1, -1."""
+    n = x.shape[1]
+    pair = present[:, :, None] & present[:, None, :]
+    pair = pair & torch.ones(n, n, dtype=torch.bool, device=x.device).triu(1)
+    far = (x @ x.mT).masked_fill(~pair, torch.inf).flatten(1).argmin(1)
+    ends = torch.stack([far // n, far % n], 1)
+    seeds = x.gather(1, ends[:, :, None].expand(-1, -1, x.shape[2]))
+    return kmeans(x, 2, present=present, seeds=seeds, iterations=iterations)
+
+
+def halve(present: Tensor) -> Tensor:
+    """Labels [B, n] that cut each set in two by its order; -1 where absent."""
+    rank = present.cumsum(1) - 1
+    half = (present.sum(1, keepdim=True) + 1) // 2
+    return (rank >= half).long().masked_fill(~present, -1)
+
+
+def _members(label: Tensor, here: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Membership [B, n, k] of 0 and 1, and the sizes [B, k]."""
+    member = (label[:, :, None] == torch.arange(k, device=label.device)) & here[:, :, None]
+    return member.to(dtype), member.sum(1)

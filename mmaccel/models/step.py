@@ -159,8 +159,7 @@ class Watched:
         self._roots = list(modules)
         self._all = [one for module in self._roots for one in module.modules()]
         self._seen, self._weights = self._look()
-        self.places = tuple(map(Tensor.data_ptr, self._weights))
-        """The addresses of all weights."""
+        self._addresses = tuple(map(Tensor.data_ptr, self._weights))
 
     def same(self, modules: Sequence[nn.Module]) -> bool:
         """Whether `modules` and all in them are those, unchanged; values of weights may have changed in place."""
@@ -169,7 +168,7 @@ class Watched:
             _alike(self._roots, modules)
             and _alike(self._seen, seen)
             and _alike(self._weights, weights)
-            and self.places == tuple(map(Tensor.data_ptr, weights))
+            and self._addresses == tuple(map(Tensor.data_ptr, weights))
         )
 
     def hooked(self) -> bool:
@@ -229,7 +228,8 @@ class StreamSteps:
         heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
         width = next(rows for rows in WIDTHS if rows >= n)
         assert self._watched is not None
-        self._replays.under(self._watched.places)
+        # Captures read what the layers' weights and steps are now: all of that is made anew with what watches them.
+        self._replays.under(self._watched)
         x = room("x", (width, embeds.shape[1]), dtype)
         x[:n], x[n:] = embeds, 0.0
         # One of each layer: memories read the queries of all layers when the pass is over.

@@ -121,6 +121,20 @@ def test_rooms_that_come_to_lie_where_others_lay_are_written_anew(monkeypatch: p
         assert torch.equal(logits(session), wanted)
 
 
+def test_captures_do_not_outlive_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is exchanged, and be it for one that computes the same, makes the steps of layers anew."""
+    monkeypatch.setattr(step, "DEVICES", ("cpu",))
+    with opened("random-ov", KV["rekv"]) as session:
+        few: Any = session._seam._few  # type: ignore[attr-defined]
+        wanted = logits(session)
+        steps, rooms = few._layers, dict(few._replays._rooms)
+        assert torch.equal(logits(session), wanted) and few._layers is steps
+        layer: Any = session._seam.family.layers(session._seam.model)[0]
+        layer.mlp.__class__ = type("Same", (type(layer.mlp),), {})
+        assert torch.equal(logits(session), wanted) and few._layers is not steps
+        assert all(few._replays._rooms[name] is not room for name, room in rooms.items())
+
+
 def test_listeners_and_long_questions_go_through_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> Any:
         raise AssertionError

@@ -1,10 +1,10 @@
 """What Triton would compile for prompts of many lengths, found without a device.
 
-    python -m tests.backends.launch_keys 90 2000,4001,65537 50
+    python -m tests.backends.launch_keys sm_90 2000,4001,65537 50
 
 A kernel is compiled again for each *key*: the types of its arguments, whether an integer is one, a multiple of 16 or wide,
 whether an address is a multiple of 16, its constants, and its warps and stages. Here the plans and the launches of a layer
-and of a decode step are made as on a device of this capability, each launch tells its key, and nothing is compiled: first
+and of a decode step are made as on a device of this architecture, each launch tells its key, and nothing is compiled: first
 for the given lengths, then for so many others between them. Prints a row for each kernel: name, keys in all, on how many of
 the other lengths there was a new one, and in what the keys differ.
 """
@@ -22,44 +22,35 @@ from unittest import mock
 import torch
 import triton
 from torch import Tensor
-from triton.runtime import driver
 
-from mmaccel.backends import fused, ops, pointwise
+from mmaccel.backends import architectures, fused, ops, pointwise
 from mmaccel.backends import triton as backend
 from mmaccel.backends.reference import classes as plain_classes
 from mmaccel.backends.reference import index as plain_index
 from mmaccel.backends.reference import lists as plain_lists
 from mmaccel.backends.reference import pieces as plain_pieces
-from mmaccel.backends.triton.decode import attention as decode
 from mmaccel.backends.triton.prefill import (
-    attend,
     classes,
     estimate,
     estimate_grid,
-    hopper_launch,
-    joint,
     lists,
     pieces,
     slashes,
     strides,
     strongest,
 )
-from mmaccel.backends.triton.prefill.tma_staging import Homes
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.recipe import Recipe
 from mmaccel.policies.sparse.estimate import LastQueries
 
-from .triton_compile import Elsewhere
+from .compiled import as_on
 
 HEADS, GROUPS, SIZE, HIDDEN = 8, 2, 128, 1024
 
 FRAMES = (196, 144, 256, 169, 225)
 """Tokens of a frame, by the length of a prompt."""
-
-MEMORY, SHARED, PROCESSORS = 140 << 30, {80: 166912, 90: 232448}, 132
-"""Bytes of memory, and, of each capability, of what the programs of a multiprocessor share; multiprocessors."""
 
 
 @dataclass
@@ -131,24 +122,12 @@ def _drawn(launch: Callable[..., Any], draw: Callable[[Tensor], Any]) -> Callabl
 
 
 @contextmanager
-def recorded(capability: int = 90) -> Iterator[Keys]:
-    """Within, tensors of the CPU are launched on as on an H200, or on an A100 (capability 80), and all that comes of it are
-    the keys."""
-    keys, hopper = Keys(), capability == 90
+def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
+    """Within, tensors of the CPU are launched on as on a device of this architecture; all that comes of it are the keys."""
+    keys = Keys()
     ops.reduces.cache_clear()
-
-    def copies(key: Tensor, value: Tensor, spans: Any, heads: int) -> Homes:
-        return Homes.of(key, value, spans, heads, MEMORY // hopper_launch.SHARE)
-
     with ExitStack() as stack:
         held = {
-            backend: dict(usable=lambda device: None),
-            attend: dict(_shared=lambda device: SHARED[capability], places_on=lambda device: 2 * PROCESSORS),
-            joint: dict(places_on=lambda device: 2 * PROCESSORS),
-            decode: dict(_multiprocessors=lambda device: PROCESSORS),
-            hopper_launch: dict(
-                _there=lambda device: hopper, _at_a_time=lambda device: PROCESSORS, copies=copies
-            ),
             LastQueries: dict(fused=True),
             pieces: dict(assembled=_filled(pieces.assembled, plain_pieces.assembled)),
             lists: dict(
@@ -171,7 +150,7 @@ def recorded(capability: int = 90) -> Iterator[Keys]:
         for target, some in held.items():
             stack.enter_context(mock.patch.multiple(target, **some))
         stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_cache_hook", keys.take))
-        stack.enter_context(mock.patch.object(driver, "_active", Elsewhere(capability)))
+        stack.enter_context(as_on(architectures.named(architecture)))
         try:
             yield keys
         finally:
@@ -248,9 +227,9 @@ def decoded(tokens: int) -> None:
         ops.decode_attend(query, cache, cache, at, 0.1, at[0])
 
 
-def on_prompts(lengths: Sequence[int], capability: int) -> Keys:
+def on_prompts(lengths: Sequence[int], architecture: str) -> Keys:
     """The keys of all that is launched for prompts of these lengths, one after another."""
-    with recorded(capability) as keys:
+    with recorded(architecture) as keys:
         for tokens in lengths:
             keys.prompt = tokens
             for sparse in patterns():
@@ -269,9 +248,9 @@ def some_lengths(count: int, least: int, most: int) -> list[int]:
     return [tokens - tokens % rng.choice((1, 4, 16, 64, 256, 1024)) for tokens in found]
 
 
-def main(capability: int, first: Sequence[int], count: int) -> None:
+def main(architecture: str, first: Sequence[int], count: int) -> None:
     lengths = some_lengths(count, min(first), max(first))
-    found = on_prompts([*first, *lengths], capability)
+    found = on_prompts([*first, *lengths], architecture)
     for name in sorted(found.of):
         later = [tokens for tokens in found.new[name] if tokens not in first]
         differing = {of: sorted(map(str, some)) for of, some in found.differing(name).items()}
@@ -280,4 +259,4 @@ def main(capability: int, first: Sequence[int], count: int) -> None:
 
 if __name__ == "__main__":
     assert triton.knobs.runtime.interpret is False
-    main(int(sys.argv[1]), [int(tokens) for tokens in sys.argv[2].split(",")], int(sys.argv[3]))
+    main(sys.argv[1], [int(tokens) for tokens in sys.argv[2].split(",")], int(sys.argv[3]))

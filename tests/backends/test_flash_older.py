@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends import dense, flash, ops
+from mmaccel.backends import architectures, dense, flash, ops
 from mmaccel.backends.flash import older
 
 from .oracle import budget, masked
@@ -47,7 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         turned = (t.transpose(1, 2).float() for t in (q, k, v))
         return masked(*turned, mask, softmax_scale).to(q.dtype).transpose(1, 2)
 
-    monkeypatch.setattr(older, "kernel", lambda device: older.Kernel(2, flash_attn_func, 8))
+    monkeypatch.setattr(older, "kernel", lambda device: older.Kernel(2, flash_attn_func, square=True))
     monkeypatch.setattr(dense, "OLDER_FROM", 8)
     yield found
 
@@ -103,41 +103,47 @@ def stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "major, there, four, release",
+    "name, there, four, release, square",
     [
-        (8, ("flash_attn", "flash_attn_interface"), False, 2),
-        (9, ("flash_attn", "flash_attn_interface"), False, 3),
-        (9, ("flash_attn",), False, 2),
-        (9, ("flash_attn", "flash_attn_interface"), True, None),
-        (12, ("flash_attn",), False, 2),
-        (7, ("flash_attn",), False, None),
-        (8, (), False, None),
+        ("sm_80", ("flash_attn", "flash_attn_interface"), True, 2, True),
+        ("sm_90", ("flash_attn", "flash_attn_interface"), False, 3, True),
+        ("sm_90", ("flash_attn",), False, 2, False),
+        ("sm_90", ("flash_attn", "flash_attn_interface"), True, None, None),
+        ("sm_100", ("flash_attn",), True, None, None),
+        ("sm_120", ("flash_attn",), True, 2, False),
+        ("sm_75", ("flash_attn",), False, None, None),
+        ("gfx942", ("flash_attn",), False, None, None),
+        ("sm_80", (), False, None, None),
     ],
 )
 def test_which_serves_a_device(
-    major: int, there: tuple[str, ...], four: bool, release: int | None, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    there: tuple[str, ...],
+    four: bool,
+    release: int | None,
+    square: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(flash, "usable", lambda device: None if four else "not here")
-    for name in ("flash_attn", "flash_attn_interface"):
-        monkeypatch.setitem(sys.modules, name, None)
-    for name in there:
-        stand_in(name, monkeypatch)
+    """On an architecture by name, with flash-attn 4 installed or not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(architectures, "of", lambda device: architectures.named(name))
+    monkeypatch.setattr(flash, "installed", lambda: four)
+    for module in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for module in there:
+        stand_in(module, monkeypatch)
     older.installed.cache_clear()
     try:
         found = older.kernel(torch.device("cuda"))
-        assert (found and found.release) == release
+        assert (found and found.release) == release and (found and found.square) == square
         assert older.kernel(torch.device("cpu")) is None
     finally:
         older.installed.cache_clear()
 
 
-@pytest.mark.parametrize("release, major, square", [(2, 8, True), (2, 9, False), (3, 9, True)])
-def test_a_square_goes_to_what_is_faster(
-    release: int, major: int, square: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(older, "kernel", lambda device: older.Kernel(release, print, major))
+@pytest.mark.parametrize("square", [True, False])
+def test_a_square_goes_to_what_is_faster(square: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(older, "kernel", lambda device: older.Kernel(2, print, square))
     query, key, value = draw(40, 0)
     assert older.serves(query, key, value, None) == square
     assert older.serves(query, key, value, 30) and older.serves(query[:, :, 9:], key, value, None)
@@ -152,10 +158,9 @@ def test_the_real_one(
     release: int, size: int, start: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = older.installed(release) if torch.cuda.is_available() else None
-    major = torch.cuda.get_device_capability()[0] if call else 0
-    if call is None or major < 8 or (release == 3 and major != 9):
+    if call is None or architectures.why_not(f"flash_{release}", torch.device("cuda")) is not None:
         pytest.skip(f"flash-attn {release} is not installed, or does not run on this device")
-    monkeypatch.setattr(older, "kernel", lambda device: older.Kernel(release, call, 8))
+    monkeypatch.setattr(older, "kernel", lambda device: older.Kernel(release, call, square=True))
     monkeypatch.setattr(dense, "FLASH_FROM", sys.maxsize)
     for name in ("_sdpa", "_windowed"):
         monkeypatch.setattr(dense, name, None)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmaccel.backends import flash
-from mmaccel.backends.flash import attend
+from mmaccel.backends import architectures, flash
+from mmaccel.backends.flash import attend, causal
 from mmaccel.backends.flash.limits import Tiles
 from mmaccel.backends.flash.tables import finer, rooms, tiled
 from mmaccel.backends.ops import FULL, TEST
@@ -117,21 +117,17 @@ def test_a_table_has_a_bound() -> None:
 
 
 def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flash.usable(torch.device("cpu")) == "flash-attn 4 runs on cuda"
-    monkeypatch.setattr(flash, "_installed", lambda: False)
-    assert flash.usable(CUDA) == "it needs flash-attn 4 (pip install flash-attn-4)"
-    monkeypatch.setattr(flash, "_installed", lambda: True)
+    assert flash.usable(torch.device("cpu")) == "it runs on cuda"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert flash.usable(CUDA) == "no CUDA device is visible"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.version, "hip", None)
-    for capability, why in (
-        ((8, 0), "it needs a Hopper GPU"),
-        ((9, 0), None),
-        ((10, 0), "it needs a Hopper GPU"),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert flash.usable(CUDA) == why
+    for name in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        row = architectures.named(name)
+        monkeypatch.setattr(architectures, "of", lambda device, row=row: row)
+        for there, needed in ((True, None), (False, "it needs flash-attn 4 (pip install flash-attn-4)")):
+            monkeypatch.setattr(flash, "installed", lambda there=there: there)
+            assert flash.usable(CUDA) == (row.lacks["flash"] if row.lacks else needed)
+            assert causal.usable(CUDA) == (there and name in ("sm_90", "sm_100"))
 
 
 def test_kinds_agree_with_the_range() -> None:

@@ -29,17 +29,6 @@ def test_interpreted() -> None:
     assert " passed" in out and "failed" not in out and "skipped" not in out
 
 
-def test_compiles_for_devices_that_are_not_here() -> None:
-    """Heads that begin at 16 bytes are read in pieces of 16, so that no sector crosses the wire twice; others are not."""
-    pytest.importorskip("triton")
-    rows = run("tests.backends.gather_compile", "80", "90", TRITON_INTERPRET="0").splitlines()
-    assert len(rows) == 8
-    for row in rows:
-        _, tokens, loads, stores, every = (int(number) for number in row.split(","))
-        wide = every if tokens == 196 else 0
-        assert (loads, stores) == (wide, wide) and every > 0, row
-
-
 @pytest.mark.gpu
 def test_compiled() -> None:
     from . import gather_cases

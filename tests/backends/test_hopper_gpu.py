@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mmaccel.backends import architectures
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TEXT, VIDEO
@@ -20,7 +21,7 @@ from .joint_plans import TABLES, joint_plan
 from .plans import random_plan
 from .triton_cases import block_attend, check, draw
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+HOPPER = architectures.why_not("hopper", torch.device("cuda")) is None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper device")]
 
 

@@ -1,4 +1,4 @@
-"""The Triton backend without a device: interpreted on the CPU, and compiled for devices that are not here.
+"""The Triton backend without a device: interpreted on the CPU; `test_architectures.py` compiles it.
 
 Whether Triton interprets is settled when it is imported, and PyTorch may have imported it long ago, so each of these runs
 in a process of its own.
@@ -41,18 +41,6 @@ def test_interpreted(chosen: str) -> None:
     quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::DeprecationWarning")
     out = run("pytest", cases, "-k", chosen, *quiet, TRITON_INTERPRET="1", PYTEST_ADDOPTS="")
     assert " passed" in out and "failed" not in out and "skipped" not in out
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_compiles_for_devices_that_are_not_here(capability: int) -> None:
-    """The tiles of every type and way fit shared memory; products run on the matrix units; nothing spills to memory."""
-    rows = run("tests.backends.triton_compile", str(capability), TRITON_INTERPRET="0").splitlines()
-    assert len(rows) == {80: 6, 90: 7}[capability]
-    for row in rows:
-        name, shared, products, spilled, *_ = row.split(",")
-        assert int(shared) <= {80: 166912, 90: 232448}[capability], row
-        assert (int(products) > 0) == (name != "fp32"), row
-        assert int(spilled) == 0 or name == "fp32", row
 
 
 def test_tells_why_it_cannot_run() -> None:

@@ -8,23 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.backends import architectures
 from mmaccel.backends.block_attend import define
 
 
 def usable(device: torch.device) -> str | None:
     """Why this backend cannot run on `device`; None when it can. To tell, no kernel of flash-attn is imported."""
-    if device.type != "cuda":
-        return "flash-attn 4 runs on cuda"
-    if not _installed():
-        return "it needs flash-attn 4 (pip install flash-attn-4)"
-    if not torch.cuda.is_available():
-        return "no CUDA device is visible"
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
-        return "it needs a Hopper GPU"
-    return None
+    return architectures.why_not("flash", device) or (
+        None if installed() else "it needs flash-attn 4 (pip install flash-attn-4)"
+    )
 
 
-def _installed() -> bool:
+def installed() -> bool:
+    """Whether flash-attn 4 can be imported."""
     # Of version 2 the package has the same name, and no `cute`.
     try:
         return all(find_spec(name) is not None for name in ("flash_attn.cute", "cutlass"))

@@ -1,4 +1,4 @@
-"""Dense causal attention by flash-attn 4: the fastest there is on Hopper."""
+"""Dense causal attention by flash-attn 4: the fastest there is on Hopper, and made for Blackwell."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends import flash
+from mmaccel.backends import architectures, flash
 
 SIZES = (64, 96, 128)
 """Head sizes that are served."""
@@ -20,8 +20,13 @@ def serves(query: Tensor, value: Tensor) -> bool:
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] in SIZES
         and value.shape[-1] == query.shape[-1]
-        and flash.usable(query.device) is None
+        and usable(query.device)
     )
+
+
+def usable(device: torch.device) -> bool:
+    """Whether flash-attn 4 computes dense attention on `device`."""
+    return architectures.why_not("flash_4", device) is None and flash.installed()
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

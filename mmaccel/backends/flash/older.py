@@ -10,18 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends import flash
+from mmaccel.backends import architectures
+from mmaccel.backends.flash import causal
 
 LARGEST = 256
 """The largest head size that is served, in steps of 8."""
 
 
 class Kernel(NamedTuple):
-    """The function of one release, and the device's compute capability."""
+    """The function of one release, and whether it computes a square (as many queries as keys) faster than PyTorch's own."""
 
     release: int
     call: Callable[..., Any]
-    major: int
+    square: bool
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> bool:
@@ -38,9 +39,7 @@ def serves(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> boo
     found = kernel(query.device) if fits else None
     if found is None:
         return False
-    # On Hopper and later cuDNN's kernel computes a square faster than flash-attn 2.
-    square = window is None and n == key.shape[2]
-    return not (square and found.release == 2 and found.major >= 9)
+    return found.square or window is not None or n != key.shape[2]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
@@ -57,15 +56,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int 
 
 
 def kernel(device: torch.device) -> Kernel | None:
-    """What serves `device`: flash-attn 3 on Hopper, flash-attn 2 from Ampere on; None where neither is installed, or
-    flash-attn 4 serves it."""
-    if device.type != "cuda" or torch.version.hip is not None or flash.usable(device) is None:
+    """What serves `device`; None where neither is installed for it, or flash-attn 4 serves it."""
+    if causal.usable(device):
         return None
-    major, _ = torch.cuda.get_device_capability(device)
-    for release, runs in ((3, major == 9), (2, major >= 8)):
-        call = installed(release) if runs else None
+    for release in (3, 2):
+        call = installed(release) if architectures.why_not(f"flash_{release}", device) is None else None
         if call is not None:
-            return Kernel(release, call, major)
+            return Kernel(release, call, square=release == 3 or not architectures.of(device).cudnn)
     return None
 
 

@@ -9,21 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.backends import architectures
 from mmaccel.backends.block_attend import define
 
 
 @functools.cache
 def usable(device: torch.device) -> str | None:
     """Why this backend cannot run on `device`; None when it can. Triton itself is not imported to tell."""
-    if device.type != "cuda":
-        return "Triton kernels run on cuda"
-    if find_spec("triton") is None:
-        return "it needs triton"
-    if not torch.cuda.is_available():
-        return "no CUDA device is visible"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs compute capability 8.0"
-    return None
+    return architectures.why_not("triton", device) or (None if find_spec("triton") else "it needs triton")
 
 
 def reads_weights(x: Tensor) -> bool:

@@ -9,14 +9,12 @@ are is settled on the device, from the columns the new rows take: the launch is 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends import architectures, ops
 from mmaccel.backends.triton.launch_args import lines
 
 LEAST = 2
@@ -178,11 +176,6 @@ def merge_kernel(
     )
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def decode_attend(
     query: Tensor,
     key: Tensor,
@@ -201,11 +194,15 @@ def decode_attend(
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
+    item, here = query.element_size(), architectures.resources(query.device)
     block_m = min(max(triton.next_power_of_2(n * group), 16), 64)
     block_d = max(triton.next_power_of_2(D), 16)
+    block_n = block_n or (64 if item == 2 else 16)
+    while (2 * block_n * block_d + block_m * (block_d + block_n)) * item > here.shared and block_m > 16:
+        block_m, block_n = (block_m, block_n // 2) if block_n > 16 else (block_m // 2, block_n)
+    stages = here.stages(stages, 2 * block_n * block_d * item, block_m * (block_d + block_n) * item)
     tiles = triton.cdiv(n * group, block_m)
-    block_n = block_n or (64 if query.element_size() == 2 else 16)
-    splits = splits or max(1, RESIDENT * _multiprocessors(query.device) // (B * G * tiles))
+    splits = splits or max(1, RESIDENT * here.processors // (B * G * tiles))
     out = torch.empty(B, n, H, D, dtype=query.dtype, device=query.device).transpose(1, 2)
     part = torch.empty(B, H, n, splits, D, dtype=torch.float32, device=query.device)
     lse = torch.empty(B, H, n, splits, dtype=torch.float32, device=query.device)

@@ -12,7 +12,6 @@ last one ends, one launch for all between two layers' attention.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mmaccel.backends import architectures
 
 MOST = 64
 """Rows beyond which a product is no longer a matter of reading weights."""
@@ -231,27 +232,20 @@ def tile_of(x: Tensor, outputs: int, weights: int, block_k: int | None = None) -
     they come one after another, and little of each is.
     """
     R, K = x.shape
-    rows = max(triton.next_power_of_2(R), 8)
+    here = architectures.resources(x.device)
+    rows = max(triton.next_power_of_2(R), here.columns)
     if R > FEW:
         made = Tile(32, 128, rows, 2, 4)
     else:
         made = Tile(16, 256 // weights, rows, 1, 5 - weights)
-        count, room = _multiprocessors(x.device)
-        each = triton.cdiv(triton.cdiv(outputs, 16), count)
+        each = triton.cdiv(triton.cdiv(outputs, 16), here.processors)
         for inputs, steps in UNDER_WAY:
-            if each * steps * inputs * (16 * weights + rows) * x.element_size() <= room:
+            if each * steps * inputs * (16 * weights + rows) * x.element_size() <= here.resident:
                 made = Tile(16, inputs, rows, 1, steps)
                 break
-    return made._replace(inputs=block_k or min(made.inputs, max(triton.next_power_of_2(K), 16)))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> tuple[int, int]:
-    """How many there are, and the bytes that programs share on one."""
-    if device.type != "cuda":
-        return 132, 227 << 10
-    told = torch.cuda.get_device_properties(device)
-    return told.multi_processor_count, told.shared_memory_per_multiprocessor
+    inputs = block_k or min(made.inputs, max(triton.next_power_of_2(K), 16))
+    stages = here.stages(made.stages, inputs * (made.outputs * weights + rows) * x.element_size())
+    return made._replace(inputs=inputs, stages=stages)
 
 
 def parts_of(squares: Tensor | None, block_r: int) -> tuple[int, int]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from mmaccel.backends import architectures
 from mmaccel.backends.block_attend import BlockLists, Part, empty_output, takes_part
 from mmaccel.backends.current import on_its_device
 from mmaccel.backends.triton.launch_args import encode_ints, lead, lines
@@ -40,8 +40,10 @@ def config_for(
     wide = dtype.itemsize == 4
     keys = min(block_k, 32 if wide else 64)
     stages = 2 if wide else 3
-    while stages > 1 and (rows * size + stages * keys * (size + value_size)) * dtype.itemsize > shared:
-        stages -= 1
+    while (rows * size + stages * keys * (size + value_size)) * dtype.itemsize > shared:
+        if stages == 1 and keys <= 16:
+            break
+        stages, keys = (stages - 1, keys) if stages > 1 else (stages, keys // 2)
     return Config(keys, 8 if rows > 64 else 4, stages)
 
 
@@ -89,7 +91,13 @@ def block_attend(
     lists = H if any(t.shape[1] > 1 for t in (q_row, *own)) else 1
     alone = lists > 1 or (H // G) % 2
     bare = kernel is attend_kernel and config is None
-    if rows and alone and block_q <= 64 and all(plain) and _shared(query.device) >= PAIRS:
+    if (
+        rows
+        and alone
+        and block_q <= 64
+        and all(plain)
+        and architectures.resources(query.device).shared >= PAIRS
+    ):
         # Lists that are runs of blocks in their order differ little between neighbours: two share what they load, if they
         # cannot share it with another head.
         if q_row.shape[-1] // block_q % 2:
@@ -184,7 +192,12 @@ def block_attend(
         compiled: dict[str, Any] = {}
         if not isinstance(kernel, triton.runtime.Autotuner):
             config = config or config_for(
-                tall * pack, size, value_size, block_k, query.dtype, _shared(query.device)
+                tall * pack,
+                size,
+                value_size,
+                block_k,
+                query.dtype,
+                architectures.resources(query.device).shared,
             )
             compiled = dict(
                 BLOCK_N=min(config.keys, block_k), num_warps=config.warps, num_stages=config.stages
@@ -243,10 +256,3 @@ def _lined(t: Tensor) -> Tensor:
 def _reach(t: Tensor) -> int:
     """The largest offset inside one head of one sequence."""
     return (t.shape[2] - 1) * t.stride(2) + (t.shape[3] - 1) * t.stride(3)
-
-
-@cache
-def _shared(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1 << 18
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10))

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmaccel.backends import architectures
 from mmaccel.backends.triton.launch_args import lines
 
 MOST_QUERIES = 128
@@ -275,10 +276,14 @@ def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width
     part = query.new_empty(splits, B * H * L, dtype=torch.float32)
     out = query.new_empty(B, H, L, dtype=torch.float32)
     scale = D**-0.5 * math.log2(math.e)
+    tile, item = shape["BLOCK_D"] * shape["BLOCK_N"], query.element_size()
+    stages = architectures.resources(query.device).stages(
+        3, tile * item, shape["BLOCK_L"] * shape["BLOCK_D"] * item
+    )
     with torch.cuda.device_of(query):
         totals_kernel[(B * H, splits)](
             query, key, at if row is None else row, at, part, strides(query), strides(key),
-            width, piece, H, L, scale, **shape, num_stages=3,
+            width, piece, H, L, scale, **shape, num_stages=stages,
         )  # fmt: skip
         merge_kernel[(triton.cdiv(B * H * L, 64),)](part, out, B * H * L, splits, BLOCK=64, SPLITS=SPLITS)
     return out

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmaccel.backends import architectures
 from mmaccel.backends.block_attend import KeySpan
 from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill.runs import unsure
@@ -82,7 +83,7 @@ def suits(query: Tensor, key: Tensor, value: Tensor, rows: int, block_k: int, pl
 
 @cache
 def _there(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
+    if architectures.why_not("hopper", device) is not None:
         return False
     try:
         import mmaccel.backends.triton.prefill.hopper  # noqa: F401
@@ -91,16 +92,14 @@ def _there(device: torch.device) -> bool:
     return True
 
 
-@cache
 def _at_a_time(device: torch.device) -> int:
     """Programs that run at a time: one on each multiprocessor."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return architectures.resources(device).processors
 
 
 def copies(key: Tensor, value: Tensor, spans: Sequence[KeySpan], heads: int) -> Homes:
     """Where the copy engine finds the keys of each block."""
-    most = torch.cuda.get_device_properties(key.device).total_memory // SHARE
-    return Homes.of(key, value, spans, heads, most)
+    return Homes.of(key, value, spans, heads, architectures.resources(key.device).memory // SHARE)
 
 
 def launch(

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmaccel.backends import architectures
 from mmaccel.backends.triton.launch_args import decode_int, encode_ints, lines
 
 LEAST_CHUNK = 32
@@ -182,7 +182,6 @@ class Work:
         return cls(item.view(-1, 2), pieces, slot, limits, 2 * spare)
 
 
-@cache
 def places_on(device: torch.device) -> int:
     """Programs that run at a time, about."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    return 2 * architectures.resources(device).processors

@@ -1,0 +1,447 @@
+"""Compile the Triton kernels for GPUs that need not be there: ``python -m tests.backends.compiled [sm_90 ...]``.
+
+The package's own launches are made, on tensors of the CPU and as on a device of the architecture, and each stops at what it
+compiled. Prints a JSON object for each kernel of each way. `--only GROUP ...` takes the ways of some groups, `--list` names
+what would be compiled. `--page FILE` compiles nothing: it writes the tables of docs/architectures.md, the second of them
+from the objects in FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from mmaccel.backends import architectures
+from mmaccel.backends import triton as backend
+from mmaccel.backends.architectures import ARCHITECTURES, KERNELS, Architecture, Resources
+from mmaccel.backends.block_attend import BlockLists, KeySpan, Part
+from mmaccel.backends.clusters import Late, Lists, Own
+from mmaccel.backends.triton import pointwise
+from mmaccel.backends.triton.decode import attention, qkv_rope_cache, rope, skinny_gemm
+from mmaccel.backends.triton.prefill import (
+    attend,
+    classes,
+    estimate,
+    estimate_grid,
+    hopper_launch,
+    lists,
+    pieces,
+    runs,
+    slashes,
+    split_k_schedule,
+    strides,
+    strongest,
+)
+from mmaccel.backends.triton.stream import clusters, gather, words
+
+PROCESSORS, MEMORY = 132, 140 << 30
+S, FAR, N, C, E, WIDE = 512, 2**31 - 1, 4096, 196, 3584, 18944
+BF16, INT = torch.bfloat16, torch.int32
+
+
+class Elsewhere:
+    """What Triton asks of a driver in order to compile."""
+
+    def __init__(self, row: Architecture) -> None:
+        nvidia = row.name.startswith("sm_")
+        self.name = row.name
+        self.target = GPUTarget("cuda", int(row.name[3:]), 32) if nvidia else GPUTarget("hip", row.name, 64)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        return self.name
+
+    def get_current_stream(self, device: str = "") -> int:
+        return 0
+
+
+@contextmanager
+def as_on(row: Architecture, memory: int = MEMORY) -> Iterator[None]:
+    """Within, tensors of the CPU are launched on as on a device of this architecture, with so many bytes of memory."""
+    there = Resources(row.shared, row.resident, row.columns, PROCESSORS, memory)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(driver, "_active", Elsewhere(row)))
+        stack.enter_context(mock.patch.object(architectures, "resources", lambda device: there))
+        stack.enter_context(
+            mock.patch.object(hopper_launch, "_there", lambda device: "hopper" not in row.lacks)
+        )
+        stack.enter_context(mock.patch.object(backend, "usable", lambda device: None))
+        yield
+
+
+@contextmanager
+def stopped(compiles: bool) -> Iterator[list[tuple[str, Any]]]:
+    """Within, a launch goes no further than to compile its kernel, if that: (module.kernel, what was compiled) of each."""
+    found: list[tuple[str, Any]] = []
+    run = JITFunction.run
+
+    def stop(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        name = f"{self.fn.__module__.rsplit('.', 1)[1]}.{self.fn.__name__}"
+        found.append((name, run(self, *args, grid=grid, warmup=True, **named) if compiles else None))
+
+    with mock.patch.object(JITFunction, "run", stop):
+        yield found
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one kernel takes in one way; stack, registers and instructions as its machine code has them.
+
+    products  instructions of the matrix units
+    copies    instructions that copy to shared memory beside the computation
+    wide      loads and stores of 16 bytes from and to memory, of `stores`
+    stack     bytes a thread spills to memory
+    """
+
+    architecture: str
+    way: str
+    kernel: str
+    shared: int
+    warps: int
+    products: int
+    copies: int
+    wide: tuple[int, int]
+    stores: int
+    stack: int
+    registers: int
+
+    @classmethod
+    def of(cls, architecture: str, way: str, name: str, kernel: Any) -> Compiled:
+        first = architecture, way, name, kernel.metadata.shared, kernel.metadata.num_warps
+        if "ptx" not in kernel.asm:
+            text = kernel.asm["amdgcn"]
+            stack, registers = (
+                max(map(int, re.findall(rf"\.{field}:\s*(\d+)", text)))
+                for field in ("private_segment_fixed_size", "vgpr_count")
+            )
+            stores = len(re.findall(r"\b(?:global|buffer)_store_", text))
+            return cls(*first, text.count("v_mfma"), 0, (0, 0), stores, stack, registers)
+        ptx = kernel.asm["ptx"]
+        products = len(re.findall(r"\b(?:(?:wgmma\.mma_async|mma)\.sync|tcgen05\.mma)\b", ptx))
+        copies = len(
+            re.findall(r"cp\.async\.c\S*\s+\[[^\]]*\], \[[^\]]*\], 0x10|cp\.async\.bulk\.tensor", ptx)
+        )
+        loads, stores = (re.findall(rf"{kind}\.global\S*", ptx) for kind in ("ld", "st"))
+        wide = tuple(sum("v2.b64" in one for one in some) for some in (loads, stores))
+        return cls(*first, products, copies, wide, len(stores), *_used(kernel.asm["cubin"]))
+
+
+def _used(cubin: bytes) -> tuple[int, int]:
+    """Bytes of stack and registers of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", told)[-1]), int(re.findall(r"REG:(\d+)", told)[-1])
+
+
+def blank(*size: int, dtype: torch.dtype = BF16) -> Tensor:
+    """A tensor that is never read: its memory is not touched."""
+    return torch.empty(size, dtype=dtype)
+
+
+def zeros(*size: int, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers that a launch may read on the host."""
+    return torch.zeros(size, dtype=dtype)
+
+
+def attended(
+    dtype: torch.dtype = BF16,
+    block: int = 64,
+    heads: int = 28,
+    size: int = 128,
+    runs: bool = False,
+    placed: bool = True,
+    chunk: int | None = None,
+) -> None:
+    """A part of two spans; `heads` have lists of their own, of blocks or of `runs` of them. `placed`: rows of a prompt."""
+    query, key = (blank(1, S, h, size, dtype=dtype).transpose(1, 2) for h in (28, 4))
+    rows, row = zeros(1, heads, S, dtype=INT), zeros(1, heads, S // block, 5)
+    lists = BlockLists(row, None if runs else rows[0, 0], row[..., 0].char())
+    part = Part(rows, tuple(KeySpan(rows, rows, rows, lo, hi, lists) for lo, hi in ((0, FAR), (5, 7))))
+    attend.block_attend(query, key, key, *part.pack(), block, block, 0.1, S * placed, chunk=chunk)
+
+
+def decoded(n: int, dtype: torch.dtype = BF16, size: int = 128, tree: bool = False) -> None:
+    """Attention of a decode step at the shape of a 7B model."""
+    query, cache = blank(1, n, 28, size, dtype=dtype).transpose(1, 2), blank(1, 4, N, size, dtype=dtype)
+    attention.decode_attend(query, cache, cache, zeros(1, n), 0.1, zeros(n) if tree else None)
+
+
+WEIGHTS = {"qkv": [E, 512, 512], "o": [E], "up": [WIDE] * 2, "down": [E]}
+
+
+def projected(count: int, kind: str) -> None:
+    """The product of one of the weights of a 7B model's layer, after its norm."""
+    K = WIDE if kind == "down" else E
+    gain = blank(K) if kind in ("qkv", "up") else None
+    bias = [blank(w) for w in WEIGHTS[kind]] if kind == "qkv" else []
+    residual = blank(count, E) if kind in ("o", "down") else None
+    weight = [blank(w, K) for w in WEIGHTS[kind]]
+    skinny_gemm.project_rows(blank(count, K), weight, bias, gain, 1e-6, residual, kind == "up")
+
+
+def squares(count: int) -> Tensor:
+    """What the product before a norm leaves for it."""
+    return blank(count, 224 if count <= skinny_gemm.FEW else 112, dtype=torch.float32)
+
+
+def passed(count: int, kind: str) -> None:
+    """The same of what goes on to a norm, and of what comes to one."""
+    if kind == "up":
+        weight = [blank(WIDE, E)] * 2
+        skinny_gemm.project_rows(blank(count, E), weight, (), None, 1e-6, None, True, squares(count))
+    else:
+        skinny_gemm.pass_rows(blank(count, WIDE), blank(E, WIDE), [], blank(count, E), blank(E))
+
+
+def entered(count: int) -> None:
+    """Queries, keys and values of a 7B model's layer, turned and written."""
+    weight, cache = [blank(w, E) for w in WEIGHTS["qkv"]], blank(1, 4, N, 128)
+    qkv_rope_cache.enter_rows(
+        blank(count, E), weight, [blank(len(w)) for w in weight], None, squares(count), 1e-6,
+        blank(2, 1, count, 128), zeros(1, count), cache, cache,
+    )  # fmt: skip
+
+
+def turned() -> None:
+    angles, cache, columns = blank(1, N, 128), blank(1, 4, N, 128), zeros(1, 2)
+    rope.turn_rows(blank(1, 2, 36 * 128), angles, angles, columns, columns, cache, cache)
+
+
+def indexed() -> None:
+    """All that makes plans and lists."""
+    query, key = (blank(1, n, h, 128).transpose(1, 2) for n, h in ((64, 28), (N, 4)))
+    at, of = zeros(1, 64), zeros(1, 28, 1)
+    numbers = zeros(3, 1, N, dtype=INT)
+    row, begin, few = numbers[0], zeros(1, C + 1, dtype=INT), zeros(1, 64, dtype=INT)
+    estimate.line_sums(query, key, None, at, None, N, False)
+    order = row, begin, few, torch.zeros(1, 1024)
+    estimate_grid.class_phases(query, key, None, at, None, N, False, *order, at[0, :1], "contrast", False)
+    scores = torch.zeros(1, 28, N)
+    strongest.strongest(scores, scores, at[:, 0], 1000, 1024)
+    strides.stride_scores(torch.zeros(2, 1, 28, N), at[:, 0], 8, 1024, "contrast")
+    lines, told = zeros(1, 28, 1000), zeros(1, 28, 9, 5)
+    slashes.line_keys(row, lines, lines, N, 64)
+    split_k_schedule.Work.even([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, 264, N)
+    lists.listed_area(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
+    lists.reach(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
+    runs.paired(told)
+    runs.unsure(few[None].to(torch.int8))
+    kept, nine = zeros(1, 28, N + 1, dtype=torch.bool)[..., :-1], zeros(1, 9, dtype=INT)
+    slashes.slash_runs(
+        kept, zeros(3, 3, dtype=INT), few, few, zeros(3, 1, 64, dtype=INT), nine, zeros(1, 9, 2, 2, dtype=INT), nine, 64
+    )  # fmt: skip
+    classes.turned_classes(numbers, begin, numbers, begin, at[0, :1], of, of, of, 64, False, 64, 64)
+
+
+def assembled() -> None:
+    """Tables of a plan's pieces: one that fills, and one that comes after it."""
+    table = [0] * len(pieces.FIELDS)
+    for name in ("heads", "batch", "size"):
+        table[pieces.FIELDS.index(name)] = 1
+    pieces.assembled([zeros(8)], table * 2, 1, [8, 8, 8])
+
+
+def clustered() -> None:
+    """What a question of a stream chooses, at the shape of a 7B model."""
+    layers, count, entries = 2, 600, 2250
+    key, query = blank(layers, count, 512), blank(layers, 512, dtype=torch.float32)
+    long = zeros(layers, entries)
+    size, score, one = long[:, :count], blank(layers, count, dtype=torch.float32), long[0, :1]
+    own = Own(key.transpose(0, 1), 1, lambda at: query, query[0], False)
+    clusters.scored(key, query, False)
+    clusters.outside(score, size[0], 256, 2)
+    clusters.ordered(score, size, size, score > 0)
+    clusters.selected(size, Lists(long, long, long, size, size, 32), 64, 80, own, Late(one, 1, 8))
+    out = blank(2, 4, 512, 128)
+    clusters.stand_ins(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
+    words.folded(blank(28, 16, 128), one, 4)
+    words.moved(blank(16, E), one, *blank(3, E, dtype=torch.float32))
+    words.foretold(long[0], long[0, :80], one, one)
+
+
+def gathered(tokens: int, size: int, apart: bool) -> None:
+    """Units from the host, written side by side or as slots lie."""
+    slab = blank(10, 2, 4, tokens, size)
+    out = torch.empty_like(slab[:5]).permute(1, 2, 0, 3, 4) if apart else blank(2, 4, 5 * tokens, size)
+    index = zeros(5)
+    gather.gather_units(out, [slab], index[:1], index)
+
+
+def rows_alone() -> None:
+    """What is done to each row of a prompt alone."""
+    x, heads = blank(S, E), blank(1, S, 28, 128).transpose(1, 2)
+    pointwise.rms_norm(x, x[0], 1e-6)
+    pointwise.silu_times_(x, blank(S, E))
+    cos, sin = pointwise.angles(zeros(S), blank(64, dtype=torch.float32), 1.0, BF16)
+    pointwise.rotate_(heads, cos[None], sin[None])
+
+
+WAYS: dict[str, Callable[[], None]] = {
+    "attend bf16": attended,
+    "attend fp16": partial(attended, torch.float16, size=96, placed=False),
+    "attend fp32": partial(attended, torch.float32),
+    "attend shared lists": partial(attended, heads=1),
+    "attend large blocks": partial(attended, block=128),
+    "attend split": partial(attended, chunk=2),
+    "attend runs split": partial(attended, runs=True, chunk=2),
+    "large bf16": partial(attended, size=256),
+    "large blocks": partial(attended, size=256, block=128),
+    "large fp32": partial(attended, torch.float32, size=256),
+    "large decode": partial(decoded, 10, size=256),
+    "large decode fp32": partial(decoded, 10, torch.float32, size=256),
+    "hopper shared lists": partial(attended, heads=1),
+    "hopper split": partial(attended, block=128, chunk=2),
+    "hopper large blocks": partial(attended, block=128, placed=False),
+    "hopper small heads": partial(attended, heads=1, size=64),
+    "hopper neighbours": attended,
+    "hopper neighbours split": partial(attended, chunk=2),
+    "hopper neighbours small heads": partial(attended, size=64),
+    "decode 1": partial(decoded, 1),
+    "decode 10": partial(decoded, 10),
+    "decode fp32": partial(decoded, 1, torch.float32),
+    "decode 80": partial(decoded, 1, size=80),
+    "decode tree": partial(decoded, 6, tree=True),
+    "decode turn": turned,
+    **{
+        f"project {make.__name__} {kind} {count}": partial(make, count, kind)
+        for make, kinds in ((projected, WEIGHTS), (passed, ("up", "down")))
+        for kind in kinds
+        for count in (1, 10, 64)
+    },
+    **{f"project entered {count}": partial(entered, count) for count in (1, 10, 16, 64)},
+    "index": indexed,
+    "index pieces": assembled,
+    "stream clusters": clustered,
+    **{
+        f"stream units of {tokens}{' apart' * apart}": partial(gathered, tokens, size, apart)
+        for tokens, size in ((196, 128), (49, 2))
+        for apart in (False, True)
+    },
+    "pointwise": rows_alone,
+}
+"""Group and name -> launches. Those of "hopper" are the ways of the kernels for Hopper; all others go past these."""
+
+
+def compiled(
+    row: Architecture, groups: Iterable[str] = (), compiles: bool = True
+) -> Iterator[Compiled | str]:
+    """What is compiled for an architecture in the ways of some groups, or all; kernels by name where nothing compiles."""
+    portable = replace(row, lacks={"hopper": ""})
+    for name, way in WAYS.items():
+        group = name.split()[0]
+        if (groups and group not in groups) or (group == "hopper" and "hopper" in row.lacks):
+            continue
+        # Too little memory for all copies of keys: what has none is left to the portable kernel.
+        memory = 1 << 12 if name.startswith("hopper") and "split" in name else MEMORY
+        with as_on(row if group == "hopper" else portable, memory), stopped(compiles) as found:
+            way()
+        for kernel, binary in dict(found).items():
+            yield Compiled.of(row.name, name, kernel, binary) if compiles else f"{row.name} {kernel}"
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+
+
+def declared() -> str:
+    """The table of what runs where, as Markdown, and the reasons below it."""
+    reasons = list(dict.fromkeys(why for row in ARCHITECTURES for why in row.lacks.values()))
+    lines = [
+        "| | " + " | ".join(row.name for row in ARCHITECTURES) + " |",
+        "|---|" + "---|" * len(ARCHITECTURES),
+    ]
+    facts: dict[str, Callable[[Architecture], str]] = {
+        "GPUs": lambda row: row.devices,
+        "shared memory of a program": lambda row: f"{row.shared >> 10} KB",
+        "our kernels are": lambda row: "run and timed" if row.run else "compiled",
+    }
+    for name, fact in facts.items():
+        lines.append(f"| {name} | " + " | ".join(fact(row) for row in ARCHITECTURES) + " |")
+    for kernels, name in KERNELS.items():
+        cells = (
+            f"no ({reasons.index(row.lacks[kernels]) + 1})" if kernels in row.lacks else "yes"
+            for row in ARCHITECTURES
+        )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(f"{i}. {why[0].upper()}{why[1:]}." for i, why in enumerate(reasons, 1))])
+
+
+def measured(rows: Iterable[Compiled]) -> str:
+    """The table of what was compiled: of each group the kernels, and the most shared memory and stack that one takes."""
+    found: dict[str, dict[str, list[Compiled]]] = {}
+    for row in rows:
+        found.setdefault(row.way.split()[0], {}).setdefault(row.architecture, []).append(row)
+    lines = [
+        f"Compiled by Triton {triton.__version__}: kernels; KB of shared memory and bytes of stack a thread, at most.",
+        "",
+    ]
+    lines += [
+        "| | " + " | ".join(row.name for row in ARCHITECTURES) + " |",
+        "|---|" + "---|" * len(ARCHITECTURES),
+    ]
+    for group, each in found.items():
+        cells = []
+        for row in ARCHITECTURES:
+            some = each.get(row.name, [])
+            most = (
+                f"{max(x.shared for x in some) / 1024:.4g} KB; {max(x.stack for x in some)}" if some else ""
+            )
+            cells.append(f"{len(some)}; {most}" if some else "none")
+        lines.append(f"| {group} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def between(text: str, name: str, new: str | None = None) -> str:
+    """What a page has between the marks of `name`; with `new`, the page with this in its place."""
+    begin, end = (f"<!-- {mark} {name} -->\n" for mark in ("begin", "end"))
+    before, rest = text.split(begin)
+    old, after = rest.split(end)
+    return old.strip() if new is None else f"{before}{begin}\n{new}\n\n{end}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="ARCHITECTURE")
+    parser.add_argument("--only", nargs="+", default=(), metavar="GROUP")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--page", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    if options.page:
+        rows = [
+            Compiled(**json.loads(line)) for line in options.page.read_text(encoding="utf-8").splitlines()
+        ]
+        page = between(PAGE.read_text(encoding="utf-8"), "what runs where", declared())
+        PAGE.write_text(between(page, "what was compiled", measured(rows)), encoding="utf-8")
+        return
+    for row in ARCHITECTURES:
+        if not options.names or row.name in options.names:
+            for found in compiled(row, options.only, not options.list):
+                print(json.dumps(asdict(found)) if isinstance(found, Compiled) else found, flush=True)
+
+
+if __name__ == "__main__":
+    assert triton.knobs.runtime.interpret is False
+    main()

@@ -1,0 +1,165 @@
+"""What each architecture runs: the table, its page, and every kernel compiled for every row without a device."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mmaccel.backends import architectures, select, triton
+from mmaccel.backends.architectures import ARCHITECTURES, KERNELS
+from mmaccel.core.errors import RecipeError
+from tests.house import PACKAGE
+
+from .test_triton import run
+
+pytest.importorskip("triton")
+CUDA = torch.device("cuda")
+GROUPS = ("attend", "hopper", "decode", "project", "index", "stream pointwise")
+
+
+def compiled(*arguments: str) -> list[str]:
+    return run("tests.backends.compiled", *arguments, TRITON_INTERPRET="0").splitlines()
+
+
+def judge(row: dict[str, Any]) -> None:
+    """It fits shared memory. On NVIDIA products run on the matrix units, and what is hot spills nothing to memory."""
+    name, way, kernel = row["architecture"], row["way"], row["kernel"].split(".")[1]
+    assert row["shared"] <= architectures.named(name).shared, row
+    product = kernel in (
+        "attend_kernel",
+        "piece_kernel",
+        "project_kernel",
+        "enter_kernel",
+        "hopper_kernel",
+        "joint_kernel",
+    )
+    product |= kernel in ("totals_kernel", "lines_kernel", "classes_kernel")
+    if "fp32" not in way:
+        assert (row["products"] > 0) == product, row
+    if name == "gfx942" or way.startswith("large"):
+        return
+    spills = {"index": 64, "hopper": 32, "pointwise": 32}
+    assert row["stack"] <= spills.get(way.split()[0], 0) or "fp32" in way, row
+    if product and kernel != "lines_kernel":
+        assert row["copies"] > 0, row
+    if name == "sm_90" and kernel == "piece_kernel":
+        assert 2 * row["shared"] <= 231424, f"two programs share a multiprocessor: {row}"
+    if kernel == "gather_kernel":
+        # Heads that begin at 16 bytes are read in pieces of 16, so that no sector crosses the wire twice; others are not.
+        wide = row["stores"] if "196" in way else 0
+        assert row["wide"] == [wide, wide] and row["stores"] > 0, row
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_compiles_for_hopper(groups: str) -> None:
+    rows = [json.loads(line) for line in compiled("sm_90", "--only", *groups.split())]
+    assert rows
+    for row in rows:
+        judge(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [row.name for row in ARCHITECTURES])
+def test_compiles_everything(name: str) -> None:
+    rows = [json.loads(line) for line in compiled(name)]
+    assert len(rows) > 60
+    for row in rows:
+        judge(row)
+
+
+def test_what_is_compiled_is_every_kernel() -> None:
+    """On Hopper all of them; on the others all but those that Hopper's launches make."""
+    lines, there = compiled("sm_90", "gfx942", "--list"), set()
+    for path in (PACKAGE / "backends" / "triton").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                assert any("jit" in ast.unparse(one) for one in node.decorator_list), node.name
+                there.add(f"{path.stem}.{node.name}")
+    found = {
+        name: {line.split()[1] for line in lines if line.startswith(name)} for name in ("sm_90", "gfx942")
+    }
+    assert found["sm_90"] == there
+    assert found["gfx942"] == {name for name in there if not name.startswith(("hopper", "tma_staging"))}
+
+
+def test_the_page_has_the_table() -> None:
+    from .compiled import PAGE, between, declared
+
+    assert between(PAGE.read_text(encoding="utf-8"), "what runs where") == declared(), "run it with --write"
+
+
+def test_a_row_names_what_it_lacks() -> None:
+    assert all(row.lacks.keys() <= KERNELS.keys() and all(row.lacks.values()) for row in ARCHITECTURES)
+    assert len({row.name for row in ARCHITECTURES}) == len(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("name", "like"), [("sm_86", "sm_80"), ("sm_103", "sm_100"), ("sm_121", "sm_120"), ("sm_130", "sm_120")]
+)
+def test_one_without_a_row_runs_what_the_one_before_runs(name: str, like: str) -> None:
+    found, row = architectures.named(name), architectures.named(like)
+    assert found.name == name and not found.run
+    assert (found.lacks, found.shared, found.cudnn) == (row.lacks, row.shared, row.cudnn)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """What a device that is not here says of itself; of ROCm where it has a `gcnArchName`."""
+    told = SimpleNamespace(multi_processor_count=60, total_memory=9 << 30)
+    cached = architectures.of, architectures.resources, triton.usable
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
+    for function in cached:
+        function.cache_clear()
+    yield told
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gfx1100", "it is compiled for gfx942, not for gfx1100"),
+        ("sm_75", "it needs compute capability 8.0"),
+        ("gfx942:sramecc+:xnack-", None),
+        ("sm_89", None),
+    ],
+)
+def test_what_does_not_run_is_said_in_a_sentence(
+    name: str, why: str | None, device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.gcnArchName = name
+    monkeypatch.setattr(torch.version, "hip", None if name.startswith("sm_") else "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(int(name[3:]), 10))
+    assert select.usable(CUDA)["triton"] == why
+    assert select.choose(CUDA) == ("triton" if why is None else "flex")
+    if why is not None:
+        with pytest.raises(
+            RecipeError, match=f"'triton' cannot run on cuda: {why}; choose 'auto' or one of .*'flex'"
+        ):
+            select.get("triton", CUDA)
+    flash = f"'flash' cannot run on cuda: {architectures.of(CUDA).lacks['flash']}; choose"
+    with pytest.raises(RecipeError, match=flash):
+        select.get("flash", CUDA)
+
+
+def test_resources_are_the_device_s_own(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table has them where PyTorch does not tell them, as on ROCm."""
+    device.gcnArchName = "gfx942"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert architectures.resources(CUDA) == architectures.Resources(64 << 10, 64 << 10, 16, 60, 9 << 30)
+    architectures.resources.cache_clear()
+    device.shared_memory_per_block_optin, device.shared_memory_per_multiprocessor = 70, 80
+    assert architectures.resources(CUDA) == architectures.Resources(70, 80, 16, 60, 9 << 30)
+
+
+def test_stages_fit_shared_memory() -> None:
+    """One stage is in registers; there is always one."""
+    here = architectures.Resources(shared=100, resident=0, columns=8, processors=1, memory=1)
+    assert [here.stages(4, each, 10) for each in (22, 30, 31, 45, 90, 91, 1000)] == [4, 4, 3, 3, 2, 1, 1]

@@ -2,8 +2,7 @@
 
 The package's own launches are made, on tensors of the CPU and as on a device of the architecture, and each stops at what it
 compiled. Prints a JSON object for each kernel of each way. `--only GROUP ...` takes the ways of some groups, `--list` names
-what would be compiled. `--page FILE` compiles nothing: it writes the tables of docs/architectures.md, the second of them
-from the objects in FILE.
+what would be compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from mmaccel.backends import architectures
 from mmaccel.backends import triton as backend
-from mmaccel.backends.architectures import ARCHITECTURES, KERNELS, Architecture, Resources
+from mmaccel.backends.architectures import ARCHITECTURES, Architecture, Resources
 from mmaccel.backends.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.clusters import Late, Lists, Own
 from mmaccel.backends.triton import pointwise
@@ -171,7 +169,7 @@ def attended(
     heads: int = 28,
     size: int = 128,
     runs: bool = False,
-    placed: bool = True,
+    placed: bool = False,
     chunk: int | None = None,
 ) -> None:
     """A part of two spans; `heads` have lists of their own, of blocks or of `runs` of them. `placed`: rows of a prompt."""
@@ -300,24 +298,25 @@ def rows_alone() -> None:
 
 WAYS: dict[str, Callable[[], None]] = {
     "attend bf16": attended,
-    "attend fp16": partial(attended, torch.float16, size=96, placed=False),
+    "attend placed": partial(attended, placed=True),
+    "attend fp16": partial(attended, torch.float16, size=96),
     "attend fp32": partial(attended, torch.float32),
     "attend shared lists": partial(attended, heads=1),
     "attend large blocks": partial(attended, block=128),
     "attend split": partial(attended, chunk=2),
-    "attend runs split": partial(attended, runs=True, chunk=2),
+    "attend runs split": partial(attended, runs=True, placed=True, chunk=2),
     "large bf16": partial(attended, size=256),
     "large blocks": partial(attended, size=256, block=128),
     "large fp32": partial(attended, torch.float32, size=256),
     "large decode": partial(decoded, 10, size=256),
     "large decode fp32": partial(decoded, 10, torch.float32, size=256),
-    "hopper shared lists": partial(attended, heads=1),
-    "hopper split": partial(attended, block=128, chunk=2),
-    "hopper large blocks": partial(attended, block=128, placed=False),
-    "hopper small heads": partial(attended, heads=1, size=64),
-    "hopper neighbours": attended,
-    "hopper neighbours split": partial(attended, chunk=2),
-    "hopper neighbours small heads": partial(attended, size=64),
+    "hopper shared lists": partial(attended, heads=1, placed=True),
+    "hopper split": partial(attended, block=128, placed=True, chunk=2),
+    "hopper large blocks": partial(attended, block=128),
+    "hopper small heads": partial(attended, heads=1, size=64, placed=True),
+    "hopper neighbours": partial(attended, placed=True),
+    "hopper neighbours split": partial(attended, placed=True, chunk=2),
+    "hopper neighbours small heads": partial(attended, size=64, placed=True),
     "decode 1": partial(decoded, 1),
     "decode 10": partial(decoded, 10),
     "decode fp32": partial(decoded, 1, torch.float32),
@@ -361,65 +360,6 @@ def compiled(
             yield Compiled.of(row.name, name, kernel, binary) if compiles else f"{row.name} {kernel}"
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
-
-
-def declared() -> str:
-    """The table of what runs where, as Markdown, and the reasons below it."""
-    reasons = list(dict.fromkeys(why for row in ARCHITECTURES for why in row.lacks.values()))
-    lines = [
-        "| | " + " | ".join(row.name for row in ARCHITECTURES) + " |",
-        "|---|" + "---|" * len(ARCHITECTURES),
-    ]
-    facts: dict[str, Callable[[Architecture], str]] = {
-        "GPUs": lambda row: row.devices,
-        "shared memory of a program": lambda row: f"{row.shared >> 10} KB",
-        "our kernels are": lambda row: "run and timed" if row.run else "compiled",
-    }
-    for name, fact in facts.items():
-        lines.append(f"| {name} | " + " | ".join(fact(row) for row in ARCHITECTURES) + " |")
-    for kernels, name in KERNELS.items():
-        cells = (
-            f"no ({reasons.index(row.lacks[kernels]) + 1})" if kernels in row.lacks else "yes"
-            for row in ARCHITECTURES
-        )
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(f"{i}. {why[0].upper()}{why[1:]}." for i, why in enumerate(reasons, 1))])
-
-
-def measured(rows: Iterable[Compiled]) -> str:
-    """The table of what was compiled: of each group the kernels, and the most shared memory and stack that one takes."""
-    found: dict[str, dict[str, list[Compiled]]] = {}
-    for row in rows:
-        found.setdefault(row.way.split()[0], {}).setdefault(row.architecture, []).append(row)
-    lines = [
-        f"Compiled by Triton {triton.__version__}: kernels; KB of shared memory and bytes of stack a thread, at most.",
-        "",
-    ]
-    lines += [
-        "| | " + " | ".join(row.name for row in ARCHITECTURES) + " |",
-        "|---|" + "---|" * len(ARCHITECTURES),
-    ]
-    for group, each in found.items():
-        cells = []
-        for row in ARCHITECTURES:
-            some = each.get(row.name, [])
-            most = (
-                f"{max(x.shared for x in some) / 1024:.4g} KB; {max(x.stack for x in some)}" if some else ""
-            )
-            cells.append(f"{len(some)}; {most}" if some else "none")
-        lines.append(f"| {group} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def between(text: str, name: str, new: str | None = None) -> str:
-    """What a page has between the marks of `name`; with `new`, the page with this in its place."""
-    begin, end = (f"<!-- {mark} {name} -->\n" for mark in ("begin", "end"))
-    before, rest = text.split(begin)
-    old, after = rest.split(end)
-    return old.strip() if new is None else f"{before}{begin}\n{new}\n\n{end}{after}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -427,15 +367,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE")
     parser.add_argument("--only", nargs="+", default=(), metavar="GROUP")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--page", type=Path, metavar="FILE")
     options = parser.parse_args()
-    if options.page:
-        rows = [
-            Compiled(**json.loads(line)) for line in options.page.read_text(encoding="utf-8").splitlines()
-        ]
-        page = between(PAGE.read_text(encoding="utf-8"), "what runs where", declared())
-        PAGE.write_text(between(page, "what was compiled", measured(rows)), encoding="utf-8")
-        return
     for row in ARCHITECTURES:
         if not options.names or row.name in options.names:
             for found in compiled(row, options.only, not options.list):

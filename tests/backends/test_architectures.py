@@ -16,6 +16,7 @@ from mmaccel.backends.architectures import ARCHITECTURES, KERNELS
 from mmaccel.core.errors import RecipeError
 from tests.house import PACKAGE
 
+from .architectures_page import PAGE, between, declared
 from .test_triton import run
 
 pytest.importorskip("triton")
@@ -42,10 +43,15 @@ def judge(row: dict[str, Any]) -> None:
     product |= kernel in ("totals_kernel", "lines_kernel", "classes_kernel")
     if "fp32" not in way:
         assert (row["products"] > 0) == product, row
-    if name == "gfx942" or way.startswith("large"):
+    if way.startswith("large"):
         return
-    spills = {"index": 64, "hopper": 32, "pointwise": 32}
-    assert row["stack"] <= spills.get(way.split()[0], 0) or "fp32" in way, row
+    spills = {"index": 64, "hopper": 32, "pointwise": 32}.get(way.split()[0], 0)
+    if name == "gfx942":
+        assert row["stack"] == 0, row
+        return
+    if name not in ("sm_80", "sm_90") or (name == "sm_80" and ("placed" in way or "runs" in way)):
+        spills = max(spills, 96)
+    assert row["stack"] <= spills or "fp32" in way, row
     if product and kernel != "lines_kernel":
         assert row["copies"] > 0, row
     if name == "sm_90" and kernel == "piece_kernel":
@@ -89,9 +95,9 @@ def test_what_is_compiled_is_every_kernel() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    from .compiled import PAGE, between, declared
-
-    assert between(PAGE.read_text(encoding="utf-8"), "what runs where") == declared(), "run it with --write"
+    assert between(PAGE.read_text(encoding="utf-8"), "what runs where") == declared(), (
+        "run architectures_page"
+    )
 
 
 def test_a_row_names_what_it_lacks() -> None:

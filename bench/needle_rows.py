@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mmaccel.core.rows import Rows as Written
 from mmaccel.figure import save
 from mmaccel_lab.eval.cases import Case
 from mmaccel_lab.eval.haystack import Gap, Haystack, Shot, interval, spread_by
@@ -49,14 +49,9 @@ class Rows:
         self.shots: dict[Setting, list[Shot]] = defaultdict(list)
         self.levels: dict[Level, dict[str, Any]] = {}
         self.seen: set[tuple[Any, ...]] = set()
-        if path is not None and path.is_file():
-            text = path.read_text(encoding="utf-8")
-            whole = text[: text.rfind("\n") + 1]
-            if whole != text:
-                # A last line that was cut while it was written.
-                path.write_text(whole, encoding="utf-8")
-            for line in whole.splitlines():
-                self.take(json.loads(line))
+        self._file = None if path is None else Written(path)
+        for row in [] if self._file is None else self._file.rows:
+            self.take(row)
 
     def take(self, row: Mapping[str, Any]) -> None:
         """A row of a file, or a new one."""
@@ -87,9 +82,8 @@ class Rows:
             self.add(row)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        assert self.path is not None
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        assert self._file is not None
+        self._file.add(row)
 
     def has(self, setting: Setting, recipe: str, case: Case) -> bool:
         """Whether a method answered."""

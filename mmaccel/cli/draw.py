@@ -74,8 +74,7 @@ def draw(
     which cluster what it watched is in (timeline), and the frames that its questions retrieve (retrieved).
     """
     from mmaccel.figure import figure, save
-    from mmaccel.search.picture import head_picture, table_map
-    from mmaccel.search.plan_picture import plan_picture
+    from mmaccel.search.picture import head_picture, plan_picture, table_map
 
     if form not in FORMATS:
         raise UnknownName("format", form, FORMATS)

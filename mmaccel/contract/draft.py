@@ -1,13 +1,147 @@
-"""What a draft promises: it declares how far it looks back, fails nowhere, and leaves the target's text as it is."""
+"""What a draft promises: it declares how far it looks back, fails nowhere, and leaves the target's text as it is.
+
+It is tried on a toy: a language model of a few tokens whose next logits are a rule of those before.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from mmaccel.contract.toy import Meter, ToyRunner, alone, bigram, prompt, view
-from mmaccel.core.draft import DraftStrategy
+import torch
+from torch import Tensor, nn
+
+from mmaccel.core.adapter import Geometry, ModelAdapter, ModelView
+from mmaccel.core.draft import DraftStrategy, Prompt
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.generate import speculate
+from mmaccel.core.kv import KVPolicy
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.runner import Branches, Runner
+
+Rule = Callable[[Sequence[int]], Tensor]
+
+
+def bigram(table: Tensor) -> Rule:
+    """Logits [V, V] by the last token."""
+    return lambda tokens: table[tokens[-1]]
+
+
+class ToyModel(nn.Module):
+    """A rule that poses as a model of `vocab` tokens."""
+
+    def __init__(self, rule: Rule, vocab: int) -> None:
+        super().__init__()
+        self.rule, self.vocab = rule, vocab
+        self.anchor = nn.Parameter(torch.zeros(1))
+        self.runners: list[ToyRunner] = []
+
+
+class ToyRunner(Runner):
+    """Keeps the tokens it has run, and how it was used."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.tokens: list[int] = []
+        self.inputs: Mapping[str, Any] = {}
+        self.steps = self.last = 0
+
+    def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
+        assert not self.tokens
+        self.inputs = inputs
+        ids = inputs["input_ids"][0]
+        self.tokens = (ids if keep is None else ids[keep]).tolist()
+        return self.rule(self.tokens)[None]
+
+    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+        assert ids.shape[0] == 1 and ids.shape[1] > 0
+        self.steps += 1
+        self.last = ids.shape[1]
+        if branches is None:
+            rows = []
+            for token in ids[0].tolist():
+                self.tokens.append(token)
+                rows.append(self.rule(self.tokens))
+            return torch.stack(rows)[None]
+        self.tokens += ids[0].tolist()
+        assert branches.sees.shape[0] == ids.shape[1]
+        before = len(self.tokens) - branches.sees.shape[1]
+        seen = [[t for t, s in zip(self.tokens[before:], row, strict=True) if s] for row in branches.sees]
+        assert [len(s) - 1 for s in seen] == branches.depth.tolist()
+        return torch.stack([self.rule(self.tokens[:before] + branch) for branch in seen])[None]
+
+    def accept(self, path: Tensor) -> None:
+        start = len(self.tokens) - self.last
+        self.tokens[start:] = [self.tokens[start + i] for i in path.tolist()]
+
+    def truncate(self, length: int) -> None:
+        assert 0 <= length <= len(self.tokens)
+        del self.tokens[length:]
+
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class ToyAdapter(ModelAdapter):
+    """Only what drafts ask of an adapter."""
+
+    name = "toy"
+    model_types = ("toy",)
+    loads = 0
+
+    def geometry(self, model: Any) -> Geometry:
+        return Geometry(layers=2, heads=2, kv_heads=1, head_dim=4, hidden=8, vocab=model.vocab)
+
+    def runner(self, model: Any, kv: KVPolicy | None = None) -> Runner:
+        made = ToyRunner(model.rule)
+        model.runners.append(made)
+        return made
+
+    def layout(self, model: Any, inputs: Mapping[str, Any]) -> TokenLayout:
+        return TokenLayout.text(1, inputs["input_ids"].shape[1])
+
+    def load(self, path: str, like: Any) -> nn.Module:
+        self.loads += 1
+        return ToyModel(like.rule, like.vocab)
+
+
+ToyAdapter.__abstractmethods__ = frozenset()
+
+
+def view(rule: Rule, vocab: int) -> ModelView:
+    made: Any = ToyAdapter  # most of the contract is not there, and no draft asks for it
+    adapter = made()
+    return ModelView(ToyModel(rule, vocab), adapter, lambda model: adapter)
+
+
+@dataclass
+class Meter:
+    """What the decoding loop wrote down."""
+
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def round(self, proposed: int, accepted: int) -> None:
+        self.rounds.append((proposed, accepted))
+
+    def draft_failed(self, reason: str) -> None:
+        self.failures.append(reason)
+
+
+def prompt(ids: Sequence[int], **choices: Any) -> Prompt:
+    tensor = torch.tensor([list(ids)])
+    return Prompt(inputs={"input_ids": tensor, **choices.pop("inputs", {})}, ids=tensor, **choices)
+
+
+def alone(rule: Rule, ids: Sequence[int], stop: Callable[[Tensor], bool]) -> list[int]:
+    """Greedy decoding, one token at a time: the reference."""
+    tokens = list(ids)
+    while True:
+        tokens.append(int(rule(tokens).argmax()))
+        if stop(torch.tensor([tokens])):
+            return tokens
+
 
 VOCAB, TOKENS = 6, 25
 RULE = bigram(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)))

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from mmaccel.contract.toy import (
+from mmaccel.contract.draft import (
     Meter,
     Rule,
     ToyAdapter,

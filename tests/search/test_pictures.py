@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mmaccel.core.registry import registry
-from mmaccel.search.picture import COLOURS, table_map
-from mmaccel.search.plan_picture import ordered, small_layout, small_plan, standing
+from mmaccel.search.picture import COLOURS, ordered, small_layout, small_plan, standing, table_map
 
 DRAWN = ("a_shape", "tri_shape", "sf_fixed", "sf_strided", "vertical_slash", "grid", "block_topk")
 BOUNDARIES = ("q_boundary", "k_boundary", "boundary_2d")

@@ -21,7 +21,7 @@ import mmaccel
 from mmaccel.core.answer import Answer
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.kv import Piece
-from mmaccel.core.live import Live
+from mmaccel.core.stream_runner import StreamRunner
 from mmaccel.models import shapes
 from mmaccel.models.processor import Processor
 from mmaccel_lab.tiny.tokenizer import build_tokenizer
@@ -103,7 +103,7 @@ class Scenes:
     def open(self, session: mmaccel.VideoSession, size: tuple[int, int], frames: int | None = None) -> None:
         """Give a fresh session the stream, by its memory's own interface."""
         blank = torch.zeros(1, 3, *size, dtype=torch.uint8, device=self.device)
-        session._live = Live.begin(session._seam, session._kv, None, blank, 0.5)
+        session._live = StreamRunner.begin(session._seam, session._kv, None, blank, 0.5)
         self.go_on(session, self.frames if frames is None else frames)
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class Scenes:
         """Frames up to number `until`."""
         live = session._live
         assert live is not None
-        state, film = live.state, live.film
+        state, film = live.state, live.info
         cells = self._noise(1, film.unit, self.geometry.kv_heads * self.geometry.head_dim) * TOKEN
         cells = cells - cells.mean(1, keepdim=True)
         while state.units() < until:

@@ -151,8 +151,8 @@ def _session(
     dtype: str,
 ) -> None:
     from mmaccel.core.recipe import Recipe, stream_policy
-    from mmaccel.core.record import recipe_of
     from mmaccel.core.session import VideoSession
+    from mmaccel.core.session_io import recipe_of
     from mmaccel.figure import figure, save
 
     figure(1, 1)

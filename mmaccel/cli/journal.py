@@ -24,7 +24,8 @@ from mmaccel.cli.console import many, remark, sentence
 from mmaccel.cli.stopping import INTERRUPTED, shielded
 from mmaccel.core import outside
 from mmaccel.core.errors import MmaccelError
-from mmaccel.core.folder import FACTS, sync, write_private
+from mmaccel.core.saving import sync, write_private
+from mmaccel.core.session_io import FACTS
 
 if TYPE_CHECKING:
     from mmaccel.core.session import VideoSession

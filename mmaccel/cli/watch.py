@@ -94,10 +94,9 @@ def watch(
     same file behind the last frame that was saved.
     """
     from mmaccel import media
-    from mmaccel.core.folder import writable
     from mmaccel.core.recipe import Recipe
-    from mmaccel.core.record import recipe_of
     from mmaccel.core.session import VideoSession
+    from mmaccel.core.session_io import recipe_of, writable
     from mmaccel.media.clock import Log
     from mmaccel.media.place import is_url
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.kv import KVView, Piece, Stream, StreamPolicy, StreamState
-from mmaccel.core.places import Places
+from mmaccel.core.positions import PositionIds
 
 LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD = 2, 4, 2, 8, 6, 3
 GEOMETRY = Geometry(layers=LAYERS, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=32, vocab=9)
@@ -58,7 +58,7 @@ def check_stream(policy: StreamPolicy) -> None:
         # No pass goes through it: a session alone can try it.
         return
     offset = torch.arange(TOKENS)[None]
-    places = Places(
+    places = PositionIds(
         torch.arange(HEAD)[None],
         HEAD + offset,
         lambda n: TOKENS * torch.arange(n),

@@ -1,4 +1,4 @@
-"""An answer on a stream: what was said, how fast, and on which frames it rests; whole, or token by token."""
+"""A question on a stream and its answer: decoding, the text as it grows, and the frames on which the answer rests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.deadline import Deadline
-from mmaccel.core.errors import ModelError
+from mmaccel.core.draft import DraftStrategy, Prompt
+from mmaccel.core.errors import ModelError, warn
+from mmaccel.core.generate import speculate
 from mmaccel.core.kv import Piece, StreamState
+from mmaccel.core.report import Meter
 from mmaccel.core.runner import Branches, Runner
 from mmaccel.core.stream_adapter import StreamAdapter
 
@@ -77,8 +80,8 @@ class Answer:
         return order[:count]
 
 
-class Turn(Runner):
-    """A question at work on a memory: the target of the decoding loop."""
+class QuestionRunner(Runner):
+    """Runs a question and its answer through the layers, on the memory of a stream: the target of the decoding loop."""
 
     def __init__(self, seam: StreamAdapter, state: StreamState, hidden: bool, deadline: Deadline) -> None:
         self._seam, self._state, self._hidden, self._deadline = seam, state, hidden, deadline
@@ -88,26 +91,103 @@ class Turn(Runner):
 
         Raises `Ended` when the deadline passes before the last layer.
         """
-        return self._pass(inputs["piece"], inputs["embeds"], last=True)
+        hidden = self._pass(inputs["piece"], inputs["embeds"], self._deadline.check)
+        return self._seam.logits(hidden[-1:])
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         if branches is not None:
-            raise ModelError("draft: a stream's memory takes chains, not trees; leave the draft out.")
+            raise ModelError("draft: a stream's memory takes chains, not trees; set draft to 'off'.")
         piece = Piece(kind="answer", rows=ids.shape[1])
-        return self._pass(piece, self._seam.words(ids[0]))[None]
+        return self._seam.logits(self._pass(piece, self._seam.words(ids[0])))[None]
 
-    def _pass(self, piece: Piece, embeds: Tensor, last: bool = False) -> Tensor:
+    def _pass(self, piece: Piece, embeds: Tensor, check: Callable[[], None] | None = None) -> Tensor:
         self._state.enter(piece)
-        check = self._deadline.check if last else None
         hidden = self._seam.run(self._state, embeds, self._hidden, few=True, check=check)
         self._state.leave()
-        return self._seam.logits(hidden[-1:] if last else hidden)
+        return hidden
 
     def truncate(self, length: int) -> None:
         self._state.truncate(length)
 
     def length(self) -> int:
         return self._state.length()
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A question that has run up to its first token.
+
+    logits  [1, V] of the first token; `ids` [n] of the words after the video
+    left    the tokens of an answer for which the model has positions
+    """
+
+    runner: QuestionRunner
+    logits: Tensor
+    ids: Tensor
+    meter: Meter
+    left: int
+    evidence: Callable[[], tuple[Evidence, ...]]
+
+
+def decode_answer(
+    seam: StreamAdapter,
+    strategy: DraftStrategy,
+    asked: Question,
+    most: int,
+    deadline: Deadline,
+    put: Callable[[str], None] | None,
+) -> tuple[str, tuple[int, ...], FinishReason]:
+    """Decode at most `most` tokens after the prefill of a question: the text, its ids, and why it ends.
+
+    `put` gets new text as it comes. Warns when the answer ends with the model's positions.
+    """
+    ends, said, given = seam.ends(), list[int](), ""
+    ids = torch.cat([seam.head(), asked.ids])[None]
+    start = ids.shape[1]
+    draft = strategy.open(seam.view)
+    prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most)
+    draft.begin(prompt)
+    reason: FinishReason = "stop"
+
+    def stop(ids: Tensor) -> bool:
+        """Whether the answer ends with the last of `ids` [1, S]; notes why."""
+        nonlocal reason
+        count, over = ids.shape[1] - start, deadline.over()
+        if int(ids[0, -1]) in ends:
+            return True
+        if count >= most:
+            reason = "length"
+        elif count >= asked.left:
+            reason = "positions"
+        elif over is not None:
+            reason = over
+        return reason != "stop"
+
+    def text(whole: bool) -> str:
+        """The text so far; `put` gets what is new of it, a character of several tokens with its last one."""
+        nonlocal given
+        text = seam.decode(torch.tensor(said, dtype=torch.long)) if said else ""
+        # Until then such a character is a replacement mark.
+        if put is not None and len(text) > len(given) and (whole or not text.endswith("\ufffd")):
+            put(text[len(given) :])
+            given = text
+        return text
+
+    def emit(new: Tensor) -> None:
+        """Take in the tokens `new` [n]; those that end an answer are not part of its text."""
+        tokens = new.tolist()
+        asked.meter.token(len(tokens))
+        said.extend(token for token in tokens if token not in ends)
+        if put is not None:
+            text(whole=False)
+
+    speculate(asked.runner, draft, prompt, asked.logits, stop=stop, emit=emit, meter=asked.meter)
+    if reason == "positions":
+        warn(
+            "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); ask in "
+            "fewer words, or open the session with a kv that keeps less."
+        )
+    return text(whole=True).strip(), tuple(said), reason
 
 
 class Reply(Iterator[str]):
@@ -155,33 +235,3 @@ class Reply(Iterator[str]):
 
     def __del__(self) -> None:
         self._deadline.cancel()
-
-
-class Said:
-    """The text of an answer as it grows; `put` gets what is new of it."""
-
-    def __init__(self, decode: Callable[[Tensor], str], put: Callable[[str], None] | None) -> None:
-        self._decode, self._put = decode, put
-        self.ids: list[int] = []
-        self._told = ""
-
-    def add(self, ids: list[int]) -> None:
-        """Tokens that were said."""
-        self.ids += ids
-        if self._put is not None:
-            self._tell(self._text(), whole=False)
-
-    def finish(self) -> str:
-        """The whole text."""
-        text = self._text()
-        self._tell(text, whole=True)
-        return text.strip()
-
-    def _text(self) -> str:
-        return self._decode(torch.tensor(self.ids, dtype=torch.long)) if self.ids else ""
-
-    def _tell(self, text: str, whole: bool) -> None:
-        # A character of several tokens is a replacement mark until its last one.
-        if self._put is not None and len(text) > len(self._told) and (whole or not text.endswith("\ufffd")):
-            self._put(text[len(self._told) :])
-            self._told = text

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.places import Places
 from mmaccel.core.policy import Policy
+from mmaccel.core.positions import PositionIds
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +171,7 @@ class Stream:
     unit: int
     head: int
     pace: int
-    places: Places
+    places: PositionIds
     dtype: torch.dtype
 
     def units(self, frames: int) -> int:

@@ -1,12 +1,15 @@
-"""Tensors and facts in files that are checked when they are read: safetensors and JSON, never pickle."""
+"""Files of safetensors and JSON, never pickle: checked when they are read, waited for until they are on the disk."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,10 @@ from mmaccel.core.errors import MmaccelError, ModelError, shown
 
 Wanted = Mapping[str, tuple[Sequence[int], torch.dtype]]
 """Shape and type of each tensor of a file; -1 in a shape stands for any size."""
+WAIT_S = 10.0
+"""Seconds that a save waits for another one to end."""
+NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES}
+"""What a file system says that cannot write a file or a folder to the disk on demand."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -102,3 +109,47 @@ def numbers(value: Any, what: str, end: int, failure: type[MmaccelError] = Model
 def _first_line(error: Exception) -> str:
     told = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return str(told).splitlines()[0].rstrip(".")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a text file that only its owner may read, and wait until it is on the disk; raises OSError."""
+    with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        os.fchmod(file.fileno(), 0o600)  # there may have been a file
+        file.write(text)
+    sync(path)
+
+
+def sync(path: str | Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk, where the file system can tell; raises OSError."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
+
+
+@contextmanager
+def locked(place: Path) -> Iterator[None]:
+    """Keep other saves out of the folder, once none is under way; the lock is the system's and ends with the process."""
+    handle, late = os.open(place, os.O_RDONLY), time.monotonic() + WAIT_S
+    try:
+        with suppress(OSError):  # a file system without locks
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    pass
+                if time.monotonic() > late:
+                    raise ModelError(
+                        f"save: another save writes to {place} and has not ended after {WAIT_S:g} s; save again later, "
+                        "or give another path."
+                    )
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(handle)

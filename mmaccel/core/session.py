@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends import select
-from mmaccel.core import record
-from mmaccel.core.answer import MAX_NEW_TOKENS, Answer, Reply
-from mmaccel.core.answering import answered
+from mmaccel.core import session_io
+from mmaccel.core.answer import MAX_NEW_TOKENS, Answer, Reply, decode_answer
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.deadline import Deadline, Ended, Over
 from mmaccel.core.errors import ModelError, tell_kept, warn
-from mmaccel.core.live import Live, moments
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.stream_adapter import Clip, StreamAdapter
+from mmaccel.core.stream_runner import StreamRunner, moments
 
 Progress = Callable[[int, int | None], None]
 
@@ -53,7 +52,7 @@ class VideoSession:
         self.recipe = Recipe.load(recipe, **choices)
         self._kv = stream_policy(self.recipe)
         self._seam: StreamAdapter = adapter_for(model).seam(model, processor)
-        self._live: Live | None = None
+        self._live: StreamRunner | None = None
         self._meter = Meter()
         self._lock = threading.RLock()
         self._cancelled = threading.Event()
@@ -62,7 +61,7 @@ class VideoSession:
     @classmethod
     def resume(cls, model: nn.Module, processor: Any, path: str | Path) -> VideoSession:
         """A session with the recipe and the stream that `save` wrote to `path`."""
-        session = cls(model, processor, record.recipe_of(Path(path)))
+        session = cls(model, processor, session_io.recipe_of(Path(path)))
         session.load(path)
         return session
 
@@ -194,13 +193,13 @@ class VideoSession:
                 f"times: there are {len(own)} {told}for {count} frames; give one for each frame."
             )
         live = self._live
-        last = live.film.times[-1] if live is not None and live.film.times else None
-        rate = clip.fps if clip.fps or live is None else live.film.fps
+        last = live.info.times[-1] if live is not None and live.info.times else None
+        rate = clip.fps if clip.fps or live is None else live.info.fps
         shown = moments(last, own, count, rate, given is not None)
         if live is None:
             timed = own is not None or rate is not None
             parts = self._seam, self._kv, self.recipe.chunk, clip.frames, clip.fps
-            live = self._live = Live.begin(*parts, timed)
+            live = self._live = StreamRunner.begin(*parts, timed)
         total = None if clip.part else done + count
 
         def tell(through: int) -> None:
@@ -263,7 +262,7 @@ class VideoSession:
             self._check(question)
         return Reply(lambda put: self._answer(question, max_new_tokens, evidence, deadline, put), deadline)
 
-    def _check(self, question: str) -> Live:
+    def _check(self, question: str) -> StreamRunner:
         """The stream to ask; raises `ModelError` where nothing was watched, or the question is not text."""
         self._seam.tail(question)
         if self._live is None or not self.frames:
@@ -282,21 +281,23 @@ class VideoSession:
             with self._working(deadline):
                 live = self._check(question)
                 with live.asked(question, most, evidence, deadline) as asked:
-                    said, reason = answered(self._seam, self.recipe.draft, asked, most, deadline, put)
+                    text, ids, reason = decode_answer(
+                        self._seam, self.recipe.draft, asked, most, deadline, put
+                    )
                     self._meter, told = asked.meter, self._told(asked.meter)
                     drafted = {"drafted": told.draft["proposed"], "accepted": told.draft["accepted"]}
                     counters = told.kv | (
                         {name: float(n) for name, n in drafted.items()} if told.draft["rounds"] else {}
                     )
                     speed = told.ttft_s or 0.0, told.tokens_per_s
-                    return Answer(said.finish(), tuple(said.ids), *speed, asked.evidence(), counters, reason)
+                    return Answer(text, ids, *speed, asked.evidence(), counters, reason)
         except Ended as end:
             return Answer("", (), 0.0, None, counters=self.counters(), finish_reason=end.reason)
 
     @property
     def frames(self) -> int:
         """Frames watched."""
-        return 0 if self._live is None else len(self._live.film.times)
+        return 0 if self._live is None else len(self._live.info.times)
 
     def __len__(self) -> int:
         return self.frames
@@ -307,7 +308,7 @@ class VideoSession:
     @property
     def seconds(self) -> float:
         """When the last frame was shown, from the start of the stream."""
-        return self._live.film.times[-1] if self._live is not None and self._live.film.times else 0.0
+        return self._live.info.times[-1] if self._live is not None and self._live.info.times else 0.0
 
     def counters(self) -> dict[str, float]:
         """Figures of the memory."""
@@ -337,7 +338,7 @@ class VideoSession:
     @property
     def shown(self) -> list[float]:
         """The seconds at which each step of time, a frame or what the model takes as one, began."""
-        film = None if self._live is None else self._live.film
+        film = None if self._live is None else self._live.info
         return [] if film is None else [film.times[first] for first, _ in film.spans]
 
     def save(self, path: str | Path) -> None:
@@ -345,12 +346,12 @@ class VideoSession:
         with self._working():
             if self._live is None:
                 raise ModelError("save: the session has seen no frame; watch something first.")
-            record.save(Path(path), self._seam, self.recipe, self._live)
+            session_io.save(Path(path), self._seam, self.recipe, self._live)
 
     def load(self, path: str | Path) -> None:
         """Go on from what `save` wrote with the same model and kv; when that cannot be used, the session is as it was."""
         with self._working():
-            before, self._live = self._live, record.load(Path(path), self._seam, self.recipe, self._kv)
+            before, self._live = self._live, session_io.load(Path(path), self._seam, self.recipe, self._kv)
             if before is not None:
                 before.state.close()
 

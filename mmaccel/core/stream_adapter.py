@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.kv import StreamState
-from mmaccel.core.places import Places
+from mmaccel.core.positions import PositionIds
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class StreamAdapter(ABC):
         """What follows the video and its marks when `question` is asked; raises `ModelError` for an empty one."""
 
     @abstractmethod
-    def places(self, size: tuple[int, int], fps: float | None) -> Places:
+    def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         """The positions of a stream of frames of `size`, `fps` of them a second (None: not known)."""
 
     @abstractmethod

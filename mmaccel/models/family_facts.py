@@ -23,7 +23,7 @@ from mmaccel.core.attach import ModelFamily
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.modules import home_of
-from mmaccel.core.places import Pace
+from mmaccel.core.positions import Pace
 from mmaccel.core.registry import registry
 from mmaccel.models.install import Hooks
 from mmaccel.models.pointwise import normed, rotated

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.layout import IMAGE, VIDEO
-from mmaccel.core.places import Pace
+from mmaccel.core.positions import Pace
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
 from mmaccel.models.family_facts import VisionTower

@@ -27,7 +27,7 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.execute import kernel_for
 from mmaccel.core.kv import StreamState
 from mmaccel.core.modules import home_of
-from mmaccel.core.places import Places
+from mmaccel.core.positions import PositionIds
 from mmaccel.core.stream_adapter import Clip, StreamAdapter, Tail
 from mmaccel.models.arguments import positions_of
 from mmaccel.models.attaching import gate_of
@@ -195,7 +195,7 @@ class Seam(StreamAdapter):
 
     # Positions.
 
-    def places(self, size: tuple[int, int], fps: float | None) -> Places:
+    def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
         found = [self._positions(size, fps, units) for units in (1, 2, 3)]
         (head, unit, text), (_, _, second), (_, _, third) = found
         inputs = self._prompt(size, fps, 1)[0]
@@ -205,7 +205,7 @@ class Seam(StreamAdapter):
 
         slope = second - text
         limit = positions_of(self.text.config) or 1 << 15
-        made = Places(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
+        made = PositionIds(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
         three = found[2][1]
         same = torch.equal(made.units(0, 3), three[0] if made.axes == 1 else three)
         if third - second != slope or not same:

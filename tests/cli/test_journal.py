@@ -14,7 +14,7 @@ import pytest
 from mmaccel import media
 from mmaccel.cli import main
 from mmaccel.cli.journal import Reading, journal_of, point_of
-from mmaccel.core import record
+from mmaccel.core import session_io
 from mmaccel.core.session import VideoSession
 from mmaccel.media import Video
 from tests.media.films import write_film
@@ -97,7 +97,7 @@ def test_a_killed_watch_goes_on(
             broken.setattr(f"{__name__}.Killed", KeyboardInterrupt)
             killed_after(3, broken)
         else:
-            inner, saves = record.save, [0]
+            inner, saves = session_io.save, [0]
 
             def save(*given: Any) -> None:
                 saves[0] += 1
@@ -107,7 +107,7 @@ def test_a_killed_watch_goes_on(
                 if saves[0] == 3:
                     raise Killed
 
-            broken.setattr(record, "save", save)
+            broken.setattr(session_io, "save", save)
         with pytest.raises((Killed, SystemExit)):
             main(words)
     kept = json.loads((folder / "session.json").read_text())["frames"]

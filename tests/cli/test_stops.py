@@ -234,16 +234,16 @@ def test_a_stop_before_the_command_runs_is_told(
 def test_sigterm_while_a_session_is_saved_waits_for_the_save(
     call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mmaccel.core import record
+    from mmaccel.core import session_io
 
-    real = record.save
+    real = session_io.save
 
     def slow(*given: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.01)
         real(*given)
 
-    monkeypatch.setattr(record, "save", slow)
+    monkeypatch.setattr(session_io, "save", slow)
     words = (
         "watch",
         clip,
@@ -329,9 +329,9 @@ def test_a_watch_stopped_early_says_that_nothing_is_saved(
 def test_a_watch_whose_last_save_is_stopped_says_what_is_saved(
     call: Call, ov: str, clip: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: int
 ) -> None:
-    from mmaccel.core import record
+    from mmaccel.core import session_io
 
-    inner, left = record.save, [saves]
+    inner, left = session_io.save, [saves]
 
     def save(*given: Any) -> None:
         if not left[0]:
@@ -339,7 +339,7 @@ def test_a_watch_whose_last_save_is_stopped_says_what_is_saved(
         left[0] -= 1
         inner(*given)
 
-    monkeypatch.setattr(record, "save", save)
+    monkeypatch.setattr(session_io, "save", save)
     monkeypatch.setattr("mmaccel.cli.journal.Keeper.now_and_then", lambda keeper: keeper.save(False))
     base = ("watch", clip, "--model", ov, "--recipe", "recent", "--fps", 0.25, "--clip", 4)
     status, _, err = call(*base, "--save", tmp_path / "s")

@@ -18,7 +18,7 @@ from safetensors.torch import load as tensors_of
 from safetensors.torch import save_file
 
 import mmaccel
-from mmaccel.core import record
+from mmaccel.core import session_io
 from tests.fuzz.trial import Case, damaged, try_apart, try_here
 from tests.fuzz.values import changed
 from tests.models.streams import QUESTION
@@ -36,7 +36,7 @@ def session(kv: str) -> mmaccel.VideoSession:
 
 def load(kv: str, place: Path, ask: bool) -> Case:
     def work() -> None:
-        record.recipe_of(place)
+        session_io.recipe_of(place)
         session(kv).load(place)
         if ask:
             session(kv).ask(QUESTION, 1)
@@ -84,7 +84,7 @@ def reseal(place: Path) -> None:
     for name, (_, checksum) in facts["files"].items():
         data = (place / name).read_bytes()
         facts["files"][name] = [len(data), None if checksum is None else zlib.crc32(data)]
-    (place / "session.json").write_text(json.dumps(record.sealed(facts)))
+    (place / "session.json").write_text(json.dumps(session_io.sealed(facts)))
 
 
 def saved(chance: random.Random, folder: Path) -> Case:
@@ -104,14 +104,14 @@ def saved(chance: random.Random, folder: Path) -> Case:
     elif name == "session.json" and way < 4:
         told: Any = changed(chance, facts)
         sealed = way and isinstance(told, dict)
-        path.write_text(json.dumps(record.sealed(told) if sealed else told))
+        path.write_text(json.dumps(session_io.sealed(told) if sealed else told))
     elif way < 5:
         path.write_bytes(damaged(chance, path.read_bytes()))
         if name != "session.json":
             # Who changes a file on purpose changes its checksum.
             kept = facts["files"][name][1]
             facts["files"][name] = [path.stat().st_size, kept and zlib.crc32(path.read_bytes())]
-            (place / "session.json").write_text(json.dumps(record.sealed(facts)))
+            (place / "session.json").write_text(json.dumps(session_io.sealed(facts)))
     else:
         path.unlink()
         kind = chance.randrange(4)

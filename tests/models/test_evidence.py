@@ -72,7 +72,7 @@ def test_of_a_question_s_rows_the_words_alone_are_kept(monkeypatch: pytest.Monke
         session.watch(film(7), fps=1.0)
         session.ask(QUESTION, 1)
         tail = session._seam.tail(QUESTION)
-        assert session._live is not None and session._live.film.pending is not None
+        assert session._live is not None and session._live.info.pending is not None
     assert held == [len(tail.ids) - tail.words[0]] * 2
 
 

@@ -47,7 +47,7 @@ def kept(session: mmaccel.VideoSession) -> dict[str, Any]:
     picked = [number for number, _ in live.state.pick()] if hasattr(live.state, "pick") else []
     return {
         **told,
-        "spans": list(live.film.spans),
+        "spans": list(live.info.spans),
         "columns": columns,
         "picked": picked,
         "shown": session.shown,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mmaccel.core import folder, record
+from mmaccel.core import saving, session_io
 from mmaccel.core.errors import ModelError
 from tests.models.streams import FPS, film
 from tests.models.test_session_faults import begun
@@ -94,19 +94,19 @@ def test_a_disk_that_fails_while_it_syncs_leaves_the_former_session(
 
 
 def while_it_loads(monkeypatch: pytest.MonkeyPatch, place: str, work: Callable[[], None]) -> None:
-    """Do `work` when a load first reaches `place` of the module `record`."""
-    inner, left = getattr(record, place), [work]
+    """Do `work` when a load first reaches `place` of the module `session_io`."""
+    inner, left = getattr(session_io, place), [work]
 
     def meanwhile(*given: Any) -> Any:
         if left:
             left.pop()()
         return inner(*given)
 
-    monkeypatch.setattr(record, place, meanwhile)
+    monkeypatch.setattr(session_io, place, meanwhile)
 
 
 @pytest.mark.parametrize("kv", ["recent", "mosaic"])
-@pytest.mark.parametrize("place", ["_check_file", "_print_of", "_fill"])
+@pytest.mark.parametrize("place", ["_check_file", "_print_of", "_read_info"])
 def test_a_load_beside_a_save_reads_what_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str, place: str
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_load_of_a_damaged_session_does_not_try_for_ever(
         session.save(tmp_path / "s")
         (tmp_path / "s" / "data-1" / "film.safetensors").unlink()
         tries = list[int]()
-        inner = record._check_file
+        inner = session_io._check_file
 
         def checked(*given: Any) -> None:
             tries.append(0)
@@ -133,10 +133,10 @@ def test_a_load_of_a_damaged_session_does_not_try_for_ever(
 
         with pytest.raises(ModelError, match=r"film.safetensors is missing"):
             reader.load(tmp_path / "s")
-        monkeypatch.setattr(record, "_check_file", checked)
+        monkeypatch.setattr(session_io, "_check_file", checked)
         with pytest.raises(ModelError, match=r"film.safetensors is missing"):
             reader.load(tmp_path / "s")
-        assert len(tries) == record.READS and len(reader) == 4
+        assert len(tries) == session_io.READS and len(reader) == 4
 
 
 def test_a_save_waits_for_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_a_save_waits_for_another_one(tmp_path: Path, monkeypatch: pytest.Monkey
         assert len(session) == 5
         handle = os.open(place, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX)
-        monkeypatch.setattr(folder, "WAIT_S", 0.2)
+        monkeypatch.setattr(saving, "WAIT_S", 0.2)
         begin = time.monotonic()
         with pytest.raises(ModelError, match=r"another save writes to .* has not ended after 0.2 s; "):
             session.save(place)

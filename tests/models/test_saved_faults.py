@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.core import record, saving
+from mmaccel.core import saving, session_io
 from mmaccel.core.errors import MmaccelError, ModelError, StoreError
 from tests.models.streams import logits, open_session, pair
 from tests.models.test_session_faults import NAME, TIGHT, begun, unharmed
@@ -73,7 +73,7 @@ def test_facts_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, Any])
         path.write_text(json.dumps(facts))
         with pytest.raises(ModelError, match="damaged"):
             session.load(tmp_path / "whole")
-        path.write_text(json.dumps(record.sealed(facts)))
+        path.write_text(json.dumps(session_io.sealed(facts)))
         with pytest.raises(ModelError, match=r"damaged|of another stream"):
             session.load(tmp_path / "whole")
         path.write_text(json.dumps(older))
@@ -99,7 +99,7 @@ def test_no_bit_of_the_facts_goes_unseen(tmp_path: Path) -> None:
         for bit in (1 << place % 8, 32):
             path.write_bytes(data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :])
             try:
-                record.recipe_of(tmp_path / "whole")
+                session_io.recipe_of(tmp_path / "whole")
             except ModelError as error:
                 assert str(error).endswith(".") and "\n" not in str(error)
                 seen += 1
@@ -145,7 +145,7 @@ def test_sessions_of_other_models_and_memories_are_refused(tmp_path: Path) -> No
     (whole / "session.json").write_text(json.dumps({**facts, "version": 99}))
     with begun() as session, unharmed(session, ModelError, "version 99"):
         session.load(whole)
-    (whole / "session.json").write_text(json.dumps(record.sealed({**facts, "dtype": "bfloat16"})))
+    (whole / "session.json").write_text(json.dumps(session_io.sealed({**facts, "dtype": "bfloat16"})))
     with begun() as session, unharmed(session, ModelError, "in bfloat16"):
         session.load(whole)
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load, load_file, save_file
 
 import mmaccel
-from mmaccel.core import folder, record
+from mmaccel.core import saving, session_io
 from mmaccel.core.errors import MmaccelError, ModelError
 from tests.models.streams import FPS, film, logits
 from tests.models.test_session_faults import begun
@@ -96,7 +96,9 @@ def older(place: Path) -> None:
         one.rename(place / one.name)
     data.rmdir()
     files = {name.partition("/")[2]: known for name, known in facts["files"].items()}
-    (place / "session.json").write_text(json.dumps(record.sealed({**facts, "version": 3, "files": files})))
+    (place / "session.json").write_text(
+        json.dumps(session_io.sealed({**facts, "version": 3, "files": files}))
+    )
 
 
 def test_a_session_of_the_version_before_is_read_and_gives_way(tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_a_list_names_nothing_that_no_save_writes(tmp_path: Path, name: str) -> 
         (place / "memory").mkdir()
         (place / "memory" / "link").symlink_to(place.parent)
         facts["files"][name] = [4, None]
-        (place / "session.json").write_text(json.dumps(record.sealed(facts)))
+        (place / "session.json").write_text(json.dumps(session_io.sealed(facts)))
         if name != "memory/link/letter.txt":
             with pytest.raises(ModelError, match="damaged"):
                 session.load(place)
@@ -192,7 +194,7 @@ def test_two_saves_into_one_folder_take_turns(tmp_path: Path, monkeypatch: pytes
     place = tmp_path / "stream"
     with begun("recent", 3) as one, begun("recent", 4) as other, monkeypatch.context() as patch:
         told = list[str]()
-        write = record._print_of
+        write = session_io._print_of
 
         def meanwhile(where: Path, name: Path) -> Any:
             if not told:
@@ -201,8 +203,8 @@ def test_two_saves_into_one_folder_take_turns(tmp_path: Path, monkeypatch: pytes
                 told.append(str(caught.value))
             return write(where, name)
 
-        patch.setattr(record, "_print_of", meanwhile)
-        patch.setattr(folder, "WAIT_S", 0.1)
+        patch.setattr(session_io, "_print_of", meanwhile)
+        patch.setattr(saving, "WAIT_S", 0.1)
         one.save(place)
         other.load(place)
         assert told and len(other) == 3
@@ -225,8 +227,8 @@ def test_what_can_be_no_folder_is_told_before_anything_is_watched(tmp_path: Path
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ModelError, match=r"cannot be written \(.*\); give another path\.$"):
-        folder.writable(tmp_path / name)
-    folder.writable(tmp_path / "new" / "stream")
+        session_io.writable(tmp_path / name)
+    session_io.writable(tmp_path / "new" / "stream")
     assert not (tmp_path / "new").exists()
 
 
@@ -236,7 +238,7 @@ def resealed(place: Path) -> None:
     for name, (_, checksum) in facts["files"].items():
         data = (place / name).read_bytes()
         facts["files"][name] = [len(data), checksum and zlib.crc32(data)]
-    (place / "session.json").write_text(json.dumps(record.sealed(facts)))
+    (place / "session.json").write_text(json.dumps(session_io.sealed(facts)))
 
 
 NUMBERS: list[tuple[str, str, Any]] = [
@@ -289,7 +291,7 @@ def test_a_film_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
             facts["size"] = [10**6, 10**6]
         else:
             save_file({**film, name: film[name] + (9 if name == "spans" else float("nan"))}, path)
-        (place / "session.json").write_text(json.dumps(record.sealed(facts)))
+        (place / "session.json").write_text(json.dumps(session_io.sealed(facts)))
         resealed(place)
         with pytest.raises(ModelError, match=f"{name}.* damaged; save the session again"):
             session.load(place)

@@ -43,7 +43,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tenso
         patch.setitem(block.gate_proj.__dict__, "forward", fed)
         session.watch(film(25), fps=FPS)
         live: Any = session._live
-        unit = live.film.unit
+        unit = live.info.unit
         told = {
             "vision": most["vision"],
             "attention": most["attention"] // unit,

@@ -121,7 +121,7 @@ def test_a_pause_longer_than_the_model_reaches(kv: str, monkeypatch: pytest.Monk
             part = slice(begin, begin + 5)
             session.watch(torch.cat([film(25), film(1)])[part], times=moments[part])
         answer = session.ask(QUESTION, 3)
-        places = session._live.film.stream.places  # type: ignore[union-attr]
+        places = session._live.stream.places  # type: ignore[union-attr]
         assert len(answer.ids) == 3 and torch.isfinite(logits(session)).all()
         assert int(places.own(0, 13).max()) < 400
 

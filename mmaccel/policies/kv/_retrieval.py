@@ -15,7 +15,7 @@ from torch import Tensor
 from mmaccel.backends.ops import clusters, words
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import Stream
-from mmaccel.core.places import Places
+from mmaccel.core.positions import PositionIds
 from mmaccel.core.replay import Replays
 from mmaccel.policies.kv._index import Found, Index
 from mmaccel.policies.kv._prefetch import Prefetcher
@@ -254,7 +254,7 @@ class Retriever:
         return self.index.search_ahead(layer, torch.stack([mean, later]), budget, wide, late)
 
 
-def unit_positions(places: Places, entries: Tensor, count: int, compact: bool) -> Tensor:
+def unit_positions(places: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
     """[k * P] or [3, k * P]: the tokens of ascending units `entries` [k] of `count`, at their own times or closed up."""
     if compact:
         return places.units(0, len(entries))
@@ -264,7 +264,7 @@ def unit_positions(places: Places, entries: Tensor, count: int, compact: bool) -
 
 
 def summary_positions(
-    places: Places, time: Tensor, entries: Tensor, count: int, compact: bool, middle: int
+    places: PositionIds, time: Tensor, entries: Tensor, count: int, compact: bool, middle: int
 ) -> Tensor:
     """[k] or [3, k]: token `middle` of the unit at the mean unit numbers `time` [k]; `compact`: where `entries` are then."""
     if compact and len(entries) < count:

@@ -17,7 +17,7 @@ from mmaccel.core import saving
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import ModelError, RecipeError, shown
 from mmaccel.core.kv import Stream, StreamPolicy
-from mmaccel.core.places import Places
+from mmaccel.core.positions import PositionIds
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values [1, G, n, D]."""
@@ -57,15 +57,15 @@ class WindowedPolicy(StreamPolicy):
 
 
 class Bases:
-    """What to take from the slots of units (`Places`), their numbers where they come evenly, so that places stay within the
-    model's limit while a window is encoded.
+    """What to take from the slots of units (`PositionIds`), their numbers where they come evenly, so that places stay within
+    the model's limit while a window is encoded.
 
     Places are the true ones up to the last unit that fits under the limit. From there on a base is subtracted, a multiple
     of `every`, which is the same for all chunks; only the distance to the head changes with it, not those in the window.
     `reach` is how many units stand at true places under the limit. Before the window `spare` units find places of their own.
     """
 
-    def __init__(self, places: Places, window: int, spare: int = 0) -> None:
+    def __init__(self, places: PositionIds, window: int, spare: int = 0) -> None:
         low, high = 0, 1
         while high < MOST and places.span(high) < places.limit:
             low, high = high, 2 * high

@@ -11,24 +11,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mmaccel
-from mmaccel.core.places import Places
+from mmaccel.core.positions import PositionIds
 from mmaccel.policies.kv._window import Bases
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
 
 HEAD = 5
 
 
-def line(unit: int, limit: int) -> Places:
+def line(unit: int, limit: int) -> PositionIds:
     """1-D places of units of so many tokens after a head of `HEAD`."""
     first = torch.arange(HEAD, HEAD + unit)[None]
-    return Places(torch.arange(HEAD)[None], first, lambda n: torch.arange(n) * unit, HEAD + unit, unit, limit)
+    return PositionIds(
+        torch.arange(HEAD)[None], first, lambda n: torch.arange(n) * unit, HEAD + unit, unit, limit
+    )
 
 
-def grid(limit: int, pace: float = 1.5) -> Places:
+def grid(limit: int, pace: float = 1.5) -> PositionIds:
     """M-RoPE places of units of 2 x 2 tokens, `pace` positions apart, rounded down."""
     cells = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]]) + HEAD
     head = torch.arange(HEAD).expand(3, -1)
-    return Places(head, cells, lambda n: (torch.arange(n) * pace).long(), HEAD + 2, 0, limit)
+    return PositionIds(head, cells, lambda n: (torch.arange(n) * pace).long(), HEAD + 2, 0, limit)
 
 
 def test_places_are_those_of_a_prompt() -> None:
@@ -183,8 +185,8 @@ def test_what_is_encoded_saw_the_head_and_the_window_and_nothing_else(name: str)
             session.watch(part, fps=FPS)
         live = session._live
         assert live is not None
-        head, unit = live.film.stream.head, live.film.unit
-        columns = unit * live.film.stream.units(window)
+        head, unit = live.stream.head, live.info.unit
+        columns = unit * live.stream.units(window)
     ours = torch.cat(outs)
     content = [{"type": "video", "video": frames}, {"type": "text", "text": QUESTION}]
     inputs = processor.chat(content, fps=FPS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmaccel.contract.stream import GEOMETRY, GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, Wheel, draw
 from mmaccel.core.kv import KVView, Piece, Stream, StreamPolicy
-from mmaccel.core.places import Places
+from mmaccel.core.positions import PositionIds
 from mmaccel.policies.kv._tokens import TokenMemory
 
 CPU = torch.device("cpu")
@@ -19,16 +19,18 @@ CPU = torch.device("cpu")
 WHEEL = Wheel()
 
 
-def places(axes: int = 1, limit: int = 10**6) -> Places:
+def places(axes: int = 1, limit: int = 10**6) -> PositionIds:
     """As LLaVA's (one axis: one column after the other), or as Qwen's (a unit stands at one time, its tokens at cells)."""
     if axes == 1:
-        return Places(
+        return PositionIds(
             torch.arange(HEAD)[None], HEAD + torch.arange(TOKENS)[None], lambda n: TOKENS * torch.arange(n),
             HEAD + TOKENS, TOKENS, limit,
         )  # fmt: skip
     cell = torch.arange(TOKENS)
     unit = torch.stack([torch.full((TOKENS,), HEAD), HEAD + cell // 3, HEAD + cell % 3])
-    return Places(torch.arange(HEAD).expand(3, -1), unit, lambda n: 2 * torch.arange(n), HEAD + 4, 2, limit)
+    return PositionIds(
+        torch.arange(HEAD).expand(3, -1), unit, lambda n: 2 * torch.arange(n), HEAD + 4, 2, limit
+    )
 
 
 def raw(layer: int, unit: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmaccel.contract.stream import Wheel
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.kv import KVView, Piece, Stream
-from mmaccel.core.places import Places
+from mmaccel.core.positions import PositionIds
 from mmaccel.policies.kv._archived import ArchivedMemory
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
 from tests.policies.kv.mosaic.scenes import runs
@@ -37,16 +37,18 @@ class Looking(Wheel):
 WHEEL = Looking()
 
 
-def places(axes: int, limit: int) -> Places:
+def places(axes: int, limit: int) -> PositionIds:
     """One axis: one column after the other. Three: a unit stands at one time, its tokens at cells."""
     if axes == 1:
         unit = HEAD + torch.arange(TOKENS)[None]
-        return Places(
+        return PositionIds(
             torch.arange(HEAD)[None], unit, lambda n: TOKENS * torch.arange(n), HEAD + TOKENS, TOKENS, limit
         )
     cell = torch.arange(TOKENS)
     unit = torch.stack([torch.full((TOKENS,), HEAD), HEAD + cell // 3, HEAD + cell % 3])
-    return Places(torch.arange(HEAD).expand(3, -1), unit, lambda n: 2 * torch.arange(n), HEAD + 4, 2, limit)
+    return PositionIds(
+        torch.arange(HEAD).expand(3, -1), unit, lambda n: 2 * torch.arange(n), HEAD + 4, 2, limit
+    )
 
 
 class Driven:

@@ -1,4 +1,4 @@
-"""Where the tokens of a stream stand for the rotary embedding, in the positions of the installed model."""
+"""The rotary positions of the tokens of a stream, as the installed model numbers them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pace(NamedTuple):
     unit: float
 
 
-class Places:
+class PositionIds:
     """Positions of the head, of any unit, and of the text after any number of units.
 
     All results are long, [n], or [3, n] for M-RoPE. A unit's place follows from its number alone: give true numbers for

@@ -1,4 +1,4 @@
-"""A stream at work: frames through the vision tower and the layers into a memory, and questions on top of it."""
+"""Runs one stream: frames through the vision tower and the layers into a memory, and questions on top of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.answer import Evidence, Turn
+from mmaccel.core.answer import Evidence, Question, QuestionRunner
 from mmaccel.core.deadline import Deadline
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.kv import FrameState, Piece, Seen, Stream, StreamPolicy, StreamState
@@ -25,14 +25,14 @@ UNITS = 16
 
 
 @dataclass(eq=False)
-class Film:
+class StreamInfo:
     """What is known of a stream beside its memory.
 
-    size   (height, width) of the frames of the first clip, and `unit` the tokens of a unit they came to
-    fps    the rate of the first clip, for which positions are made
-    timed  whether the times of frames are known, and not made up: positions in seconds then follow them
-    marks  [m, E] features of what ends any video
-    spans  (first frame, frames) of each unit; `times` the seconds at which each frame was shown
+    size     (height, width) of the frames of the first clip; `unit` the tokens of a unit of them
+    fps      the rate of the first clip, for which positions are made
+    marks    [m, E] features of what ends any video
+    timed    whether the times of frames are known, and not made up: positions in seconds then follow them
+    spans    (first frame, frames) of each unit; `times` the seconds at which each frame was shown
     pending  frames of a unit not yet complete; `raw` their (height, width)
     """
 
@@ -40,60 +40,36 @@ class Film:
     fps: float | None
     unit: int
     marks: Tensor
-    stream: Stream
+    timed: bool = False
+    raw: tuple[int, int] | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     pending: Tensor | None = None
-    raw: tuple[int, int] | None = None
-    timed: bool = False
+
+    def shown(self, first: int, count: int | None = None) -> list[float]:
+        """The seconds at which `count` units from number `first` on were shown; None: all of them."""
+        end = None if count is None else first + count
+        return [self.times[frame] for frame, _ in self.spans[first:end]]
 
 
-@dataclass(frozen=True, eq=False)
-class Question:
-    """A question that has run up to its first token: the target of decoding, logits [1, V], ids [n] of the words after the
-    video, for how many tokens of an answer the model has positions (`left`), and what tells the evidence."""
+class StreamRunner:
+    """One stream at work on a model: what is known of it, and its memory."""
 
-    turn: Turn
-    logits: Tensor
-    ids: Tensor
-    meter: Meter
-    left: int
-    evidence: Callable[[], tuple[Evidence, ...]]
-
-
-class Live:
-    """The film and the memory of one stream."""
-
-    def __init__(
-        self, seam: StreamAdapter, kv: StreamPolicy, chunk: int | None, film: Film, state: StreamState
-    ) -> None:
-        self.seam, self.kv, self.film, self.state = seam, kv, film, state
-        self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // film.unit))
+    def __init__(self, seam: StreamAdapter, kv: StreamPolicy, chunk: int | None, info: StreamInfo) -> None:
+        """An empty memory for the stream of `info`. With times and no rate, positions have one unit a second."""
+        self.seam, self.kv, self.info = seam, kv, info
+        self._step = kv.clip or (UNITS if chunk is None else max(1, chunk // info.unit))
         self._hidden = "hidden" in kv.needs
         self._warned = self._full = False
-
-    @classmethod
-    def open(
-        cls,
-        seam: StreamAdapter,
-        kv: StreamPolicy,
-        chunk: int | None,
-        size: tuple[int, int],
-        fps: float | None,
-        unit: int,
-        marks: Tensor,
-        timed: bool = False,
-    ) -> Live:
-        """A stream that has seen nothing. With times and no rate, positions have one unit a second."""
-        stream = Stream(
-            unit=unit,
+        fps = float(seam.pace) if info.timed and info.fps is None else info.fps
+        self.stream = Stream(
+            unit=info.unit,
             head=seam.head().numel(),
             pace=seam.pace,
-            places=seam.places(size, float(seam.pace) if timed and fps is None else fps),
+            places=seam.places(info.size, fps),
             dtype=seam.dtype,
         )
-        state = kv.stream(stream, seam.view.geometry, seam.view, seam.device)
-        return cls(seam, kv, chunk, Film(size, fps, unit, marks, stream, timed=timed), state)
+        self.state = kv.stream(self.stream, seam.view.geometry, seam.view, seam.device)
 
     @classmethod
     def begin(
@@ -104,13 +80,11 @@ class Live:
         frames: Tensor,
         fps: float | None,
         timed: bool = False,
-    ) -> Live:
+    ) -> StreamRunner:
         """A stream of frames like `frames`, its head run; `timed`: their times are known."""
-        some = filled(frames[: seam.pace], seam.pace)
         size = _size(frames)
-        features, marks = seam.features(some, size)
-        live = cls.open(seam, kv, chunk, size, fps, features.shape[1], marks, timed)
-        live.film.raw = size
+        features, marks = seam.features(filled(frames[: seam.pace], seam.pace), size)
+        live = cls(seam, kv, chunk, StreamInfo(size, fps, features.shape[1], marks, timed, size))
         try:
             if not isinstance(live.state, FrameState):
                 live._head(live.state)
@@ -130,34 +104,34 @@ class Live:
     ) -> int:
         """Take in frames [T, 3, H, W] shown at `moments`; calls `progress` with the number read so far. Gives the number
         taken in: when the deadline comes first, those whose passes were complete."""
-        film, pace = self.film, self.seam.pace
-        before = len(film.times)
+        info, pace = self.info, self.seam.pace
+        before = len(info.times)
         frames = self._alike(frames)
-        if film.pending is not None:
-            frames = torch.cat([film.pending.to(frames.device), frames])
+        if info.pending is not None:
+            frames = torch.cat([info.pending.to(frames.device), frames])
         held = frames.shape[0] - len(moments)
-        film.times += moments
+        info.times += moments
         whole = frames.shape[0] // pace
         for first in range(0, whole, self._step):
             if deadline is not None and deadline.over() is not None:
                 taken = max(0, first * pace - held)
-                del film.times[before + taken :]
-                film.pending = film.pending if first == 0 else None
+                del info.times[before + taken :]
+                info.pending = info.pending if first == 0 else None
                 return taken
             last = min(first + self._step, whole)
             self._encode(frames[first * pace : last * pace])
             if progress is not None:
                 progress(last * pace - held)
         rest = frames[whole * pace :]
-        film.pending = rest.clone() if len(rest) else None
+        info.pending = rest.clone() if len(rest) else None
         if progress is not None and len(rest):
-            progress(len(film.times) - before)
+            progress(len(info.times) - before)
         self._tell_of_the_end()
         return len(moments)
 
     def _tell_of_the_end(self) -> None:
         """Warn, once, when the stream leaves no position for a question."""
-        places = self.film.stream.places
+        places = self.stream.places
         units, own = self.state.shown(Piece(kind="question", rows=1))
         if self._full or places.admits(units, 0, 1, own):
             return
@@ -170,51 +144,46 @@ class Live:
 
     def _alike(self, frames: Tensor) -> Tensor:
         """Frames that can follow those before: of their size where a unit is begun. Told once when they are resized."""
-        film, size, seam = self.film, _size(frames), self.seam
-        if size == film.raw:
+        info, size, seam = self.info, _size(frames), self.seam
+        if size == info.raw:
             return frames
-        if not self._warned and not seam.fits(frames, film.size):
+        if not self._warned and not seam.fits(frames, info.size):
             self._warned = True
-            (height, width), (h, w) = film.size, size
+            (height, width), (h, w) = info.size, size
             warn(f"frames of {w}x{h} are resized to {width}x{height}, the size with which the stream began.")
-        if film.pending is not None and film.raw is not None:
-            return seam.resized(frames, film.raw)
-        film.raw = size
+        if info.pending is not None and info.raw is not None:
+            return seam.resized(frames, info.raw)
+        info.raw = size
         return frames
 
     def _encode(self, frames: Tensor) -> None:
         """Whole units into the memory."""
-        film, state, pace = self.film, self.state, self.seam.pace
-        start = sum(film.spans[-1]) if film.spans else 0
+        info, state, pace = self.info, self.state, self.seam.pace
+        start = sum(info.spans[-1]) if info.spans else 0
         if isinstance(state, FrameState):
             state.keep(frames)
-            film.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
+            info.spans += [(start + i, pace) for i in range(0, frames.shape[0], pace)]
             return
-        features, counts = state.merge(self.seam.features(frames, film.size)[0])
+        features, counts = state.merge(self.seam.features(frames, info.size)[0])
         for count in counts:
-            film.spans.append((start, count * pace))
+            info.spans.append((start, count * pace))
             start += count * pace
         self._units(state, features)
 
     def _units(self, state: StreamState, features: Tensor, times: Sequence[float] | None = None) -> None:
-        total, done, film = features.shape[0], 0, self.film
-        if film.timed and times is None:
-            first = state.units()
-            film.stream.places.told(first, [film.times[frame] for frame, _ in film.spans[first:]])
+        total, done, info = features.shape[0], 0, self.info
+        if info.timed and times is None:
+            self.stream.places.told(state.units(), info.shown(state.units()))
         while done < total:
             first = state.units()
             count = state.fit(first, total - done)
             part = features[done : done + count]
-            if times is None:
-                shown = [film.times[frame] for frame, _ in film.spans[first : first + count]]
-            else:
-                shown = list(times[done : done + count])
             piece = Piece(
                 kind="units",
-                rows=count * film.unit,
+                rows=count * info.unit,
                 first=first,
                 count=count,
-                times=tuple(shown),
+                times=tuple(info.shown(first, count) if times is None else times[done : done + count]),
                 look=part.float().mean(1) if "look" in self.kv.needs else None,
             )
             self._pass(state, piece, part.flatten(0, 1))
@@ -248,13 +217,13 @@ class Live:
         `weigh`: its evidence will be asked for. Raises `ModelError`, before anything is run, where the model has no
         position left for an answer, and `Ended` when the deadline comes before the first token.
         """
-        film, state, seam = self.film, self.state, self.seam
+        info, state, seam = self.info, self.state, self.seam
         deadline = Deadline() if deadline is None else deadline
         meter = Meter(started=time.perf_counter())
         tail = seam.tail(question)
         waiting = state.waiting()
-        pending = film.unit * ((film.pending is not None) + (0 if waiting is None else len(waiting)))
-        before = pending + film.marks.shape[0]
+        pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
+        before = pending + info.marks.shape[0]
         piece = Piece(
             kind="question",
             rows=before + tail.ids.numel(),
@@ -263,38 +232,38 @@ class Live:
             room=room,
             weigh=weigh,
         )
-        if film.timed and not isinstance(state, FrameState):
-            film.stream.places.told(state.units(), self._pending_times(waiting))
+        if info.timed and not isinstance(state, FrameState):
+            self.stream.places.told(state.units(), self._pending_times(waiting))
         left = self._left(piece)
         piece = replace(piece, room=min(room, left))  # memory is taken for no more than there are positions
         deadline.check()
         evidence = state.evidence
         if isinstance(state, FrameState):
             state, evidence = self._picked(state, deadline)
-        parts = [film.marks, seam.words(tail.ids)]
-        if film.pending is not None:
-            parts.insert(0, seam.features(filled(film.pending, seam.pace), film.size)[0][0])
+        parts = [info.marks, seam.words(tail.ids)]
+        if info.pending is not None:
+            parts.insert(0, seam.features(filled(info.pending, seam.pace), info.size)[0][0])
         if waiting is not None:
             parts.insert(0, waiting.flatten(0, 1))
-        turn = Turn(seam, state, self._hidden, deadline)
+        runner = QuestionRunner(seam, state, self._hidden, deadline)
         with state.turn():
-            logits = turn.prefill({"piece": piece, "embeds": torch.cat(parts)})
-            meter.prompt_tokens = turn.length()
+            logits = runner.prefill({"piece": piece, "embeds": torch.cat(parts)})
+            meter.prompt_tokens = runner.length()
             shown = (lambda: self._shown(evidence())) if weigh else tuple
-            yield Question(turn, logits, tail.ids, meter, left, shown)
+            yield Question(runner, logits, tail.ids, meter, left, shown)
 
     def _pending_times(self, waiting: Tensor | None) -> list[float]:
         """The times of the units that the memory has not taken in yet."""
-        film, times = self.film, list[float]()
+        info, times = self.info, list[float]()
         if waiting is not None:
-            times.append(film.times[sum(film.spans[-1]) if film.spans else 0])
-        if film.pending is not None:
-            times.append(film.times[-film.pending.shape[0]])
+            times.append(info.times[sum(info.spans[-1]) if info.spans else 0])
+        if info.pending is not None:
+            times.append(info.times[-info.pending.shape[0]])
         return times
 
     def _left(self, piece: Piece) -> int:
         """The number of positions left for an answer; raises `ModelError` when there is none."""
-        places = self.film.stream.places
+        places = self.stream.places
         units, own = self.state.shown(piece)
         last, taken = places.ends(units, piece.pending, piece.rows, own)
         if not places.admits(units, piece.pending, piece.rows, own):
@@ -309,39 +278,38 @@ class Live:
         self, state: FrameState, deadline: Deadline
     ) -> tuple[StreamState, Callable[[], dict[int, Seen]]]:
         """A memory of the frames that a memory of frames picks, and what the answer rests on."""
-        fresh, picked, film = state.fresh(), state.pick(), self.film
+        fresh, picked, info = state.fresh(), state.pick(), self.info
         self._head(fresh)
         for at in range(0, len(picked), self._step):
             deadline.check()
             some = picked[at : at + self._step]
             # Each clip of the stream may have had a size of its own.
             alike = itertools.groupby((one for _, one in some), _size)
-            runs = [self.seam.features(torch.cat(list(frames)), film.size)[0] for _, frames in alike]
-            times = [film.times[film.spans[number][0]] for number, _ in some]
+            runs = [self.seam.features(torch.cat(list(frames)), info.size)[0] for _, frames in alike]
+            times = [info.shown(number, 1)[0] for number, _ in some]
             self._units(fresh, torch.cat(runs), times)
         return fresh, lambda: {number: Seen(1.0, 1.0, None) for number, _ in picked}
 
     def _shown(self, evidence: Mapping[int, Seen]) -> tuple[Evidence, ...]:
-        found = []
-        for number, seen in sorted(evidence.items()):
-            first, count = self.film.spans[number]
-            span, when = (first, first + count - 1), self.film.times[first]
-            found.append(Evidence(span, when, seen.share, seen.retrieved, seen.score))
-        return tuple(found)
+        spans, times = self.info.spans, self.info.times
+        return tuple(
+            Evidence((first, first + count - 1), times[first], seen.share, seen.retrieved, seen.score)
+            for (first, count), seen in ((spans[number], seen) for number, seen in sorted(evidence.items()))
+        )
 
     # Going back.
 
     def mark(self) -> Any:
         """What `back` needs."""
-        film = self.film
-        return self.state.checkpoint(), replace(film), len(film.spans), len(film.times)
+        info = self.info
+        return self.state.checkpoint(), replace(info), len(info.spans), len(info.times)
 
     def back(self, mark: Any) -> None:
         """As it was at `mark`."""
-        held, film, spans, times = mark
+        held, info, spans, times = mark
         # The lists have only grown.
-        del film.spans[spans:], film.times[times:]
-        self.film = film
+        del info.spans[spans:], info.times[times:]
+        self.info = info
         self.state.restore(held)
 
 

@@ -97,8 +97,8 @@ def watch(
     from mmaccel.core.recipe import Recipe
     from mmaccel.core.session import VideoSession
     from mmaccel.core.session_io import recipe_of, writable
-    from mmaccel.media.clock import Log
-    from mmaccel.media.place import is_url
+    from mmaccel.media.address import is_url
+    from mmaccel.media.sampling import Log
 
     if video is None and load is None:
         raise VideoError("watch: there is no video; name one, or a saved session with --load.")

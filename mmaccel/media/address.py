@@ -1,8 +1,10 @@
-"""Checks a path or address before it is opened, and says why it cannot be read."""
+"""Paths and addresses of videos: checks before they are opened, why one cannot be read, and pipes with a deadline."""
 
 from __future__ import annotations
 
+import io
 import os
+import select
 import stat
 
 import av.error
@@ -11,6 +13,8 @@ from mmaccel.core.errors import Field, VideoError, shown
 
 CONCAT = b"ffconcat version 1.0"
 LIST = "is a list of other files, not a video: name the files one by one."
+LONGEST_MS = 2**31 - 1
+"""The longest the system waits, 24 days."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -78,3 +82,46 @@ def why_not_open(name: str, error: Exception) -> tuple[str | Field, ...]:
             ".",
         )
     return (f"{name} cannot be opened: {reason(error)}.",)
+
+
+def is_pipe(name: str) -> bool:
+    """Whether `name` is a named pipe."""
+    try:
+        return stat.S_ISFIFO(os.stat(name).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def ready(number: int, seconds: float) -> bool:
+    """Whether a file has something to read, or is at its end, within `seconds`."""
+    asked = select.poll()  # `select` refuses the files of a program that has many open
+    asked.register(number, select.POLLIN)
+    return bool(asked.poll(min(1e3 * seconds, LONGEST_MS)))
+
+
+class Pipe(io.RawIOBase):
+    """A named pipe opened for reading; raises `TimeoutError` where nothing comes for `timeout` seconds.
+
+    Without a deadline, opening and reading wait forever for a missing writer.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], timeout: float) -> None:
+        super().__init__()
+        self._number, self._timeout = os.open(path, os.O_RDONLY | os.O_NONBLOCK), timeout
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+    def read(self, size: int = -1) -> bytes:
+        # Not ready before the first writer; ready, with nothing to read, once the last has gone.
+        if not ready(self._number, self._timeout):
+            raise TimeoutError(f"nothing came for {self._timeout:g} s")
+        return os.read(self._number, size if size >= 0 else io.DEFAULT_BUFFER_SIZE)
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._number)
+        super().close()

@@ -16,9 +16,8 @@ import av.stream
 from av.format import Flags
 
 from mmaccel.core.errors import Field, VideoError
-from mmaccel.media.clock import Log
-from mmaccel.media.pipe import Pipe, is_pipe
-from mmaccel.media.place import LIST, is_file, is_silence, is_url, named, plain, reason, why_not_open
+from mmaccel.media import address
+from mmaccel.media.sampling import Log
 
 FOREVER = float("inf")
 PATIENCE_S = 30.0
@@ -56,16 +55,16 @@ class Source:
         timeout: float | None = None,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        where = path = plain(os.fspath(path))
-        self._where, self.name = where, named(where)
+        where = path = address.plain(os.fspath(path))
+        self._where, self.name = where, address.named(where)
         self.live = live
         if timeout is not None and not timeout > 0:
             raise VideoError(Field("timeout", value=f"{timeout:g}"), " must be a positive number of seconds.")
-        self.local = file is None and not is_url(path) and format is None and is_file(where)
+        self.local = file is None and not address.is_url(path) and format is None and address.is_file(where)
         if not self.local and timeout is None:
             timeout = PATIENCE_S
-        if file is None and format is None and timeout is not None and is_pipe(where):
-            file = Pipe(where, timeout)
+        if file is None and format is None and timeout is not None and address.is_pipe(where):
+            file = address.Pipe(where, timeout)
         self._timeout, self._wait = timeout, wait
         self._opened_anew = False
         self.damaged: list[float] = []
@@ -116,7 +115,7 @@ class Source:
         try:
             self._container: Any = self._opener()
         except (av.error.FFmpegError, OSError, ValueError) as error:
-            raise VideoError(*why_not_open(self.name, error)) from error
+            raise VideoError(*address.why_not_open(self.name, error)) from error
         try:
             self._stream = self._pick()
         except VideoError:
@@ -129,7 +128,7 @@ class Source:
         container = self._container
         videos = [stream for stream in container.streams.video if not _is_cover(stream)]
         if container.format.name == "concat":
-            raise VideoError(f"{self.name} {LIST}")
+            raise VideoError(f"{self.name} {address.LIST}")
         if container.format.name == "tty":
             # FFmpeg would draw the text as the picture of a terminal.
             raise VideoError(f"{self.name} is text, not a video: name a video file.")
@@ -363,8 +362,8 @@ class Source:
 
     def _again(self, error: Exception) -> Iterator[Any]:
         """The packets of a live source that went silent, opened again; raises `VideoError` where the connection broke."""
-        if not is_silence(error) or self._wait is None:
-            raise VideoError(f"{self.name} broke off: {reason(error)}.") from error
+        if not address.is_silence(error) or self._wait is None:
+            raise VideoError(f"{self.name} broke off: {address.reason(error)}.") from error
         if not self._wait(self._timeout or 0.0):
             return iter(())
         self._container.close()
@@ -377,11 +376,11 @@ class Source:
         """Note why a source that is not live ends in the middle: damage, a stall or a broken connection."""
         if self.local or isinstance(error, av.error.InvalidDataError):
             self.damaged.append(self._read)
-        elif is_silence(error):
+        elif address.is_silence(error):
             stalled = f"it stalled: nothing came for {self._timeout:g} s; raise "
             self.stopped = (stalled, Field("timeout", sign=""), " to wait longer")
         else:
-            self.stopped = (f"it broke off: {reason(error)}",)
+            self.stopped = (f"it broke off: {address.reason(error)}",)
 
     def _flush(self) -> Iterator[av.VideoFrame]:
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import VideoError
-from mmaccel.media.place import is_file
+from mmaccel.media.address import is_file
 from mmaccel.media.reader import read
 from mmaccel.media.sampling import uniform
 from mmaccel.media.video import Video

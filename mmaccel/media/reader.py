@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import Field, VideoError, VideoWarning, warn
-from mmaccel.media.clock import Ticks, rising
 from mmaccel.media.container import Source
 from mmaccel.media.picture import Picture
-from mmaccel.media.sampling import FASTEST, TIE, Thinned, grid, half_tick, nearest, uniform, unless_last
+from mmaccel.media.sampling import FASTEST, TIE, Thinned, Ticks, grid, half_tick, nearest, rising, uniform
 from mmaccel.media.video import Gaps, Progress, Video
 
 Stream = Iterable[tuple[float, av.VideoFrame]]
@@ -186,6 +185,18 @@ def _by_rate(source: Source, fps: float, start: float, stop: float | None, most:
         # A length that is rounded down should not cost every second frame.
         kept = unless_last(kept, most) if total == most else kept
     return Plan(kept, total, fps, slack=1, most=most, ticks=fps)
+
+
+def unless_last(stream: Stream, number: int) -> Stream:
+    """The stream without item `number` where nothing follows it."""
+    held = []
+    for place, item in enumerate(stream):
+        if place == number:
+            held.append(item)
+            continue
+        yield from held
+        held.clear()
+        yield item
 
 
 def _by_number(

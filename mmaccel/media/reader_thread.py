@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from mmaccel.media.pipe import ready
+from mmaccel.media.address import ready
 
 Item = TypeVar("Item")
 
@@ -179,21 +179,17 @@ if hasattr(os, "register_at_fork"):
 
 
 def _pumped(make: Callable[[Line[Item]], Iterator[Item]], line: Line[Item]) -> None:
-    try:
-        _read(make, line)
-    finally:
-        _running.pop(threading.current_thread(), None)
-
-
-def _read(make: Callable[[Line[Item]], Iterator[Item]], line: Line[Item]) -> None:
     end: BaseException = StopIteration()
     try:
-        for item in make(line):
-            if not line.put(item):
-                return
-    except BaseException as error:
-        end = error
-    line.put(end)
+        try:
+            for item in make(line):
+                if not line.put(item):
+                    return
+        except BaseException as error:
+            end = error
+        line.put(end)
+    finally:
+        _running.pop(threading.current_thread(), None)
 
 
 class Growing(io.RawIOBase):

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from mmaccel.core.errors import VideoError, VideoStalled
-from mmaccel.media.clock import Log, Ticks
+from mmaccel.media.address import is_file, is_pipe, is_url, plain
 from mmaccel.media.container import Source
-from mmaccel.media.live import Forked, Growing, Line, Pump, Stall
 from mmaccel.media.picture import Picture
-from mmaccel.media.pipe import is_pipe
-from mmaccel.media.place import is_file, is_url, plain
 from mmaccel.media.reader import Plan, check_gaps, pile, warn_of_loss, warn_of_shrinking
-from mmaccel.media.sampling import TIE, grid, half_tick, nearest
+from mmaccel.media.reader_thread import Forked, Growing, Line, Pump, Stall
+from mmaccel.media.sampling import TIE, Log, Ticks, grid, half_tick, nearest
 from mmaccel.media.video import Event, Gaps, Progress, Video
 
 AHEAD = 8

@@ -22,6 +22,8 @@ Gaps = Literal["hold", "skip", "mark"]
 - "mark": as "hold", and `Video.events` lists gaps and irregular times.
 """
 
+EventKind = Literal["gap", "repeat", "restart", "untimed", "stall"]
+
 
 @dataclass(frozen=True)
 class Event:
@@ -36,7 +38,7 @@ class Event:
     - "stall": nothing came for `seconds`.
     """
 
-    kind: Literal["gap", "repeat", "restart", "untimed", "stall"]
+    kind: EventKind
     time: float
     seconds: float
 

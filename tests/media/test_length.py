@@ -16,7 +16,7 @@ import pytest
 from mmaccel import media
 from mmaccel.media import reader
 from mmaccel.media.container import Source
-from mmaccel.media.sampling import Thinned, unless_last
+from mmaccel.media.sampling import Thinned
 from tests.media.films import Film, numbers
 
 
@@ -85,7 +85,11 @@ def test_thinning_keeps_an_even_part_of_the_whole(most: int, total: int) -> None
 
 
 def test_the_last_of_too_many_by_one_is_left_out() -> None:
-    assert [list(unless_last(range(n), 3)) for n in (3, 4, 5)] == [[0, 1, 2], [0, 1, 2], [0, 1, 2, 3, 4]]
+    assert [list(reader.unless_last(range(n), 3)) for n in (3, 4, 5)] == [
+        [0, 1, 2],
+        [0, 1, 2],
+        [0, 1, 2, 3, 4],
+    ]
 
 
 @pytest.mark.parametrize(

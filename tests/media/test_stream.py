@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from mmaccel.media.live import Growing
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoStalled
+from mmaccel.media.reader_thread import Growing
 from tests.media.films import Film, numbers
 
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}

@@ -146,6 +146,10 @@ class KeySpan:
     ranks     `k_pos` holds 0, 1, 2, ... in each row
     q_first   the coordinates of the rows of an ordered part are q_first, q_first + 1, ...
     complete  the lists name every block that holds a pair in the range
+
+    bias [b, h, N] float32, or None: what is added to the logit of each pair with this key. key, value, or None: keys
+    [B or 1, G or 1, S', D] and values of the span's own, beside those of the sequence, for the key/value heads that the part
+    is for; `k_row` then names rows of these.
     """
 
     k_row: Tensor
@@ -158,6 +162,14 @@ class KeySpan:
     ranks: bool = False
     q_first: int | None = None
     complete: bool = False
+    bias: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+    @property
+    def extra(self) -> bool:
+        """Whether it has a bias, or keys of its own."""
+        return self.bias is not None or self.key is not None
 
     def to(self, device: torch.device | str) -> KeySpan:
         """The same span on `device`."""
@@ -222,6 +234,11 @@ class Part:
         """The same part on `device`."""
         return replace(self, q_row=self.q_row.to(device), spans=tuple(s.to(device) for s in self.spans))
 
+    @property
+    def extra(self) -> bool:
+        """Whether a span has a bias, or keys of its own: not every backend serves that."""
+        return any(span.extra for span in self.spans)
+
     def first(self, rows: int) -> Part:
         """This part without the rows from `rows` on; made once."""
 
@@ -240,6 +257,7 @@ class Part:
             numbers = [UNKNOWN if n is None else n for n in (self.ordered, self.all_rows)]
             for s in self.spans:
                 tensors += [s.k_row, s.q_pos, s.k_pos, s.lists.row, s.lists.index, s.lists.kind]
+                tensors += [s.bias, s.key, s.value]
                 known = (UNKNOWN if n is None else n for n in (s.ordered, s.q_first))
                 numbers += [s.lo, s.hi, *known, int(s.ranks), int(s.complete)]
             return tensors, numbers
@@ -253,15 +271,30 @@ class Part:
         told: list[Any] = [None if n == UNKNOWN else n for n in numbers]
         spans = []
         for s in range((len(numbers) - 2) // 6):
-            k_row, q_pos, k_pos, row, index, kind = tensors[6 * s : 6 * s + 6]
+            k_row, q_pos, k_pos, row, index, kind, *extra = tensors[9 * s : 9 * s + 9]
             assert k_row is not None and q_pos is not None and k_pos is not None
             assert row is not None and kind is not None
             lo, hi, ordered, q_first, ranks, complete = told[2 + 6 * s : 8 + 6 * s]
             lists = BlockLists(row, index, kind)
-            spans.append(
-                KeySpan(k_row, q_pos, k_pos, lo, hi, lists, ordered, bool(ranks), q_first, bool(complete))
-            )
+            known = ordered, bool(ranks), q_first, bool(complete)
+            spans.append(KeySpan(k_row, q_pos, k_pos, lo, hi, lists, *known, *extra))
         return Part(q_row, tuple(spans), ordered=told[0], all_rows=told[1])
+
+
+def with_own_keys(
+    key: Tensor, value: Tensor, spans: Sequence[KeySpan]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """key and value [B, G, S, D] with the spans' own behind them, and `k_row` of each span in these."""
+    B, G, begin = *key.shape[:2], key.shape[2]
+    keys, values, rows = [key], [value], []
+    for span in spans:
+        rows.append(span.k_row)
+        if span.key is not None and span.value is not None:
+            rows[-1] = torch.where(span.k_row >= 0, span.k_row + begin, -1)
+            keys.append(span.key.to(key.dtype).expand(B, G, -1, -1))
+            values.append(span.value.to(value.dtype).expand(B, G, -1, -1))
+            begin += span.key.shape[2]
+    return (key, value, rows) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2), rows)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from mmaccel.backends.block_attend import ABSENT, FULL, Part, define, in_query_order, lse_dtype, takes_part
+from mmaccel.backends.block_attend import (
+    ABSENT,
+    FULL,
+    Part,
+    define,
+    in_query_order,
+    lse_dtype,
+    takes_part,
+    with_own_keys,
+)
 
 
 def usable(device: torch.device) -> str | None:
@@ -40,12 +49,24 @@ def block_attend(
 ) -> tuple[Tensor, Tensor]:
     """See `mmaccel.backends.block_attend.block_attend`. Compiled on CUDA; eager on CPU, where compiled flex gives no lse."""
     (B, H), q_row = query.shape[:2], part.q_row
-    mask, k_rows = block_mask(part, block_q, block_k, (B, H))
+    mask, _ = block_mask(part, block_q, block_k, (B, H))
+    key, value, rows_of = with_own_keys(key, value, part.spans)
+    k_rows = side_by_side(rows_of, B, H)
+    score = None
+    if any(s.bias is not None for s in part.spans):
+        none = torch.zeros((), device=query.device)
+        bias = side_by_side([none.expand_as(s.k_row) if s.bias is None else s.bias for s in part.spans], B, H)
+        own = bias.shape[1] > 1
+
+        def score(x: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return x + bias[b, h if own else 0, k].to(x.dtype)
+
     flex = _compiled() if query.is_cuda else flex_attention
     out, aux = flex(
         gather(query, q_row.expand(B, -1, -1)),
         gather(key, k_rows, H),
         gather(value, k_rows, H),
+        score_mod=score,
         block_mask=mask,
         scale=scale,
         enable_gqa=k_rows.shape[1] == 1 and key.shape[1] != H,
@@ -75,12 +96,17 @@ def gather(x: Tensor, row: Tensor, heads: int = 0) -> Tensor:
     return x.reshape(B * X * S, D).index_select(0, address.reshape(-1)).view(B, count, -1, D)
 
 
+def side_by_side(tensors: list[Tensor], batch: int, heads: int) -> Tensor:
+    """Tensors [b, h, n] of all spans as one [B, 1 or H, n]."""
+    h = heads if any(t.shape[1] > 1 for t in tensors) else 1
+    return torch.cat([t.expand(batch, h, -1) for t in tensors], -1)
+
+
 def block_mask(part: Part, block_q: int, block_k: int, lead: tuple[int, int]) -> tuple[BlockMask, Tensor]:
     """The mask of a part for `lead` (batch, heads), and its key rows, all spans side by side, [B, 1 or H, keys]."""
     (B, H), spans, q_row = lead, part.spans, part.q_row
     device = q_row.device
-    own = any(s.k_row.shape[1] > 1 for s in spans)
-    k_rows = torch.cat([s.k_row.expand(B, H if own else 1, -1) for s in spans], -1)
+    k_rows = side_by_side([s.k_row for s in spans], B, H)
     table = torch.cat([s.lists.table().expand(B, H, -1, -1) for s in spans], -1)
     lengths = torch.tensor([s.k_row.shape[-1] for s in spans], device=device)
     owner = torch.repeat_interleave(torch.arange(len(spans), device=device), lengths)

@@ -134,6 +134,13 @@ def get(name: str, device: torch.device | str) -> BlockAttend:
     return op
 
 
+def serving_extra(kernel: BlockAttend, device: torch.device) -> BlockAttend:
+    """`kernel`, or the first operator on `device` that serves spans with a bias or keys of their own, if it does not."""
+    if getattr(kernel, "extra", True):
+        return kernel
+    return next(op for name in _candidates(device) if getattr(op := get(name, device), "extra", True))
+
+
 def _candidates(device: torch.device) -> tuple[str, ...]:
     names = PREFERENCE.get(device.type, ("reference",))
     return tuple(n for n in names if _why_not(n, device) is None) or ("reference",)

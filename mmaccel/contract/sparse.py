@@ -39,7 +39,7 @@ def check_plan(
 ) -> AttentionPlan | None:
     """The plan of `pattern`; raises `RecipeError` where it breaks the contract. For small sizes."""
     who = f"sparse {pattern.name!r}"
-    plan = pattern.plan(query, key, q_layout, k_layout)
+    plan = pattern.plan_layer(query, key, key, q_layout, k_layout)
     if plan is None:
         return None
     check_sizes(plan, pattern.name, query, key, whole=not k_layout.padded)
@@ -83,9 +83,10 @@ def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
     """Lists hold each block once, and a kind promises no more than is true of its block."""
     h = len(range(plan.heads)[part.of(plan.heads)])
     bq, bk, n = plan.block_q, plan.block_k, span.k_row.shape[-1] // plan.block_k
-    if int(span.k_row.max()) >= plan.n_key or int(span.k_row.min()) < -1:
+    keys = plan.n_key if span.key is None else span.key.shape[2]
+    if int(span.k_row.max()) >= keys or int(span.k_row.min()) < -1:
         raise RecipeError(
-            f"{who}: k_row holds {int(span.k_row.max())} of {plan.n_key} keys; give rows, and -1 for none."
+            f"{who}: k_row holds {int(span.k_row.max())} of {keys} keys; give rows, and -1 for none."
         )
     b, t = span.lists.row.shape[:2]
     if b not in (1, plan.batch) or t not in (1, h) or bool((span.lists.count < 0).any()):
@@ -124,8 +125,10 @@ def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
 def _pairs(plan: AttentionPlan, who: str, queries: TokenLayout, keys: TokenLayout) -> None:
     """No pair of the future or of padding, and none twice."""
     count = plan.count_mask()
-    ahead = keys.position[:, None] > queries.position[:, :, None]
-    nothing = ~keys.valid[:, None] | ~queries.valid[:, :, None]
+    # Keys of a span's own have no place in the sequence.
+    own = (0, count.shape[-1] - plan.n_key)
+    ahead = torch.nn.functional.pad(keys.position[:, None] > queries.position[:, :, None], own)
+    nothing = torch.nn.functional.pad(~keys.valid[:, None], own) | ~queries.valid[:, :, None]
     for wrong, told in (
         (count * (nothing[:, None]), "one of them padding; put -1 in its place (`natural` does)"),
         (

@@ -219,7 +219,7 @@ class Run:
         plan = None
         sparse = not limited and self.prefill and rows >= MIN_ROWS and self.road.sparse(layer)
         if sparse and self.road.pays(layer, query, key.shape[2], self):
-            plan = self._plan(layer, query, key)
+            plan = self._plan(layer, query, key, value)
         if plan is not None:
             return self._sparse(layer, plan, query, key, value, scale)
         self._count(layer, rows, None, query)
@@ -254,8 +254,8 @@ class Run:
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
 
-    def _plan(self, layer: int, query: Tensor, key: Tensor) -> AttentionPlan | None:
-        plan = self.road.recipe.sparse.at(layer).plan(query, key, self.queries, self.layout)
+    def _plan(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> AttentionPlan | None:
+        plan = self.road.recipe.sparse.at(layer).plan_layer(query, key, value, self.queries, self.layout)
         if plan is not None:
             self.road.check_length(self.layout.length + self.rest)
             check_sizes(plan, self.road.recipe.sparse.name, query, key, whole=not self.layout.padded)

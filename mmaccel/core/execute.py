@@ -52,6 +52,8 @@ def attend_part(
     groups = slice(heads.start // group, (heads.stop - 1) // group + 1)
     q, k, v = query[:, heads], key[:, groups], value[:, groups]
     blocks = plan.block_q, plan.block_k
+    if part.extra:
+        backend = select.serving_extra(backend, query.device)
     prepared = prepare(backend, part, q, k, *blocks, rows)
     return backend(q, k, v, *part.pack(), *blocks, scale, rows, *prepared)
 

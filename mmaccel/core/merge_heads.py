@@ -60,15 +60,17 @@ def merge_plans(
     sizes = {(p.block_q, p.block_k, p.batch, p.n_query, p.n_key) for _, p in sparse}
     if len(sizes) > 1:
         raise ValueError(f"plans of different blocks or tensors do not mix: {sorted(sizes)}")
-    families: dict[tuple[int, bool], list[Member]] = {}
-    for some, plan in sparse:
+    families: dict[tuple[int, bool, int], list[Member]] = {}
+    for i, (some, plan) in enumerate(sparse):
         for number in sorted({part.merge_group for part in plan.parts}):
             parts = [part for part in plan.parts if part.merge_group == number]
             in_order = all(span.lists.index is None for part in parts for span in part.spans)
-            families.setdefault((number, in_order), []).append(Member(some, parts))
+            # Keys of a span's own are of the heads that it was planned for.
+            own = i if any(span.key is not None for part in parts for span in part.spans) else -1
+            families.setdefault((number, in_order, own), []).append(Member(some, parts))
     packer = TensorPacker()
     drafts = []
-    for (number, _), members in sorted(families.items(), key=lambda family: family[0][0]):
+    for (number, *_), members in sorted(families.items(), key=lambda family: family[0][0]):
         head_range = HeadRange.of([head for member in members for head in member.heads], group)
         drafts.append(_draft(packer, members, head_range, (first.block_q, first.block_k), number))
     packer.flush()
@@ -197,7 +199,7 @@ class Lead:
         parts = [part for member in members for part in member.parts]
         tensors = [part.q_row for part in parts]
         for s in (s for part in parts for s in part.spans):
-            tensors += [s.k_row, s.q_pos, s.k_pos, s.lists.row]
+            tensors += [s.k_row, s.q_pos, s.k_pos, s.lists.row, *([] if s.bias is None else [s.bias])]
         batch, most = (max(t.shape[i] for t in tensors) for i in (0, 1))
         if head_range is None:
             return cls(packer, batch, most, members[0].heads[0])
@@ -231,7 +233,7 @@ class Piece(NamedTuple):
     def keys(self) -> Any:
         """What tells its keys from others: where they lie, or while a graph is traced, which tensors they are."""
         traced = torch.compiler.is_compiling()  # an address is not known there
-        keys = self.span.k_row, self.span.k_pos
+        keys = [t for t in (self.span.k_row, self.span.k_pos, self.span.bias) if t is not None]
         return tuple((id(t) if traced else t.data_ptr(), t.shape, t.stride()) for t in keys)
 
 
@@ -253,16 +255,16 @@ def _draft(
         list(accumulate((part.q_row.shape[-1] + -part.q_row.shape[-1] % step for part in m.parts), initial=0))
         for m in members
     ]
-    slots: dict[tuple[int, bool, int], list[Piece]] = {}
+    slots: dict[tuple[Any, ...], list[Piece]] = {}
     rows = max(begins[-1] for begins in ends)
     q_row = lead.add(rows, -1, torch.int32)
     for member, begins in zip(members, ends, strict=True):
         for part, begin in zip(member.parts, begins, strict=False):
             lead.put(q_row, member.heads, part.q_row, begin)
-            seen: dict[tuple[int, bool], int] = {}
+            seen: dict[tuple[Any, ...], int] = {}
             for span in sorted(part.spans, key=lambda s: -s.k_row.shape[-1]):
                 piece = Piece(member.heads, begin, span)
-                kind = piece.hi, span.lists.index is None
+                kind = piece.hi, span.lists.index is None, span.bias is None, id(span.key), id(span.value)
                 number = seen[kind] = seen.get(kind, -1) + 1
                 slots.setdefault((*kind, number), []).append(piece)
     spans = [_span(some, lead, rows, blocks) for some in slots.values()]
@@ -288,7 +290,8 @@ def _all_rows(parts: Sequence[Part]) -> int | None:
 def _span(some: list[Piece], lead: Lead, rows: int, blocks: tuple[int, int]) -> Callable[[], KeySpan]:
     """One span of all pieces: of each head the keys of its pieces follow one another, those of one order once."""
     one = some[0].span
-    shared = len({p.keys for p in some}) == 1 and one.k_row.shape[1] == one.k_pos.shape[1] == 1
+    alike = all(t is None or t.shape[1] == 1 for t in (one.k_row, one.k_pos, one.bias))
+    shared = len({p.keys for p in some}) == 1 and alike
     # Keys that are those of all who list any need not be repeated for each head.
     keys = replace(lead, heads=1, first=0) if shared else lead
     known: dict[tuple[int, ...], dict[Any, int]] = {}
@@ -304,6 +307,8 @@ def _span(some: list[Piece], lead: Lead, rows: int, blocks: tuple[int, int]) -> 
     wide = any(t.dtype == torch.int64 for p in some for t in (p.span.q_pos, p.span.k_pos))
     dtype = torch.int64 if wide else torch.int32
     k_row, k_pos = keys.add(width, -1, torch.int32), keys.add(width, 0, dtype)
+    # A bias goes as its bits.
+    bias = None if one.bias is None else keys.add(width, 0, torch.int32)
     q_pos = lead.add(rows, -1, dtype)
     kind = keys.add(width // blocks[1], ABSENT, torch.int8)
     row = lead.add(rows // blocks[0], 0, torch.int64, 5)
@@ -327,10 +332,14 @@ def _span(some: list[Piece], lead: Lead, rows: int, blocks: tuple[int, int]) -> 
             keys.put(k_row, heads, p.span.k_row, begin)
             keys.put(k_pos, heads, p.span.k_pos, begin)
             keys.put(kind, heads, lists.kind, first)
+            if bias is not None and p.span.bias is not None:
+                keys.put(bias, heads, p.span.bias.view(torch.int32), begin)
 
     def made() -> KeySpan:
         tensor = lead.packer.tensor
         lists = BlockLists(tensor(row), None if index is None else tensor(index).flatten(), tensor(kind))
-        return KeySpan(tensor(k_row), tensor(q_pos), tensor(k_pos), 0, some[0].hi, lists)
+        extra: dict[str, Any] = dict(key=one.key, value=one.value)
+        extra |= dict(bias=None if bias is None else tensor(bias).view(torch.float32))
+        return KeySpan(tensor(k_row), tensor(q_pos), tensor(k_pos), 0, some[0].hi, lists, **extra)
 
     return made

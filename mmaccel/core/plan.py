@@ -12,7 +12,7 @@ Leading dimensions b and h are B and H, or 1 where all sequences or heads share 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -133,31 +133,58 @@ class AttentionPlan:
 
         return remember(self.memo, ("first", rows), cut)
 
+    @property
+    def own_keys(self) -> list[tuple[Tensor, Tensor]]:
+        """The keys and values that spans have of their own, each tensor once. In `to_mask` their columns follow `n_key`."""
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for span in (span for part in self.parts for span in part.spans):
+            if span.key is not None and span.value is not None:
+                found.setdefault(id(span.key), (span.key, span.value))
+        return list(found.values())
+
     def count_mask(self) -> Tensor:
-        """[B, H, n_query, n_key] uint8: in how many spans a pair is computed. Anything above 1 is a fault of the planner."""
+        """[B, H, n_query, n_key] uint8: in how many spans a pair is computed. Anything above 1 is a fault of the planner.
+        Columns of `own_keys` follow."""
+        return self._scattered(torch.uint8, lambda span: torch.ones_like(span.k_row, dtype=torch.uint8))
+
+    def to_bias(self) -> Tensor:
+        """As `count_mask`, float32: what spans add to the logit of each pair that they compute."""
+
+        def bias(span: KeySpan) -> Tensor:
+            return torch.zeros_like(span.k_row, dtype=torch.float32) if span.bias is None else span.bias
+
+        return self._scattered(torch.float32, bias)
+
+    def _scattered(self, dtype: torch.dtype, of: Callable[[KeySpan], Tensor]) -> Tensor:
+        """The sum over all spans of what `of` gives [b, h, N] for their keys, where they compute a pair."""
         B, H = self.batch, self.heads
         device = self.parts[0].q_row.device
-        total = torch.zeros(B, H, self.n_query + 1, self.n_key + 1, dtype=torch.uint8, device=device)
+        begins, columns = {}, self.n_key
+        for key, _ in self.own_keys:
+            begins[id(key)] = columns
+            columns += key.shape[2]
+        total = torch.zeros(B, H, self.n_query + 1, columns + 1, dtype=dtype, device=device)
         for part in self.parts:
             some = total[:, part.of(H)]
             h = some.shape[1]
             q_row = part.q_row.expand(B, h, -1).long()
             for span in part.spans:
                 seen = element_mask(part, span, self.block_q, self.block_k).expand(B, h, -1, -1)
-                k_row = span.k_row.expand(B, h, -1).long()
-                wide = torch.zeros(B, h, seen.shape[2], self.n_key + 1, dtype=torch.uint8, device=device)
-                wide.scatter_add_(
-                    3, _or_last(k_row, self.n_key)[:, :, None].expand_as(seen), seen.to(torch.uint8)
-                )
-                rows = _or_last(q_row, self.n_query)[..., None].expand_as(wide)
+                begin = 0 if span.key is None else begins[id(span.key)]
+                column = torch.where(span.k_row >= 0, span.k_row + begin, columns).expand(B, h, -1).long()
+                wide = torch.zeros(B, h, seen.shape[2], columns + 1, dtype=dtype, device=device)
+                worth = seen * of(span).expand(B, h, -1)[:, :, None]
+                wide.scatter_add_(3, column[:, :, None].expand_as(seen), worth)
+                rows = torch.where(q_row >= 0, q_row, self.n_query)[..., None].expand_as(wide)
                 some.scatter_add_(2, rows, wide)
         total = total[:, :, :-1, :-1]
-        if self.dense is not None:
-            total[:, list(self.dense.heads)] += self.dense.mask()[:, None].to(torch.uint8)
+        if self.dense is not None and dtype == torch.uint8:
+            total[:, list(self.dense.heads), :, : self.n_key] += self.dense.mask()[:, None].to(torch.uint8)
         return total
 
     def to_mask(self) -> Tensor:
-        """[B, H, n_query, n_key] bool: the exact pairs this plan computes. For tests and pictures, not for long inputs."""
+        """[B, H, n_query, n_key] bool: the exact pairs this plan computes, columns of `own_keys` behind. For tests and
+        pictures, not for long inputs."""
         return self.count_mask() > 0
 
     def listed_pairs(self) -> Tensor:
@@ -215,7 +242,10 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
                     f"sparse {who!r}: {name} of a part is {list(tensor.shape)}; give [1 or {B}, 1 or {h}, {count}], the "
                     f"last in whole blocks of {block} (`pad_rows`)."
                 )
+        group = H // key.shape[1]
+        groups = (heads.stop - 1) // group - heads.start // group + 1
         for i, span in enumerate(part.spans):
+            _check_extra(span, f"sparse {who!r}: span {i} of a part", (B, h), groups, key.shape[3])
             if span.lists.blocks != rows // plan.block_q:
                 raise RecipeError(
                     f"sparse {who!r}: the lists of span {i} are of {span.lists.blocks} blocks of queries, and its "
@@ -227,6 +257,28 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
         if whole and rows < n and (plan.dense is None or head not in plan.dense.heads):
             raise RecipeError(
                 f"sparse {who!r}: the plan's parts hold {rows} of {n} rows of head {head}; put each row in a part."
+            )
+
+
+def _check_extra(span: KeySpan, where: str, lead: tuple[int, int], groups: int, size: int) -> None:
+    """Raise `RecipeError` for a bias or own keys of a wrong shape."""
+    if span.bias is not None:
+        (B, h), N, shape = lead, span.k_row.shape[-1], span.bias.shape
+        right = span.bias.ndim == 3 and shape[0] in (1, B) and shape[1] in (1, h) and shape[2] == N
+        if not right or span.bias.dtype != torch.float32:
+            raise RecipeError(
+                f"{where} has a bias of {list(shape)} in {span.bias.dtype}; give [1 or {B}, 1 or {h}, {N}] in float32."
+            )
+    if (span.key is None) != (span.value is None):
+        raise RecipeError(f"{where} has keys or values of its own alone; give both, or neither.")
+    for tensor in (span.key, span.value):
+        if tensor is None:
+            continue
+        right = tensor.ndim == 4 and tensor.shape[0] in (1, lead[0]) and tensor.shape[1] in (1, groups)
+        if not right or span.key is None or span.key.shape[3] != size or tensor.shape[2] != span.key.shape[2]:
+            raise RecipeError(
+                f"{where} has keys or values of its own of {list(tensor.shape)}; give [1 or {lead[0]}, 1 or {groups}, keys, "
+                f"{size}]."
             )
 
 
@@ -344,7 +396,3 @@ def _edges(pos: Tensor, has: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 def _blocks(x: Tensor, block: int) -> Tensor:
     return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
-
-
-def _or_last(rows: Tensor, last: int) -> Tensor:
-    return torch.where(rows >= 0, rows, last)

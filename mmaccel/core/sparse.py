@@ -31,11 +31,13 @@ class SparsePattern(Policy, ABC):
     adaptive  the plan looks at queries and keys, not only at the layout
     rounded   the plan lists whole blocks beyond the paper's element mask (element <= plan <= its block closure)
     dense     it plans nothing by itself: prefill stays dense
+    reads_values  the plan looks at values too, as pooled keys need pooled values: `plan` is given `value`
     """
 
     adaptive: ClassVar[bool] = False
     rounded: ClassVar[bool] = False
     dense: ClassVar[bool] = False
+    reads_values: ClassVar[bool] = False
 
     block: int = 64
 
@@ -72,6 +74,13 @@ class SparsePattern(Policy, ABC):
         A pattern that looks at few rows of the queries need not have those of some heads copied.
         """
         return self.plan(run.of(query), key[:, run.groups], q_layout, k_layout)
+
+    def plan_layer(
+        self, query: Tensor, key: Tensor, value: Tensor | None, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
+        """As `plan`, for whoever has the values [B, G, n_key, D] too: they go to a pattern that reads them."""
+        more = {} if value is None or not self.reads_values else {"value": value}
+        return self.plan(query, key, q_layout, k_layout, **more)
 
     def bind(self, model: ModelView) -> SparsePattern:
         """This pattern as it serves `model`, asked once when a recipe is attached; `RecipeError` where it cannot."""

@@ -8,21 +8,27 @@ from torch import Tensor
 from mmaccel.core.plan import AttentionPlan, Part
 
 
-def masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention under a bool mask [B, H or 1, Sq, Sk], in the type of the inputs; rows that see nothing are zero."""
+def masked(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, bias: Tensor | None = None
+) -> Tensor:
+    """Attention under a bool mask [B, H or 1, Sq, Sk], in the type of the inputs; rows that see nothing are zero. `bias`, of
+    that shape, is added to the logits."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    score = (query * scale) @ key.transpose(2, 3)
+    score = (query * scale) @ key.transpose(2, 3) + (0.0 if bias is None else bias.to(query.dtype))
     weight = score.masked_fill(~mask, -torch.inf).softmax(-1)
     return weight.masked_fill(~mask, 0.0) @ value
 
 
-def log_sum_exp(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> Tensor:
+def log_sum_exp(query: Tensor, key: Tensor, mask: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
     score = (query * scale) @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
+    score = score + (0.0 if bias is None else bias.to(query.dtype))
     return score.masked_fill(~mask, -torch.inf).logsumexp(-1)
 
 
-def budget(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, float]:
+def budget(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, float]:
     """The answer in float64, and the most a backend may be off it in the type of the inputs.
 
     That is twice what plain attention in that type is off, over a few orders of summation (a plan has an order of its
@@ -31,8 +37,8 @@ def budget(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     relative error e of score s moves an output by e * p * |s| * |v| at most, summed over the keys.
     """
     wide = query.double(), key.double(), value.double()
-    exact = masked(*wide, mask, scale)
-    turned = float(_moved(*wide, mask, scale).max()) * torch.finfo(torch.float32).eps / 2
+    exact = masked(*wide, mask, scale, bias)
+    turned = float(_moved(*wide, mask, scale, bias).max()) * torch.finfo(torch.float32).eps / 2
     generator = torch.Generator().manual_seed(0)
     orders = [torch.arange(key.shape[2])] + [
         torch.randperm(key.shape[2], generator=generator) for _ in range(4)
@@ -40,16 +46,19 @@ def budget(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
     error = 0.0
     for order in orders:
         order = order.to(key.device)
-        plain = masked(query, key[:, :, order], value[:, :, order], mask[..., order], scale).double()
+        some = None if bias is None else bias[..., order]
+        plain = masked(query, key[:, :, order], value[:, :, order], mask[..., order], scale, some).double()
         error = max(error, float((plain - exact).abs().max()))
     return exact, 2 * error + torch.finfo(query.dtype).eps * float(exact.abs().max()) + turned
 
 
-def _moved(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _moved(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, bias: Tensor | None
+) -> Tensor:
     """Sum over the keys of p * |s| * |v|, for each output."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    score = (query * scale) @ key.transpose(2, 3)
+    score = (query * scale) @ key.transpose(2, 3) + (0.0 if bias is None else bias.to(query.dtype))
     weight = score.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
     return (weight * score.abs()) @ value.abs()
 

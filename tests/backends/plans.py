@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -82,3 +84,25 @@ def random_plan(
         )
         spans.append(span_from_table(q_row, k_row, q_pos, k_pos, lo, hi, table, block_q, block_k))
     return AttentionPlan((Part(q_row, tuple(spans)),), block_q, block_k, batch, heads, n_query, n_key)
+
+
+def with_extras(plan: AttentionPlan, groups: int, size: int, seed: int) -> AttentionPlan:
+    """`plan` with biases, and spans of keys of their own: one for each head, one that all heads and sequences share."""
+    rng = torch.Generator().manual_seed(seed)
+    part, (first, *rest) = plan.parts[0], plan.parts[0].spans
+    spans = [replace(first, bias=torch.randn(first.k_row.shape, generator=rng)), *rest]
+    b, h, P = part.q_row.shape
+    for lead, shared in (((b, h), False), ((1, 1), True)):
+        n = 40
+        key, value = (
+            torch.randn(1 if shared else plan.batch, 1 if shared else groups, n, size, generator=rng)
+            for _ in range(2)
+        )
+        k_row = pad_rows(torch.rand(*lead, n - 3, generator=rng).argsort(-1).int(), plan.block_k)
+        at, none = torch.zeros(*lead, P, dtype=torch.int32), torch.zeros_like(k_row)
+        table = torch.rand(b, h, P // plan.block_q, k_row.shape[-1] // plan.block_k, generator=rng) < 0.8
+        span = span_from_table(part.q_row, k_row, at, none, 0, 1, table, plan.block_q, plan.block_k)
+        # Keys that stand for many: the logarithm of their number.
+        count = torch.randint(1, 50, k_row.shape, generator=rng).float().log()
+        spans.append(replace(span, key=key, value=value, bias=None if shared else count))
+    return replace(plan, parts=(replace(part, spans=tuple(spans)),))

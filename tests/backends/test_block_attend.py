@@ -16,7 +16,7 @@ from mmaccel.core.execute import attend_plan
 from mmaccel.core.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
 
 from .oracle import budget, log_sum_exp, masked
-from .plans import PATTERNS, pattern_plan, random_plan
+from .plans import PATTERNS, pattern_plan, random_plan, with_extras
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -73,6 +73,31 @@ def test_random_plans(backend: str, seed: int, lead: str, groups: int, sizes: tu
     exact, allowed = budget(query, key, value, mask, 0.25)
     assert float((out.double() - exact).abs().max()) <= allowed
     assert torch.equal(lse == -torch.inf, ~mask.any(-1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 2**16),
+    lead=st.sampled_from(["", "b", "h", "bh"]),
+    groups=st.sampled_from([1, 2, 4]),
+)
+def test_biases_and_keys_of_their_own(backend: str, seed: int, lead: str, groups: int) -> None:
+    """Against float64 over the keys of the sequence and those of the spans; the plan says what it adds and computes."""
+    plan = with_extras(random_plan(seed, lead=lead), groups, 16, seed)
+    (query, key, value), plan = move(plan, draw(plan, groups, 16, seed), torch.float32)
+    assert plan.parts[0].extra and plan.count_mask().max() <= 1
+    out, lse = attend_plan(plan, query, key, value, 0.25, select.get(backend, DEVICE))
+    for own in plan.own_keys:
+        key, value = (
+            torch.cat([t, o.expand(*t.shape[:2], -1, -1)], 2) for t, o in zip((key, value), own, strict=True)
+        )
+    mask, bias = plan.to_mask(), plan.to_bias()
+    assert mask.shape[-1] == key.shape[2] == plan.n_key + 80 and bias[..., plan.n_key :].any()
+    exact, allowed = budget(query, key, value, mask, 0.25, bias)
+    assert float((out.double() - exact).abs().max()) <= allowed
+    wide = log_sum_exp(query.double(), key.double(), mask, 0.25, bias.double())
+    torch.testing.assert_close(lse.double(), wide, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", list(PATTERNS))

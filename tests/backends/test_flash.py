@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmaccel.backends import cost, flash, select
 from mmaccel.backends.flash import attend
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.plan import AttentionPlan
 from mmaccel.policies.sparse import AShape, BlockTopK, TriShape
@@ -28,7 +29,7 @@ from tests.policies.sparse.test_no_reads import NoReads
 
 from .flash_cases import check, recorded, written_out
 from .oracle import flat
-from .plans import PATTERNS, SCENE, random_plan
+from .plans import PATTERNS, SCENE, random_plan, with_extras
 
 
 @pytest.fixture
@@ -222,6 +223,19 @@ def test_nothing_is_read_back(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(attend, "call", nothing)
     with NoReads():
+        attend_plan(plan, *tensors, 0.2, attend.block_attend)
+
+
+def test_another_backend_serves_what_is_declined(calls: list[tuple[Any, ...]]) -> None:
+    """A span with a bias or keys of its own: the operator of the plan's backend is passed over, its function refuses."""
+    plan = with_extras(random_plan(3, blocks=(64, 64)), 2, 16, 3)
+    tensors = tuple(torch.randn(2, h, n, 16).half() for h, n in ((4, 50), (2, 90), (2, 90)))
+    out, lse = attend_plan(plan, *tensors, 0.2, flash.op)
+    want = attend_plan(plan, *tensors, 0.2, select.get("reference", "cpu"))
+    assert torch.equal(out, want[0]) and torch.equal(lse, want[1]) and not calls
+    with pytest.raises(
+        RecipeError, match="'flash' serves no bias and no keys of a span's own; choose 'triton'"
+    ):
         attend_plan(plan, *tensors, 0.2, attend.block_attend)
 
 

@@ -30,7 +30,7 @@ from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import CASES, HEADS, plan_of, small
 
 from .oracle import budget, flat, log_sum_exp
-from .plans import random_plan
+from .plans import random_plan, with_extras
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -70,15 +70,20 @@ def check(
     """Run `plan` and hold the answer to float64 attention under its mask; gives out and lse."""
     plan = plan.to(DEVICE)
     query, key, value = (t.to(DEVICE, dtype) for t in tensors)
-    mask = plan.to_mask()
+    mask, bias = plan.to_mask(), plan.to_bias() if plan.parts[0].extra else None
     out, lse = attend_plan(plan, query, key, value, scale, kernel)
-    exact, allowed = budget(query, key, value, mask, scale)
+    for own in plan.own_keys:
+        key, value = (
+            torch.cat([t, o.to(dtype).expand(*t.shape[:2], -1, -1)], 2)
+            for t, o in zip((key, value), own, strict=True)
+        )
+    exact, allowed = budget(query, key, value, mask, scale, bias)
     assert out.dtype == dtype and out.shape == exact.shape and lse.dtype == torch.float32
     assert float((out.double() - exact).abs().max()) <= allowed
     blind = ~mask.any(-1)
     assert (out[blind] == 0).all() and torch.equal(lse == -torch.inf, blind)
-    wide = log_sum_exp(query.double(), key.double(), mask, scale)[~blind]
-    plain = float((log_sum_exp(query, key, mask, scale)[~blind].double() - wide).abs().max())
+    wide = log_sum_exp(query.double(), key.double(), mask, scale, bias)[~blind]
+    plain = float((log_sum_exp(query, key, mask, scale, bias)[~blind].double() - wide).abs().max())
     assert float((lse[~blind].double() - wide).abs().max()) <= 2 * plain + torch.finfo(
         torch.float32
     ).eps * float(wide.abs().max())
@@ -123,6 +128,22 @@ def check_served(plan: AttentionPlan, tensors: list[Tensor], kernel, dense: tupl
 def test_random_plans(seed: int, lead: str, groups: int, sizes: tuple[int, int], chunk: int | None) -> None:
     plan = random_plan(seed, lead=lead, n_query=sizes[0], n_key=sizes[1])
     check(plan, draw(plan, groups, 16, seed), kernel=partial(block_attend, chunk=chunk))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("lead", "chunk"), [("", None), ("h", 2), ("bh", None), ("b", 1)])
+def test_biases_and_keys_of_their_own(lead: str, chunk: int | None, dtype: torch.dtype) -> None:
+    """Four spans, of which one has a bias, one keys of its own, one both, and one neither."""
+    plan = with_extras(random_plan(5, lead=lead, n_query=30, n_key=50), 2, 16, 5)
+    tensors = draw(plan, 2, 16, 5)
+    check(plan, tensors, dtype, kernel=partial(block_attend, chunk=chunk))
+    # A cache with room for more, of another stride.
+    query, key, value = (t.to(DEVICE, dtype) for t in tensors)
+    room = torch.full((2, 2, 50, 40), torch.nan, device=DEVICE, dtype=dtype)[..., 3:35:2].copy_(key)
+    moved = plan.to(DEVICE)
+    want = attend_plan(moved, query, key, value, 0.25, block_attend)
+    got = attend_plan(moved, query, room, value, 0.25, block_attend)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

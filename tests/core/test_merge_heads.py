@@ -14,7 +14,16 @@ from mmaccel.backends import ops
 from mmaccel.core.execute import attend_plan, launches
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.merge_heads import merge_plans
-from mmaccel.core.plan import AttentionPlan, BlockLists, HeadRun, KeySpan, Part, head_runs, span_from_table
+from mmaccel.core.plan import (
+    AttentionPlan,
+    BlockLists,
+    HeadRun,
+    KeySpan,
+    Part,
+    head_runs,
+    span_by_range,
+    span_from_table,
+)
 from mmaccel.policies.sparse import AShape, Grid
 from tests.policies.sparse.scenes import Scene, scenes, sequence
 
@@ -130,6 +139,44 @@ def flex():
     from mmaccel.backends.flex import op
 
     return op
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_biases_and_own_keys_stay_with_their_heads(seed: int) -> None:
+    """Two heads of a group with a bias, a whole group with keys of its own, and one head that has neither."""
+    scene = Scene((sequence([(TEXT, [9]), (VIDEO, [7] * 6)]),), heads=6, groups=2, seed=seed)
+    layout, (query, key, value) = scene.layout(), scene.tensors()
+    rng = torch.Generator().manual_seed(seed)
+    dealt, plans = [(0, 2), (3, 4, 5), (1,)], []
+    for n, some in enumerate(dealt):
+        plan = random_plan(scene, len(some), seed + n)
+        spans = [
+            replace(span, bias=torch.randn(span.k_row.shape, generator=rng) if n == 0 else None)
+            for span in plan.parts[0].spans
+        ]
+        if n == 1:
+            own = (torch.randn(1, 1, 20, scene.size, generator=rng, dtype=key.dtype) for _ in range(2))
+            at = torch.zeros_like(plan.parts[0].q_row)
+            k_row = torch.arange(32).masked_fill(torch.arange(32) >= 20, -1).int()[None, None]
+            order = plan.parts[0].q_row, k_row, at, 0 * k_row, 0, 1, BLOCK, BLOCK
+            span = span_by_range(*order)
+            spans.append(replace(span, **dict(zip(("key", "value"), own, strict=True))))
+        part = replace(plan.parts[0], spans=tuple(spans))
+        plans.append(replace(plan, parts=(part, *plan.parts[1:])))
+    merged = merge_plans(list(zip(dealt, plans, strict=True)), 6, 3, layout, layout)
+    assert merged is not None and merged.count_mask().max() == 1
+    for some, plan in zip(dealt, plans, strict=True):
+        columns = plan.to_mask().shape[-1]
+        for whole, alone in ((merged.to_mask(), plan.to_mask()), (merged.to_bias(), plan.to_bias())):
+            assert torch.equal(whole[:, list(some), :, :columns], alone.expand(-1, len(some), -1, -1))
+            assert not whole[:, list(some), :, columns:].any()
+    out, lse = attend_plan(merged, query, key, value, 0.3, ops.block_attend)
+    for some, plan in zip(dealt, plans, strict=True):
+        groups = slice(some[0] // 3, some[0] // 3 + 1)
+        tensors = query[:, list(some)], key[:, groups], value[:, groups]
+        alone = attend_plan(plan, *tensors, 0.3, ops.block_attend)
+        for whole, one in zip((out, lse), alone, strict=True):
+            torch.testing.assert_close(whole[:, list(some)], one, rtol=0, atol=1e-12)
 
 
 @given(scene=scenes(), seed=st.integers(0, 2**16))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TEXT, TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, Part, span_from_table
+from mmaccel.core.plan import FAR, AttentionPlan, Part, span_by_range, span_from_table
 from mmaccel.core.prune import Stage, TokenPruner, candidates, everything, staying
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.orders import at_or_before, natural
@@ -107,6 +107,62 @@ class LowBound(Sound):
         return 1
 
 
+class Pooled(Sound):
+    """Beside every key the mean of each whole block of keys long before, that counts for all of them."""
+
+    reads_values: ClassVar[bool] = True
+
+    def plan(
+        self,
+        query: Tensor,
+        key: Tensor,
+        q_layout: TokenLayout,
+        k_layout: TokenLayout,
+        value: Tensor | None = None,
+    ) -> AttentionPlan | None:
+        plan = super().plan(query, key, q_layout, k_layout)
+        assert plan is not None and value is not None
+        (part,), block = plan.parts, self.block
+        n = key.shape[2] // block
+        means = [t[:, :, : n * block].unflatten(2, (n, block)).mean(3) for t in (key, value) if n]
+        if not means:
+            return plan
+        number = torch.arange(n + -n % block, dtype=torch.int32)[None, None]
+        k_row = torch.where(number < n, number, -1)
+        at = torch.where(part.q_row >= 0, part.spans[0].q_pos // block, -1)
+        span = span_by_range(part.q_row, k_row, at, number, 2, FAR, block, block)
+        bias = torch.full(number.shape, float(block)).log()
+        span = replace(span, bias=bias, key=means[0], value=means[1])
+        return replace(plan, parts=(replace(part, spans=(*part.spans, span)),))
+
+    def max_blocks_total(self, n_query: int, n_key: int) -> int:
+        return super().max_blocks_total(n_query, n_key) * 2
+
+
+class Extra(Sound):
+    """A span with something more."""
+
+    extra: ClassVar[dict[str, Tensor]] = {}
+
+    def plan(self, *given: Any) -> AttentionPlan | None:
+        plan = super().plan(*given)
+        assert plan is not None
+        (part,) = plan.parts
+        return replace(plan, parts=(replace(part, spans=(replace(part.spans[0], **self.extra),)),))
+
+
+class WideBias(Extra):
+    extra: ClassVar[dict[str, Tensor]] = {"bias": torch.zeros(1, 1, 64, dtype=torch.float64)}
+
+
+class KeysAlone(Extra):
+    extra: ClassVar[dict[str, Tensor]] = {"key": torch.zeros(1, 1, 7, 3)}
+
+
+class ShortKeys(Extra):
+    extra: ClassVar[dict[str, Tensor]] = dict.fromkeys(("key", "value"), torch.zeros(1, 1, 7, 3))
+
+
 SPARSE = {
     "two spans": (Twice, "twice"),
     "the future": (Ahead, "comes after"),
@@ -115,7 +171,10 @@ SPARSE = {
     "some rows": (FewRows, "the plan's parts hold 64 of"),
     "no whole blocks": (NoWholeBlocks, "in whole blocks of 64"),
     "no heads": (FlatRows, "give [1 or "),
-    "a low bound": (LowBound, "bound is 1"),
+    "a low bound": (LowBound, "max_blocks_total is 1"),
+    "a bias of doubles": (WideBias, "in torch.float64; give [1 or "),
+    "keys without values": (KeysAlone, "has keys or values of its own alone"),
+    "own keys of another size": (ShortKeys, "has keys or values of its own of [1, 1, 7, 3]; give [1 or "),
 }
 """What is wrong -> the pattern, and words of the sentence that tells it."""
 

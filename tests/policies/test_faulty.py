@@ -15,8 +15,9 @@ from mmaccel import check_policy
 from mmaccel.core.errors import MmaccelWarning, RecipeError
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.sparse import SparsePattern
+from mmaccel.policies.sparse import PerHead
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
-from tests.policies.faulty import PRUNE, SPARSE, Half, Sound
+from tests.policies.faulty import PRUNE, SPARSE, Half, Pooled, Sound
 from tests.policies.faulty_states import DRAFTS, MEMORIES
 
 DEAR = ("two spans", "the future", "padding", "a low bound")
@@ -51,6 +52,13 @@ def test_a_sound_pattern_and_pruner_run(model: Any) -> None:
     plain = forward(model, sparse="dense")
     torch.testing.assert_close(forward(model, sparse=Sound(), dense_tail=0), plain, atol=1e-5, rtol=0)
     assert forward(model, prune=Half()).shape == plain.shape
+    # Keys of its own, made of keys and values, by themselves and among the patterns of heads.
+    pooled = forward(model, sparse=Pooled(block=16), dense_tail=0)
+    assert pooled.isfinite().all() and not torch.allclose(pooled, plain, atol=1e-4)
+    table = {layer: {head: Pooled(block=16) for head in range(2)} for layer in range(4)}
+    some = PerHead(block=16, table=table)
+    assert not torch.allclose(forward(model, sparse=some, dense_tail=0), plain, atol=1e-4)
+    check_policy(Pooled(block=16))
 
 
 @pytest.mark.parametrize("what", PRUNE)

@@ -42,3 +42,4 @@ def _prepare(*args: Any) -> list[Tensor]:
 
 op = define("block_attend_flash", _block_attend)
 op.prepare = _prepare
+op.extra = False  # neither a bias nor keys of a span's own: see `select.serving_extra`

@@ -212,6 +212,8 @@ def refuse(query: Tensor, value: Tensor, part: Part, block_q: int, block_k: int)
         why = f"serves heads of {', '.join(map(str, SIZES))}, not of {size} and {value.shape[-1]}"
     elif not plain and min(block_q, block_k) < LEAST:
         why = f"serves these lists in blocks of {LEAST} or more, not of {block_q} by {block_k}"
+    elif part.extra:
+        why = "serves no bias and no keys of a span's own"
     else:
         return check_table(part, len(query), block_q, block_k)
     raise RecipeError(f"backend: 'flash' {why}; choose 'triton'.")

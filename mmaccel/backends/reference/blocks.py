@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmaccel.backends.block_attend import FULL, TEST, KeySpan, Part, in_query_order, takes_part
+from mmaccel.backends.block_attend import FULL, TEST, KeySpan, Part, in_query_order, takes_part, with_own_keys
 
 BUDGET = 1 << 19
 """Most scores held at a time: small enough for a processor's cache to matter, large enough to hide Python."""
@@ -39,7 +39,8 @@ def usable(device: torch.device) -> str | None:
 class _Layout:
     """Where the rows of keys lie, and the positions of keys and queries.
 
-    k_row, k_pos [B * heads, blocks of all spans, block_k]; q_pos [B * heads, spans, M, block_q]; lo, hi [spans].
+    k_row, k_pos [B * heads, blocks of all spans, block_k]; q_pos [B * heads, spans, M, block_q]; lo, hi [spans];
+    bias as k_row, None where no span has one.
     """
 
     k_row: Tensor
@@ -47,20 +48,27 @@ class _Layout:
     q_pos: Tensor
     lo: Tensor
     hi: Tensor
+    bias: Tensor | None
 
     @classmethod
-    def of(cls, spans: Sequence[KeySpan], B: int, heads: int, M: int, block_k: int) -> _Layout:
-        """The keys of all spans side by side."""
+    def of(
+        cls, spans: Sequence[KeySpan], rows: list[Tensor], B: int, heads: int, M: int, block_k: int
+    ) -> _Layout:
+        """The keys of all spans side by side; `rows` of each span."""
         lead = B * heads
-        k_row, k_pos = (
-            torch.cat([t.expand(B, heads, -1) for t in ts], -1).reshape(lead, -1, block_k)
-            for ts in ([s.k_row for s in spans], [s.k_pos for s in spans])
-        )
+
+        def laid(tensors: list[Tensor]) -> Tensor:
+            return torch.cat([t.expand(B, heads, -1) for t in tensors], -1).reshape(lead, -1, block_k)
+
+        k_row, k_pos, bias = laid(rows), laid([s.k_pos for s in spans]), None
+        if any(s.bias is not None for s in spans):
+            none = torch.zeros((), device=k_row.device)
+            bias = laid([none.expand_as(s.k_row) if s.bias is None else s.bias for s in spans])
         q_pos = torch.stack([s.q_pos.expand(B, heads, -1) for s in spans], 2)
         lo, hi = (
             torch.tensor(n, device=k_row.device) for n in ([s.lo for s in spans], [s.hi for s in spans])
         )
-        return cls(k_row, k_pos, q_pos.reshape(lead, len(spans), M, -1), lo, hi)
+        return cls(k_row, k_pos, q_pos.reshape(lead, len(spans), M, -1), lo, hi, bias)
 
     def seen(self, head: Tensor, m: Tensor, blocks: Tensor, span: Tensor, kind: Tensor) -> Tensor:
         """[T, block_q or 1, E, block_k]: which pairs of query blocks m [T] and their entries [T, E] are; -1 is no block."""
@@ -110,19 +118,18 @@ def block_attend(
 ) -> tuple[Tensor, Tensor]:
     """See `mmaccel.backends.block_attend.block_attend`. Reads list lengths on the host."""
     B, H, n_query, D = query.shape
+    key, value, k_row = with_own_keys(key, value, part.spans)
     G, n_key = key.shape[1:3]
     P = part.q_row.shape[-1]
     M = P // block_q
     high = torch.float64 if query.dtype == torch.float64 else torch.float32
     spans, q_row = part.spans, part.q_row
     lists = [span.lists.flat() for span in spans]
-    own = (
-        t for s, (offset, *_) in zip(spans, lists, strict=True) for t in (s.k_row, s.q_pos, s.k_pos, offset)
-    )
-    shared = all(t.shape[1] == 1 for t in (q_row, *own))
+    own = [t for s in spans for t in (s.k_row, s.q_pos, s.k_pos, s.bias) if t is not None]
+    shared = all(t.shape[1] == 1 for t in (q_row, *own, *(offset for offset, _, _ in lists)))
     heads = G if shared else H
     group = H // heads
-    layout = _Layout.of(spans, B, heads, M, block_k)
+    layout = _Layout.of(spans, k_row, B, heads, M, block_k)
     widths = [span.k_row.shape[-1] // block_k for span in spans]
 
     q_row = q_row.expand(B, heads, P).long()
@@ -155,7 +162,10 @@ def block_attend(
             seen = None
             if bool(((blocks < 0) | (kinds != FULL)).any()):
                 seen = layout.seen(b_h, m, blocks, span, kinds).flatten(2)
-            found, norm = _attended(tiles[some].to(high), both[..., :D], both[..., D:], seen, group, scale)
+            bias = None if layout.bias is None else layout.bias[b_h[:, None], blocks].flatten(1)
+            found, norm = _attended(
+                tiles[some].to(high), both[..., :D], both[..., D:], seen, bias, group, scale
+            )
             if not number and not first:
                 to[some], norms[some] = found, norm
                 continue
@@ -181,22 +191,27 @@ def block_attend(
 
 
 def _attended(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, group: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, bias: Tensor | None, group: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Of queries [T, W, D], `group` heads of W / group rows, and keys and values [T, N, D]: attention, zero where nothing is
-    seen, and its log-sum-exp [T, W]. `seen` [T, W / group or 1, N]: which pairs are, of all heads alike; None: all."""
+    seen, and its log-sum-exp [T, W]. `seen` [T, W / group or 1, N]: which pairs are, of all heads alike; None: all.
+    `bias` [T, N]: what is added to the logits of each key."""
     T, W, D = q.shape
     q = q.view(T, group, W // group, D)
     if q.device.type == "cpu" and v.shape[-1] == D:
         # One pass over each tile of scores, which stay in the cache.
         wide = [t[:, None].expand(T, group, *t.shape[1:]) for t in (k, v)]
         mask = None if seen is None else torch.where(seen, 0.0, UNSEEN).to(q.dtype)[:, None]
+        if bias is not None:
+            mask = bias.to(q.dtype)[:, None, None] + (0.0 if mask is None else mask)
         out, lse = FLASH(q, *wide, 0.0, False, attn_mask=mask, scale=scale)
         if seen is not None:
             none = lse <= UNSEEN / 2
             out, lse = out.masked_fill(none[..., None], 0.0), lse.masked_fill(none, -torch.inf)
         return out.reshape(T, W, -1), lse.reshape(T, W)
     scores = (q.reshape(T, W, D) * scale) @ k.transpose(1, 2)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)[:, None]
     if seen is not None:
         scores.view(*q.shape[:3], -1).masked_fill_(~seen[:, None], -torch.inf)
     top = scores.amax(-1)

@@ -238,15 +238,25 @@ class LayerHeads(SparsePattern):
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
+        return self.plan_layer(query, key, None, q_layout, k_layout)
+
+    def plan_layer(
+        self, query: Tensor, key: Tensor, value: Tensor | None, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
         heads, group = query.shape[1], query.shape[1] // key.shape[1]
         shares: list[Share] = []
         for pattern, some in self.kinds(heads):
-            if not pattern.adaptive:
+            if not pattern.adaptive and not pattern.reads_values:
                 # What looks at the layout alone is planned for one head, and all follow it.
                 shares.append((some, pattern.plan(query[:, :1], key[:, :1], q_layout, k_layout)))
                 continue
             for run in head_runs(some, group):
-                shares.append((run.heads, pattern.plan_of(run, query, key, q_layout, k_layout)))
+                if value is not None and pattern.reads_values:
+                    tensors = run.of(query), key[:, run.groups], value[:, run.groups]
+                    plan = pattern.plan_layer(*tensors, q_layout, k_layout)
+                else:
+                    plan = pattern.plan_of(run, query, key, q_layout, k_layout)
+                shares.append((run.heads, plan))
         return merge_plans(shares, heads, group, q_layout, k_layout)
 
     def max_blocks_total(self, n_query: int, n_key: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import triton
 from torch import Tensor
 
 from mmaccel.backends import architectures
-from mmaccel.backends.block_attend import BlockLists, Part, empty_output, takes_part
+from mmaccel.backends.block_attend import BlockLists, KeySpan, Part, empty_output, takes_part
 from mmaccel.backends.current import on_its_device
 from mmaccel.backends.triton.launch_args import encode_ints, lead, lines
 from mmaccel.backends.triton.prefill import hopper_launch, joint
@@ -78,7 +79,10 @@ def block_attend(
     B, H, _, D = query.shape
     G, DV, P = key.shape[1], value.shape[-1], part.q_row.shape[-1]
     out, lse = empty_output(query, value, P, rows, whole=rows > 0 and part.all_rows == rows)
-    if out.numel() == 0 or query.shape[2] == 0 or key.shape[2] == 0:
+    extra = part.extra
+    if extra:
+        key, value = _lined(key), _lined(value)
+    if out.numel() == 0 or query.shape[2] == 0 or (key.shape[2] == 0 and not extra):
         return out.zero_(), lse.fill_(-torch.inf)
     if scale <= 0:
         # The kernel takes the largest score before it scales, which a positive scale alone allows.
@@ -87,10 +91,10 @@ def block_attend(
     q_row, spans = part.q_row, part.spans
     q_pos, row = [s.q_pos for s in spans], [s.lists.row for s in spans]
     plain = tuple(int(s.lists.index is None) for s in spans)
-    own = (t for s in spans for t in (s.k_row, s.q_pos, s.k_pos, s.lists.row))
+    own = [t for s in spans for t in (s.k_row, s.q_pos, s.k_pos, s.lists.row, s.bias) if t is not None]
     lists = H if any(t.shape[1] > 1 for t in (q_row, *own)) else 1
     alone = lists > 1 or (H // G) % 2
-    bare = kernel is attend_kernel and config is None
+    bare = kernel is attend_kernel and config is None and not extra
     if (
         rows
         and alone
@@ -190,6 +194,7 @@ def block_attend(
         short = homes.short
     if not engine or short is not None:
         compiled: dict[str, Any] = {}
+        beside = [t for s in spans for t in (s.key, s.value) if t is not None]
         if not isinstance(kernel, triton.runtime.Autotuner):
             config = config or config_for(
                 tall * pack,
@@ -215,6 +220,7 @@ def block_attend(
             encode_ints(min(s.hi, torch.iinfo(positions).max) for s in spans),
             plain,
             strides,
+            _extra(spans, key, value) if extra else None,
             *(stride for t in (query, key, value) for stride in (*lines(t), t.stride(3))),
             *ends,
             M,
@@ -224,7 +230,8 @@ def block_attend(
             BLOCK_D=size,
             SPLIT=split,
             GATED=short is not None,
-            WIDE=max(_reach(key), _reach(value)) >= 2**31,
+            EXTRA=extra,
+            WIDE=max(map(_reach, (key, value, *beside))) >= 2**31,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             **layout,
             **sizes,
@@ -247,6 +254,21 @@ def block_attend(
             num_warps=8 if tall * pack > 64 else 4,
         )
     return out, lse
+
+
+def _extra(spans: Sequence[KeySpan], key: Tensor, value: Tensor) -> tuple[Any, ...]:
+    """What the kernel takes of the keys, values and biases of each span: those of the sequence, and 0, where it has none."""
+    none = torch.zeros(1, 1, 1, dtype=torch.float32, device=key.device)
+    keys, values, biases, steps = [], [], [], []
+    for s in spans:
+        k = key if s.key is None else _lined(s.key.to(key.dtype))
+        v = value if s.value is None else _lined(s.value.to(value.dtype))
+        bias = none if s.bias is None else _lined(s.bias)
+        keys.append(k)
+        values.append(v)
+        biases.append(bias)
+        steps.append(encode_ints((*lines(k), *lines(v), *lead(bias), 0 if s.bias is None else 1)))
+    return tuple(keys), tuple(values), tuple(biases), tuple(steps)
 
 
 def _lined(t: Tensor) -> Tensor:

@@ -85,6 +85,7 @@ def _walk(
     total,
     place,
     spans,
+    extras,
     steps,
     scale,
     D: tl.constexpr,
@@ -95,6 +96,7 @@ def _walk(
     BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    EXTRA: tl.constexpr,
 ):
     """The running softmax of a tile over entries first .. last of some spans, walked as one list."""
     ends, indices, plains, shifts, kinds, heads, tails, k_rows, q_positions, k_positions, lows, highs = spans
@@ -120,8 +122,21 @@ def _walk(
         there = row >= 0
         if WIDE:
             row = row.to(tl.int64)
+        if EXTRA:
+            own_keys, own_values, biases, k_steps, v_steps, bias_steps = extras
+            keys_at, values_at, bias_at = own_keys[0], own_values[0], biases[0]
+            k_step, v_step, bias_step = k_steps[0], v_steps[0], bias_steps[0]
+            for s in tl.static_range(1, len(ends)):
+                later = e >= ends[s - 1]
+                keys_at = tl.where(later, own_keys[s], keys_at)
+                values_at = tl.where(later, own_values[s], values_at)
+                bias_at = tl.where(later, biases[s], bias_at)
+                k_step, v_step = tl.where(later, k_steps[s], k_step), tl.where(later, v_steps[s], v_step)
+                bias_step = tl.where(later, bias_steps[s], bias_step)
+        else:
+            keys_at, values_at, k_step, v_step = keys, values, k_s, v_s
         k = tl.load(
-            keys + (row * k_s)[None, :] + (d * k_d)[:, None],
+            keys_at + (row * k_step)[None, :] + (d * k_d)[:, None],
             mask=there[None, :] & (d < D)[:, None],
             other=0.0,
         )
@@ -136,13 +151,21 @@ def _walk(
                 low, high = tl.where(later, lows[s], low), tl.where(later, highs[s], high)
             gap = tl.load(q_at + place)[:, None] - tl.load(k_at + key_at)[None, :]
             score = tl.where((gap >= low) & (gap < high), score, float("-inf"))
-        top = tl.maximum(peak, tl.max(score, 1) * scale)
+        if EXTRA:
+            bias = tl.load(bias_at + key_at * bias_step) * 1.4426950408889634
+            score = score * scale + bias[None, :]
+            top = tl.maximum(peak, tl.max(score, 1))
+        else:
+            top = tl.maximum(peak, tl.max(score, 1) * scale)
         floor = tl.where(top == float("-inf"), 0.0, top)
-        p = tl.math.exp2(score * scale - floor[:, None])
+        if EXTRA:
+            p = tl.math.exp2(score - floor[:, None])
+        else:
+            p = tl.math.exp2(score * scale - floor[:, None])
         fade = tl.math.exp2(peak - floor)
         total = total * fade + tl.sum(p, 1)
         v = tl.load(
-            values + (row * v_s)[:, None] + (dv * v_d)[None, :],
+            values_at + (row * v_step)[:, None] + (dv * v_d)[None, :],
             mask=there[:, None] & (dv < DV)[None, :],
             other=0.0,
         )
@@ -178,6 +201,7 @@ def attend_kernel(
     hi,
     plain,
     strides,
+    extra,
     q_b,
     q_h,
     q_s,
@@ -213,12 +237,13 @@ def attend_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EXTRA: tl.constexpr = False,
 ):
     """One tile, or under SPLIT one piece of at most `chunk` listed blocks of it.
 
     `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` ten: of the sequence and the head in
     k_row, q_pos, k_pos, offset and kind; the last four and `hi` by `encode_ints`. The last rows, the long ones, come
-    first.
+    first. With EXTRA, `extra` is of each span its keys, values and biases, and their strides by `encode_ints`.
     """
     if GATED:
         if tl.load(SHORT) == 0:  # another kernel has computed this, and was short of nothing
@@ -271,6 +296,12 @@ def attend_kernel(
         k_positions = ()
         lows = ()
         highs = ()
+        own_keys = ()
+        own_values = ()
+        biases = ()
+        k_steps = ()
+        v_steps = ()
+        bias_steps = ()
         for s in tl.static_range(group, group + TOGETHER if group + TOGETHER < len(k_row) else len(k_row)):
             of_list = offset[s] + b64 * decode_int(strides[s][6]) + h64 * decode_int(strides[s][7]) + m * 5
             begin, held = tl.load(of_list), tl.load(of_list + 1).to(tl.int32)
@@ -286,6 +317,16 @@ def attend_kernel(
             k_positions = k_positions + (k_pos[s] + b64 * strides[s][4] + h64 * strides[s][5],)
             lows = lows + (lo[s],)
             highs = highs + (decode_int(hi[s]).to(q_pos[s].dtype.element_ty),)
+            if EXTRA:
+                steps, g64 = extra[3][s], g.to(tl.int64)
+                own_keys = own_keys + (extra[0][s] + b64 * decode_int(steps[0]) + g64 * decode_int(steps[1]),)
+                own_values = own_values + (
+                    extra[1][s] + b64 * decode_int(steps[3]) + g64 * decode_int(steps[4]),
+                )
+                biases = biases + (extra[2][s] + b64 * decode_int(steps[6]) + h64 * decode_int(steps[7]),)
+                k_steps = k_steps + (decode_int(steps[2]),)
+                v_steps = v_steps + (decode_int(steps[5]),)
+                bias_steps = bias_steps + (decode_int(steps[8]),)
             count = count + held
             ends = ends + (count,)
         first, last = begun, count
@@ -315,6 +356,7 @@ def attend_kernel(
                 lows,
                 highs,
             ),
+            (own_keys, own_values, biases, k_steps, v_steps, bias_steps),
             (k_s, k_d, v_s, v_d),
             scale,
             D,
@@ -325,6 +367,7 @@ def attend_kernel(
             BLOCK_DV,
             WIDE,
             PRECISION,
+            EXTRA,
         )
 
     if SPLIT:

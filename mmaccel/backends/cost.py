@@ -202,6 +202,9 @@ class Store:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         self.path = path if path is not None else Path(home) / "mmaccel" / "costs.json"
 
+    def __len__(self) -> int:
+        return len(self._all())
+
     def get(self, key: str) -> Costs | None:
         """What is kept under `key`; None where nothing is, or nothing that can be read."""
         try:

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from mmaccel.cli import ask, caption, catalog, draw, search, watch
+from mmaccel.cli import ask, caption, catalog, doctor, draw, search, watch
 from mmaccel.cli.program import OneVideo, program, run
 from mmaccel.core.errors import MmaccelError
 from mmaccel.models.shipped import INSTALL
@@ -20,6 +20,7 @@ app.command("list")(catalog.list_names)
 app.command("describe")(catalog.describe)
 app.command("search")(search.search)
 app.command("draw")(draw.draw)
+app.command("doctor")(doctor.doctor)
 
 
 def moved(context: typer.Context) -> None:

@@ -24,7 +24,7 @@ def installed() -> bool:
     # Of version 2 the package has the same name, and no `cute`.
     try:
         return all(find_spec(name) is not None for name in ("flash_attn.cute", "cutlass"))
-    except ImportError:
+    except Exception:  # whatever a broken package raises
         return False
 
 

@@ -1,0 +1,243 @@
+"""`mmaccel doctor`: what is installed, what this machine has, what runs on it, and why the rest does not."""
+
+from __future__ import annotations
+
+import platform
+import re
+import warnings
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mmaccel.cli.console import out, print_json
+
+PACKAGES = {
+    "torch": "torch",
+    "triton": "triton",
+    "transformers": "transformers",
+    "flash-attn": "flash_attn.flash_attn_interface",
+    "flash-attn-3": "flash_attn_interface",
+    "flash-attn-4": "flash_attn.cute",
+    "av": "av",
+}
+"""Distribution -> the module by which it is used. flash-attn is version 2."""
+
+DRIVERS = {"/proc/driver/nvidia/version": r"\s(\d+\.[\d.]+)\s", "/sys/module/amdgpu/version": r"([\d.]+)"}
+"""Where a kernel driver says its version, and what of that file it is."""
+
+DENSE = {"flash_4": "flash-attn-4", "flash_3": "flash-attn-3", "flash_2": "flash-attn"}
+"""Dense kernels of `architectures.KERNELS` -> the distribution that brings them."""
+
+
+def examine() -> dict[str, Any]:
+    """All that `mmaccel doctor --json` prints. What cannot be found out is None, and said under "problems"."""
+    problems: list[str] = []
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        versions = {
+            "mmaccel": _version("mmaccel"),
+            "python": platform.python_version(),
+            **_packages(problems),
+        }
+        device = _device(problems)
+    # PyTorch warns of a driver that is too old or a device that it cannot use.
+    problems += [_line(one.message) for one in heard if "CUDA" in str(one.message)]
+    problems += _unmet("mmaccel") + _unmet("torch")
+    return {
+        "problems": list(dict.fromkeys(problems)),
+        "versions": versions,
+        "device": device,
+        "backends": _backends(device["type"], problems),
+        "kernels": _kernels(device["type"], versions),
+        "video": _decoders(versions["av"], problems),
+        "lab": _lab(),
+        "costs": _costs(),
+    }
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """What is installed and what runs on this machine: device, versions, backends, and why one is not used."""
+    found = examine()
+    if as_json:
+        print_json(found)
+        return
+    lab, costs = found["lab"], found["costs"]
+    sections: dict[str, dict[str, str]] = {
+        "problems": {str(i): text for i, text in enumerate(found["problems"], 1)} or {"none": ""},
+        "versions": {name: version or "not installed" for name, version in found["versions"].items()},
+        "device": {name: str(value) for name, value in found["device"].items() if value is not None},
+        'backends ("auto")': {
+            name: f"{'used' if one['auto'] else 'not used'}: {one['why']}"
+            for name, one in found["backends"].items()
+        },
+        "kernels": {name: f"no: {why}" if why else "yes" for name, why in found["kernels"].items()},
+        "video": {name: f"no: {why}" if why else "yes" for name, why in found["video"].items()},
+        "more": {
+            "mmaccel-lab": lab or "not installed",
+            "measured costs": f"{costs['measured']} in {costs['file']}",
+        },
+    }
+    wide = max(len(name) for rows in sections.values() for name in rows)
+    lines = []
+    for title, rows in sections.items():
+        lines += [title, *(f"  {name:{wide}}  {text}".rstrip() for name, text in rows.items()), ""]
+    out().print("\n".join(lines[:-1]), markup=False, highlight=False, soft_wrap=True)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _packages(problems: list[str]) -> dict[str, str | None]:
+    """The versions of what is installed; each is imported, since one that was built for another PyTorch cannot be."""
+    found: dict[str, str | None] = {}
+    for distribution, module in PACKAGES.items():
+        found[distribution] = _version(distribution)
+        if found[distribution] is None:
+            continue
+        try:
+            import_module(module)
+        except Exception as error:  # whatever a broken package raises
+            problems.append(f"{distribution} {found[distribution]} cannot be imported: {_line(error)}")
+    return found
+
+
+def _device(problems: list[str]) -> dict[str, Any]:
+    """The GPU that PyTorch takes first, or the CPU and why there is no GPU."""
+    import torch
+
+    found: dict[str, Any] = {"type": "cpu", "name": platform.processor() or platform.machine(), "why": None}
+    built = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    try:
+        if torch.cuda.is_available():
+            from mmaccel.backends import architectures
+
+            device = torch.device("cuda")
+            here, row, has = (
+                torch.cuda.get_device_properties(device),
+                architectures.of(device),
+                architectures.resources(device),
+            )
+            found |= {"type": "cuda", "name": here.name, "gpus": torch.cuda.device_count()}
+            found |= {
+                "architecture": row.name,
+                "tried": "run and timed" if row.run else "compiled for it, never run",
+            }
+            if built["hip"] is None:
+                found["compute_capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            found |= {
+                "memory_bytes": has.memory,
+                "shared_memory_bytes": has.shared,
+                "multiprocessors": has.processors,
+            }
+        elif built["cuda"] is None and built["hip"] is None:
+            found["why"] = "this PyTorch is built for CPUs alone"
+        else:
+            found["why"] = "PyTorch sees no GPU"
+    except Exception as error:  # a driver may fail in ways of its own
+        problems.append(f"the GPU cannot be used: {_line(error)}")
+        found |= {"type": "cpu", "why": "the GPU cannot be used"}
+    return found | {"driver": _driver(), **built}
+
+
+def _driver() -> str | None:
+    for path, pattern in DRIVERS.items():
+        try:
+            told = re.search(pattern, Path(path).read_text(encoding="utf-8"))
+        except OSError:
+            continue
+        if told is not None:
+            return told[1]
+    return None
+
+
+def _backends(device: str, problems: list[str]) -> dict[str, dict[str, Any]]:
+    """Of each backend whether "auto" takes it, or measures it, and why."""
+    from mmaccel.backends import select
+
+    reasons = select.usable(device)
+    for name in reasons:
+        reasons[name] = reasons[name] or next((one for one in problems if one.startswith(f"{name} ")), None)
+    able = [name for name in select.PREFERENCE[device] if reasons[name] is None]
+    found: dict[str, dict[str, Any]] = {}
+    for name, why in reasons.items():
+        auto = name in able and (
+            name == able[0] if device == "cpu" else name != "reference" or len(able) == 1
+        )
+        if auto:
+            why = (
+                f"the first of {', '.join(able)}"
+                if device == "cpu"
+                else "measured for each model; the fastest serves"
+            )
+        found[name] = {"auto": auto, "why": why or f"{able[0]} comes before it"}
+    return found
+
+
+def _kernels(device: str, versions: dict[str, str | None]) -> dict[str, str | None]:
+    """By what they are: why kernels do not run here; None where they do."""
+    import torch
+
+    from mmaccel.backends import architectures
+
+    found = {}
+    for name, what in architectures.KERNELS.items():
+        why = architectures.why_not(name, torch.device(device))
+        package = "flash-attn-4" if name == "flash" else DENSE.get(name, "triton")
+        if why is None and versions[package] is None and name != "captured":
+            why = f"{package} is not installed"
+        found[what] = why
+    return found
+
+
+def _decoders(av: str | None, problems: list[str]) -> dict[str, str | None]:
+    """By name: why a decoder is not used; None where it is."""
+    broken = next((one for one in problems if one.startswith("av ")), None)
+    return {"PyAV": "it is not installed" if av is None else broken, "NVDEC": "mmaccel decodes on the CPU"}
+
+
+def _lab() -> str | None:
+    from mmaccel.models import shipped
+
+    return _version(shipped.LAB)
+
+
+def _costs() -> dict[str, Any]:
+    """Where "auto" keeps what it measured, and how many measurements there are."""
+    from mmaccel.backends.cost import Store
+
+    store = Store()
+    return {"file": str(store.path), "measured": len(store)}
+
+
+def _unmet(distribution: str) -> list[str]:
+    """What an installed distribution requires and does not find."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = [Requirement(text) for text in metadata.requires(distribution) or ()]
+    except metadata.PackageNotFoundError:
+        return []
+    found = []
+    for need in wanted:
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        here = _version(need.name)
+        if here is None or not need.specifier.contains(here, prereleases=True):
+            there = "it is not installed" if here is None else f"{here} is installed"
+            found.append(f"{distribution} needs {need.name}{need.specifier}; {there}")
+    return found
+
+
+def _line(error: object) -> str:
+    """The first line of an error or a warning."""
+    lines = str(error).strip().splitlines()
+    name = (
+        f"{type(error).__name__}: " if isinstance(error, Exception) and not isinstance(error, Warning) else ""
+    )
+    return name + (lines[0] if lines else "")

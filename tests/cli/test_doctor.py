@@ -1,0 +1,153 @@
+"""`mmaccel doctor` on machines that have everything, nothing, or something broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mmaccel.backends import architectures, flash, select, triton
+from mmaccel.backends.architectures import KERNELS
+from tests import SOURCES
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def examined(call: Call) -> Callable[[], dict[str, Any]]:
+    def run() -> dict[str, Any]:
+        status, told, err = call("doctor", "--json")
+        assert status == 0 and err == ""
+        found: dict[str, Any] = json.loads(told)
+        return found
+
+    return run
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """An L4, as far as PyTorch tells."""
+    card = SimpleNamespace(name="NVIDIA L4", total_memory=22 << 30, multi_processor_count=58)
+    card.shared_memory_per_block_optin, card.shared_memory_per_multiprocessor = 99 << 10, 100 << 10
+    cached = architectures.of, architectures.resources, triton.usable
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for name, value in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda device: card,
+        "get_device_capability": lambda device: (8, 9),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for function in cached:
+        function.cache_clear()
+    yield card
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_without_a_gpu(examined: Callable[[], dict[str, Any]], call: Call) -> None:
+    found = examined()
+    assert found["versions"]["python"] == platform.python_version()
+    assert found["versions"]["torch"] == metadata.version("torch")
+    assert found["device"]["type"] == "cpu" and found["device"]["why"]
+    assert set(found["backends"]) == set(select.BACKENDS) and set(found["kernels"]) == set(KERNELS.values())
+    assert {name for name, one in found["backends"].items() if one["auto"]} == {select.choose("cpu")}
+    assert found["backends"]["triton"]["why"] == "it runs on cuda" == found["kernels"][KERNELS["hopper"]]
+    assert found["video"]["PyAV"] is None and found["lab"] == found["versions"]["mmaccel"]
+    assert Path(found["costs"]["file"]).name == "costs.json"
+    status, told, err = call("doctor")
+    assert status == 0 and err == ""
+    assert all(
+        title in told for title in ("problems", "versions", "device", "backends", "kernels", "video", "more")
+    )
+    assert "not used: it runs on cuda" in told and all(
+        name in told for name in (*found["versions"], *found["kernels"])
+    )
+
+
+def test_with_a_gpu(
+    gpu: SimpleNamespace, examined: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = examined()
+    device = {"name": "NVIDIA L4", "gpus": 2, "architecture": "sm_89", "compute_capability": "8.9"}
+    device |= {"memory_bytes": 22 << 30, "shared_memory_bytes": 99 << 10, "cuda": "13.0"}
+    assert device.items() <= found["device"].items()
+    used = {name for name, one in found["backends"].items() if one["auto"]}
+    assert used == {
+        name for name, why in select.usable("cuda").items() if why is None and name != "reference"
+    }
+    assert {"triton", "flex"} <= used and "triton comes before it" in found["backends"]["reference"]["why"]
+    row = architectures.named("sm_89")
+    assert found["backends"]["flash"] == {"auto": False, "why": row.lacks["flash"]}
+    for name, what in KERNELS.items():
+        assert found["kernels"][what] == row.lacks.get(name, found["kernels"][what])
+    assert found["kernels"][KERNELS["triton"]] is None
+
+    def lost(device: object) -> None:
+        raise RuntimeError("CUDA driver error\nmore of it")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lost)
+    architectures.resources.cache_clear()
+    found = examined()
+    assert found["device"]["type"] == "cpu" and found["backends"]["reference"]["auto"]
+    assert "the GPU cannot be used: RuntimeError: CUDA driver error" in found["problems"]
+
+
+def test_what_is_not_installed_is_said(
+    gpu: SimpleNamespace, examined: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name in ("triton", "mmaccel_lab", "flash-attn"):
+            raise metadata.PackageNotFoundError(name)
+        return "99.0" if name == "av" else real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(
+        metadata, "requires", lambda name: ["triton>=3.6", "av<20", "nothing; extra == 'dev'"]
+    )
+    monkeypatch.setattr(triton, "find_spec", lambda name: None)
+    monkeypatch.setattr(flash, "installed", lambda: False)
+    found = examined()
+    assert found["versions"]["triton"] is None and found["lab"] is None
+    assert found["backends"]["triton"] == {"auto": False, "why": "it needs triton"}
+    assert found["kernels"][KERNELS["triton"]] == "triton is not installed"
+    assert found["kernels"][KERNELS["flash_2"]] == "flash-attn is not installed"
+    assert "mmaccel needs triton>=3.6; it is not installed" in found["problems"]
+    assert "mmaccel needs av<20; 99.0 is installed" in found["problems"]
+
+
+def test_what_is_broken_is_said(tmp_path: Path) -> None:
+    """A Triton that was built for something else: everything but that is still told."""
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(
+        "raise ImportError('undefined symbol: x')", encoding="utf-8"
+    )
+    paths = os.pathsep.join([str(tmp_path), SOURCES])
+    done = subprocess.run(
+        [sys.executable, "-m", "mmaccel", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (
+        f"triton {metadata.version('triton')} cannot be imported: ImportError: undefined symbol: x"
+        in found["problems"]
+    )
+    assert not found["backends"]["triton"]["auto"] and found["backends"]["reference"]["why"]

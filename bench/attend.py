@@ -3,9 +3,9 @@
     python bench/attend.py --device cuda --out bench/results/attend_h200_202601.jsonl
 
 Each row is one way of one case: the median of runs timed by CUDA events (by the clock on a CPU), the making of the plan
-apart, the pairs in listed blocks, useful TFLOP/s (4 * head size for each of those pairs; of causal pairs for dense). Ways
-of a case see the same tensors. What cannot run is a row too, with the reason. `--tokens` makes every case that long and
-its budgets shorter alike: a smoke test, no result.
+apart, the pairs in listed blocks, useful TFLOP/s (4 * head size for each of those pairs; of causal pairs for dense), and the
+part of FlashAttention-2's dense rate that they are (`of_fa2`). Ways of a case see the same tensors. What cannot run is a row
+too, with the reason. `--tokens` makes every case that long and its budgets shorter alike: a smoke test, no result.
 
 `--beside FILE` times ways of others in the same run: FILE has a function ``ways(query, key, value, facts)`` that yields
 (name, run), with facts of the case: its `name`, `tokens`, fields of the pattern as `sparse`, its `plan`, and where lines
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,8 @@ FRAME = 196
 
 EFFICIENT = 1 << 15
 """Tokens up to which the memory-efficient kernel is timed beside the others; it is the slowest of them by far."""
+
+FA2 = ("dense_flash", "dense_flash_attn_2")  # PyTorch's, and the package's
 
 Run = Callable[[], Any]
 
@@ -226,9 +228,17 @@ def blocks_of(plan: AttentionPlan) -> int:
     return sum(int(c.sum()) * whole // (c.shape[0] * c.shape[1]) for c in counts)
 
 
+def portable(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The Triton backend without its kernels for Hopper, as on any other GPU."""
+    from mmaccel.backends.triton.prefill import hopper_launch
+
+    with mock.patch.object(hopper_launch, "_there", lambda device: False):
+        return select.get("triton", arguments[0].device)(*arguments)
+
+
 def kernels(names: Sequence[str], device: torch.device) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Backends by name."""
-    return ((name, select.get(name, device)) for name in names)
+    """Backends by name; "portable" is `portable`."""
+    return ((name, portable if name == "portable" else select.get(name, device)) for name in names)
 
 
 def failed(log: Log, told: dict[str, Any], error: Exception) -> None:
@@ -249,8 +259,12 @@ def measured(
         failed(log, told, error)
         return None
     rate = 4 * size * pairs / times.median / 1e12
-    log.row(**told, **times.row(), tflops=rate)
-    print(f"{told['case']:24} {told['way']:20} {times.median * 1e3:10.3f} ms {rate:7.3g} TFLOP/s", flush=True)
+    beside = {"of_fa2": rate / told["fa2_tflops"]} if "fa2_tflops" in told else {}
+    log.row(**told, **times.row(), pairs=pairs, tflops=rate, **beside)
+    shown = f"{times.median * 1e3:10.3f} ms {rate:7.3g} TFLOP/s" + "".join(
+        f" {x:.2f} of FA2" for x in beside.values()
+    )
+    print(f"{told['case']:24} {told['way']:20} {shown}", flush=True)
     return times.median
 
 
@@ -271,18 +285,18 @@ def bench_dense(
     options: argparse.Namespace,
     how: dict[str, Any],
     log: Log,
-) -> float:
-    """Seconds of the fastest dense kernel, a row for each; on the heads of one group where all would take too long, times
-    the groups, which is written down."""
+) -> dict[str, float]:
+    """Seconds of each dense kernel, and a row; on the heads of one group where all would take too long, times the groups,
+    which is written down."""
     query, key, value = tensors
-    (many, few), tokens, best = options.heads, query.shape[2], math.inf
+    (many, few), tokens, found = options.heads, query.shape[2], dict[str, float]()
     part = 1 if tokens > options.dense_all and few > 1 else few
     heads = many // few * part
     for way, run in dense_ways(query[:, :heads], key[:, :part], value[:, :part]):
         row = dict(told, way=way, kept=1.0, **({"groups_timed": part} if part < few else {}))
         taken = measured(log, row, run, how, tokens * (tokens + 1) / 2 * heads, options.size)
-        best = min(best, taken * few / part) if taken is not None else best
-    return best
+        found |= {} if taken is None else {way: taken * few / part}
+    return found
 
 
 def bench_case(name: str, case: Case, options: argparse.Namespace, log: Log) -> None:
@@ -294,7 +308,8 @@ def bench_case(name: str, case: Case, options: argparse.Namespace, log: Log) -> 
     layout = layout_of(case, frame, device)
     told = dict(case=name, tokens=case.tokens, heads=many, groups=few, size=size, dtype=options.dtype)
     causal = case.tokens * (case.tokens + 1) / 2
-    best = math.inf if options.no_dense else bench_dense(told, (query, key, value), options, how, log)
+    dense = {} if options.no_dense else bench_dense(told, (query, key, value), options, how, log)
+    fa2 = min((dense[way] for way in FA2 if way in dense), default=None)
     pattern = pattern_of(case, frame)
     held: list[AttentionPlan | None] = [None]
 
@@ -326,8 +341,8 @@ def bench_case(name: str, case: Case, options: argparse.Namespace, log: Log) -> 
         row = dict(
             told, way=way, kept=listed / (many * causal), blocks=blocks, index_s=index_s, like=case.like
         )
-        if best < math.inf:
-            row["against_s"] = best
+        row |= {"against_s": min(dense.values())} if dense else {}
+        row |= {"fa2_tflops": 4 * size * many * causal / fa2 / 1e12} if fa2 else {}
         try:
             out = run()
             first = out if first is None else first
@@ -359,7 +374,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", required=True, help="file of result rows; rows are added to it")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--backends", nargs="+", help="default: all that run here but the reference")
+    parser.add_argument("--backends", nargs="+", help="default: all that run here; portable: not by Hopper's")
     parser.add_argument("--heads", nargs=2, type=int, default=(28, 4), metavar=("HEADS", "GROUPS"))
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -367,18 +382,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--no-dense", action="store_true")
-    parser.add_argument(
-        "--dense-all", type=int, default=1 << 18, help="above, dense is timed on one group's heads"
-    )
-    parser.add_argument(
-        "--beside", metavar="FILE", help="ways of others to time too: a Python file, see above"
-    )
+    parser.add_argument("--dense-all", type=int, default=1 << 18, help="above: on one group's heads")
+    parser.add_argument("--beside", metavar="FILE", help="ways of others to time too, see above")
     options = parser.parse_args(argv)
     options.ways = ways_of(options.beside) if options.beside else None
     if options.backends is None:
-        runs = [
-            n for n, reason in select.usable(options.device).items() if reason is None and n != "reference"
-        ]
+        runs = [n for n, why in select.usable(options.device).items() if why is None and n != "reference"]
         options.backends = runs if torch.device(options.device).type == "cuda" else ["reference"]
     log = Log(options.out, options.device)
     print(environment(options.device))

@@ -36,7 +36,8 @@ from steps import Step, run_steps
 from timing import Log, Times, compare
 
 import mmaccel
-from mmaccel.backends import dense, flash
+from mmaccel.backends import flash
+from mmaccel.backends.ops import dense_attend as dense
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import shapes, vision
@@ -59,7 +60,7 @@ DENSE = {
     },
 }
 """Dense attention by PyTorch's fastest kernel, by flash-attn 4 where it is installed, and by FlashAttention-2: what of
-`mmaccel.backends.dense` is changed for each. All but the first are timed on one layer."""
+`mmaccel.backends.ops.dense_attend` is changed for each. All but the first are timed on one layer."""
 
 
 def layer_step(name: str, case: Case, seconds: float) -> Step:

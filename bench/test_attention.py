@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends import ops, select
+from mmaccel.backends import select
+from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import VIDEO, TokenLayout
 from mmaccel.core.recipe import Recipe
@@ -33,7 +34,7 @@ def layer() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, TokenLayout]:
 
 def test_dense(benchmark: Any, layer: Any) -> None:
     query, key, value, _ = layer
-    benchmark.pedantic(ops.dense_attend, (query, key, value, 0.125), rounds=3, warmup_rounds=1)
+    benchmark.pedantic(dense_attend, (query, key, value, 0.125), rounds=3, warmup_rounds=1)
 
 
 @pytest.mark.parametrize("name", RECIPES)

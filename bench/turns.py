@@ -69,6 +69,7 @@ def prefill_case(name: str, given: argparse.Namespace) -> Callable[[], None]:
 
 def decode_case(name: str, given: argparse.Namespace) -> Callable[[], None]:
     """Twenty captured steps of one row."""
+    import pair
     import replayed
     import torch
 
@@ -76,12 +77,10 @@ def decode_case(name: str, given: argparse.Namespace) -> Callable[[], None]:
     model = replayed.model_of("qwen2.5-vl-7b", given.device, 1 if given.shrink > 1 else None)
     runner = replayed.after(model, columns)
     ids = torch.ones(1, 1, dtype=torch.long, device=given.device)
-    (plain,) = replayed.Counting.__bases__  # the runner without replayed verdicts
-    step = plain.step
 
     def run() -> None:
         for _ in range(20):
-            step(runner, ids)
+            pair.StaticRunner.step(runner, ids)
             runner.truncate(columns)
 
     return run

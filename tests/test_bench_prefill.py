@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from mmaccel.backends import dense
+from mmaccel.backends.ops import dense_attend as dense
 from tests import SOURCES
 
 ROOT = Path(__file__).parent.parent

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
-from mmaccel.backends.block_attend import FULL, BlockLists, KeySpan, Part, prepare
+from mmaccel.backends.ops.block_attend import FULL, BlockLists, KeySpan, Part, prepare
+from mmaccel.backends.ops.dense_attend import dense_attend
 
 LIMIT = 10.0
 """Seconds that measuring may take."""
@@ -139,7 +139,7 @@ def measure(
         return Line.through((short, bench(first, device)), (long, bench(second, device)))
 
     def dense(n: int) -> tuple[float, Callable[[], Any]]:
-        return shape.heads * n * (n + 1) / 2, lambda: ops.dense_attend(*tensors[n], scale)
+        return shape.heads * n * (n + 1) / 2, lambda: dense_attend(*tensors[n], scale)
 
     def planning(n: int) -> tuple[float, Callable[[], Any]]:
         assert plan is not None

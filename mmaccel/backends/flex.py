@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from mmaccel.backends.block_attend import (
+from mmaccel.backends.ops.block_attend import (
     ABSENT,
     FULL,
     Part,
@@ -47,7 +47,7 @@ def block_attend(
     rows: int = 0,
     prepared: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.block_attend.block_attend`. Compiled on CUDA; eager on CPU, where compiled flex gives no lse."""
+    """See `ops.block_attend.define`. Compiled on CUDA; eager on CPU, where compiled flex gives no lse."""
     (B, H), q_row = query.shape[:2], part.q_row
     mask, _ = block_mask(part, block_q, block_k, (B, H))
     key, value, rows_of = with_own_keys(key, value, part.spans)

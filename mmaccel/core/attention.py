@@ -12,7 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops, select
+from mmaccel.backends import select
+from mmaccel.backends.ops.decode_attend import decode_attend
+from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.draft import Probe
 from mmaccel.core.errors import warn
 from mmaccel.core.execute import attend_plan, window_plan
@@ -223,7 +225,7 @@ class Run:
         if plan is not None:
             return self._sparse(layer, plan, query, key, value, scale)
         self._count(layer, rows, None, query)
-        out: Tensor = ops.dense_attend(
+        out: Tensor = dense_attend(
             query,
             key,
             value,
@@ -280,7 +282,7 @@ class Run:
         valid = self._valid(None)
         for some, begin, end in self._tails:
             if begin < end:
-                out[some, :, begin:end] = ops.dense_attend(
+                out[some, :, begin:end] = dense_attend(
                     query[some, :, begin:end],
                     key[some],
                     value[some],
@@ -341,12 +343,12 @@ class StreamRun:
         heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
         if view.bias is not None:
             columns = torch.arange(keys - rows, keys, device=key.device).expand(len(query), -1)
-            return ops.decode_now(query, key, value, columns, scale, None, view.bias)
+            return decode_attend(query, key, value, columns, scale, None, view.bias)
         windowed = view.window is not None and view.window < keys and view.column is None
         if windowed and self.kernel is not None and rows >= MIN_ROWS and len(query) == 1:
             plan = window_plan(rows, keys, view.sinks, view.window, heads, query.device)
             return attend_plan(plan, query, key, value, scale, self.kernel)[0]
-        return ops.attend_now(
+        return dense_attend(
             query,
             key,
             value,

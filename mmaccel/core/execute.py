@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops, select
-from mmaccel.backends.block_attend import empty_output, prepare, remember
+from mmaccel.backends import select
+from mmaccel.backends.ops.block_attend import empty_output, prepare, remember
+from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.merge_heads import joined
 from mmaccel.core.plan import (
@@ -32,7 +33,7 @@ BLOCK = 128
 window are few."""
 
 BlockAttend = Callable[..., tuple[Tensor, Tensor]]
-"""A backend's operator; its arguments are those of `mmaccel.backends.block_attend.block_attend`."""
+"""A backend's operator; its arguments are those of `ops.block_attend.define`."""
 
 
 def attend_part(
@@ -106,7 +107,7 @@ def launches(plan: AttentionPlan) -> list[Part]:
         blocks = plan.block_q, plan.block_k
         whole = [
             parts[0] if len(parts) == 1 else joined(parts, plan.heads, blocks)
-            for _, parts in sorted(groups.items())
+            for parts in (groups[number] for number in sorted(groups))
         ]
         return whole + [part for part in plan.parts if part.head_range is not None]
 
@@ -132,7 +133,7 @@ def _attend_dense(
     for run in head_runs(dense.heads, query.shape[1] // key.shape[1]):
         k, v = key[:, run.groups, seen], value[:, run.groups, seen]
         q, heads = run.of(query)[:, :, :n], numbered(run.heads, query.device)
-        out[:, heads, :n] = ops.dense_attend(q, k, v, scale, start=start, valid=valid)
+        out[:, heads, :n] = dense_attend(q, k, v, scale, start=start, valid=valid)
         lse[:, heads, :n] = torch.nan
 
 

@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
-from mmaccel.backends.block_attend import ABSENT as ABSENT
-from mmaccel.backends.block_attend import FULL as FULL
-from mmaccel.backends.block_attend import TEST as TEST
-from mmaccel.backends.block_attend import BlockLists as BlockLists
-from mmaccel.backends.block_attend import HeadRange as HeadRange
-from mmaccel.backends.block_attend import KeySpan as KeySpan
-from mmaccel.backends.block_attend import Part as Part
-from mmaccel.backends.block_attend import remember as remember
+from mmaccel.backends.ops.block_attend import ABSENT as ABSENT
+from mmaccel.backends.ops.block_attend import FULL as FULL
+from mmaccel.backends.ops.block_attend import TEST as TEST
+from mmaccel.backends.ops.block_attend import BlockLists as BlockLists
+from mmaccel.backends.ops.block_attend import HeadRange as HeadRange
+from mmaccel.backends.ops.block_attend import KeySpan as KeySpan
+from mmaccel.backends.ops.block_attend import Part as Part
+from mmaccel.backends.ops.block_attend import remember as remember
+from mmaccel.backends.ops.block_lists import listed_area, packed, reach
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 
@@ -195,7 +195,7 @@ class AttentionPlan:
         for part in self.parts:
             for span in part.spans:
                 lists = span.lists.row, span.lists.entries
-                area = ops.area_now(*lists, part.q_row, span.k_row, self.block_q, self.block_k)
+                area = listed_area(*lists, part.q_row, span.k_row, self.block_q, self.block_k)
                 total[:, part.of(H)] += area
         if self.dense is not None:
             total[:, numbered(self.dense.heads, device)] += self.dense.pairs()[:, None]
@@ -318,7 +318,7 @@ def span_by_range(
     last, so that it also holds what lies between when positions jump within a query block. `ordered`, `ranks`, `q_first`:
     what the caller knows of the tensors (`KeySpan`).
     """
-    row, kind = ops.reach_now(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
+    row, kind = reach(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
     lists = BlockLists(row, None, kind)
     return KeySpan(k_row, q_pos, k_pos, lo, hi, lists, ordered, ranks, q_first, complete=True)
 
@@ -339,11 +339,11 @@ def span_by_table(
 ) -> KeySpan:
     """As `span_by_range`, of the True entries of `table` [b, h, M, key blocks] alone; room for all of them, no host read."""
     b, h, m, n = table.shape
-    row, kind = ops.reach_now(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
+    row, kind = reach(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
     first, count, head, tail, _ = torch.split(row.expand(b, h, m, 5), 1, -1)
     number = torch.arange(n, device=table.device)
     listed = table & (number >= first) & (number < first + count)
-    index, upto = ops.packed(listed, number)
+    index, upto = packed(listed, number)
     head, tail, count = (upto.gather(-1, (first + t).clamp(max=n)) for t in (head, tail, count))
     begin = (torch.arange(b * h * m, device=table.device) * n).view(b, h, m, 1)
     row = torch.cat([begin, count, head, tail, torch.zeros_like(begin)], -1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops.decode_attend import WINDOW
 from mmaccel.core.attach import attached
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState
@@ -113,13 +113,13 @@ class Part:
         self.device, self.buffers, self.held, self.looks = device, buffers, list(held), looks
         self.words, self.ends = words, ends
         self.layers: list[LayerStep] = step.layer_steps(layers, None if ends is None else ends[0])
-        self.line = torch.arange(ops.WINDOW, device=device)[None]
+        self.line = torch.arange(WINDOW, device=device)[None]
 
     def __call__(self, given: Tensor, columns: Tensor, places: Tensor, sees: Tensor | None = None) -> Tensor:
         """Logits [B, n, V], or hidden states [B * n, E], of `given`, which are ids [B, n] or hidden states.
 
         The rows are the columns `columns` [B, n] of the sequence and have the position of column `places` [B, n] of it;
-        `sees` [n] is that of `ops.decode_attend`.
+        `sees` [n] is that of `decode_attend`.
         """
         x = Rows(given if self.words is None else self.words(given).flatten(0, 1))
         held: Held | None = None
@@ -144,8 +144,8 @@ class SequenceSteps:
     """
 
     def __init__(self, model: nn.Module, family: FamilyFacts, rows: Sequence[int]) -> None:
-        if not rows or min(rows) < 1 or max(rows) > ops.WINDOW:
-            raise ModelError(f"rows {list(rows)}: give numbers from 1 to {ops.WINDOW}.")
+        if not rows or min(rows) < 1 or max(rows) > WINDOW:
+            raise ModelError(f"rows {list(rows)}: give numbers from 1 to {WINDOW}.")
         self.model, self.family, self.rows = model, family, sorted(set(rows))
         self.parts: list[Part] = []
         self._buffers: Buffers = []
@@ -154,9 +154,9 @@ class SequenceSteps:
 
     def width(self, count: int, branches: Branches | None) -> int | None:
         """How many rows a step of `count` is padded to; None for more rows than are captured, and for trees that do not fit
-        a word of `ops.decode_attend`."""
+        a word of `decode_attend`."""
         width = next((rows for rows in self.rows if rows >= count), None)
-        fits = width and (branches is None or width - count + branches.sees.shape[1] <= ops.WINDOW)
+        fits = width and (branches is None or width - count + branches.sees.shape[1] <= WINDOW)
         return width if fits else None
 
     def __call__(
@@ -288,8 +288,8 @@ def _cut_after(numbers: list[int], layer: int | None) -> list[list[int]]:
 def _words(branches: Branches, width: int) -> Tensor:
     """[width] long, on the host: what each row sees of the last columns; rows of padding see all."""
     n, m = branches.sees.shape
-    bits = torch.ones(width, ops.WINDOW, dtype=torch.bool)
-    end = ops.WINDOW - (width - n)
+    bits = torch.ones(width, WINDOW, dtype=torch.bool)
+    end = WINDOW - (width - n)
     bits[:n, end:] = False
     bits[:n, end - m : end] = branches.sees.cpu()
-    return (bits.long() << torch.arange(ops.WINDOW)).sum(1)
+    return (bits.long() << torch.arange(WINDOW)).sum(1)

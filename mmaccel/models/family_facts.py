@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends import pointwise
+from mmaccel.backends.ops import pointwise
 from mmaccel.core.adapter import Geometry, Outline
 from mmaccel.core.attach import ModelFamily
 from mmaccel.core.errors import ModelError
@@ -285,7 +285,7 @@ class FamilyFacts(ModelFamily):
 
     def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
         if pointwise.fusible(x):
-            pointwise.rotate_now_(x, *(angle[:, 0] for angle in angles))
+            pointwise.rotate_(x, *(angle[:, 0] for angle in angles))
         else:
             x.copy_(self.turn(x, angles))
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends import pointwise
+from mmaccel.backends.ops import pointwise
 from mmaccel.models.install import Hooks
 
 ROWS = 1 << 15
@@ -96,7 +96,7 @@ def normed(module: Any, hidden: Tensor, family: KnownClasses) -> Tensor:
     """What the norm `module` makes of `hidden`, by one kernel where there is one; for code that nobody compiles."""
     if not (is_norm(module, family) and module.weight.dtype == hidden.dtype and pointwise.fusible(hidden)):
         return module(hidden)  # type: ignore[no-any-return]
-    return pointwise.rms_norm_now(hidden, module.weight, module.variance_epsilon)
+    return pointwise.rms_norm(hidden, module.weight, module.variance_epsilon)
 
 
 def normed_or(module: Any, whole: Callable[..., Any], hidden: Tensor) -> Any:

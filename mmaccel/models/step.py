@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends import fused, ops
+from mmaccel.backends.ops.decode_attend import WINDOW, decode_attend
+from mmaccel.backends.ops.qkv_rope_cache import enter_rows, turn_rows
+from mmaccel.backends.ops.skinny_gemm import pass_rows, project_rows
 from mmaccel.core.attention import StreamRun
 from mmaccel.core.kv import Seat
 from mmaccel.core.modules import home_of
@@ -36,7 +38,7 @@ Weights = tuple[list[Tensor], list[Tensor]]
 
 class Rows(NamedTuple):
     """Rows [R, E] between two layers or the halves of one. `gained` [R, E] and `squares` [R, P] are what the norm after them
-    needs, where the product that made them computed it too (`fused.pass_rows`)."""
+    needs, where the product that made them computed it too (`pass_rows`)."""
 
     rows: Tensor
     gained: Tensor | None = None
@@ -44,9 +46,9 @@ class Rows(NamedTuple):
 
 
 class LayerStep:
-    """A decoder layer of a Qwen2-like family over a few new rows: `fused.enter_rows` (queries, keys and values, with RoPE,
-    keys and values written to the cache), `ops.decode_attend`, and for the output projection and the feed-forward block
-    `fused.pass_rows`, `ops.project_rows` and `fused.pass_rows` again.
+    """A decoder layer of a Qwen2-like family over a few new rows: `enter_rows` (queries, keys and values, with RoPE,
+    keys and values written to the cache), `decode_attend`, and for the output projection and the feed-forward block
+    `pass_rows`, `project_rows` and `pass_rows` again.
 
     follows  the norm after the layer; None: whoever reads its rows needs no norm, or computes it
     """
@@ -57,7 +59,7 @@ class LayerStep:
         self.follows = follows
         self.qkv, self.out = weights(own.q_proj, own.k_proj, own.v_proj), weights(own.o_proj)
         self.gate_up, self.down = weights(mlp.gate_proj, mlp.up_proj), weights(mlp.down_proj)
-        self.line = torch.arange(ops.WINDOW, device=self.before.weight.device)[None]
+        self.line = torch.arange(WINDOW, device=self.before.weight.device)[None]
 
     def __call__(
         self,
@@ -75,17 +77,17 @@ class LayerStep:
         x        what enters it, B * n rows
         rope     [2, B, n, D], the cosines and sines of the rows
         columns  [B, n] long, the columns of `key` and `value` [B, G, capacity, D] that the rows are written to
-        sees, bias  those of `ops.decode_attend`
+        sees, bias  those of `decode_attend`
         qkv      `project` of x, where a memory had to see it first; None: it is computed here
         """
         if qkv is None:
             rows, gain, squares = _normed_by(x, self.before)
             eps = self.before.variance_epsilon
-            query = fused.enter_rows(rows, *self.qkv, gain, squares, eps, rope, columns, key, value)
+            query = enter_rows(rows, *self.qkv, gain, squares, eps, rope, columns, key, value)
         else:
             rows, line = qkv.view(*columns.shape, -1), self.line[:, : columns.shape[1]].expand_as(columns)
-            query = ops.turn_rows(rows, rope[0], rope[1], line, columns, key, value)
-        out = ops.decode_attend(query, key, value, columns, key.shape[-1] ** -0.5, sees, bias)
+            query = turn_rows(rows, rope[0], rope[1], line, columns, key, value)
+        out = decode_attend(query, key, value, columns, key.shape[-1] ** -0.5, sees, bias)
         return self.finish(x, out.transpose(1, 2).reshape(columns.numel(), -1)), query
 
     def project(self, x: Rows) -> Tensor:
@@ -111,9 +113,9 @@ def weights(*linear: nn.Linear) -> Weights:
 
 
 def project(x: Rows, norm: Any, by: Weights, gated: bool = False) -> Tensor:
-    """`ops.project_rows` of the normed rows."""
+    """`project_rows` of the normed rows."""
     rows, gain, squares = _normed_by(x, norm)
-    return ops.project_rows(rows, *by, gain, norm.variance_epsilon, None, gated, squares)  # type: ignore[no-any-return]
+    return project_rows(rows, *by, gain, norm.variance_epsilon, None, gated, squares)
 
 
 def _normed_by(x: Rows, norm: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -125,8 +127,8 @@ def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any) -> Rows:
     """`residual` and rows x through a product; ready for `norm`, if one follows."""
     # In float16 the rows times the gain, not normed yet, might be too large.
     if norm is None or x.dtype == torch.float16:
-        return Rows(ops.project_rows(x, *by, None, 0.0, residual))
-    return Rows(*fused.pass_rows(x, *by[0], by[1], residual, norm.weight))
+        return Rows(project_rows(x, *by, None, 0.0, residual))
+    return Rows(*pass_rows(x, *by[0], by[1], residual, norm.weight))
 
 
 def known(layers: Iterable[Any], activation: str, family: FamilyFacts) -> bool:

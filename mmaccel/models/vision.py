@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mmaccel.backends import pointwise
+from mmaccel.backends.ops import pointwise
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.pointwise import gated, is_gated, is_norm, normed_or, rotate_by

@@ -27,10 +27,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from mmaccel.backends import architectures
-from mmaccel.backends import triton as backend
 from mmaccel.backends.architectures import ARCHITECTURES, Architecture, Resources
-from mmaccel.backends.block_attend import BlockLists, KeySpan, Part
-from mmaccel.backends.clusters import Late, Lists, Own
+from mmaccel.backends.ops import operator
+from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
+from mmaccel.backends.ops.clusters import Late, Lists, Own
 from mmaccel.backends.triton import pointwise
 from mmaccel.backends.triton.decode import attention, qkv_rope_cache, rope, skinny_gemm
 from mmaccel.backends.triton.prefill import (
@@ -47,7 +47,7 @@ from mmaccel.backends.triton.prefill import (
     strides,
     strongest,
 )
-from mmaccel.backends.triton.stream import clusters, gather, words
+from mmaccel.backends.triton.stream import clusters, gather
 
 PROCESSORS, MEMORY = 132, 140 << 30
 S, FAR, N, C, E, WIDE = 512, 2**31 - 1, 4096, 196, 3584, 18944
@@ -82,7 +82,7 @@ def as_on(row: Architecture, memory: int = MEMORY) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(hopper_launch, "_there", lambda device: "hopper" not in row.lacks)
         )
-        stack.enter_context(mock.patch.object(backend, "usable", lambda device: None))
+        stack.enter_context(mock.patch.object(operator, "usable", lambda device: None))
         yield
 
 
@@ -274,9 +274,9 @@ def clustered() -> None:
     clusters.selected(size, Lists(long, long, long, size, size, 32), 64, 80, own, Late(one, 1, 8))
     out = blank(2, 4, 512, 128)
     clusters.stand_ins(score[0], score[0] > 0, size[0], (key[0], key[1]), score[0], out, 14, one, 0)
-    words.folded(blank(28, 16, 128), one, 4)
-    words.moved(blank(16, E), one, *blank(3, E, dtype=torch.float32))
-    words.foretold(long[0], long[0, :80], one, one)
+    clusters.folded(blank(28, 16, 128), one, 4)
+    clusters.moved(blank(16, E), one, *blank(3, E, dtype=torch.float32))
+    clusters.foretold(long[0], long[0, :80], one, one)
 
 
 def gathered(tokens: int, size: int, apart: bool) -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import WINDOW
-from mmaccel.backends.reference import decode as plain
+from mmaccel.backends.ops.decode_attend import WINDOW, decode_attend
+from mmaccel.backends.ops.qkv_rope_cache import enter_rows, turn_rows
+from mmaccel.backends.ops.skinny_gemm import project_rows
 from mmaccel.backends.triton.decode import attention as decode
 from mmaccel.backends.triton.decode import qkv_rope_cache as enter
 from mmaccel.backends.triton.decode import rope as turning
@@ -15,6 +16,12 @@ from mmaccel.backends.triton.decode import skinny_gemm as rows
 
 from .oracle import budget
 from .triton_cases import DEVICE, DTYPES, INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def plain_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the plain form of `enter_rows` would rotate by the kernel."""
+    monkeypatch.setattr(turn_rows, "direct", turn_rows.plain)
 
 
 def drawn(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -61,7 +68,7 @@ def check(
     out = decode.decode_attend(query, key, value, own, size**-0.5, told, **choices)
     assert out.dtype == dtype and out.transpose(1, 2).is_contiguous()
     assert float((out.double() - exact).abs().max()) <= allowed
-    said = plain.decode_attend(query, key, value, own, size**-0.5, told)
+    said = decode_attend.plain(query, key, value, own, size**-0.5, told)
     assert said.transpose(1, 2).is_contiguous() and float((said.double() - exact).abs().max()) <= allowed
 
 
@@ -117,12 +124,12 @@ def test_project(kind: str, count: int, dtype: torch.dtype) -> None:
     norm = None if residual is not None else gain
     told = (bias, norm, 1e-6, residual, gated)
     out = rows.project_rows(x, weight, *told, block_k=64)
-    said = plain.project_rows(x, weight, *told)
+    said = project_rows.plain(x, weight, *told)
     wide = [t if t is None else t.double() for t in (norm, residual)]
     squares = x.double().pow(2).mean(-1, keepdim=True) + 1e-6
     entered = x.double() if norm is None else x.double() * squares.rsqrt() * wide[0]
     exact, sizes = (
-        plain.project_rows(
+        project_rows.plain(
             turn(entered), [turn(w.double()) for w in weight], [turn(b.double()) for b in bias], *rest
         )
         for turn, rest in (
@@ -162,12 +169,12 @@ def test_a_norm_between_two_products(kind: str, count: int, wide: int, dtype: to
     then = [drawn(w, wide, dtype=dtype, seed=i) / 10 for i, w in enumerate(widths)]
     bias = [drawn(w, dtype=dtype, seed=i + 9) for i, w in enumerate(widths)] if "bias" in kind else []
     got = rows.project_rows(gained, then, bias, None, eps, None, kind == "gated", squares, block_k=64)
-    said = plain.project_rows(out, then, bias, gain, eps, None, kind == "gated")
-    told = plain.project_rows(gained, then, bias, None, eps, None, kind == "gated", squares)
+    said = project_rows.plain(out, then, bias, gain, eps, None, kind == "gated")
+    told = project_rows.plain(gained, then, bias, None, eps, None, kind == "gated", squares)
     double = out.double()
     entered = double * (double.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * gain.double()
     exact, sizes = (
-        plain.project_rows(
+        project_rows.plain(
             turn(entered), [turn(w.double()) for w in then], [turn(b.double()) for b in bias],
             None, 0.0, None, kind == "gated",
         )
@@ -205,13 +212,13 @@ def test_enter(size: int, B: int, n: int, biased: bool, dtype: torch.dtype) -> N
     made = rows.project_rows(x, weight, bias, gain, 1e-5, block_k=16).view(B, n, -1)
     line = torch.arange(n, device=DEVICE).expand(B, n)
     want = turning.turn_rows(made, turn[0], turn[1], line, columns, *theirs)
-    plainly = plain.enter_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *said)
+    plainly = enter_rows.plain(x, weight, bias, gain, None, 1e-5, turn, columns, *said)
     wide = [w.double()[:, :, 1] for w in whole]
     normed = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
     weights, biases = ([t.double() for t in given] for given in (weight, bias))
-    exact = plain.enter_rows(normed, weights, biases, None, None, 0.0, turn.double(), columns, *wide)
+    exact = enter_rows.plain(normed, weights, biases, None, None, 0.0, turn.double(), columns, *wide)
     sizes = float(
-        plain.project_rows(normed.abs(), [w.abs() for w in weights], [b.abs() for b in biases]).max()
+        project_rows.plain(normed.abs(), [w.abs() for w in weights], [b.abs() for b in biases]).max()
     )
     turned = sizes * float(turn.double().abs().sum(0).max())
     for query, (key, value) in ((got, mine), (want, theirs)):
@@ -234,10 +241,10 @@ def test_enter_after_a_product(parts: int) -> None:
     squares = x.pow(2).sum(-1, keepdim=True) * share
     mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
     got = enter.enter_rows(x * gain, weight, bias, None, squares, 1e-5, turn, columns, *mine)
-    want = plain.enter_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *theirs)
+    want = enter_rows.plain(x, weight, bias, gain, None, 1e-5, turn, columns, *theirs)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(mine, theirs)
-    told = plain.enter_rows(x * gain, weight, bias, None, squares, 1e-5, turn, columns, *theirs)
+    told = enter_rows.plain(x * gain, weight, bias, None, squares, 1e-5, turn, columns, *theirs)
     torch.testing.assert_close(told, want)
 
 
@@ -253,7 +260,7 @@ def test_turn(size: int, dtype: torch.dtype) -> None:
     mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
     places = torch.tensor([[3, 4, 4], [0, 18, 19]], device=DEVICE)
     got = turning.turn_rows(new, cos, sin, places, columns, *mine)
-    want = plain.turn_rows(new, cos, sin, places, columns, *theirs)
+    want = turn_rows.plain(new, cos, sin, places, columns, *theirs)
     close = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps}
     torch.testing.assert_close(got, want, **close)
     assert got.stride() == want.stride()
@@ -268,12 +275,12 @@ def test_tensors_that_are_views() -> None:
     x, residual = drawn(3, 32), drawn(40, 3).T
     weight, bias = drawn(32, 40).T, drawn(40, 2)[:, 0]
     told = (x, [weight], [bias], drawn(32, 2)[:, 0], 1e-6, residual)
-    torch.testing.assert_close(rows.project_rows(*told), plain.project_rows(*told))
+    torch.testing.assert_close(rows.project_rows(*told), project_rows.plain(*told))
     new, places = drawn(1, 2, 4 * 16), torch.tensor([[3, 4]], device=DEVICE)
     cos, sin = drawn(1, 16, 9).mT, drawn(1, 9, 32, seed=1)[..., ::2]
     mine, theirs = ([torch.zeros(1, 1, 9, 16, device=DEVICE) for _ in range(2)] for _ in range(2))
     got = turning.turn_rows(new, cos, sin, places, places, *mine)
-    torch.testing.assert_close(got, plain.turn_rows(new, cos, sin, places, places, *theirs))
+    torch.testing.assert_close(got, turn_rows.plain(new, cos, sin, places, places, *theirs))
     torch.testing.assert_close(mine, theirs)
 
 
@@ -288,6 +295,6 @@ def test_a_bias_on_the_first_columns(n: int, biased: int) -> None:
     more = torch.nn.functional.pad(bias / scale, (0, 160 - biased)).expand(1, 2, -1)[..., None]
     wider = torch.cat([query, torch.ones_like(query[..., :1])], -1), torch.cat([key, more], -1)
     exact, allowed = budget(*wider, value, mask, scale)
-    for attend in (lambda *given: decode.decode_attend(*given, splits=3, block_n=32), plain.decode_attend):
+    for attend in (lambda *given: decode.decode_attend(*given, splits=3, block_n=32), decode_attend.plain):
         out = attend(query, key, value, columns, scale, None, bias)
         assert float((out.double() - exact).abs().max()) <= allowed

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends.block_attend import BlockLists, KeySpan
+from mmaccel.backends.ops.block_attend import BlockLists, KeySpan
 from mmaccel.backends.triton.prefill.block_iter import FIELDS
 from mmaccel.backends.triton.prefill.hopper_launch import fields, numbered, viewed
 from mmaccel.backends.triton.prefill.tma_staging import BOX, FAR, Homes

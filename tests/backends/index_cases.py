@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends import triton as backend
-from mmaccel.backends.reference import index as plain
+from mmaccel.backends.ops import lines, operator
 from mmaccel.backends.triton.prefill import estimate_grid, slashes, strides, strongest
 from mmaccel.backends.triton.prefill.estimate import line_sums, row_totals
 from mmaccel.core.layout import TEXT, VIDEO
@@ -73,7 +72,7 @@ def launched() -> Iterator[None]:
     """Everything that the Triton backend has a kernel for goes through it, also where Triton interprets."""
     with (
         mock.patch.object(LastQueries, "fused", property(lambda _: True)),
-        mock.patch.object(backend, "usable", lambda _: None),
+        mock.patch.object(operator, "usable", lambda _: None),
     ):
         yield
 
@@ -99,7 +98,7 @@ def test_line_keys(columns: int) -> None:
     diagonal = torch.tensor([0, 1, 17, 48, 48]).expand(2, 3, -1)
     for width in (48, 30):
         arguments = row, chosen.contiguous(), diagonal
-        want = plain.line_keys(*arguments, width, 16)
+        want = lines.line_keys.plain(*arguments, width, 16)
         got = slashes.line_keys(*(t.to(DEVICE) for t in arguments), width, 16)
         for mine, its in zip(got, want, strict=True):
             assert mine.dtype == its.dtype and torch.equal(mine.cpu(), its)
@@ -192,13 +191,15 @@ def test_strongest(n: int, count: int, tile: int, monkeypatch: pytest.MonkeyPatc
     rng = torch.Generator().manual_seed(n)
     scores, last = torch.rand(2, 3, 2, n, generator=rng) ** 8, torch.tensor([n - 1, 9, -1])
     for vertical, slash in ((count, count // 2), (0, count)):
-        want = plain.strongest(*scores, last, vertical, slash)
+        want = lines.strongest.plain(*scores, last, vertical, slash)
         got = strongest.strongest(*scores.to(DEVICE), last.to(DEVICE), vertical, slash)
         assert all(torch.equal(mine.cpu(), its) for mine, its in zip(got, want, strict=True))
     # Of equal scores any may be chosen.
     scores = (scores * 4).round()
     found = strongest.strongest(*scores.to(DEVICE), last.to(DEVICE), count, count)
-    for score, got, its in zip(scores, found, plain.strongest(*scores, last, count, count), strict=True):
+    for score, got, its in zip(
+        scores, found, lines.strongest.plain(*scores, last, count, count), strict=True
+    ):
         mine = got.cpu()
         assert torch.equal(mine < n, its < n) and bool((mine.diff(dim=2) > 0)[mine[..., 1:] < n].all())
         padded = torch.nn.functional.pad(score, (0, 1), value=-1)

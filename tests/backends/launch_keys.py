@@ -23,12 +23,15 @@ import torch
 import triton
 from torch import Tensor
 
-from mmaccel.backends import architectures, fused, ops, pointwise
+from mmaccel.backends import architectures
 from mmaccel.backends import triton as backend
-from mmaccel.backends.reference import classes as plain_classes
-from mmaccel.backends.reference import index as plain_index
-from mmaccel.backends.reference import lists as plain_lists
-from mmaccel.backends.reference import pieces as plain_pieces
+from mmaccel.backends.ops import block_lists, lines, pointwise
+from mmaccel.backends.ops.classes import turned_classes
+from mmaccel.backends.ops.decode_attend import decode_attend
+from mmaccel.backends.ops.estimate import reduces
+from mmaccel.backends.ops.pieces import assembled
+from mmaccel.backends.ops.qkv_rope_cache import enter_rows, turn_rows
+from mmaccel.backends.ops.skinny_gemm import pass_rows, project_rows
 from mmaccel.backends.triton.prefill import (
     classes,
     estimate,
@@ -125,21 +128,21 @@ def _drawn(launch: Callable[..., Any], draw: Callable[[Tensor], Any]) -> Callabl
 def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
     """Within, tensors of the CPU are launched on as on a device of this architecture; all that comes of it are the keys."""
     keys = Keys()
-    ops.reduces.cache_clear()
+    reduces.cache_clear()
     with ExitStack() as stack:
         held = {
             LastQueries: dict(fused=True),
-            pieces: dict(assembled=_filled(pieces.assembled, plain_pieces.assembled)),
+            pieces: dict(assembled=_filled(pieces.assembled, assembled.plain)),
             lists: dict(
-                reach=_filled(lists.reach, plain_lists.reach),
-                listed_area=_filled(lists.listed_area, plain_lists.listed_area),
+                reach=_filled(lists.reach, block_lists.reach.plain),
+                listed_area=_filled(lists.listed_area, block_lists.listed_area.plain),
             ),
-            strongest: dict(strongest=_filled(strongest.strongest, plain_index.strongest)),
+            strongest: dict(strongest=_filled(strongest.strongest, lines.strongest.plain)),
             slashes: dict(
-                line_keys=_filled(slashes.line_keys, plain_index.line_keys),
-                slash_runs=_filled(slashes.slash_runs, plain_index.slash_runs),
+                line_keys=_filled(slashes.line_keys, lines.line_keys.plain),
+                slash_runs=_filled(slashes.slash_runs, lines.slash_runs.plain),
             ),
-            classes: dict(turned_classes=_filled(classes.turned_classes, plain_classes.turned_classes)),
+            classes: dict(turned_classes=_filled(classes.turned_classes, turned_classes.plain)),
             estimate: dict(
                 row_totals=_drawn(estimate.row_totals, Tensor.zero_),
                 line_sums=_drawn(estimate.line_sums, Tensor.uniform_),
@@ -154,7 +157,7 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
         try:
             yield keys
         finally:
-            ops.reduces.cache_clear()
+            reduces.cache_clear()
 
 
 def patterns() -> list[dict[str, Any]]:
@@ -215,16 +218,16 @@ def decoded(tokens: int) -> None:
     for width in (1, 6):
         at = torch.full((1, width), tokens)
         x = torch.zeros(width, HIDDEN, dtype=torch.bfloat16)
-        ops.project_rows(x, [torch.zeros(64, HIDDEN, dtype=torch.bfloat16)], [])
+        project_rows(x, [torch.zeros(64, HIDDEN, dtype=torch.bfloat16)], [])
         square = torch.zeros(HIDDEN, HIDDEN, dtype=torch.bfloat16)
-        _, gained, squares = fused.pass_rows(x, square, [], x, square[0])
+        _, gained, squares = pass_rows(x, square, [], x, square[0])
         three = [square.new_zeros(heads * SIZE, HIDDEN) for heads in (HEADS, GROUPS, GROUPS)]
         turn = square.new_zeros(2, 1, width, SIZE)
-        fused.enter_rows(gained, three, [], None, squares, 1e-6, turn, at, cache, cache)
+        enter_rows(gained, three, [], None, squares, 1e-6, turn, at, cache, cache)
         told = torch.zeros(1, width, (HEADS + 2 * GROUPS) * SIZE, dtype=torch.bfloat16)
-        query = ops.turn_rows(told, angles, angles, at, at, cache, cache)
-        ops.decode_attend(query, cache, cache, at, 0.1, None)
-        ops.decode_attend(query, cache, cache, at, 0.1, at[0])
+        query = turn_rows(told, angles, angles, at, at, cache, cache)
+        decode_attend(query, cache, cache, at, 0.1, None)
+        decode_attend(query, cache, cache, at, 0.1, at[0])
 
 
 def on_prompts(lengths: Sequence[int], architecture: str) -> Keys:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmaccel.backends.reference import lists as plain
+from mmaccel.backends.ops import block_lists
 from mmaccel.backends.triton.prefill import lists
 
 from .triton_cases import DEVICE
@@ -41,7 +41,7 @@ def test_reach(seed: int) -> None:
     q_pos = q_pos[..., torch.randperm(q_pos.shape[-1], generator=rng)]
     for lo, hi in ((0, FAR), (0, 70), (-9, 40), (100, FAR)):
         arguments = (q_row, k_row, q_pos, k_pos)
-        wanted = plain.reach(*arguments, lo, hi, block_q, block_k)
+        wanted = block_lists.reach.plain(*arguments, lo, hi, block_q, block_k)
         found = lists.reach(*(t.to(DEVICE) for t in arguments), lo, hi, block_q, block_k)
         for got, want in zip(found, wanted, strict=True):
             assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
@@ -56,7 +56,7 @@ def test_reach_over_more_blocks_than_are_looked_at_together() -> None:
     k_row[..., -16 * 40 :] = -1
     place = torch.arange(n, dtype=torch.int32).view(1, 1, n)
     q_row, q_pos = (t[..., 16 * 480 : 16 * 2100 : 16 * 9].repeat_interleave(16, -1) for t in (place, place))
-    wanted = plain.reach(q_row, k_row, q_pos, place, 0, 16 * 100, 16, 16)
+    wanted = block_lists.reach.plain(q_row, k_row, q_pos, place, 0, 16 * 100, 16, 16)
     found = lists.reach(*(t.to(DEVICE) for t in (q_row, k_row, q_pos, place)), 0, 16 * 100, 16, 16)
     assert all(torch.equal(got.cpu(), want) for got, want in zip(found, wanted, strict=True))
 
@@ -83,6 +83,6 @@ def test_area(indexed: bool, shared: bool) -> None:
                 entries = range(begin, begin + count)
                 blocks = [(int(index[e]) if indexed else e) + shift for e in entries]
                 wanted[b, h] += int(nq.expand(B, H, M)[b, h, m]) * int(nk.expand(B, H, N)[b, h, blocks].sum())
-    assert torch.equal(plain.listed_area(row, index, *rows, 16, 32), wanted)
+    assert torch.equal(block_lists.listed_area.plain(row, index, *rows, 16, 32), wanted)
     found = lists.listed_area(*(t.to(DEVICE) for t in (row, index, *rows)), 16, 32)
     assert torch.equal(found.cpu(), wanted)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends.pieces import FIELDS
-from mmaccel.backends.reference.pieces import assembled as plain
+from mmaccel.backends.ops.pieces import FIELDS, assembled
 from mmaccel.backends.triton.prefill.pieces import assembled as launched
 from mmaccel.core.merge_heads import Slice, TensorPacker
 
@@ -44,7 +43,7 @@ def test_pieces(size: int) -> None:
     told = sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends
     for room in rooms:
         made = []
-        for way in (plain, launched):
+        for way in (assembled.plain, launched):
             sheet._made = way(*told)
             made.append(sheet.tensor(room))
         assert made[0].shape == room.shape and torch.equal(*made)

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.backends import ops, select
-from mmaccel.backends.reference import blocks
+from mmaccel.backends import reference, select
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.plan import FULL, AttentionPlan, BlockLists, KeySpan, Part, span_from_table
 
@@ -105,7 +104,7 @@ def test_the_oracle_is_exact_in_float64(name: str) -> None:
     plan, scene = pattern_plan(name, 33)
     query, key, value = scene.tensors()
     mask, scale = plan.to_mask(), scene.size**-0.5
-    out, lse = attend_plan(plan, query, key, value, scale, ops.block_attend)
+    out, lse = attend_plan(plan, query, key, value, scale, reference.op)
     assert out.dtype == lse.dtype == torch.float64
     torch.testing.assert_close(out, masked(query, key, value, mask, scale), rtol=0, atol=1e-13)
     torch.testing.assert_close(lse, log_sum_exp(query, key, mask, scale), rtol=0, atol=1e-13)
@@ -115,9 +114,9 @@ def test_the_oracle_is_exact_in_float64(name: str) -> None:
 def test_long_lists_go_in_slices(lead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = random_plan(5, lead=lead, n_query=60, n_key=700)
     query, key, value = (t.double() for t in draw(plan, 2, 16, 5))
-    whole = attend_plan(plan, query, key, value, 0.3, ops.block_attend)
-    monkeypatch.setattr(blocks, "BUDGET", 2 * plan.block_q * plan.block_k)
-    sliced = attend_plan(plan, query, key, value, 0.3, ops.block_attend)
+    whole = attend_plan(plan, query, key, value, 0.3, reference.op)
+    monkeypatch.setattr(reference, "BUDGET", 2 * plan.block_q * plan.block_k)
+    sliced = attend_plan(plan, query, key, value, 0.3, reference.op)
     torch.testing.assert_close(sliced[0], whole[0], rtol=0, atol=1e-13)
     torch.testing.assert_close(sliced[1], whole[1], rtol=0, atol=1e-13)
 
@@ -155,7 +154,7 @@ def test_full_blocks_are_not_tested() -> None:
     span = KeySpan(keys, torch.full((1, 1, 16), -5), keys, 0, 1, lists)
     plan = AttentionPlan((Part(queries, (span,)),), 16, 32, batch=2, heads=4, n_query=16, n_key=64)
     query, key, value = (t.double() for t in draw(plan, 2, 16, 2))
-    out, _ = attend_plan(plan, query, key, value, 0.25, ops.block_attend)
+    out, _ = attend_plan(plan, query, key, value, 0.25, reference.op)
     everything = torch.ones(1, 1, 16, 64, dtype=torch.bool)
     torch.testing.assert_close(out, masked(query, key, value, everything, 0.25), rtol=0, atol=1e-13)
 

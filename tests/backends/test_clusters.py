@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mmaccel.backends import clusters
-from mmaccel.backends import triton as backend
+from mmaccel.backends.ops import clusters, operator
 
 from .test_triton import run
 
@@ -26,11 +25,14 @@ def test_interpreted() -> None:
 
 def test_very_many_clusters_are_sorted() -> None:
     """Comparing each with all is for some thousands."""
-    with mock.patch.object(backend, "usable", lambda device: None):
-        few = clusters._of(torch.device("cuda"), clusters.MOST)
-        many = clusters._of(torch.device("cuda"), clusters.MOST + 1)
-    assert few.__name__ == "mmaccel.backends.triton.stream.clusters"
-    assert many.__name__ == "mmaccel.backends.reference.clusters"
+    launched = mock.Mock()
+    with (
+        mock.patch.object(operator, "usable", lambda device: None),
+        mock.patch("mmaccel.backends.triton.stream.clusters.outside", launched),
+    ):
+        for count in (clusters.MOST, clusters.MOST + 1):
+            clusters.outside(torch.zeros(1, count), torch.ones(count, dtype=torch.long), 3, 0)
+    assert launched.call_count == 1 and launched.call_args[0][0].shape == (1, clusters.MOST)
 
 
 @pytest.mark.gpu

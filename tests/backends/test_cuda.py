@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmaccel.backends import select
-from mmaccel.backends.dense import dense_attend
+from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.execute import attend_plan
 
 from .oracle import budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops.decode_attend import decode_attend
 
 from .decode_cases import *  # noqa: F403 - every case runs here as well
 from .decode_cases import check, drawn
@@ -27,11 +27,11 @@ def test_one_graph_serves_all_lengths() -> None:
     query = drawn(1, 28, 2, 128, dtype=torch.bfloat16)
     key, value = (drawn(1, 4, 5000, 128, dtype=torch.bfloat16, seed=i) for i in (1, 2))
     columns = torch.tensor([[4998, 4999]], device="cuda")
-    ops.decode_attend(query, key, value, columns, 0.1)
+    decode_attend(query, key, value, columns, 0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ops.decode_attend(query, key, value, columns, 0.1)
+        out = decode_attend(query, key, value, columns, 0.1)
     for last in (1, 63, 64, 300, 4999):
         columns.copy_(torch.tensor([[last - 1, last]]))
         graph.replay()
-        assert torch.equal(out, ops.decode_attend(query, key, value, columns, 0.1))
+        assert torch.equal(out, decode_attend(query, key, value, columns, 0.1))

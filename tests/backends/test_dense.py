@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.backends import dense, ops
+from mmaccel.backends.ops import dense_attend as dense
 
 from .oracle import budget, masked
 
@@ -88,7 +88,7 @@ def test_rules(data: st.DataObject) -> None:
     elif column == "chosen":
         columns = [3 * n for n in range(n_key)]
         start *= 3
-    got = ops.dense_attend(
+    got = dense.dense_attend(
         query,
         key,
         value,
@@ -122,7 +122,7 @@ def test_blocks_of_rows(case: dict[str, int], dtype: torch.dtype) -> None:
     query, key, value = (t.to(dtype) for t in draw(1, (4, 2), n_query, 600, 3))
     mask = rules(n_query, 600, case["start"], None, case.get("sinks", 0), case.get("window"), None, 1)
     exact, allowed = budget(query, key, value, mask, 0.3)
-    got = ops.dense_attend(query, key, value, 0.3, **case)
+    got = dense.dense_attend(query, key, value, 0.3, **case)
     assert got.dtype == dtype
     assert float((got.double() - exact).abs().max()) <= allowed
 
@@ -130,14 +130,14 @@ def test_blocks_of_rows(case: dict[str, int], dtype: torch.dtype) -> None:
 def test_keys_after_the_last_query_are_not_seen() -> None:
     query, key, value = draw(1, (4, 2), 10, 30, 4)
     mask = rules(10, 30, 5, None, 0, None, None, 1)
-    got = ops.dense_attend(query, key, value, 0.3, start=5)
+    got = dense.dense_attend(query, key, value, 0.3, start=5)
     torch.testing.assert_close(got, masked(query, key, value, mask, 0.3), rtol=0, atol=1e-12)
 
 
 def test_columns_of_each_sequence() -> None:
     query, key, value = draw(2, (4, 2), 6, 30, 5)
     columns = torch.stack([torch.arange(30), torch.arange(30).flip(0) * 2])
-    got = ops.dense_attend(query, key, value, 0.3, start=20, column=columns, window=9, sinks=2)
+    got = dense.dense_attend(query, key, value, 0.3, start=20, column=columns, window=9, sinks=2)
     for b in range(2):
         mask = rules(6, 30, 20, None, 2, 9, columns[b].tolist(), 1)
         want = masked(query[b : b + 1], key[b : b + 1], value[b : b + 1], mask, 0.3)

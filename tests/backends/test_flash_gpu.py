@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends import dense, flash, ops, select
+from mmaccel.backends import flash, select
 from mmaccel.backends.flash import attend, causal, limits
 from mmaccel.backends.flash.attend import block_attend
+from mmaccel.backends.ops import dense_attend as dense
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import AttentionPlan
@@ -134,5 +135,5 @@ def test_dense(size: int, start: int) -> None:
     mask = torch.ones(n, start + n, dtype=torch.bool, device="cuda").tril(start)[None, None]
     exact, allowed = budget(query, key, value, mask, 0.1)
     with patch.object(dense, "FLASH_FROM", 1), patch.object(dense, "_sdpa", None):
-        out = ops.dense_attend(query, key, value, 0.1, start=start)
+        out = dense.dense_attend(query, key, value, 0.1, start=start)
     assert float((out.double() - exact).abs().max()) <= allowed

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends import architectures, dense, flash, ops
+from mmaccel.backends import architectures, flash
 from mmaccel.backends.flash import older
+from mmaccel.backends.ops import dense_attend as dense
 
 from .oracle import budget, masked
 
@@ -57,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 def test_whole_tail_and_window(start: int, window: int | None, calls: Calls) -> None:
     """Groups of heads, and queries at the end of the keys."""
     query, key, value = draw(40, start)
-    out = ops.dense_attend(query, key, value, 0.3, start=start, window=window)
+    out = dense.dense_attend(query, key, value, 0.3, start=start, window=window)
     assert [(call["rows"], call["keys"]) for call in calls] == [(40, start + 40)]
     exact, allowed = budget(query, key, value, causal(40, start, window), 0.3)
     assert float((out.double() - exact).abs().max()) <= allowed
@@ -68,7 +69,7 @@ def test_padding_is_left_out(calls: Calls) -> None:
     query, key, value = draw(40, 0)
     valid = torch.ones(2, 40, dtype=torch.bool)
     valid[1, :9] = False
-    out = ops.dense_attend(query, key, value, 0.3, valid=valid)
+    out = dense.dense_attend(query, key, value, 0.3, valid=valid)
     assert sorted((call["rows"], call["keys"]) for call in calls) == [(31, 31), (40, 40)]
     mask = causal(40, 0, None) & valid[:, None, None] & valid[:, None, :, None]
     exact, allowed = budget(query, key, value, mask, 0.3)
@@ -92,7 +93,7 @@ def test_padding_is_left_out(calls: Calls) -> None:
 def test_what_it_does_not_compute_goes_the_way_it_went(how: dict[str, Any], calls: Calls) -> None:
     n, over = how.pop("rows", 40), how.pop("over", 0)
     query, key, value = draw(n, 0, how.pop("size", 16), how.pop("dtype", torch.bfloat16))
-    ops.dense_attend(query, key[:, :, : n - over], value[:, :, : n - over], 0.3, **how)
+    dense.dense_attend(query, key[:, :, : n - over], value[:, :, : n - over], 0.3, **how)
     assert not calls
 
 
@@ -165,6 +166,6 @@ def test_the_real_one(
     for name in ("_sdpa", "_windowed"):
         monkeypatch.setattr(dense, name, None)
     query, key, value = (t.cuda() for t in draw(700, start, size))
-    out = ops.dense_attend(query, key, value, 0.1, start=start, window=window)
+    out = dense.dense_attend(query, key, value, 0.1, start=start, window=window)
     exact, allowed = budget(query, key, value, causal(700, start, window, "cuda"), 0.1)
     assert float((out.double() - exact).abs().max()) <= allowed

@@ -13,7 +13,7 @@ from mmaccel.backends import architectures, flash
 from mmaccel.backends.flash import attend, causal
 from mmaccel.backends.flash.limits import Tiles
 from mmaccel.backends.flash.tables import finer, rooms, tiled
-from mmaccel.backends.ops import FULL, TEST
+from mmaccel.backends.ops.block_attend import FULL, TEST
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.plan import BlockLists, KeySpan, Part
 

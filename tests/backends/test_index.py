@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from mmaccel.backends import index
+from mmaccel.backends.ops import lines
+from mmaccel.backends.ops.classes import turned_classes
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.policies.sparse import Grid
 from mmaccel.policies.sparse.intra import Layer
@@ -21,9 +22,9 @@ QUIET = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 
 def test_the_operators_keep_their_contracts() -> None:
     last, kept = torch.tensor([39, 7]), torch.rand(2, 3, 65)[..., :-1] < 0.2
-    torch.library.opcheck(index.strongest, (torch.rand(2, 3, 40), torch.rand(2, 3, 40), last, 9, 5))
-    row, lines = torch.arange(64, dtype=torch.int32).expand(2, -1), torch.tensor([3, 17, 61]).expand(2, 3, -1)
-    torch.library.opcheck(index.line_keys, (row, lines, lines + 1, 60, 16))
+    torch.library.opcheck(lines.strongest.op, (torch.rand(2, 3, 40), torch.rand(2, 3, 40), last, 9, 5))
+    row, line = torch.arange(64, dtype=torch.int32).expand(2, -1), torch.tensor([3, 17, 61]).expand(2, 3, -1)
+    torch.library.opcheck(lines.line_keys.op, (row, line, line + 1, 60, 16))
     shape = torch.tensor([[0, 1], [0, 3], [16, 9]], dtype=torch.int32)
     member = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32)
     reach = torch.tensor([[[0, 0], [0, 0]], [[2, 3], [4, 0]], [[2, 2], [2, 0]]], dtype=torch.int32)
@@ -33,7 +34,7 @@ def test_the_operators_keep_their_contracts() -> None:
             :, :gaps
         ]
         more = broken, runs, torch.ones(2, gaps, dtype=torch.int32)
-        torch.library.opcheck(index.slash_runs, (kept, shape, member, member, reach, *more, 16))
+        torch.library.opcheck(lines.slash_runs.op, (kept, shape, member, member, reach, *more, 16))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_turned_classes_keep_their_contract(columns: int, rows: int, beyond: Bey
     order = ClassOrder.of(sight, classes.frames, beyond)
     arguments = (order.queries, order.q_begin, order.keys, order.k_begin, classes.frames.stride[:, 0, 0])
     told = (classes.line, classes.shift, classes.dense, classes.room, False, columns, rows)
-    torch.library.opcheck(index.turned_classes, (*arguments, *told))
+    torch.library.opcheck(turned_classes.op, (*arguments, *told))
 
 
 @pytest.mark.numeric(by="numpy")

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops.block_lists import listed_area, reach
 
 from .test_triton import run
 
@@ -17,9 +17,9 @@ FILES = ("tests/backends/lists_cases.py", "tests/backends/work_cases.py")
 def test_the_operators_keep_their_contracts() -> None:
     row = torch.arange(64, dtype=torch.int32).view(1, 1, 64)
     heads = row.expand(1, 3, 64).contiguous()
-    torch.library.opcheck(ops.reach, (row, heads, row, row, 0, 20, 16, 16))
-    lists, _ = ops.reach(row, heads, row, row, 0, 20, 16, 16)
-    torch.library.opcheck(ops.listed_area, (lists, torch.empty(0, dtype=torch.int32), row, heads, 16, 16))
+    torch.library.opcheck(reach.op, (row, heads, row, row, 0, 20, 16, 16))
+    lists, _ = reach(row, heads, row, row, 0, 20, 16, 16)
+    torch.library.opcheck(listed_area.op, (lists, torch.empty(0, dtype=torch.int32), row, heads, 16, 16))
 
 
 def test_interpreted() -> None:

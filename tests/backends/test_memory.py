@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmaccel.backends.dense import dense_attend
+from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.backends.reference import block_attend
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TokenLayout
@@ -77,5 +77,5 @@ MIDDLE[:, 2000:2010] = False
 def test_dense(n_query: int, named: dict[str, Any]) -> None:
     query, key, value = tensors(n_query)
     with Largest() as seen:
-        dense_attend(query, key, value, 0.25, **named)
+        dense_attend.plain(query, key, value, 0.25, **named)
     assert seen.entries < n_query * S

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from mmaccel.backends.pieces import FIELDS, assembled
+from mmaccel.backends.ops.pieces import FIELDS, assembled
 from mmaccel.core.merge_heads import TensorPacker
 
 from .test_triton import run
@@ -37,7 +37,7 @@ def test_the_operator_keeps_its_contract() -> None:
     sheet = TensorPacker()
     sheet.put(sheet.add((1, 2, 64), -1, torch.int32), (1,), torch.arange(5).view(1, 1, 5), 2)
     fills = len(sheet._fills) // len(FIELDS)
-    torch.library.opcheck(assembled, (sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends))
+    torch.library.opcheck(assembled.op, (sheet._sources, [*sheet._fills, *sheet._puts], fills, sheet._ends))
 
 
 def test_interpreted() -> None:

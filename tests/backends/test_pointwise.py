@@ -7,16 +7,16 @@ import os
 import pytest
 import torch
 
-from mmaccel.backends import pointwise
+from mmaccel.backends.ops import pointwise
 
 from .test_triton import run
 
 
 def test_the_operators_keep_their_contracts() -> None:
     x, weight = torch.randn(2, 3, 8), torch.randn(8)
-    torch.library.opcheck(pointwise.rms_norm, (x, weight, 1e-5))
-    torch.library.opcheck(pointwise.silu_times_, (x.clone(), x))
-    torch.library.opcheck(pointwise.rotate_, (torch.randn(2, 4, 3, 8), x, x))
+    torch.library.opcheck(pointwise.rms_norm.op, (x, weight, 1e-5))
+    torch.library.opcheck(pointwise.silu_times_.op, (x.clone(), x))
+    torch.library.opcheck(pointwise.rotate_.op, (torch.randn(2, 4, 3, 8), x, x))
 
 
 def test_the_plain_forms() -> None:

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.backends import block_attend as schema
 from mmaccel.backends import triton as backend
+from mmaccel.backends.ops import block_attend as schema
 from mmaccel.backends.triton.prefill.attend import block_attend
 from mmaccel.backends.triton.prefill.split_k_schedule import WAVES, Work
 from mmaccel.core.errors import RecipeError

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmaccel.backends import ops, select
+from mmaccel.backends import reference, select
 from mmaccel.backends.cost import Costs, Line
+from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.attention import Road, Run
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.recipe import Recipe
@@ -27,7 +28,7 @@ def test_a_draft_that_failed_is_told_once_whatever_the_choice(why: str, rounds: 
 
 
 def road(costs: Costs | None) -> Road:
-    return Road(RECIPE, "reference", ops.block_attend, choice=select.Choice("reference", "told", costs))
+    return Road(RECIPE, "reference", reference.op, choice=select.Choice("reference", "told", costs))
 
 
 def query(rows: int, batch: int = 1) -> torch.Tensor:
@@ -76,7 +77,7 @@ def test_a_loose_bound_counts_no_more_than_causality_admits() -> None:
     assert recipe.sparse.max_blocks_total(n, n) * 64**2 > 1.5 * n * (n + 1) / 2
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 0.9)})
     choice = select.Choice("reference", "told", costs)
-    assert Road(recipe, "reference", ops.block_attend, choice=choice).pays(0, query(n), n)
+    assert Road(recipe, "reference", reference.op, choice=choice).pays(0, query(n), n)
 
 
 @pytest.mark.parametrize(("each", "name"), [(1e-9, "a_shape"), (1e9, "dense")])
@@ -85,9 +86,9 @@ def test_a_layer_runs_what_pays(each: float, name: str) -> None:
     q, k = torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16)
     out = Run(way, TokenLayout.text(1, 100), 0, None).attend(0, q, k, k, 0.25)
     assert way.meter.names[0] == (name,) * 4
-    torch.testing.assert_close(out, ops.dense_attend(q, k, k, 0.25))
+    torch.testing.assert_close(out, dense_attend(q, k, k, 0.25))
 
 
 def test_without_costs_a_pattern_runs() -> None:
     assert road(None).pays(0, query(64), 64)
-    assert Road(RECIPE, "reference", ops.block_attend).pays(0, query(64), 64)
+    assert Road(RECIPE, "reference", reference.op).pays(0, query(64), 64)

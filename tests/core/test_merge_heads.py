@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends import reference
 from mmaccel.core.execute import attend_plan, launches
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.merge_heads import merge_plans
@@ -130,7 +130,7 @@ def test_each_head_keeps_its_own_pairs(scene: Scene, seed: int, lone: bool) -> N
             pairs = expected[:, list(some)].sum((2, 3)).double()
             assert torch.equal(mixed.listed_pairs()[:, list(some)], pairs)
     tensors = scene.tensors()
-    for op in (ops.block_attend, flex()):
+    for op in (reference.op, flex()):
         out, _ = attend_plan(mixed, *tensors, scene.size**-0.5, op)
         torch.testing.assert_close(out, masked(*tensors, expected), rtol=0, atol=1e-10)
 
@@ -170,11 +170,11 @@ def test_biases_and_own_keys_stay_with_their_heads(seed: int) -> None:
         for whole, alone in ((merged.to_mask(), plan.to_mask()), (merged.to_bias(), plan.to_bias())):
             assert torch.equal(whole[:, list(some), :, :columns], alone.expand(-1, len(some), -1, -1))
             assert not whole[:, list(some), :, columns:].any()
-    out, lse = attend_plan(merged, query, key, value, 0.3, ops.block_attend)
+    out, lse = attend_plan(merged, query, key, value, 0.3, reference.op)
     for some, plan in zip(dealt, plans, strict=True):
         groups = slice(some[0] // 3, some[0] // 3 + 1)
         tensors = query[:, list(some)], key[:, groups], value[:, groups]
-        alone = attend_plan(plan, *tensors, 0.3, ops.block_attend)
+        alone = attend_plan(plan, *tensors, 0.3, reference.op)
         for whole, one in zip((out, lse), alone, strict=True):
             torch.testing.assert_close(whole[:, list(some)], one, rtol=0, atol=1e-12)
 
@@ -286,7 +286,7 @@ def test_runs_of_unlike_patterns_stand_side_by_side() -> None:
     mask = own_masks(shares, 8, scene)
     assert torch.equal(mixed.to_mask(), mask) and mixed.count_mask().max() == 1
     assert torch.equal(mixed.listed_pairs()[:, [1, 6]], shares[1][1].listed_pairs())
-    out, _ = attend_plan(mixed, query, key, value, scene.size**-0.5, ops.block_attend)
+    out, _ = attend_plan(mixed, query, key, value, scene.size**-0.5, reference.op)
     torch.testing.assert_close(out, masked(query, key, value, mask), rtol=0, atol=1e-12)
 
 
@@ -338,7 +338,7 @@ def test_a_caller_s_own_queries_are_not_taken_to_be_all_there() -> None:
         plan = grid.plan(query, held[0], queries, keys)
         assert plan is not None
         assert [part.all_rows for part in launches(plan)] == [None]
-        out, lse = attend_plan(plan, query, *held, scene.size**-0.5, ops.block_attend)
+        out, lse = attend_plan(plan, query, *held, scene.size**-0.5, reference.op)
         assert (out[:, :, missing] == 0).all() and (lse[:, :, missing] == -torch.inf).all()
         want = masked(query, *held, plan.to_mask())
         torch.testing.assert_close(out, want, rtol=0, atol=1e-12)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends import reference
 from mmaccel.core.execute import attend_part, attend_plan, merge
 from mmaccel.core.plan import (
     ABSENT,
@@ -160,8 +160,8 @@ def test_lists_may_be_followed_by_slack() -> None:
     rng = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, h, n, 8, generator=rng) for h, n in ((4, 50), (2, 90), (2, 90)))
     for got, want in zip(
-        attend_plan(slack, query, key, value, 0.3, ops.block_attend),
-        attend_plan(plan, query, key, value, 0.3, ops.block_attend),
+        attend_plan(slack, query, key, value, 0.3, reference.op),
+        attend_plan(plan, query, key, value, 0.3, reference.op),
         strict=True,
     ):
         assert torch.equal(got, want)
@@ -201,7 +201,7 @@ def test_parts_that_share_rows_are_merged_exactly(dtype: torch.dtype, tolerance:
     query, key, value = (
         torch.randn(1, h, n, 8, generator=rng).to(dtype) for h, n in ((2, 8), (1, 12), (1, 12))
     )
-    out, lse = attend_plan(plan, 4 * query, key, value, 0.5, ops.block_attend)
+    out, lse = attend_plan(plan, 4 * query, key, value, 0.5, reference.op)
     assert out.dtype == dtype
     mask = plan.to_mask()
     torch.testing.assert_close(out, masked(4 * query, key, value, mask, 0.5), rtol=0, atol=tolerance)
@@ -226,8 +226,8 @@ def test_a_part_comes_in_its_own_order_and_a_plan_in_that_of_the_query() -> None
     lone = replace(plan, parts=(replace(part, merge_group=0),))
     rng = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(1, h, n, 8, generator=rng) for h, n in ((2, 8), (1, 12), (1, 12)))
-    ordered, _ = attend_part(part, lone, query, key, value, 0.5, ops.block_attend)
-    out, lse = attend_plan(lone, query, key, value, 0.5, ops.block_attend)
+    ordered, _ = attend_part(part, lone, query, key, value, 0.5, reference.op)
+    out, lse = attend_plan(lone, query, key, value, 0.5, reference.op)
     assert torch.equal(out[:, :, part.q_row[0, 0].long()], ordered)
     assert (out[:, :, 1::2] == 0).all() and (lse[:, :, 1::2] == -torch.inf).all()
 
@@ -235,7 +235,7 @@ def test_a_part_comes_in_its_own_order_and_a_plan_in_that_of_the_query() -> None
 def test_no_parts_give_zeros() -> None:
     plan = replace(two_parts(), parts=())
     query, key = torch.ones(1, 2, 8, 8), torch.ones(1, 1, 12, 8)
-    out, lse = attend_plan(plan, query, key, key, 0.5, ops.block_attend)
+    out, lse = attend_plan(plan, query, key, key, 0.5, reference.op)
     assert out.shape == query.shape and not out.any() and (lse == -torch.inf).all()
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mmaccel.backends import pointwise
+from mmaccel.backends.ops import pointwise
 from mmaccel.core.attach import adapter_for
 from tests.models.streams import pair
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.backends.reference import blocks
+from mmaccel.backends import reference
 from mmaccel.core.attach import adapter_for
 from mmaccel.models import pointwise
 from mmaccel.models.install import Hooks
@@ -36,7 +36,7 @@ def test_nothing_is_larger_than_the_hidden_states(
 ) -> None:
     """Not the feed-forward's inner rows, not the logits of the prompt, not an entry for every pair of tokens."""
     inputs = text()
-    monkeypatch.setattr(blocks, "BUDGET", 1 << 14)
+    monkeypatch.setattr(reference, "BUDGET", 1 << 14)
     hidden = N * 64
     seen = {}
     for rows in (1 << 15, 256):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.backends import pointwise
+from mmaccel.backends.ops import pointwise
 from tests.models.tiny_random import BUILD, prompt
 
 

@@ -22,7 +22,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tenso
         monkeypatch.context() as patch,
     ):
         seam = session._seam
-        features, attend = seam.features, attention.ops.attend_now
+        features, attend = seam.features, attention.dense_attend
         block = seam.family.layers(seam.model)[0].mlp
         gate = block.gate_proj.forward
 
@@ -39,7 +39,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[torch.Tenso
             return gate(hidden)
 
         patch.setattr(seam, "features", seen)
-        patch.setattr(attention.ops, "attend_now", attended)
+        patch.setattr(attention, "dense_attend", attended)
         patch.setitem(block.gate_proj.__dict__, "forward", fed)
         session.watch(film(25), fps=FPS)
         live: Any = session._live

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import mmaccel
-from mmaccel.backends import pointwise
+from mmaccel.backends.ops import pointwise
 from mmaccel.models import vision
 from tests.models.test_vision_windows import pixels_of
 from tests.models.tiny_random import prompt, qwen

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import architectures
-from mmaccel.backends.block_attend import define
+from mmaccel.backends.ops.block_attend import define
 
 
 def usable(device: torch.device) -> str | None:

@@ -17,14 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends.block_attend import (
-    BlockLists,
-    Part,
-    empty_output,
-    in_query_order,
-    remember,
-    takes_part,
-)
 from mmaccel.backends.current import on_its_device
 from mmaccel.backends.flash.limits import (
     Span,
@@ -37,6 +29,14 @@ from mmaccel.backends.flash.limits import (
     side_by_side,
 )
 from mmaccel.backends.flash.tables import finer, rooms, tiled
+from mmaccel.backends.ops.block_attend import (
+    BlockLists,
+    Part,
+    empty_output,
+    in_query_order,
+    remember,
+    takes_part,
+)
 from mmaccel.core.errors import RecipeError
 
 LEAST = 64
@@ -152,7 +152,7 @@ def block_attend(
     *,
     pack: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.block_attend.block_attend`. Reads nothing on the host; every size comes from shapes.
+    """See `ops.block_attend.define`. Reads nothing on the host; every size comes from shapes.
 
     pack    the heads of a group go into one tile where all share their lists
 

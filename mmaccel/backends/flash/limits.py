@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends.block_attend import KeySpan, Part
+from mmaccel.backends.ops.block_attend import KeySpan, Part
 
 TILE = 128
 

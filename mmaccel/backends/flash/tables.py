@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmaccel.backends.block_attend import FULL
-from mmaccel.backends.ops import packed
+from mmaccel.backends.ops.block_attend import FULL
+from mmaccel.backends.ops.block_lists import packed
 
 
 def tiled(kinds: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor]:

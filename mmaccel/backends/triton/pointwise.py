@@ -1,4 +1,4 @@
-"""The kernels of `mmaccel.backends.pointwise`: each row is read once and written once."""
+"""The kernels of `mmaccel.backends.ops.pointwise`: each row is read once and written once."""
 
 # mypy: ignore-errors
 
@@ -99,7 +99,7 @@ def angles_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `mmaccel.backends.pointwise.rms_norm`."""
+    """See `mmaccel.backends.ops.pointwise.rms_norm`."""
     x = x.contiguous()
     out = torch.empty_like(x)
     E = x.shape[-1]
@@ -112,7 +112,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_times_(gate: Tensor, up: Tensor) -> None:
-    """See `mmaccel.backends.pointwise.silu_times_`."""
+    """See `mmaccel.backends.ops.pointwise.silu_times_`."""
     if not (gate.is_contiguous() and up.is_contiguous()):
         raise ValueError("silu_times_: gate and up are to be contiguous")
     if gate.numel():
@@ -123,7 +123,7 @@ def silu_times_(gate: Tensor, up: Tensor) -> None:
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """See `mmaccel.backends.pointwise.rotate_`."""
+    """See `mmaccel.backends.ops.pointwise.rotate_`."""
     B, H, n, D = x.shape
     if x.stride(-1) != 1:
         raise ValueError("rotate_: the numbers of a head are to lie side by side")
@@ -147,7 +147,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def angles(places: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.pointwise.angles`."""
+    """See `mmaccel.backends.ops.pointwise.angles`."""
     n, half = len(places), len(pace)
     out = torch.empty(2, n, 2 * half, dtype=dtype, device=places.device)
     if n:

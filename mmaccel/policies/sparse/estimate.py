@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops.estimate import line_sums, reduces, row_totals
 from mmaccel.policies.sparse.orders import Order
 
 Score = Literal["contrast", "mean", "sum"]
@@ -127,7 +127,7 @@ class LastQueries:
     @property
     def fused(self) -> bool:
         """Whether the device reduces the weights as it makes them."""
-        return self.query.is_cuda and ops.reduces(self.query.device, self.query.dtype, *self.query.shape[2:])
+        return self.query.is_cuda and reduces(self.query.device, self.query.dtype, *self.query.shape[2:])
 
     def weights(self) -> Iterator[Tensor]:
         """Softmax weights [B, h, L, n] float32 of consecutive runs of heads, all heads at once where memory allows."""
@@ -148,7 +148,7 @@ class LastQueries:
     def totals(self) -> Tensor:
         """[B, H, L] float32: the log-sum-exp of the scores of each query."""
         if self.fused:
-            found: Tensor = ops.row_totals_now(self.query, self.key, self.asking.row, self.at, self.width)
+            found: Tensor = row_totals(self.query, self.key, self.asking.row, self.at, self.width)
             return found
         return torch.cat([scores.logsumexp(-1) for scores in self._scores()], 1)
 
@@ -158,7 +158,7 @@ class LastQueries:
         Sums over the queries; divided by `askers`, means over the queries that have a key there.
         """
         if self.fused and self.asking.runs <= ROUNDS:
-            found = ops.line_sums_now(
+            found = line_sums(
                 self.query, self.key, self.asking.row, self.at, self.total, self.width, self.pooled
             )
             return self.spread(found[0]), self.spread(found[1])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops.classes import turned_classes
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.policies.sparse.intra import Sight
 from mmaccel.policies.sparse.orders import Order, whole_blocks
@@ -155,7 +155,7 @@ class ClassOrder:
         columns = whole_blocks(max(room, 1), block) * block if vertical else 0
         rows = dense_size(sight, classes) if horizontal else 0
         assert classes.frames is not None
-        q_row, q_pos, *more = ops.turned_classes_now(
+        q_row, q_pos, *more = turned_classes(
             self.queries,
             self.q_begin,
             self.keys,

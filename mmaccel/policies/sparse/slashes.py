@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops.lines import slash_runs
 from mmaccel.core.plan import FAR, BlockLists
 
 ROOM = 1 << 28
@@ -128,7 +128,5 @@ def slash_lists(kind: Tensor, kept: Tensor, block: int, shapes: Shapes) -> Block
     kind [B, H, key blocks]: their kinds. A diagonal d pairs a query of place i with the key of place i - d.
     """
     s = shapes
-    row, entries = ops.slash_runs_now(
-        kept, s.shape, s.member, s.home, s.reach, s.broken, s.runs, s.sure, block
-    )
+    row, entries = slash_runs(kept, s.shape, s.member, s.home, s.reach, s.broken, s.runs, s.sure, block)
     return BlockLists(row, entries, kind)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops.estimate import class_phases, stride_scores
 from mmaccel.core.layout import TokenLayout
 from mmaccel.policies.sparse.estimate import Asking, LastQueries, Score, class_scores, judged, standing
 from mmaccel.policies.sparse.intra import Sight
@@ -103,7 +103,7 @@ def best_stride(
     value = torch.stack(lines)
     strides = torch.arange(low, high + 1, device=some.device)
     if fused:
-        score = ops.stride_scores_now(value, at, low, high, search.score)
+        score = stride_scores(value, at, low, high, search.score)
     else:
         value = value.masked_fill(~there, 0.0)
         each = [_heaviest(value, there, s, search.score) for s in range(low, high + 1)]
@@ -260,7 +260,7 @@ def frame_phases(sample: LastQueries, frames: Frames, search: Search) -> Classes
     pairing = Pairing.of(sample.asking, frames, search)
     room, whole = (frames.room, frames) if frames.whole else (search.room, None)
     if sample.fused:
-        line, shift, spread = ops.class_phases_now(
+        line, shift, spread = class_phases(
             sample.query,
             sample.key,
             sample.asking.row,

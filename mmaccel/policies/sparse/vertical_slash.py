@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops.lines import line_keys, strongest
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
@@ -69,7 +69,7 @@ class VerticalSlash(IntraPattern):
         columns, diagonals = sample.lines()
         keys, order = sight.keys, sight.at[:, None]
         chosen, found = self._strongest(columns, diagonals, sample.at)
-        left, kind, kept, *gathered = ops.line_keys_now(keys.row, chosen, found, sight.width, self.block)
+        left, kind, kept, *gathered = line_keys(keys.row, chosen, found, sight.width, self.block)
         shapes = sight.shapes(chosen.shape[1])
         # The ranks say nothing of the rows: those of columns are left out.
         lists = slash_lists(kind, kept, self.block, shapes)
@@ -101,7 +101,5 @@ class VerticalSlash(IntraPattern):
         if self.nearest > 1:
             near = torch.arange(diagonals.shape[-1], device=diagonals.device) < min(self.nearest, self.slash)
             diagonals = diagonals.masked_fill(near, torch.inf)
-        found: tuple[Tensor, Tensor] = ops.strongest_now(
-            columns, diagonals, at[:, -1], self.vertical, self.slash
-        )
+        found: tuple[Tensor, Tensor] = strongest(columns, diagonals, at[:, -1], self.vertical, self.slash)
         return found

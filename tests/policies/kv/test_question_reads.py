@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends import ops
+from mmaccel.core import attention
 from mmaccel.core.kv import Piece
 from mmaccel.core.replay import Replays
 from mmaccel.policies.kv import ReKV
@@ -50,7 +50,7 @@ class Counted(NoReads):
         super().__init__()
         self.launched: Counter[str] = Counter()
         self.replayed: Counter[str] = Counter()
-        for name, of in (("apply_", Rope), ("__call__", Replays), ("attend_now", ops)):
+        for name, of in (("apply_", Rope), ("__call__", Replays), ("dense_attend", attention)):
             patch.setattr(of, name, self.as_one(getattr(of, name)))
 
     def as_one(self, whole: Any) -> Any:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
-from mmaccel.backends import ops
+from mmaccel.backends import reference
 from mmaccel.core.execute import attend_plan, launches
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO
 from mmaccel.core.registry import registry
@@ -285,7 +285,7 @@ def test_any_pattern_over_orders_stands_within_any_boundary(name: str, scene: Sc
                 alone_layout,
             )
             assert torch.equal(alone.to_mask()[0], mask[b][:, rows, keys])
-        out, _ = attend_plan(plan, query, key, value, scene.size**-0.5, ops.block_attend)
+        out, _ = attend_plan(plan, query, key, value, scene.size**-0.5, reference.op)
         torch.testing.assert_close(out, masked(query, key, value, mask, scene.size**-0.5), rtol=0, atol=1e-12)
 
 
@@ -357,5 +357,5 @@ def test_patterns_of_the_layout_alone_are_planned_and_joined_once() -> None:
     ):
         plan = pattern.plan(q, key, one, one)
         assert plan is not None and plan is not first
-        out, _ = attend_plan(plan, q, key, value, 0.3, ops.block_attend)
+        out, _ = attend_plan(plan, q, key, value, 0.3, reference.op)
         torch.testing.assert_close(out, masked(q, key, value, plan.to_mask(), 0.3))

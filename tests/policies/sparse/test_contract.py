@@ -11,7 +11,8 @@ from torch import Tensor
 
 import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
 from mmaccel import check_policy
-from mmaccel.backends import ops
+from mmaccel.backends import reference
+from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.contract.sparse import check_plan
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.execute import attend_plan
@@ -88,8 +89,8 @@ def attend(pattern: SparsePattern, scene: Scene, tensors: tuple[Tensor, Tensor, 
     scale = scene.size**-0.5
     plan = pattern.plan(query, key, layout.take(slice(scene.start, None)), layout)
     if plan is None:
-        return ops.dense_attend(query, key, value, scale, start=scene.start, valid=layout.valid)
-    return attend_plan(plan, query, key, value, scale, ops.block_attend)[0]
+        return dense_attend(query, key, value, scale, start=scene.start, valid=layout.valid)
+    return attend_plan(plan, query, key, value, scale, reference.op)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends import ops, select
+from mmaccel.backends import reference, select
 from mmaccel.backends.cost import Costs, Line
 from mmaccel.core.attention import Road, Run
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
@@ -82,7 +82,7 @@ def test_after_the_first_layer_the_data_decide(pitch: int, ran: list[str]) -> No
     n = 4096
     recipe = Recipe.load(sparse="a_shape", dense_tail=0)
     object.__setattr__(recipe, "sparse", pattern)
-    road = Road(recipe, "reference", ops.block_attend, choice=choice)
+    road = Road(recipe, "reference", reference.op, choice=choice)
     query, key = tensors(n)
     run = Run(road, TokenLayout.text(1, n), 0, None)
     for layer in range(3):

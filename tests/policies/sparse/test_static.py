@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmaccel.backends import ops
+from mmaccel.backends import reference
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
@@ -173,7 +173,7 @@ def test_two_parts_are_one_softmax(scene: Scene) -> None:
     layout = scene.layout()
     plan = SFStrided(stride=5, block=16).plan(query, key, layout.take(slice(scene.start, None)), layout)
     assert plan is not None and plan.overlap and len(plan.parts) == 2
-    out, _ = attend_plan(plan, query, key, value, 0.3, ops.block_attend)
+    out, _ = attend_plan(plan, query, key, value, 0.3, reference.op)
     want = masked(query, key, value, plan.to_mask(), 0.3)
     torch.testing.assert_close(out, torch.nan_to_num(want), rtol=0, atol=1e-12)
 

@@ -1,4 +1,4 @@
-"""Attention of a decode step in Triton (`ops.decode_attend`): the cache is read once, by the whole device.
+"""Attention of a decode step in Triton (`ops.decode_attend.decode_attend`): the cache is read once, by the whole device.
 
 As flash-decoding does (Dao et al. 2023): the columns of each sequence and key/value head are split into as many pieces as
 keep the device busy, each program folds one piece into a partial answer, a second kernel merges them. How long the pieces
@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends import architectures, ops
+from mmaccel.backends import architectures
+from mmaccel.backends.ops.decode_attend import WINDOW
 from mmaccel.backends.triton.launch_args import lines
 
 LEAST = 2
@@ -190,7 +191,7 @@ def decode_attend(
     warps: int = 4,
     stages: int = 3,
 ) -> Tensor:
-    """See `mmaccel.backends.ops.decode_attend`; at most `splits` pieces a sequence and head, of tiles of `block_n` keys."""
+    """See `ops.decode_attend.decode_attend`; at most `splits` pieces a sequence and head, of tiles of `block_n` keys."""
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
@@ -234,7 +235,7 @@ def decode_attend(
             LEAST=LEAST,
             TREE=sees is not None,
             BIAS=bias is not None,
-            WINDOW=ops.WINDOW,
+            WINDOW=WINDOW,
             PRECISION="ieee",
             STAGES=stages,
             num_warps=warps,

@@ -1,5 +1,5 @@
-"""What enters a layer's attention in one kernel (`fused.enter_rows`): queries, keys and values are turned and written to
-where they go by the program that made them.
+"""What enters a layer's attention in one kernel (`qkv_rope_cache.enter_rows`): queries, keys and values are turned and
+written to where they go by the program that made them.
 
 A program makes the two halves of a head's numbers that are turned with each other, so that it needs no other. By itself
 the turning is a kernel of some 10 KB, which takes as long as 10 MB of weights.
@@ -65,7 +65,7 @@ def enter_kernel(
     STAGES: tl.constexpr,
 ):
     """BLOCK_O outputs of one head, half of them in its first half and half in its second, where what they are turned with
-    stands; see `fused.enter_rows`."""
+    stands; see `ops.qkv_rope_cache.enter_rows`."""
     HALF: tl.constexpr = D // 2
     PAIRS: tl.constexpr = BLOCK_O // 2
     BLOCKS: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
@@ -128,7 +128,7 @@ def enter_rows(
     value: Tensor,
     block_k: int | None = None,
 ) -> Tensor:
-    """See `mmaccel.backends.fused.enter_rows`; a program takes up `block_k` inputs at a time."""
+    """See `ops.qkv_rope_cache.enter_rows`; a program takes up `block_k` inputs at a time."""
     rows, K = x.shape
     B, n = columns.shape
     G, D = key.shape[1], key.shape[-1]

@@ -1,4 +1,4 @@
-"""The rotation of new rows, and where they go, in Triton (`ops.turn_rows`)."""
+"""The rotation of new rows, and where they go, in Triton (`ops.qkv_rope_cache.turn_rows`)."""
 
 # mypy: ignore-errors
 
@@ -63,7 +63,7 @@ def turn_kernel(
 def turn_rows(
     rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """See `mmaccel.backends.ops.turn_rows`."""
+    """See `ops.qkv_rope_cache.turn_rows`."""
     B, n, width = rows.shape
     G, D = key.shape[1], key.shape[-1]
     heads = width // D - 2 * G

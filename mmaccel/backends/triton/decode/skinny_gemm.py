@@ -1,4 +1,4 @@
-"""Few rows through a model's layers in Triton (`ops.project_rows`): weights are read once, and that is all.
+"""Few rows through a model's layers in Triton (`ops.skinny_gemm.project_rows`): weights are read once, and that is all.
 
 A product of a few rows takes as long as its weights take to read, so nothing else may take time: the gate and the residual
 after it are done by the same program, and so is what a norm after it needs; the first norm is a kernel of 2 us.
@@ -21,9 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends import architectures
-
-MOST = 64
-"""Rows beyond which a product is no longer a matter of reading weights."""
 
 HELD = 2048
 """Parts of sums of squares that a program holds while it makes a product."""
@@ -144,10 +141,10 @@ def project_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.project_rows`.
+    """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.skinny_gemm`.
 
     EVEN: blocks divide the outputs. PARTS: of how many the sums of squares of `x` are made, 0 where it is not to be normed.
-    AHEAD: what the norm after this needs is written, too; see `fused.pass_rows`. BLOCKS: how many programs there are.
+    AHEAD: what the norm after this needs is written, too; see `pass_rows`. BLOCKS: how many programs there are.
     """
     block = tl.program_id(0)
     weight, bias, begin, width = weight_0, bias_0, 0, WIDTH_0
@@ -257,7 +254,7 @@ def parts_of(squares: Tensor | None, block_r: int) -> tuple[int, int]:
 def project_rows(
     x: Tensor,
     weight: Sequence[Tensor],
-    bias: Sequence[Tensor] = (),
+    bias: Sequence[Tensor],
     gain: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
@@ -265,7 +262,7 @@ def project_rows(
     squares: Tensor | None = None,
     block_k: int | None = None,
 ) -> Tensor:
-    """See `mmaccel.backends.ops.project_rows`; a program takes up `block_k` inputs at a time."""
+    """See `ops.skinny_gemm.project_rows`; a program takes up `block_k` inputs at a time."""
     return _project(x, weight, bias, gain, eps, residual, gated, squares, None, block_k)[0]
 
 
@@ -277,7 +274,7 @@ def pass_rows(
     gain: Tensor,
     block_k: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `mmaccel.backends.fused.pass_rows`; a program takes up `block_k` inputs at a time."""
+    """See `ops.skinny_gemm.pass_rows`; a program takes up `block_k` inputs at a time."""
     return _project(x, [weight], bias, None, 0.0, residual, False, None, gain, block_k)
 
 

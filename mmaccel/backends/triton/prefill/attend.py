@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from mmaccel.backends import architectures
-from mmaccel.backends.block_attend import BlockLists, KeySpan, Part, empty_output, takes_part
 from mmaccel.backends.current import on_its_device
+from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part, empty_output, takes_part
 from mmaccel.backends.triton.launch_args import encode_ints, lead, lines
 from mmaccel.backends.triton.prefill import hopper_launch, joint
 from mmaccel.backends.triton.prefill.kernel import attend_kernel, merge_kernel
@@ -65,7 +65,7 @@ def block_attend(
     config: Config | None = None,
     kernel: Any = attend_kernel,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.block_attend.block_attend`. Reads nothing on the host; every size comes from shapes.
+    """See `ops.block_attend.define`. Reads nothing on the host; every size comes from shapes.
 
     chunk   the most listed blocks that one program walks; rows with more are split, and merged by a second kernel. By
             default it follows from the number of lists and listed blocks, so that no program is the tail of the launch

@@ -120,7 +120,7 @@ def turned_classes(
     columns: int,
     rows: int,
 ) -> list[Tensor]:
-    """See `mmaccel.backends.index.turned_classes`."""
+    """See `mmaccel.backends.ops.classes.turned_classes`."""
     _, B, P = queries.shape
     N, H = keys.shape[2], line.shape[1]
     kind = torch.int64 if wide else torch.int32

@@ -19,9 +19,6 @@ from torch import Tensor
 from mmaccel.backends import architectures
 from mmaccel.backends.triton.launch_args import lines
 
-MOST_QUERIES = 128
-"""Queries beyond which a tile of weights does not fit the registers of a program."""
-
 SPLITS = 64
 """Most pieces into which the keys are cut, in the first pass."""
 
@@ -239,12 +236,6 @@ def lines_kernel(
     tl.store(diagonals + out, diagonal / MEMBERS, mask=line < n)
 
 
-def suits(dtype: torch.dtype, queries: int, size: int) -> bool:
-    """Whether the kernels take so many queries of this type and size."""
-    known = dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return known and 0 < queries <= MOST_QUERIES and size <= 256
-
-
 def strides(t: Tensor) -> tuple[int, int, int, int]:
     """Of the sequence, the head, the row and the number."""
     return (*lines(t), t.stride(3))
@@ -267,7 +258,7 @@ def shape_of(query: Tensor, key: Tensor, row: Tensor | None) -> dict[str, Any]:
 
 
 def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width: int) -> Tensor:
-    """See `mmaccel.backends.index.row_totals`."""
+    """See `mmaccel.backends.ops.estimate.row_totals`."""
     B, H, L, D = query.shape
     shape, at = shape_of(query, key, row), at.contiguous()
     piece = max(LEAST_PIECE, -(-width // SPLITS))
@@ -298,7 +289,7 @@ def line_sums(
     width: int,
     pooled: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.index.line_sums`."""
+    """See `mmaccel.backends.ops.estimate.line_sums`."""
     B, H, L, D = query.shape
     shape, at = shape_of(query, key, row), at.contiguous()
     if total is None:

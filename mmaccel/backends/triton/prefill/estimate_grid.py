@@ -274,7 +274,7 @@ def class_phases(
     score: str,
     rows: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `mmaccel.backends.index.class_phases`."""
+    """See `mmaccel.backends.ops.estimate.class_phases`."""
     B, H, L, D = query.shape
     C = start.shape[1] - 1
     shape, at = shape_of(query, key, row), at.contiguous()

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends import architectures
-from mmaccel.backends.block_attend import KeySpan
+from mmaccel.backends.ops.block_attend import KeySpan
 from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill.runs import unsure
 from mmaccel.backends.triton.prefill.tma_staging import BOX, Homes

@@ -10,7 +10,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from mmaccel.backends.block_attend import KeySpan
+from mmaccel.backends.ops.block_attend import KeySpan
 from mmaccel.backends.triton.launch_args import lead, lines
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.backends.triton.prefill.kernel import merge_kernel

@@ -15,10 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops import block_attend
 from mmaccel.backends.triton.launch_args import decode_int
 
-FULL, TEST = tl.constexpr(ops.FULL), tl.constexpr(ops.TEST)
+FULL, TEST = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.TEST)
 
 TOGETHER = tl.constexpr(4)
 """Spans walked in one loop. Each costs a few scalar instructions a step; a loop of its own would empty the pipeline."""

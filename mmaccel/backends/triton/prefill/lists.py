@@ -1,4 +1,5 @@
-"""Lists of key blocks made by three small kernels, where PyTorch needs some forty: see `ops.reach`, `ops.listed_area`."""
+"""Lists of key blocks made by three small kernels, where PyTorch needs some forty: see `ops.block_lists.reach`,
+`ops.block_lists.listed_area`."""
 
 # mypy: ignore-errors
 
@@ -12,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops import block_attend
 
-FULL, ABSENT = tl.constexpr(ops.FULL), tl.constexpr(ops.ABSENT)
+FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
 
 BEYOND = tl.constexpr(1 << 60)
 """More than any place: wide places exceed 32 bits."""
@@ -272,7 +273,7 @@ def reach(
     block_q: int,
     block_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.ops.reach`."""
+    """See `ops.block_lists.reach`."""
     q_row, k_row, q_place, k_place = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_place, k_place)
     )
@@ -314,7 +315,7 @@ def reach(
 def listed_area(
     row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
 ) -> Tensor:
-    """See `mmaccel.backends.ops.listed_area`; sums of whole numbers, the same in any order."""
+    """See `ops.block_lists.listed_area`; sums of whole numbers, the same in any order."""
     row = row if row.stride()[2:] == (5, 1) else row.contiguous()
     q_row, k_row = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row))
     b, h = (max(*of) for of in zip(row.shape[:2], q_row.shape[:2], k_row.shape[:2], strict=True))

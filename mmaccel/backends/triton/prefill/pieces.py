@@ -1,4 +1,4 @@
-"""Pieces of tensors put together in two launches; see `mmaccel.backends.pieces.assembled`."""
+"""Pieces of tensors put together in two launches; see `mmaccel.backends.ops.pieces.assembled`."""
 
 # mypy: ignore-errors
 
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends import pieces
-from mmaccel.backends.pieces import FIELDS, KINDS, TILE
+from mmaccel.backends.ops import pieces
+from mmaccel.backends.ops.pieces import FIELDS, KINDS, TILE
 
 WIDTH, ROW = tl.constexpr(len(FIELDS)), tl.constexpr(pieces.ROW)
 
@@ -68,7 +68,7 @@ def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
 def assembled(
     sources: Sequence[Tensor], table: Sequence[int], fills: int, sizes: Sequence[int]
 ) -> list[Tensor]:
-    """See `mmaccel.backends.pieces.assembled`; the table is sent to the device, and nothing waits for it."""
+    """See `mmaccel.backends.ops.pieces.assembled`; the table is sent to the device, and nothing waits for it."""
     device = sources[0].device
     out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, KINDS, strict=True)]
     told, width = array("q", table), len(FIELDS)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.ops import FULL
+from mmaccel.backends.ops.block_attend import FULL
 from mmaccel.backends.triton.launch_args import lead
 
 NEVER = tl.constexpr(1 << 62)

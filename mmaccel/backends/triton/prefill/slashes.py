@@ -1,4 +1,4 @@
-"""The key blocks that diagonals touch, in a launch or two; see `mmaccel.backends.index`."""
+"""The key blocks that diagonals touch, in a launch or two; see `mmaccel.backends.ops.lines`."""
 
 # mypy: ignore-errors
 
@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops import block_attend
 
-FULL, ABSENT = tl.constexpr(ops.FULL), tl.constexpr(ops.ABSENT)
+FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
 
 STEPS = 1024
 """Steps to earlier key blocks that a program looks at together."""
@@ -184,7 +184,7 @@ def gaps_kernel(
 def line_keys(
     row: Tensor, columns: Tensor, diagonals: Tensor, width: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `mmaccel.backends.index.line_keys`."""
+    """See `mmaccel.backends.ops.lines.line_keys`."""
     (B, H, K), S, N = columns.shape, diagonals.shape[2], row.shape[1]
     P = max(K + -K % block, block)
     columns, diagonals = (t if t.stride(2) == 1 else t.contiguous() for t in (columns, diagonals))
@@ -214,7 +214,7 @@ def slash_runs(
     sure: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.index.slash_runs`."""
+    """See `mmaccel.backends.ops.lines.slash_runs`."""
     B, H, N = kept.shape
     C, M, G, blocks = shape.shape[1], member.shape[1], broken.shape[1], N // block
     width = blocks + 2

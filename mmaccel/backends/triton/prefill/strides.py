@@ -1,4 +1,4 @@
-"""How heavy the lines of each stride are, a program for each stride; see `mmaccel.backends.index.stride_scores`."""
+"""How heavy the lines of each stride are, a program for each stride; see `mmaccel.backends.ops.estimate.stride_scores`."""
 
 # mypy: ignore-errors
 
@@ -61,7 +61,7 @@ def strides_kernel(
 
 
 def stride_scores(value: Tensor, at: Tensor, low: int, high: int, score: str) -> Tensor:
-    """See `mmaccel.backends.index.stride_scores`."""
+    """See `mmaccel.backends.ops.estimate.stride_scores`."""
     kinds, B, H, width = value.shape
     out = torch.empty(B, H, high - low + 1, dtype=torch.float32, device=value.device)
     with torch.cuda.device_of(value):

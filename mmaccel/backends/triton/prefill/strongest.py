@@ -1,4 +1,4 @@
-"""The strongest columns and diagonals of each head, by many programs a head; see `mmaccel.backends.index.strongest`.
+"""The strongest columns and diagonals of each head, by many programs a head; see `mmaccel.backends.ops.lines.strongest`.
 
 The score of the weakest line that is chosen is found digit by digit, from how many lines have each: three passes over the
 scores, one that counts what each piece of them holds, and one that writes. Counts are whole numbers: their sums have one
@@ -161,7 +161,7 @@ def chosen_kernel(
 def strongest(
     columns: Tensor, diagonals: Tensor, last: Tensor, vertical: int, slash: int
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.index.strongest`."""
+    """See `mmaccel.backends.ops.lines.strongest`."""
     B, H, n = columns.shape
     vertical, slash = min(vertical, n), min(slash, n)
     columns, diagonals, last = columns.contiguous(), diagonals.contiguous(), last.contiguous()

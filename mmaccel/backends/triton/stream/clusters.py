@@ -1,4 +1,4 @@
-"""The kernels of `mmaccel.backends.clusters`: clusters are put in order by comparing each with all."""
+"""The kernels of `ops.clusters`, which put clusters in order by comparing each with all, and those of `ops.words`."""
 
 # mypy: ignore-errors
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.clusters import Late, Lists, Own
+from mmaccel.backends.ops.clusters import Late, Lists, Own
 
 CLUSTERS = 8
 """Clusters of a program."""
@@ -19,6 +19,15 @@ OTHERS = 512
 
 ENTRIES = 2048
 """Entries that are looked at together."""
+
+COLUMNS = 64
+"""Columns of a program."""
+
+WORDS = 16
+"""Rows that are read together."""
+
+FORETOLD = 256
+"""Entries of a program."""
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min / 2)
 
@@ -304,8 +313,89 @@ def _standing(SCORE, PICKED, SIZE, at, C):
     return tl.where(size == 0, -float("inf"), score), size, picked
 
 
+@triton.jit
+def _total(X, row_n, d, D, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[COLUMNS] the sum of the first `count` rows."""
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, count, ROWS):
+        n = first + tl.arange(0, ROWS)
+        inside = (n < count)[:, None] & (d < D)[None, :]
+        x = tl.load(X + n.to(tl.int64)[:, None] * row_n + d[None, :], mask=inside, other=0.0)
+        total += tl.sum(x.to(tl.float32), 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["n"])
+def folded_kernel(
+    X,
+    COUNT,
+    OUT,
+    n,
+    row_h,
+    row_n,
+    D,
+    HEADS: tl.constexpr,
+    TOLD: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Some columns of a group of HEADS heads."""
+    group = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    count = n
+    if TOLD:
+        count = tl.load(COUNT).to(tl.int32)
+    found = tl.zeros([COLUMNS], tl.float32)
+    for head in range(HEADS):
+        found += _total(X + (group * HEADS + head) * row_h, row_n, d, D, count, ROWS, COLUMNS) / count
+    tl.store(OUT + group * D + d, found, mask=d < D)
+
+
+@triton.jit(do_not_specialize=["n"])
+def moved_kernel(
+    X,
+    COUNT,
+    KNOWN,
+    BEFORE,
+    SEEN,
+    OUT,
+    n,
+    row_n,
+    E,
+    SHOWN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Some columns of all rows."""
+    e = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    count = tl.load(COUNT).to(tl.int32)
+    mean = _total(X, row_n, e, E, count, ROWS, COLUMNS) / count
+    if SHOWN:
+        tl.store(SEEN + e, mean - tl.load(BEFORE + e, mask=e < E, other=0.0), mask=e < E)
+    tl.store(BEFORE + e, mean, mask=e < E)
+    kind = OUT.dtype.element_ty
+    known = tl.load(KNOWN + e, mask=e < E, other=0.0).to(kind).to(tl.float32)
+    for first in range(0, n, ROWS):
+        line = (first + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (line < n)[:, None] & (e < E)[None, :]
+        x = tl.load(X + line[:, None] * row_n + e[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(OUT + line[:, None] * E + e[None, :], (x + known[None, :]).to(kind), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "last"])
+def foretold_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK: tl.constexpr):
+    """Some entries. No two programs look at one place: only at the last one, which is not written."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(ENTRY + at, mask=at < n, other=-1)
+    place = tl.where(entry < 0, last, entry)
+    found = tl.load(TABLE + place, mask=at < n, other=-1)
+    host = (found >= 0) & (found < tl.load(SLOTS)) & (entry >= 0)
+    tl.store(TABLE + place, tl.load(BEGIN) + at, mask=host)
+    tl.store(OUT + at, tl.where(host, found, -1), mask=at < n)
+
+
 def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
-    """See `mmaccel.backends.clusters.scored`."""
+    """See `mmaccel.backends.ops.clusters.scored`."""
     R, C, D = key.shape
     out = torch.empty(R, C, device=key.device)
     if C:
@@ -318,7 +408,7 @@ def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
 
 
 def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
-    """See `mmaccel.backends.clusters.outside`."""
+    """See `mmaccel.backends.ops.clusters.outside`."""
     R, V = score.shape
     out = torch.empty(R, V, dtype=torch.bool, device=score.device)
     if V:
@@ -332,7 +422,7 @@ def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
 def ordered(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.clusters.ordered`."""
+    """See `mmaccel.backends.ops.clusters.ordered`."""
     R, C = score.shape
     out, before = torch.empty_like(score), torch.empty(R, C, dtype=torch.long, device=score.device)
     staged = parent is not None and without is not None
@@ -349,7 +439,7 @@ def ordered(
 def selected(
     before: Tensor, lists: Lists, budget: int, ahead: int, own: Own, late: Late | None
 ) -> tuple[Tensor, Tensor | None]:
-    """See `mmaccel.backends.clusters.selected`."""
+    """See `mmaccel.backends.ops.clusters.selected`."""
     R, C = before.shape
     device, D, more = before.device, own.keys.shape[2], 0 if late is None else late.entries
     out = torch.empty(budget + more, dtype=torch.long, device=device)
@@ -381,7 +471,7 @@ def stand_ins(
     left: Tensor | None,
     tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.clusters.stand_ins`."""
+    """See `mmaccel.backends.ops.clusters.stand_ins`."""
     (C,), count, D, (key, value) = score.shape, out.shape[2], out.shape[3], rows
     times = torch.empty(count, dtype=time.dtype, device=time.device)
     added = torch.empty(head + count, device=score.device)
@@ -393,3 +483,38 @@ def stand_ins(
             BLOCK=CLUSTERS, OTHERS=OTHERS, num_warps=4,
         )  # fmt: skip
     return times, added
+
+
+def folded(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
+    """See `mmaccel.backends.ops.words.folded`."""
+    H, n, D = rows.shape
+    out = torch.empty(groups * D, device=rows.device)
+    with torch.cuda.device_of(rows):
+        folded_kernel[(groups, triton.cdiv(D, COLUMNS))](
+            rows, out if count is None else count, out, n, rows.stride(0), rows.stride(1), D,
+            HEADS=H // groups, TOLD=count is not None, ROWS=WORDS, COLUMNS=COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None) -> Tensor:
+    """See `mmaccel.backends.ops.words.moved`."""
+    n, E = words.shape
+    out = torch.empty(n, E, dtype=words.dtype, device=words.device)
+    with torch.cuda.device_of(words):
+        moved_kernel[(triton.cdiv(E, COLUMNS),)](
+            words, count, known, before, before if seen is None else seen, out, n, words.stride(0), E,
+            SHOWN=seen is not None, ROWS=WORDS, COLUMNS=COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
+    """See `mmaccel.backends.ops.words.foretold`."""
+    out = torch.empty_like(entries)
+    if len(entries):
+        with torch.cuda.device_of(table):
+            foretold_kernel[(triton.cdiv(len(entries), FORETOLD),)](
+                table, entries, slots, begin, out, len(entries), len(table) - 1, BLOCK=FORETOLD, num_warps=4
+            )
+    return out

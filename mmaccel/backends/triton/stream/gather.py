@@ -1,4 +1,4 @@
-"""Units of keys and values, read by the device out of pinned host memory in one launch (`ops.gather_units`).
+"""Units of keys and values, read by the device out of pinned host memory in one launch (`ops.gather.gather_units`).
 
 The index is on the device, so what a query chose need never be known to the host. Data travel as whole words of up to eight
 bytes, whatever their type.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.gathering import grain_of
+from mmaccel.backends.ops.gather import grain_of
 
 PROGRAMS = 32
 """Programs of a launch. The wire is full with a few hundred kilobytes under way; more would take the device from the layer
@@ -70,12 +70,12 @@ def gather_units(
     slab: Sequence[Tensor],
     base: Tensor,
     slot: Tensor,
+    grain: int = 0,
     *,
-    grain: int | None = None,
     programs: int = PROGRAMS,
     words: int = WORDS,
 ) -> None:
-    """See `mmaccel.backends.ops.gather_units` and `gather_now`; `programs` and `words` as the constants above."""
+    """See `ops.gather.gather_units`; `programs` and `words` as the constants above."""
     slots, _, groups, tokens, size = slab[0].shape
     n = slot.shape[0]
     if n == 0:
@@ -84,7 +84,7 @@ def gather_units(
     side, group = (out.stride(i) * out.element_size() for i in (0, 1))
     each = out.stride(2) * out.element_size() if out.dim() == 5 else run
     # A slab that begins anywhere else than the first is told to the kernel in bytes from there, and read by the same words.
-    aligned = (run, side, group, each, out.data_ptr(), grain_of(slab) if grain is None else grain)
+    aligned = (run, side, group, each, out.data_ptr(), grain or grain_of(slab))
     word = next(w for w in WORD_TYPES if not any(b % w for b in aligned))
     block = min(words, triton.next_power_of_2(run // word))
     items = n * 2 * groups * triton.cdiv(run // word, block)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops.gather import gather_units
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.split import unit
@@ -197,7 +197,7 @@ class UnitMeans:
         out = torch.empty(2, 1, len(units), width // 2, dtype=held.dtype, device=self._device)
         if self._zero is None:
             self._zero = torch.zeros(1, dtype=torch.long, device=self._device)
-        ops.gather_units(out, [held.view(-1, 2, 1, 1, width // 2)], self._zero, units * layers + layer)
+        gather_units(out, [held.view(-1, 2, 1, 1, width // 2)], self._zero, units * layers + layer)
         return out[:, 0].float().transpose(0, 1).flatten(1)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
+from mmaccel.backends.ops.gather import gather_units, grain_of
 from mmaccel.core.errors import RecipeError
 from mmaccel.policies.kv.store.pinned_slabs import Shape, Slabs
 from mmaccel.policies.kv.store.slot_allocator import runs
@@ -72,7 +72,7 @@ def _measure(device: torch.device, shape: Shape, slab: Tensor) -> Cost:
         return work
 
     def gather(slot: Tensor) -> Callable[[], None]:
-        return lambda: ops.gather_units(out[:, :, : slot.shape[0] * shape.tokens], [slab], base, slot)
+        return lambda: gather_units(out[:, :, : slot.shape[0] * shape.tokens], [slab], base, slot)
 
     single = _seconds(device, copies(1))
     pieces = min(units, 16)
@@ -260,11 +260,11 @@ class Wire:
         def work() -> None:
             wanted = slot if isinstance(slot, Tensor) else on_device(slot, self._device)
             if place is None:
-                ops.gather_now(out, laid.slabs, laid.base, wanted, laid.grain)
+                gather_units(out, laid.slabs, laid.base, wanted, laid.grain)
                 return
             # A gather writes the whole of what it is given, and units from elsewhere lie in between.
             part = out.new_empty(*out.shape[:2], len(place) * self._shape.tokens, out.shape[3])
-            ops.gather_now(part, laid.slabs, laid.base, wanted, laid.grain)
+            gather_units(part, laid.slabs, laid.base, wanted, laid.grain)
             view = in_units(out, self._shape.tokens)
             units = in_units(part, self._shape.tokens)
             view.index_copy_(2, on_device(place, self._device), units)
@@ -285,7 +285,7 @@ class Wire:
             # Without slabs the first place takes their part, whatever its size.
             per = self._slabs.per if slabs else max((len(one) for one in places), default=0)
             slabs = [*slabs, *(one[i : i + per] for one in places for i in range(0, len(one), per))]
-            laid = self._known[at] = _Laid(slabs, ops.grain_of(slabs))
+            laid = self._known[at] = _Laid(slabs, grain_of(slabs))
             apart = [one.data_ptr() - slabs[0].data_ptr() for one in slabs]
 
             def tell() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends import ops
 from mmaccel.policies.kv.store import transfer
 
 from .lanes_sim import SimLanes
@@ -20,14 +19,14 @@ WAYS = ("copies", "gather", "pieces", "auto")
 def test_the_device_is_told_where_every_slab_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that came after it was told before, and after all were replaced."""
     told: list[tuple[list[int], list[int]]] = []
-    real = ops.gather_now
+    real = transfer.gather_units
 
     def note(out: Tensor, slab: list[Tensor], base: Tensor, slot: Tensor, grain: int) -> None:
         told.append((base.tolist(), [one.data_ptr() - slab[0].data_ptr() for one in slab]))
         assert not any(one.data_ptr() % grain for one in slab)
         real(out, slab, base, slot, grain)
 
-    monkeypatch.setattr(ops, "gather_now", note)
+    monkeypatch.setattr(transfer, "gather_units", note)
     store = open_store(8)
     for units in ([0, 1], [2, 3, 4, 5], [6, 7, 8, 9]):
         fill(store, units)
@@ -56,7 +55,7 @@ def test_where_slabs_lie_is_sent_before_it_is_read(monkeypatch: pytest.MonkeyPat
         assert told[-1] == [one.data_ptr() - slab[0].data_ptr() for one in slab]
 
     monkeypatch.setattr(transfer, "on_device", send)
-    monkeypatch.setattr(ops, "gather_now", note)
+    monkeypatch.setattr(transfer, "gather_units", note)
     store.fetch(0, torch.tensor([5, 0]), way="gather")
     store.fetch(1, [3, 1], way="gather")
     issued = True

@@ -358,7 +358,16 @@ def takes_part(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tu
 
 
 def define(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:
-    """A custom operator ``mmaccel::<name>`` of the schema of `block_attend`, served by `kernel` on every device."""
+    """The operator `block_attend` as ``mmaccel::<name>``, served by `kernel` on every device.
+
+    Attention of one part of a plan, all its spans under one softmax.
+
+    query [B, H, Sq, D], key and value [B, G, Sk, D], H a multiple of G; q_row, tensors and numbers of `Part.pack`.
+    Gives out [B, H, P, D] in the type of the query and lse [B, H, P] in float32 (float64 for float64), in the part's
+    order of rows: a row with q_row = -1, or one that sees nothing, is zero with lse = -inf. A block of kind FULL is not
+    tested. With `rows` not 0 both come in the order of a query of so many rows: see `empty_output`. `prepared` is what
+    the backend's own ``prepare`` made of the part beforehand.
+    """
     op = torch.library.custom_op(f"mmaccel::{name}", kernel, mutates_args=(), schema=BLOCK_ATTEND)
     op.register_fake(_shape)
     return op
@@ -378,20 +387,3 @@ def _shape(
     prepared: Any = None,
 ) -> tuple[Tensor, Tensor]:
     return empty_output(query, value, q_row.shape[-1], rows)
-
-
-def _block_attend(*args: Any) -> tuple[Tensor, Tensor]:
-    from mmaccel.backends.reference import block_attend
-
-    return block_attend(*args)
-
-
-block_attend = define("block_attend", _block_attend)
-"""Attention of one part of a plan, all its spans under one softmax; plain PyTorch, on any device.
-
-query [B, H, Sq, D], key and value [B, G, Sk, D], H a multiple of G; q_row, tensors and numbers of `Part.pack`. Gives out
-[B, H, P, D] in the type of the query and lse [B, H, P] in float32 (float64 for float64), in the part's order of rows: a row
-with q_row = -1, or one that sees nothing, is zero with lse = -inf. A block of kind FULL is not tested. With `rows` not 0
-both come in the order of a query of so many rows: see `empty_output`. `prepared` is what the backend's own ``prepare`` made
-of the part beforehand.
-"""

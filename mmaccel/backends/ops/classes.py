@@ -1,11 +1,24 @@
-"""Queries and keys in the order (class, position), turned by each head's phase, in plain PyTorch."""
+"""Queries and keys in the order (class, position), turned by each head's phase."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.operator import operator
 
+
+def _shapes(queries: Tensor, line: Tensor, wide: bool, columns: int, rows: int) -> list[Tensor]:
+    B, H = line.shape[:2]
+    kind = torch.int64 if wide else torch.int32
+    P, N = (B, H, queries.shape[2]), (B, H, columns)
+    out = [queries.new_empty(P), queries.new_empty(P, dtype=kind)]
+    if columns:
+        out += [queries.new_empty(n, dtype=d) for n, d in ((P, kind), (N, torch.int32), (N, kind))]
+    return out + [queries.new_empty(B, H, rows) for _ in range(2 if rows else 0)]
+
+
+@operator("prefill.classes.turned_classes", fake=_shapes)
 def turned_classes(
     queries: Tensor,
     q_begin: Tensor,
@@ -20,7 +33,21 @@ def turned_classes(
     columns: int,
     rows: int,
 ) -> list[Tensor]:
-    """See `mmaccel.backends.index.turned_classes`."""
+    """The order (class, position) of the queries and keys of each head of a grid, from the one that all heads share.
+
+    queries [3, B, P] int32: row, place and class of each query by (class, place), those without a place last; keys [3,
+    B, N] int32: row, place and class by (class, place). q_begin, k_begin [B, C + 1] int32: where each class begins, and
+    the last ends. stride [B] long: the classes there are; line, shift, dense [B, H, 1] long: the class of the vertical
+    lines, the phase of the slashes and the class of the horizontal lines. room: no class has more keys; wide: places
+    are told in 64 bits.
+
+    Gives, each [B, H, P], [B, H, columns] or [B, H, rows]: the rows of the queries by the class they pair with, -1 for
+    those of the `dense` class, and their places for the slashes: class * (2 * room) + rank, of the last key of the
+    paired class that is not after the query, and a rank of -1 where there is none. With `columns`, no fewer than any
+    class has keys, the places of the queries, and the rows and places of the keys, for the vertical lines: slashes then
+    lead to none of these keys, and the rank of queries that pair with their class is -1. With `rows` the rows and
+    places of the queries of the dense class.
+    """
     (B, P), N, H = queries.shape[1:], keys.shape[2], line.shape[1]
     kind = torch.int64 if wide else torch.int32
     base, s = N + 1, stride[:, None, None]

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmaccel.backends.block_attend import FULL, TEST, KeySpan, Part, in_query_order, takes_part, with_own_keys
+from mmaccel.backends.ops.block_attend import (
+    FULL,
+    TEST,
+    KeySpan,
+    Part,
+    define,
+    in_query_order,
+    takes_part,
+    with_own_keys,
+)
 
 BUDGET = 1 << 19
 """Most scores held at a time: small enough for a processor's cache to matter, large enough to hide Python."""
@@ -116,7 +125,7 @@ def block_attend(
     rows: int = 0,
     prepared: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.block_attend.block_attend`. Reads list lengths on the host."""
+    """See `ops.block_attend.define`. Reads list lengths on the host."""
     B, H, n_query, D = query.shape
     key, value, k_row = with_own_keys(key, value, part.spans)
     G, n_key = key.shape[1:3]
@@ -188,6 +197,9 @@ def block_attend(
     return in_query_order(
         out.to(query.dtype), lse, q_row[:, :, None].expand(B, heads, group, P).reshape(B, H, P), rows
     )
+
+
+op = define("block_attend", block_attend)
 
 
 def _attended(

@@ -1,11 +1,12 @@
-"""Lists of key blocks in plain PyTorch: which blocks a range of places reaches, and what lists hold."""
+"""Lists of key blocks: what they look like, which blocks a range of places reaches, and how many pairs they hold."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import ABSENT, FULL, present
+from mmaccel.backends.ops.block_attend import ABSENT, FULL
+from mmaccel.backends.ops.operator import operator
 
 ENTRIES = 1 << 24
 """Most entries of lists looked at at a time, where they are counted."""
@@ -14,6 +15,31 @@ BEYOND = 1 << 60
 """More than any place: wide places exceed 32 bits."""
 
 
+def packed(chosen: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """index int32, of each row of `chosen` [..., n] the values [n] of what is chosen; [..., n + 1] how many before each."""
+    n = chosen.shape[-1]
+    upto = torch.nn.functional.pad(chosen.long().cumsum(-1), (1, 0))
+    slot = torch.where(chosen, upto[..., :-1], n)
+    index = torch.zeros(*chosen.shape[:-1], n + 1, dtype=torch.int32, device=chosen.device)
+    index.scatter_(-1, slot, value.to(torch.int32).expand_as(slot))
+    return index[..., :n].flatten(), upto
+
+
+def present(row: Tensor, block: int) -> Tensor:
+    """[..., n / block] int32: how many of the rows [..., n] of each block are there."""
+    return (row >= 0).view(*row.shape[:-1], -1, block).sum(-1, dtype=torch.int32)
+
+
+def _reach_shapes(
+    q_row: Tensor, k_row: Tensor, q_place: Tensor, k_place: Tensor, block_q: int, block_k: int
+) -> tuple[Tensor, Tensor]:
+    key_b, key_h = (max(x, y) for x, y in zip(k_row.shape[:2], k_place.shape[:2], strict=True))
+    b, h = (max(*of) for of in zip(q_row.shape[:2], q_place.shape[:2], (key_b, key_h), strict=True))
+    row = q_row.new_empty(b, h, q_row.shape[-1] // block_q, 5, dtype=torch.int64)
+    return row, k_row.new_empty(key_b, key_h, k_row.shape[-1] // block_k, dtype=torch.int8)
+
+
+@operator("prefill.lists.reach", fake=_reach_shapes)
 def reach(
     q_row: Tensor,
     k_row: Tensor,
@@ -24,7 +50,13 @@ def reach(
     block_q: int,
     block_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.ops.reach`."""
+    """The run of key blocks that a range of places reaches from each block of queries; few launches where Triton runs.
+
+    q_row [b, h, P], k_row [b, h, N], q_place [b, h, P], k_place [b, h, N], b and h each 1 or all there are; the places
+    of keys that are there (k_row >= 0) ascend. Gives row [b, h, P / block_q, 5] and kind [b, h, N / block_k] as
+    `BlockLists` has them, without an index: from the first block in which a pair may pass ``lo <= q_place - k_place <
+    hi`` to the last.
+    """
     q_min, q_max, _ = _edges(q_row, q_place, block_q)
     k_min, k_max, kind = _edges(k_row, k_place, block_k)
     # A block without a key lies where its neighbours do.
@@ -42,10 +74,19 @@ def reach(
     return row, kind
 
 
+def _area_shape(row: Tensor, q_row: Tensor, k_row: Tensor) -> Tensor:
+    b, h = (max(*of) for of in zip(row.shape[:2], q_row.shape[:2], k_row.shape[:2], strict=True))
+    return row.new_empty(b, h)
+
+
+@operator("prefill.lists.listed_area", fake=_area_shape)
 def listed_area(
     row: Tensor, index: Tensor, q_row: Tensor, k_row: Tensor, block_q: int, block_k: int
 ) -> Tensor:
-    """See `mmaccel.backends.ops.listed_area`."""
+    """[b, h] int64: over lists of `BlockLists`, row [b, h, M, 5] and index, the sum of how many rows of q_row
+    [b, h, P] there are in each block of queries, times how many of k_row [b, h, N] there are in the key blocks that it
+    lists.
+    """
     nq, nk = present(q_row, block_q), present(k_row, block_k)
     b, h = (max(x, y) for x, y in zip(row.shape[:2], nk.shape[:2], strict=True))
     b, h, m = max(b, nq.shape[0]), max(h, nq.shape[1]), row.shape[2]

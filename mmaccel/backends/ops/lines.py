@@ -1,17 +1,30 @@
-"""Parts of adaptive indices in plain PyTorch: the strongest lines, and the key blocks that diagonals touch."""
+"""The strongest columns and diagonals of each head, and the key blocks that they touch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import ABSENT, FULL, packed
+from mmaccel.backends.ops.block_attend import ABSENT, FULL
+from mmaccel.backends.ops.block_lists import packed
+from mmaccel.backends.ops.operator import operator
 
 
+def _strongest_shapes(columns: Tensor, vertical: int, slash: int) -> tuple[Tensor, ...]:
+    B, H, n = columns.shape
+    return tuple(columns.new_empty(B, H, min(k, n), dtype=torch.int64) for k in (vertical, slash))
+
+
+@operator("prefill.strongest.strongest", fake=_strongest_shapes)
 def strongest(
     columns: Tensor, diagonals: Tensor, last: Tensor, vertical: int, slash: int
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.index.strongest`."""
+    """[B, H, K] long, ascending: of columns and of diagonals those of the K greatest scores [B, H, n], none of them
+    negative.
+
+    K is the lesser of n and `vertical` or `slash`. last [B]: the last line there is, -1 for none; past the last that is
+    chosen comes n. Diagonal 0 is chosen whatever its score. Of equal scores any may be.
+    """
     n = columns.shape[2]
     place, last = torch.arange(n, device=columns.device), last[:, None, None]
     diagonals = diagonals.masked_fill((place == 0) & (last >= 0), torch.inf)
@@ -23,10 +36,25 @@ def strongest(
     return chosen(columns, vertical), chosen(diagonals, slash)
 
 
+def _line_shapes(row: Tensor, columns: Tensor, block: int) -> tuple[Tensor, ...]:
+    (B, H, K), N = columns.shape, row.shape[1]
+    left = row.new_empty(B, H, N)
+    k_row = row.new_empty(B, H, max(K + -K % block, block))
+    kind = left.new_empty(B, H, N // block, dtype=torch.int8)
+    return left, kind, left.new_empty(B, H, N, dtype=torch.bool), k_row, torch.empty_like(k_row)
+
+
+@operator("prefill.slashes.line_keys", fake=_line_shapes)
 def line_keys(
     row: Tensor, columns: Tensor, diagonals: Tensor, width: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `mmaccel.backends.index.line_keys`."""
+    """Columns [B, H, K] and diagonals [B, H, S] long among the keys `row` [B, N], which are those of the first `width`
+    places.
+
+    left [B, H, N] int32: the rows of the keys that are no column, -1 for the columns; kind [B, H, N / block] int8: FULL
+    where all keys of a block are there, ABSENT elsewhere. kept [B, H, N] bool: the diagonals. k_row, k_place [B, H,
+    whole blocks, at least one] int32: the rows and places of the columns, -1 and 0 for none.
+    """
     (B, H, K), N = columns.shape, row.shape[1]
 
     def marked(lines: Tensor) -> Tensor:
@@ -44,6 +72,16 @@ def line_keys(
     return left, kind, marked(diagonals).contiguous(), k_row, k_place
 
 
+def _run_shapes(
+    kept: Tensor, shape: Tensor, member: Tensor, broken: Tensor, block: int
+) -> tuple[Tensor, Tensor]:
+    B, H, N = kept.shape
+    row = kept.new_empty(B, H, member.shape[1], 5, dtype=torch.int64)
+    room = shape.shape[1] * H * (N // block + 2) + broken.shape[1] * B * H * (N // block)
+    return row, kept.new_empty(room, dtype=torch.int32)
+
+
+@operator("prefill.slashes.slash_runs", fake=_run_shapes)
 def slash_runs(
     kept: Tensor,
     shape: Tensor,
@@ -55,7 +93,10 @@ def slash_runs(
     sure: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.index.slash_runs`."""
+    """row [B, H, M, 5] long and index int32 of `BlockLists`: the key blocks that diagonals touch.
+
+    kept [B, H, N] bool: the diagonals; the rest as in `mmaccel.policies.sparse.slashes.Shapes`.
+    """
     _, H, N = kept.shape
     width = N // block + 2
     sequence, offset, length = shape.long().unbind(0)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from mmaccel.backends.flash import causal, older
+from mmaccel.backends.ops.operator import operator
 
 ROWS = 256
 """Query rows of a block where a mask has to be written out."""
@@ -40,12 +40,12 @@ OLDER_FROM = 128
 """Query rows from which flash-attn 3 or 2 is taken: it does not split the keys of a few rows over the device."""
 
 
+@operator(None, fake=lambda query, value: query.new_empty(*query.shape[:-1], value.shape[-1]))
 def dense_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     scale: float,
-    *,
     start: int = 0,
     valid: Tensor | None = None,
     sinks: int = 0,
@@ -127,6 +127,8 @@ def _unpadded(
     if start == 0 and end == n:
         return _square(query, key, value, scale)
     if aligned and _flash(query, key, value):
+        from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo
+
         return _sdpa(query, key, value, scale, mask=causal_lower_right(n, end))
     columns = torch.arange(end, device=query.device)
     out, step = [], _rows(query, key, end)

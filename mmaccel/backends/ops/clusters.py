@@ -1,7 +1,6 @@
-"""What a question retrieves by the representatives of clusters, in few launches: for code that nobody compiles.
+"""What a question retrieves by the representatives of clusters, in few launches.
 
-Each function has a plain form, in `mmaccel.backends.reference.clusters`, and a kernel, where Triton runs and there are at
-most `MOST` clusters: an order is made by comparing each with all.
+The kernels serve at most `MOST` clusters: they make an order by comparing each with all.
 
 Letters: R layers, C clusters, V visual clusters, N entries, d size of a key. One cluster comes before another whose score is
 lower, or as high if it has the lower number.
@@ -10,13 +9,19 @@ lower, or as high if it has the lower number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from mmaccel.backends.ops.operator import operator, runs_triton
 
 MOST = 8192
 """Clusters of a layer that are compared with each other: 4 ** 13 pairs take a device some ten microseconds."""
+
+APART = 1e30
+"""Above any score."""
 
 
 class Lists(NamedTuple):
@@ -55,26 +60,46 @@ class Late(NamedTuple):
         return self.units * self.parts - self.entries + torch.arange(self.entries, device=self.units.device)
 
 
+def _few(first: Tensor, *rest: object) -> bool:
+    return first.shape[-1 if first.dim() < 3 else 1] <= MOST and runs_triton(first)
+
+
+@operator("stream.clusters.scored", serves=_few)
 def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
     """[R, C] float32: keys [R, C, d] times queries [R, d] float32; if `cosine` of both at length one."""
-    return _of(key.device, key.shape[1]).scored(key, query, cosine)  # type: ignore[no-any-return]
+    key = key.float()
+    score = torch.bmm(key, query[:, :, None])[:, :, 0]
+    if cosine:
+        score = score / (key.norm(dim=-1) * query.norm(dim=-1, keepdim=True)).clamp_min(1e-12)
+    return score
 
 
+@operator("stream.clusters.outside", serves=_few)
 def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
     """[R, V] whether `limit` entries or more are in the clusters before one, by score [R, V]; never of the first `fewest`.
     size [V]; clusters without entries come last."""
-    return _of(score.device, score.shape[1]).outside(score, size, limit, fewest)  # type: ignore[no-any-return]
+    order = score.masked_fill(size == 0, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    held = size[order]
+    before = held.cumsum(1) - held
+    before[:, :fewest].zero_()
+    found = torch.empty(score.shape, dtype=torch.bool, device=score.device)
+    return found.scatter_(1, order, before >= limit)
 
 
+@operator("stream.clusters.ordered", serves=_few)
 def ordered(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """score [R, C], -inf where a cluster's parent [R, C], V for none, is in `without` [R, V], or, if there are no parents,
     where its size is 0; and [R, C] long, how many entries are in the clusters before each. size [R, C]."""
-    found: tuple[Tensor, Tensor] = _of(score.device, score.shape[1]).ordered(score, size, parent, without)
-    return found
+    hidden = (
+        size == 0 if parent is None or without is None else pad(without, (0, 1), value=True).gather(1, parent)
+    )
+    score = score.masked_fill(hidden, -torch.inf)
+    return score, preceding(score, size)
 
 
+@operator("stream.clusters.selected", serves=_few)
 def selected(
     before: Tensor, lists: Lists, budget: int, ahead: int, own: Own, late: Late | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -83,12 +108,23 @@ def selected(
     second layer, if there is one, `ahead` entries: of the last cluster the oldest; -1 where there are no more.
 
     before [R, C]: see `ordered`."""
-    found: tuple[Tensor, Tensor | None] = _of(before.device, before.shape[1]).selected(
-        before, lists, budget, ahead, own, late
-    )
-    return found
+    width = budget + lists.largest - 1
+    found = lined_up(before, lists, max(width, ahead))
+    # What comes after the last entry is none, and is looked up as the first one.
+    entries = found[0, :width].clamp_min(0)
+    cluster = lists.owner[0][entries].clamp(max=before.shape[1] - 1)
+    begin, end = before[0][cluster], (before[0] + lists.size[0])[cluster]
+    apart = (end <= budget).long() - (begin >= budget).long()
+    apart = apart.masked_fill(found[0, :width] < 0, -1)
+    scores = scored(own.read(entries)[None], own.query[None], own.cosine)[0]
+    best = scores.add(apart, alpha=APART).sort(descending=True, stable=True).indices[:budget]
+    chosen = entries[best].sort().values
+    if late is not None:
+        chosen = torch.cat([chosen, late.numbers()])
+    return chosen, found[1, :ahead] if len(found) > 1 else None
 
 
+@operator("stream.clusters.stand_ins", serves=_few)
 def stand_ins(
     score: Tensor,
     picked: Tensor,
@@ -106,10 +142,17 @@ def stand_ins(
     [C]. -inf from place `left` [1] on, if that is told.
 
     Those that were picked come last, before them those of score -inf; and after them all those of size [C] 0."""
-    found: tuple[Tensor, Tensor] = _of(score.device, len(score)).stand_ins(
-        score, picked, size, rows, time, out, head, left, tokens
-    )
-    return found
+    count = out.shape[2]
+    ids = stand_in_order(score, picked, size)[:count]
+    for side, one in zip(out, rows, strict=True):
+        side.copy_(one.index_select(0, ids).view(count, *side.shape[::2]).transpose(0, 1))
+    added = torch.zeros(count, device=score.device)
+    if tokens:
+        # What stands for retrieved tokens adds nothing to them.
+        added = (size.masked_fill(picked, 0)[ids] * tokens).float().clamp_min(1e-30).log()
+    if left is not None:
+        added = added.masked_fill(torch.arange(count, device=added.device) >= left, -torch.inf)
+    return time[ids], pad(added, (head, 0))
 
 
 def stand_in_order(score: Tensor, picked: Tensor, size: Tensor) -> Tensor:
@@ -135,15 +178,3 @@ def lined_up(before: Tensor, lists: Lists, width: int) -> Tensor:
     entry = torch.arange(line.shape[1], device=line.device).expand_as(line)
     found = torch.full((len(line), width + 1), -1, dtype=torch.long, device=line.device)
     return found.scatter_(1, line, entry)[:, :width]
-
-
-def _of(device: torch.device, clusters: int) -> Any:
-    from mmaccel.backends import triton
-
-    if clusters <= MOST and triton.usable(device) is None:
-        from mmaccel.backends.triton.stream import clusters as kernels
-
-        return kernels
-    from mmaccel.backends.reference import clusters as plain
-
-    return plain

@@ -105,8 +105,10 @@ def accept_tree(
             f"{tokens.numel()} proposed tokens need {tokens.numel() + 1} rows of logits; {logits.shape[0]} were given."
         )
     if warp is None:
+        # Made before the device is waited for, which has the step to do meanwhile.
+        tokens, sees = distinct(tokens, parents), proposal.branches.sees
         best = logits.argmax(-1).cpu()
-        path = judge_tree(tokens, parents, proposal.branches.sees, best).nonzero()[:, 0]
+        path = judge_tree(tokens, parents, sees, best).nonzero()[:, 0]
         return best[torch.nn.functional.pad(path + 1, (1, 0))].to(logits.device), path
     said, nodes = ids.to(logits.device), [-1]
     while True:
@@ -176,16 +178,19 @@ def judge(ids: Tensor, p: Tensor, q: Tensor | None, u: Tensor) -> tuple[Tensor, 
     return kept, torch.where(rest.sum(-1, keepdim=True) > 0, rest, p_row)
 
 
-def judge_tree(ids: Tensor, parents: Tensor, sees: Tensor, best: Tensor) -> Tensor:
-    """Which proposed tokens of a tree are kept, [n] bool: those that the target says after the ones they follow.
-
-    ids, parents [n]: the tree; `sees` [n + 1, n + 1] that of its `Branches`; best [n + 1]: what the target says after the
-    last committed token and after each of the tree's. Of equal siblings the first one counts, so that those that are kept
-    are one branch. Shapes are static and nothing is read back.
-    """
+def distinct(ids: Tensor, parents: Tensor) -> Tensor:
+    """Tokens `ids` [n] of a tree, -1 in the place of each that an earlier sibling equals."""
     equal = (ids[:, None] == ids) & (parents[:, None] == parents)
-    said = (best[parents + 1] == ids) & ~equal.tril(-1).any(-1)
-    return (said | ~sees[1:, 1:]).all(-1)
+    return ids.masked_fill(equal.tril(-1).any(-1), -1)
+
+
+def judge_tree(ids: Tensor, parents: Tensor, sees: Tensor, best: Tensor) -> Tensor:
+    """Which proposed tokens of a tree are kept, [n] bool: one branch, of tokens that the target says after their parents.
+
+    ids [n], `distinct`, and parents [n]: the tree; `sees` [n + 1, n + 1] that of its `Branches`; best [n + 1]: what the
+    target says after the last committed token and after each of the tree's. Shapes are static and nothing is read back.
+    """
+    return ((best[parents + 1] == ids) | ~sees[1:, 1:]).all(-1)
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:

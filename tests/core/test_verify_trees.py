@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mmaccel.core.draft import Proposal
-from mmaccel.core.verify import accept_tree, judge, judge_tree
+from mmaccel.core.verify import accept_tree, distinct, judge, judge_tree
 from tests.core.test_verify import SHAPES, SURE, Pair, V
 from tests.core.toy import g_test
 
@@ -26,7 +26,7 @@ def test_judges_compile_without_a_graph_break() -> None:
     sees = Proposal(parents, parents=parents).branches.sees
 
     def judged(ids: Tensor, u: Tensor, tokens: Tensor, best: Tensor) -> tuple[Tensor, ...]:
-        tree = judge_tree(tokens, parents, sees, best)
+        tree = judge_tree(distinct(tokens, parents), parents, sees, best)
         return *judge(ids, p, q, u), *judge(ids, p, None, u), tree
 
     counter = CompileCounterWithBackend("inductor")

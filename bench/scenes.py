@@ -5,7 +5,8 @@ heads of a group summed, as retrieval compares them. A question about scenes has
 embeddings, `STRENGTH` a coordinate, and runs through the real model. So what it retrieves, and how well one layer's hidden
 states tell the next one's query, comes out of the model at work, diluted from layer to layer by what layers add.
 
-Frames go into a memory through its own interface (`enter`, `append`, `view`, `leave`) with these keys, past the layers.
+Frames go into a memory through its own interface (`begin_pass`, `append`, `view`, `end_pass`) with these keys, past the
+layers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 import mmaccel
 from mmaccel.core.answer import Answer
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.kv import Piece
+from mmaccel.core.kv import StreamPass
 from mmaccel.core.stream_runner import StreamRunner
 from mmaccel.models import shapes
 from mmaccel.models.processor import Processor
@@ -122,8 +123,8 @@ class Scenes:
             film.spans += [(first + i, 1) for i in range(count)]
             film.times += [2.0 * (first + i) for i in range(count)]
             look = self.look[at] + 0.3 * self._noise(count, self.geometry.hidden)
-            state.enter(
-                Piece(
+            state.begin_pass(
+                StreamPass(
                     kind="units",
                     rows=count * film.unit,
                     first=first,
@@ -138,7 +139,7 @@ class Scenes:
                 key = self._heads(mean[:, None] + cells)
                 state.append(layer, key, key.roll(1, 2))
                 state.view(layer, key.repeat_interleave(self.geometry.heads // self.geometry.kv_heads, 1))
-            state.leave()
+            state.end_pass()
         state.idle()
 
     def _heads(self, rows: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def check_cuts(policy: KVPolicy) -> None:
         step(who, state, 0, 40)
     step(who, cut, 500, 6)
     cut.accept(0)
-    with cut.turn():
+    with cut.question_scope():
         step(who, cut, 600, 100)
         step(who, cut, 700, 1)
     ours, theirs = step(who, cut, 40, 3), step(who, plain, 40, 3)
@@ -99,7 +99,7 @@ def check_questions(policy: KVPolicy) -> None:
     state = policy.open(GEOMETRY, None, CPU)
     step(who, state, 0, 10)
     try:
-        with state.turn():
+        with state.question_scope():
             state.append(0, *written([[10, 11]], 0))
             raise ZeroDivisionError
     except ZeroDivisionError:

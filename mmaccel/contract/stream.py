@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.kv import KVView, Piece, Stream, StreamPolicy, StreamState
+from mmaccel.core.kv import KVView, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.positions import PositionIds
 
 LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD = 2, 4, 2, 8, 6, 3
@@ -70,7 +70,7 @@ def check_stream(policy: StreamPolicy) -> None:
     model: Any = Wheel()
     state = policy.stream(stream, GEOMETRY, model, torch.device("cpu"))
     trial = _Trial(who, state, policy.needs)
-    trial.run(Piece(kind="head", rows=HEAD))
+    trial.run(StreamPass(kind="head", rows=HEAD))
     trial.watch(UNITS)
     first = trial.ask()
     trial.same(first, trial.ask(), "a question leaves a trace; let turn() drop all that was appended in it")
@@ -94,10 +94,10 @@ class _Trial:
     def __init__(self, who: str, state: StreamState, needs: frozenset[str]) -> None:
         self.who, self.state, self.needs = who, state, needs
 
-    def run(self, piece: Piece, name: int = 0) -> list[KVView]:
+    def run(self, piece: StreamPass, name: int = 0) -> list[KVView]:
         """One pass: the views of all layers."""
         state, views = self.state, []
-        state.enter(piece)
+        state.begin_pass(piece)
         for layer in range(LAYERS):
             query, key, value = (
                 draw((piece.kind, piece.first, name, layer, i), 1, h, piece.rows, SIZE)
@@ -116,7 +116,7 @@ class _Trial:
                     f"{self.who}: a view lacks the columns of its queries; put the newest last."
                 )
             views.append(view)
-        state.leave()
+        state.end_pass()
         return views
 
     def watch(self, count: int) -> None:
@@ -126,9 +126,9 @@ class _Trial:
             n = self.state.fit(first, min(8, end - first))
             look = draw(("look", first), n, 32).float() if "look" in self.needs else None
             times = tuple(float(t) for t in range(first, first + n))
-            self.run(Piece(kind="units", rows=n * TOKENS, first=first, count=n, times=times, look=look))
+            self.run(StreamPass(kind="units", rows=n * TOKENS, first=first, count=n, times=times, look=look))
             if "proxy" in self.needs:
-                self.run(Piece(kind="proxy", rows=2))
+                self.run(StreamPass(kind="proxy", rows=2))
             if self.state.units() != first + n:
                 raise RecipeError(
                     f"{self.who}: units is {self.state.units()} after {first + n} came; count those taken in."
@@ -138,10 +138,10 @@ class _Trial:
     def ask(self) -> list[KVView]:
         """The views of a question, copied; a token of the answer follows it."""
         state, before = self.state, self.state.length()
-        with state.turn():
-            views = self.run(Piece(kind="question", rows=5, words=(1, 4), room=4))
+        with state.question_scope():
+            views = self.run(StreamPass(kind="question", rows=5, words=(1, 4), room=4))
             seen = [KVView(view.key.clone(), view.value.clone(), query=view.query) for view in views]
-            self.run(Piece(kind="answer", rows=1), name=1)
+            self.run(StreamPass(kind="answer", rows=1), name=1)
             if state.length() != before + 6:
                 raise RecipeError(
                     f"{self.who}: length is {state.length()} in a turn; count its {6} tokens after {before}."

@@ -15,7 +15,7 @@ from mmaccel.core.deadline import Deadline
 from mmaccel.core.draft import DraftStrategy, Prompt
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.generate import speculate
-from mmaccel.core.kv import Piece, StreamState
+from mmaccel.core.kv import StreamPass, StreamState
 from mmaccel.core.report import Meter
 from mmaccel.core.runner import Branches, Runner
 from mmaccel.core.stream_adapter import StreamAdapter
@@ -97,13 +97,13 @@ class QuestionRunner(Runner):
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         if branches is not None:
             raise ModelError("draft: a stream's memory takes chains, not trees; set draft to 'off'.")
-        piece = Piece(kind="answer", rows=ids.shape[1])
+        piece = StreamPass(kind="answer", rows=ids.shape[1])
         return self._seam.logits(self._pass(piece, self._seam.words(ids[0])))[None]
 
-    def _pass(self, piece: Piece, embeds: Tensor, check: Callable[[], None] | None = None) -> Tensor:
-        self._state.enter(piece)
+    def _pass(self, piece: StreamPass, embeds: Tensor, check: Callable[[], None] | None = None) -> Tensor:
+        self._state.begin_pass(piece)
         hidden = self._seam.run(self._state, embeds, self._hidden, few=True, check=check)
-        self._state.leave()
+        self._state.end_pass()
         return hidden
 
     def truncate(self, length: int) -> None:

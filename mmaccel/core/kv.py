@@ -84,7 +84,7 @@ class KVState(ABC):
         return 0
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def question_scope(self) -> Iterator[None]:
         """A question on a stream: what is appended inside is dropped at exit."""
         start = self.length()
         try:
@@ -180,7 +180,7 @@ class Stream:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
+class StreamPass:
     """What the next pass through the layers is.
 
     kind     "head": the prompt before the video, once. "units": new units of the stream. "proxy": the prompt's own words
@@ -221,7 +221,7 @@ class Seen:
 
 
 @dataclass(frozen=True, eq=False)
-class Seat:
+class CacheSlot:
     """Where the rows of a question or an answer go at one layer: behind the first `column` columns of buffers key and value
     [1, G, N, D], whose keys are turned; `angles` are the cosines and sines [1, 1, n, D] of the rows, `bias` that of
     `KVView`. A row sees the columns up to its own. There is room for `MARGIN` rows at least."""
@@ -240,20 +240,20 @@ MARGIN = 64
 class StreamState(KVState):
     """The memory of one stream (batch 1). Keys and queries arrive before rotation; the memory turns them.
 
-    A pass goes: ``enter(piece)``; for each layer, in order, ``append`` and ``view`` (and before them ``ahead``, for
-    policies that need "hidden"); ``leave()``. What a pass of kind "head" or "units" appended belongs to the stream once it
-    has been left; when a pass breaks off, the session calls ``restore`` with what ``checkpoint`` gave before the clip.
-    Passes of kind "question" and "answer" run inside ``turn()``, which drops all they appended; "proxy" is dropped at
-    ``leave()``. `length()` counts the stream's columns, and inside a turn the question's and answer's too; `truncate`
-    reaches back to the beginning of the turn.
+    A pass goes: ``begin_pass(piece)``; for each layer, in order, ``append`` and ``view`` (and before them ``ahead``, for
+    policies that need "hidden"); ``end_pass()``. What a pass of kind "head" or "units" appended belongs to the stream once
+    it has ended; when a pass breaks off, the session calls ``restore`` with what ``checkpoint`` gave before the clip. Passes
+    of kind "question" and "answer" run inside ``question_scope()``, which drops all they appended; "proxy" is dropped at
+    ``end_pass()``. `length()` counts the stream's columns, and inside a question the question's and answer's too;
+    `truncate` reaches back to the beginning of the question.
     """
 
     @abstractmethod
-    def enter(self, piece: Piece) -> None:
-        """Told what the next pass is."""
+    def begin_pass(self, piece: StreamPass) -> None:
+        """The next pass is `piece`."""
 
     @abstractmethod
-    def leave(self) -> None:
+    def end_pass(self) -> None:
         """The pass is through all layers."""
 
     @abstractmethod
@@ -269,7 +269,7 @@ class StreamState(KVState):
     def restore(self, mark: Any) -> None:
         """Be as at the moment of `checkpoint`, whatever came after it, a broken pass included."""
 
-    def seat(self, layer: int, query: Tensor) -> Seat | None:
+    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         """What `view` shows to a question or an answer, for callers that turn the rows and write them themselves: in place
         of `view`, if this is not None."""
         return None
@@ -278,7 +278,7 @@ class StreamState(KVState):
         """How many of `count` units from number `first` on may go in one pass, at least 1."""
         return count
 
-    def shown(self, piece: Piece) -> tuple[int, bool]:
+    def shown(self, piece: StreamPass) -> tuple[int, bool]:
         """After how many units the question of `piece` gets its positions, asked before it runs, and whether these are the
         units' own positions: then all units; fewer where the shown units are closed up (an upper bound if not known yet)."""
         return self.units(), True
@@ -290,8 +290,8 @@ class StreamState(KVState):
         """What the last question looked at: number of a unit -> how."""
         return {}
 
-    def asked_under(self, policy: StreamPolicy) -> None:
-        """Questions from now on are those to a memory of `policy`, which differs from its own in the fields `asks` alone."""
+    def set_query_fields(self, policy: StreamPolicy) -> None:
+        """Answer from now on as a memory of `policy` does, which differs from its own in `query_time_fields` alone."""
 
     def clusters(self) -> dict[str, Tensor]:
         """Of a memory that clusters, by the name of a level: the cluster [L or 1, N] of each entry at each layer.
@@ -361,13 +361,13 @@ class StreamPolicy(KVPolicy):
              "proxy": passes of kind "proxy" after each chunk
     clip     units that go through the layers together; None leaves it to the session
     keeps    "frames": units are not run when they come; the state is a `FrameState`
-    asks     fields that matter at a question alone: what is kept of a stream is the same for all their values
+    query_time_fields  fields that matter at a question alone: what is kept of a stream is the same for all their values
     """
 
     sequences: ClassVar[bool] = False
     keeps: ClassVar[Literal["keys", "frames"]] = "keys"
     clip: ClassVar[int | None] = None
-    asks: ClassVar[frozenset[str]] = frozenset()
+    query_time_fields: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def admits_sparse(self) -> bool:

@@ -234,7 +234,7 @@ def _kept(kv: Any) -> dict[str, Any] | None:
     if not isinstance(kv, StreamPolicy):
         return None
     fields: dict[str, Any] = _plain(Recipe(kv=kv).to_dict()["kv"])
-    return {name: value for name, value in fields.items() if name not in kv.asks}
+    return {name: value for name, value in fields.items() if name not in kv.query_time_fields}
 
 
 def _read_info(data: Path, facts: dict[str, Any], seam: StreamAdapter) -> StreamInfo:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmaccel.core.answer import Evidence, Question, QuestionRunner
 from mmaccel.core.deadline import Deadline
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.kv import FrameState, Piece, Seen, Stream, StreamPolicy, StreamState
+from mmaccel.core.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.report import Meter
 from mmaccel.core.stream_adapter import StreamAdapter
 
@@ -132,7 +132,7 @@ class StreamRunner:
     def _tell_of_the_end(self) -> None:
         """Warn, once, when the stream leaves no position for a question."""
         places = self.stream.places
-        units, own = self.state.shown(Piece(kind="question", rows=1))
+        units, own = self.state.shown(StreamPass(kind="question", rows=1))
         if self._full or places.admits(units, 0, 1, own):
             return
         self._full = True
@@ -178,7 +178,7 @@ class StreamRunner:
             first = state.units()
             count = state.fit(first, total - done)
             part = features[done : done + count]
-            piece = Piece(
+            piece = StreamPass(
                 kind="units",
                 rows=count * info.unit,
                 first=first,
@@ -189,7 +189,7 @@ class StreamRunner:
             self._pass(state, piece, part.flatten(0, 1))
             done += count
             if "proxy" in self.kv.needs:
-                self._pass(state, Piece(kind="proxy", rows=self._proxy.shape[0]), self._proxy)
+                self._pass(state, StreamPass(kind="proxy", rows=self._proxy.shape[0]), self._proxy)
 
     @cached_property
     def _proxy(self) -> Tensor:
@@ -199,12 +199,12 @@ class StreamRunner:
 
     def _head(self, state: StreamState) -> None:
         ids = self.seam.head()
-        self._pass(state, Piece(kind="head", rows=ids.numel()), self.seam.words(ids))
+        self._pass(state, StreamPass(kind="head", rows=ids.numel()), self.seam.words(ids))
 
-    def _pass(self, state: StreamState, piece: Piece, embeds: Tensor) -> None:
-        state.enter(piece)
+    def _pass(self, state: StreamState, piece: StreamPass, embeds: Tensor) -> None:
+        state.begin_pass(piece)
         self.seam.run(state, embeds, self._hidden)
-        state.leave()
+        state.end_pass()
 
     # A question.
 
@@ -224,7 +224,7 @@ class StreamRunner:
         waiting = state.waiting()
         pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
         before = pending + info.marks.shape[0]
-        piece = Piece(
+        piece = StreamPass(
             kind="question",
             rows=before + tail.ids.numel(),
             pending=pending,
@@ -246,7 +246,7 @@ class StreamRunner:
         if waiting is not None:
             parts.insert(0, waiting.flatten(0, 1))
         runner = QuestionRunner(seam, state, self._hidden, deadline)
-        with state.turn():
+        with state.question_scope():
             logits = runner.prefill({"piece": piece, "embeds": torch.cat(parts)})
             meter.prompt_tokens = runner.length()
             shown = (lambda: self._shown(evidence())) if weigh else tuple
@@ -261,7 +261,7 @@ class StreamRunner:
             times.append(info.times[-info.pending.shape[0]])
         return times
 
-    def _left(self, piece: Piece) -> int:
+    def _left(self, piece: StreamPass) -> int:
         """The number of positions left for an answer; raises `ModelError` when there is none."""
         places = self.stream.places
         units, own = self.state.shown(piece)

@@ -18,7 +18,7 @@ from mmaccel.backends.ops.decode_attend import WINDOW, decode_attend
 from mmaccel.backends.ops.qkv_rope_cache import enter_rows, turn_rows
 from mmaccel.backends.ops.skinny_gemm import pass_rows, project_rows
 from mmaccel.core.attention import StreamRun
-from mmaccel.core.kv import Seat
+from mmaccel.core.kv import CacheSlot
 from mmaccel.core.modules import home_of
 from mmaccel.core.replay import Replays, Work
 from mmaccel.models.pointwise import normed
@@ -246,14 +246,14 @@ class StreamSteps:
             columns = qkv[number][None, :n].view(1, n, -1, size).transpose(1, 2)
             query, key, value = columns.split([heads, groups, groups], 1)
             state.append(number, key, value)
-            seat = state.seat(number, query)
-            if seat is None:
+            slot = state.write_slot(number, query)
+            if slot is None:
                 attended = room("attended", (width, heads * size), dtype)
                 out = run.attend(number, query, key, value, size**-0.5)
                 attended[:n] = out.transpose(1, 2).reshape(n, -1)
                 self._replays((number, width), self._finished(number, x, attended, qkv))
             else:
-                self._seated(number, seat, x, qkv)
+                self._seated(number, slot, x, qkv)
         return normed(self._family.text(self._model).norm, x[:n], self._family)
 
     def _finished(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> Work:
@@ -261,23 +261,23 @@ class StreamSteps:
         layer = self._layers[number]
         return lambda: self._leave(number, layer.finish(Rows(x), attended), x, qkv)
 
-    def _seated(self, number: int, seat: Seat, x: Tensor, qkv: list[Tensor]) -> None:
-        """A layer over rows that have a seat."""
+    def _seated(self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor]) -> None:
+        """A layer over rows that have a slot."""
         layer, count, room = self._layers[number], len(x), self._replays.room
         rope = room("rope", (2, 1, count, self._shape.head_dim), x.dtype)
         # Most layers turn rows alike, and rows stand behind as many columns as at the question before. Those that fill up
         # are turned by something, too: their keys are hidden, but have to be numbers.
-        if seat.angles is not self._angles:
-            self._angles = seat.angles
-            for place, angle in zip(rope, seat.angles, strict=True):
+        if slot.angles is not self._angles:
+            self._angles = slot.angles
+            for place, angle in zip(rope, slot.angles, strict=True):
                 place[:, : angle.shape[2]] = angle[0]
         start = room(("start", number), (1, 1), torch.long)
         told, column = self._starts.get(number, (None, None))
         # Another room may have come to lie where the last one lay.
-        if told is not start or column != seat.column:
-            start.fill_(seat.column)
-            self._starts[number] = start, seat.column
-        key, value, bias = seat.key, seat.value, seat.bias
+        if told is not start or column != slot.column:
+            start.fill_(slot.column)
+            self._starts[number] = start, slot.column
+        key, value, bias = slot.key, slot.value, slot.bias
         lies = key.data_ptr(), value.data_ptr(), key.shape, key.stride(), value.stride()
         if bias is not None:
             bias = room("bias", tuple(bias.shape), bias.dtype).copy_(bias)
@@ -287,7 +287,7 @@ class StreamSteps:
             left, _ = layer(Rows(x), rope, columns, key, value, None, bias, qkv[number])
             return self._leave(number, left, x, qkv)
 
-        self._replays((number, count, "seat"), work, at=(lies, None if bias is None else bias.shape))
+        self._replays((number, count, "slot"), work, at=(lies, None if bias is None else bias.shape))
 
     def _leave(self, number: int, left: Rows, x: Tensor, qkv: list[Tensor]) -> tuple[Tensor, ...]:
         """The rows that leave layer `number` go to x, and their projections to where the next layer's memory sees them."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from mmaccel.core.draft import DraftState, DraftStrategy, Proposal
-from mmaccel.core.kv import Piece
+from mmaccel.core.kv import StreamPass
 from mmaccel.policies.draft.prompt_lookup import PromptLookup
 from mmaccel.policies.kv import StreamMemory, WindowedPolicy
 from mmaccel.policies.kv.full import Full
@@ -55,9 +55,9 @@ class _Streams(WindowedPolicy):
 
 
 class _Remembers(StreamMemory):
-    def turn(self) -> Any:
+    def question_scope(self) -> Any:
         self.local += 1
-        return super().turn()
+        return super().question_scope()
 
 
 class Remembers(_Streams):
@@ -78,8 +78,8 @@ class OneWay(_Streams):
 
 
 class _Forgets(StreamMemory):
-    def enter(self, piece: Piece) -> None:
-        super().enter(piece)
+    def begin_pass(self, piece: StreamPass) -> None:
+        super().begin_pass(piece)
         if piece.kind == "units":
             self._rings = [None] * len(self._rings)
             self._count = 0

@@ -99,7 +99,7 @@ class Viewing(VideoSession):
         session's in fields that matter at a question alone."""
         assert self._live is not None
         self._live.back(self._mark)
-        self._live.state.asked_under(kv)
+        self._live.state.set_query_fields(kv)
 
     @property
     def pace(self) -> int:

@@ -184,7 +184,7 @@ def together(memories: Iterable[Entry]) -> list[list[Entry]]:
         kept = [
             (field.name, repr(getattr(entry.kv, field.name)))
             for field in fields(entry.kv)
-            if field.name not in entry.kv.asks
+            if field.name not in entry.kv.query_time_fields
         ]
         found.setdefault((type(entry.kv), *kept), []).append(entry)
     return list(found.values())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError, shown, warn
-from mmaccel.core.kv import Piece, Seat, Seen, Stream, StreamState
+from mmaccel.core.kv import CacheSlot, Seen, Stream, StreamPass, StreamState
 from mmaccel.core.registry import policy as built
 from mmaccel.policies.kv._evidence import Look, weigh, words_of
 from mmaccel.policies.kv._index import Found, IndexPolicy
@@ -61,7 +61,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
     host_bytes, spill, folder  the host's memory, see `HostPolicy`
     """
 
-    asks: ClassVar[frozenset[str]] = frozenset({"frames", "local"})
+    query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames", "local"})
     FORMER: ClassVar[Mapping[str, Former]] = {
         "similarity": Former(part="frames"),
         "copies": Former("coalesced", "the store brings frames by its best way"),
@@ -171,7 +171,7 @@ class ArchivedMemory(StreamMemory):
         self._summary_bias: list[Tensor | None] = [None] * geometry.layers
         self._recalled = self._questions = 0
 
-    def asked_under(self, policy: Any) -> None:
+    def set_query_fields(self, policy: Any) -> None:
         self.policy, self.local = policy, self.stream.units(policy.local)
         self.budget = self.stream.units(policy.frames)
         self.idle()
@@ -184,7 +184,7 @@ class ArchivedMemory(StreamMemory):
     def fit(self, first: int, count: int) -> int:
         return super().fit(first, 1 if self.policy.encode_by == "frame" else count)
 
-    def _took(self, piece: Piece) -> None:
+    def _took(self, piece: StreamPass) -> None:
         pairs = [pair for pair in self._new if pair is not None]
         self.index.arrived(piece.look, pairs, self.encode_retrieval.retrieved())
         # Until passes retrieve, the host clusters what came before while the device still computes this one.
@@ -205,7 +205,7 @@ class ArchivedMemory(StreamMemory):
 
     # A question.
 
-    def enter(self, piece: Piece) -> None:
+    def begin_pass(self, piece: StreamPass) -> None:
         if piece.kind == "question":
             self.index.digest()
             self._found = {}
@@ -219,7 +219,7 @@ class ArchivedMemory(StreamMemory):
                 # The host makes them while the device runs the vision tower for this pass, which was begun already.
                 self.index.digest()
             self.encode_retrieval.begin(self._first, piece.look)
-        super().enter(piece)
+        super().begin_pass(piece)
 
     def ahead(self, layer: int, hidden: Tensor) -> None:
         piece, self._entering = self._piece, None
@@ -234,7 +234,7 @@ class ArchivedMemory(StreamMemory):
     def _most(self) -> int:
         return self.budget + super()._most()
 
-    def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
+    def _gather(self, layer: int, query: Tensor, piece: StreamPass) -> Asked:
         if piece.kind == "proxy":
             return super()._gather(layer, query, piece)
         begin, end = words_of(piece)
@@ -284,13 +284,13 @@ class ArchivedMemory(StreamMemory):
     def _end(self) -> End:
         return End(max(self._count - self.local, self._first), self._count, self._first)
 
-    def _seat(self, layer: int, query: Tensor, piece: Piece) -> Seat:
-        return replace(super()._seat(layer, query, piece), bias=self._summary_bias[layer])
+    def _slot(self, layer: int, query: Tensor, piece: StreamPass) -> CacheSlot:
+        return replace(super()._slot(layer, query, piece), bias=self._summary_bias[layer])
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def question_scope(self) -> Iterator[None]:
         try:
-            with super().turn():
+            with super().question_scope():
                 yield
         finally:
             # A question that broke off may still be written to where the next one's columns go.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.core.kv import Piece, Seat, Seen
+from mmaccel.core.kv import CacheSlot, Seen, StreamPass
 from mmaccel.policies.kv._window import Rope
 
 Look = tuple[Tensor, int]
@@ -21,12 +21,12 @@ MOST = 1 << 24
 """Attention weights in float32 that are there at a time."""
 
 
-def words_of(piece: Piece) -> tuple[int, int]:
+def words_of(piece: StreamPass) -> tuple[int, int]:
     """The rows of a question by which memories are searched."""
     return piece.words if piece.words[1] > piece.words[0] else (piece.pending, piece.rows)
 
 
-def mean_query(query: Tensor, piece: Piece) -> Tensor:
+def mean_query(query: Tensor, piece: StreamPass) -> Tensor:
     """[H, D] float32: the mean of the raw queries [1, H, n, D] of the question's words, or of all its rows."""
     begin, end = words_of(piece)
     return query[0, :, begin:end].float().mean(1)
@@ -55,7 +55,7 @@ def attention(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
 
 class _Row(NamedTuple):
     query: Tensor
-    seat: Seat
+    slot: CacheSlot
     turned: bool
 
 
@@ -70,19 +70,19 @@ class Rows:
         self._first = self._count = 0
         self._kept = True
 
-    def begin(self, piece: Piece) -> None:
+    def begin(self, piece: StreamPass) -> None:
         """A question comes."""
         self._rows, self._first, self._count = {}, words_of(piece)[0], piece.rows
         self._kept = piece.weigh
 
-    def at(self, layer: int, query: Tensor, seat: Seat, turned: bool) -> None:
+    def at(self, layer: int, query: Tensor, slot: CacheSlot, turned: bool) -> None:
         """Queries [1, H, n, D] of all its rows at a layer, and where they sit; not `turned` ones stay as they are until
         `hold`. They are kept if the question is to be weighed."""
         if not self._kept:
             return
         own = query[0, :, self._first :]
         # The rows before may be many, those of a unit not yet complete: they would stay with it, layer by layer.
-        self._rows[layer] = _Row(own.clone() if turned else own, seat, turned)
+        self._rows[layer] = _Row(own.clone() if turned else own, slot, turned)
 
     def hold(self) -> None:
         """The question is through all layers."""
@@ -112,17 +112,17 @@ class Rows:
         # From the last layer down, for the last row alone: every row of a long question has a part of every unit.
         weight: Tensor | None = None
         made: Tensor | float = 0.0
-        for layer, (query, seat, turned) in reversed(self._rows.items()):
+        for layer, (query, slot, turned) in reversed(self._rows.items()):
             if not turned:
-                angles = seat.angles[0][:, :, self._first :], seat.angles[1][:, :, self._first :]
+                angles = slot.angles[0][:, :, self._first :], slot.angles[1][:, :, self._first :]
                 query = rope.apply(query[None], angles)[0]
-            got = attention(query, seat.key[0, :, : seat.column + self._count], seat.bias)
+            got = attention(query, slot.key[0, :, : slot.column + self._count], slot.bias)
             if weight is None:
                 weight = got.new_zeros(1, len(got))
                 weight[:, -1] = 1
             come = weight @ got
-            made = made + (1 - own) * units_of(layer, come[:, head : seat.column])[0]
-            weight = own * weight + (1 - own) * come[:, seat.column + self._first :]
+            made = made + (1 - own) * units_of(layer, come[:, head : slot.column])[0]
+            weight = own * weight + (1 - own) * come[:, slot.column + self._first :]
         assert isinstance(made, Tensor)
         return made / made.sum().clamp_min(torch.finfo(torch.float32).tiny)
 

@@ -21,7 +21,7 @@ from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError, RecipeError, shown
-from mmaccel.core.kv import MARGIN, KVView, Piece, Seen, Stream, StreamPolicy
+from mmaccel.core.kv import MARGIN, KVView, Seen, Stream, StreamPass, StreamPolicy
 from mmaccel.policies.kv._evidence import attention, mean_query, weigh
 from mmaccel.policies.kv._window import Asked, Pair
 from mmaccel.policies.kv._windowed import StreamMemory
@@ -102,14 +102,14 @@ class TokenMemory(StreamMemory):
 
     # The way of a pass.
 
-    def enter(self, piece: Piece) -> None:
-        super().enter(piece)
+    def begin_pass(self, piece: StreamPass) -> None:
+        super().begin_pass(piece)
         # Keys are turned anew for each pass, so that it can be settled pass by pass where they stand.
         self.compact = self._closed(piece)
         if piece.kind == "question":
             self._seen = {}
 
-    def _closed(self, piece: Piece) -> bool:
+    def _closed(self, piece: StreamPass) -> bool:
         places, every = self.stream.places, self.bases.every
         if piece.kind == "units":
             return self._always or places.slots(piece.first + piece.count) > every
@@ -122,7 +122,7 @@ class TokenMemory(StreamMemory):
     def fit(self, first: int, count: int) -> int:
         return min(count, self.clip - first % self.clip)
 
-    def _encode(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
+    def _encode(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
         P = self.stream.unit
         column = torch.arange(piece.first * P, (piece.first + piece.count) * P, device=key.device)
         new, old = Held(key, value, column), self._held[layer]
@@ -136,7 +136,7 @@ class TokenMemory(StreamMemory):
         head_key, head_value = self._head(layer)
         return KVView(torch.cat([head_key, turned], 2), torch.cat([head_value, whole.value], 2), query=query)
 
-    def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
+    def _gather(self, layer: int, query: Tensor, piece: StreamPass) -> Asked:
         part: Pair | None = None
         held, seen = self._held[layer], 0
         if held is not None:
@@ -157,7 +157,7 @@ class TokenMemory(StreamMemory):
             torch.cat(side, 2, out=whole[:, :, :base])
         return Asked(key, value, base, seen)
 
-    def _move(self, piece: Piece) -> None:
+    def _move(self, piece: StreamPass) -> None:
         total, P = piece.first + piece.count, self.stream.unit
         for layer, new in enumerate(self._new):
             if new is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVView, Piece, Seen, Stream, StreamState
+from mmaccel.core.kv import KVView, Seen, Stream, StreamPass, StreamState
 from mmaccel.policies.kv._window import Rope
 
 
@@ -28,7 +28,7 @@ class WholeStream(StreamState):
         self.stream, self.geometry, self.device = stream, geometry, device
         self.rope = Rope(model, stream.dtype)
         self._new: list[tuple[Tensor, Tensor] | None] = [None] * geometry.layers
-        self._piece: Piece | None = None
+        self._piece: StreamPass | None = None
         self._headed = False
         self._count = self._extra = self._pending = 0
 
@@ -40,7 +40,7 @@ class WholeStream(StreamState):
     def _cut(self, columns: int) -> None:
         """Keep the first `columns` columns of each layer, as far as it has them."""
 
-    def enter(self, piece: Piece) -> None:
+    def begin_pass(self, piece: StreamPass) -> None:
         self._piece = piece
         self.rope.forget()
         if piece.kind == "question":
@@ -69,7 +69,7 @@ class WholeStream(StreamState):
             return places.own(piece.first, piece.count)
         return places.after(self._count, self._pending, self._extra, piece.rows, own=True)
 
-    def leave(self) -> None:
+    def end_pass(self) -> None:
         piece = self._piece
         if piece is None:
             return
@@ -100,7 +100,7 @@ class WholeStream(StreamState):
         self._cut(length)
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def question_scope(self) -> Iterator[None]:
         try:
             yield
         finally:

@@ -21,7 +21,7 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import MARGIN, KVView, Piece, Seat, Seen, Stream, StreamState
+from mmaccel.core.kv import MARGIN, CacheSlot, KVView, Seen, Stream, StreamPass, StreamState
 from mmaccel.policies.kv._evidence import Look, Rows, mean_query, weigh
 from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, Rope, load_window, moved, save_window
 
@@ -58,7 +58,7 @@ class StreamMemory(StreamState):
         self._asked: list[Asked | None] = [None] * layers
         # On a device what a question sees lies where it lay for the one before.
         self._kept, self._keeps = dict[int, Pair](), device.type == "cuda"
-        self._piece: Piece | None = None
+        self._piece: StreamPass | None = None
         self._count, self._first, self._extra, self._pending = 0, 0, 0, 0
         self._base, self._headed = 0, False
         self._looks: dict[int, Look] = {}
@@ -66,7 +66,7 @@ class StreamMemory(StreamState):
 
     # What subclasses fill.
 
-    def _took(self, piece: Piece) -> None:
+    def _took(self, piece: StreamPass) -> None:
         """Units ``piece.first .. + piece.count`` have gone through all layers; `_new` holds their keys and values."""
 
     def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
@@ -99,7 +99,7 @@ class StreamMemory(StreamState):
 
     # The way of a pass.
 
-    def enter(self, piece: Piece) -> None:
+    def begin_pass(self, piece: StreamPass) -> None:
         self._piece = piece
         self.rope.forget()
         if piece.kind == "units":
@@ -113,13 +113,13 @@ class StreamMemory(StreamState):
             self._pending = piece.pending
             self._rows.begin(piece)
 
-    def _closed(self, piece: Piece) -> bool:
+    def _closed(self, piece: StreamPass) -> bool:
         """Whether units are closed up for `piece`, as the fields say or because their own places leave it no positions."""
         places = self.stream.places
         fits = places.slots(self._count) < self.bases.reach
         return self._always or not (fits and places.admits(self._count, piece.pending, piece.rows, own=True))
 
-    def shown(self, piece: Piece) -> tuple[int, bool]:
+    def shown(self, piece: StreamPass) -> tuple[int, bool]:
         closed = self._closed(piece)
         return (min(self._count, self._most()) if closed else self._count), not closed
 
@@ -144,7 +144,7 @@ class StreamMemory(StreamState):
             return self._encode(layer, query, piece, *new)
         return self._answer(layer, query, piece, *new)
 
-    def leave(self) -> None:
+    def end_pass(self) -> None:
         piece = self._piece
         if piece is None:
             return
@@ -165,7 +165,7 @@ class StreamMemory(StreamState):
     def fit(self, first: int, count: int) -> int:
         return self.bases.same(first, count)
 
-    def _encode(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
+    def _encode(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
         """What new units see: the head, what is retrieved for them, and the window, their own columns in it."""
         places, ring = self.stream.places, self._rings[layer]
         angles = self.rope.at("units", lambda: places.own(piece.first, piece.count, self._base))
@@ -182,16 +182,16 @@ class StreamMemory(StreamState):
         )
 
     @torch.no_grad()
-    def seat(self, layer: int, query: Tensor) -> Seat | None:
+    def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
         piece = self._piece
         if piece is None or piece.kind not in ("question", "answer"):
             return None
-        seat = self._seat(layer, query, piece)
+        slot = self._slot(layer, query, piece)
         if piece.kind == "question":
-            self._rows.at(layer, query, seat, turned=False)
-        return seat
+            self._rows.at(layer, query, slot, turned=False)
+        return slot
 
-    def _seat(self, layer: int, query: Tensor, piece: Piece) -> Seat:
+    def _slot(self, layer: int, query: Tensor, piece: StreamPass) -> CacheSlot:
         asked = self._asked[layer]
         if asked is None:
             asked = self._asked[layer] = self._gather(layer, query, piece)
@@ -205,20 +205,20 @@ class StreamMemory(StreamState):
         start = asked.base + extra
         end = start + max(piece.rows, MARGIN)
         asked.key, asked.value = (grow_buffer(x, 2, end, used=start) for x in (asked.key, asked.value))
-        return Seat(asked.key, asked.value, start, angles)
+        return CacheSlot(asked.key, asked.value, start, angles)
 
-    def _answer(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
-        seat = self._seat(layer, query, piece)
-        own = slice(seat.column, seat.column + piece.rows)
-        seat.key[:, :, own], seat.value[:, :, own] = key, value
-        self.rope.apply_(seat.key[:, :, own], seat.angles)
+    def _answer(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
+        slot = self._slot(layer, query, piece)
+        own = slice(slot.column, slot.column + piece.rows)
+        slot.key[:, :, own], slot.value[:, :, own] = key, value
+        self.rope.apply_(slot.key[:, :, own], slot.angles)
         query = query.contiguous()
-        self.rope.apply_(query, seat.angles)
+        self.rope.apply_(query, slot.angles)
         if piece.kind == "question":
-            self._rows.at(layer, query, seat, turned=True)
-        return KVView(seat.key[:, :, : own.stop], seat.value[:, :, : own.stop], query=query, bias=seat.bias)
+            self._rows.at(layer, query, slot, turned=True)
+        return KVView(slot.key[:, :, : own.stop], slot.value[:, :, : own.stop], query=query, bias=slot.bias)
 
-    def _gather(self, layer: int, query: Tensor, piece: Piece) -> Asked:
+    def _gather(self, layer: int, query: Tensor, piece: StreamPass) -> Asked:
         """What the question of `piece`, with raw queries [1, H, n, D], sees at a layer before its own columns."""
         begin, numbers = self._first, None
         if piece.kind == "question":
@@ -279,7 +279,7 @@ class StreamMemory(StreamState):
             known = self._turned_heads[layer] = raw[0], self.rope.apply(raw[0], angles)
         return known[1], raw[1]
 
-    def _move(self, piece: Piece) -> None:
+    def _move(self, piece: StreamPass) -> None:
         """New units into the window; what is beyond it leaves."""
         total = piece.first + piece.count
         first = max(self._first, total - self.window)
@@ -331,7 +331,7 @@ class StreamMemory(StreamState):
         self._extra = extra
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def question_scope(self) -> Iterator[None]:
         try:
             yield
         finally:

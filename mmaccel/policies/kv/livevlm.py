@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.kv import KVView, Piece, Stream, StreamState
+from mmaccel.core.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
 
@@ -86,7 +86,7 @@ class LiveMemory(TokenMemory):
         self._pages = self._questions = 0
         self._blank = self.checkpoint()
 
-    def _encode(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
+    def _encode(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
         view = super()._encode(layer, query, piece, key, value)
         if self._over(piece, view.key.shape[2] - self.stream.head):
             probes = min(self.policy.probes or self.stream.unit, self.stream.unit)
@@ -95,7 +95,7 @@ class LiveMemory(TokenMemory):
             self._scores[layer] = share[self.stream.head :]
         return view
 
-    def _move(self, piece: Piece) -> None:
+    def _move(self, piece: StreamPass) -> None:
         super()._move(piece)
         for layer, share in enumerate(self._scores):
             held = self._held[layer]
@@ -110,7 +110,7 @@ class LiveMemory(TokenMemory):
             self._keep(layer, torch.cat([kept, rest]))
         self._scores = [None] * len(self._scores)
 
-    def _over(self, piece: Piece, tokens: int) -> bool:
+    def _over(self, piece: StreamPass, tokens: int) -> bool:
         """Whether the pass ends a clip, and of `tokens` more are old than the budget allows."""
         ends = (piece.first + piece.count) % self.clip == 0
         return ends and tokens - self.recent * self.stream.unit > self.budget
@@ -135,8 +135,8 @@ class LiveMemory(TokenMemory):
         rest = torch.arange(pages * size, held.column.shape[0], device=best.device)
         return torch.cat([found, rest]), begin
 
-    def leave(self) -> None:
-        super().leave()
+    def end_pass(self) -> None:
+        super().end_pass()
         self._scores = [None] * len(self._scores)
 
     def restore(self, mark: object) -> None:

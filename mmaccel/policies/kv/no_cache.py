@@ -12,7 +12,7 @@ from torch import Tensor
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.kv import FrameState, KVView, Piece, Stream, StreamPolicy, StreamState
+from mmaccel.core.kv import FrameState, KVView, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv.full import Full
 
@@ -35,7 +35,7 @@ class NoCache(StreamPolicy):
     """
 
     keeps: ClassVar[Literal["keys", "frames"]] = "frames"
-    asks: ClassVar[frozenset[str]] = frozenset({"frames"})
+    query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames"})
 
     frames: int = 64
     kept: int = 4096
@@ -67,7 +67,7 @@ class _Frames(FrameState):
         self._held: dict[int, Tensor] = {}
         self._count, self._stride = 0, 1
 
-    def asked_under(self, policy: StreamPolicy) -> None:
+    def set_query_fields(self, policy: StreamPolicy) -> None:
         assert isinstance(policy, NoCache)
         self.budget = max(1, policy.frames // self.stream.pace)
 
@@ -88,16 +88,16 @@ class _Frames(FrameState):
         chosen = [i * last // (count - 1) for i in range(count)] if count > 1 else [last] * count
         return [(numbers[i], self._held[numbers[i]]) for i in chosen]
 
-    def shown(self, piece: Piece) -> tuple[int, bool]:
+    def shown(self, piece: StreamPass) -> tuple[int, bool]:
         return min(self.budget, len(self._held)), False
 
     def fresh(self) -> StreamState:
         return Full().stream(*self._parts)
 
-    def enter(self, piece: Piece) -> None:
+    def begin_pass(self, piece: StreamPass) -> None:
         raise ModelError("kv: a memory of frames goes through no pass; run the one it opens.")
 
-    def leave(self) -> None:
+    def end_pass(self) -> None:
         raise ModelError("kv: a memory of frames goes through no pass; run the one it opens.")
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:

@@ -13,7 +13,7 @@ from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import RecipeError, shown
-from mmaccel.core.kv import Piece, Stream, StreamState
+from mmaccel.core.kv import Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._whole import WholeStream
 from mmaccel.policies.kv.store import HostPolicy
@@ -83,8 +83,8 @@ class OffloadStream(WholeStream):
         key, value = self.store.fetch(layer, range(units))
         return torch.cat([head[0], key[None]], 2), torch.cat([head[1], value[None]], 2)
 
-    def enter(self, piece: Piece) -> None:
-        super().enter(piece)
+    def begin_pass(self, piece: StreamPass) -> None:
+        super().begin_pass(piece)
         if piece.kind == "units":
             self.store.reserve(piece.count)
 

@@ -27,7 +27,7 @@ class Recent(WindowedPolicy):
     local  frames a question sees
     """
 
-    asks: ClassVar[frozenset[str]] = frozenset({"local"})
+    query_time_fields: ClassVar[frozenset[str]] = frozenset({"local"})
 
     local: int = 4
 
@@ -48,6 +48,6 @@ class Recent(WindowedPolicy):
 class RecentMemory(StreamMemory):
     """The window, of which a question sees the last units."""
 
-    def asked_under(self, policy: StreamPolicy) -> None:
+    def set_query_fields(self, policy: StreamPolicy) -> None:
         assert isinstance(policy, Recent)
         self.local = self.stream.units(policy.local)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmaccel.core import saving
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.kv import KVView, Piece, Stream, StreamState
+from mmaccel.core.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
 
@@ -103,9 +103,9 @@ class ProxyMemory(TokenMemory):
     def waiting(self) -> Tensor | None:
         return None if self._open is None else _mean(self._open)[None]
 
-    def leave(self) -> None:
+    def end_pass(self) -> None:
         piece = self._piece
-        super().leave()
+        super().end_pass()
         if piece is None or piece.kind != "proxy":
             return
         if self._count // self.clip > self._chosen // self.clip:
@@ -115,7 +115,7 @@ class ProxyMemory(TokenMemory):
             self._whole = self._count if all(chosen) else self._whole
         self._scores = [None] * len(self._scores)
 
-    def _answer(self, layer: int, query: Tensor, piece: Piece, key: Tensor, value: Tensor) -> KVView:
+    def _answer(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
         view = super()._answer(layer, query, piece, key, value)
         held = self._held[layer]
         if piece.kind == "proxy" and held is not None:

@@ -108,12 +108,12 @@ class WindowState(LayeredState):
                 held.value = held.value.index_select(0, rows.to(held.value.device))
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def question_scope(self) -> Iterator[None]:
         """As in the contract, however long the turn: inside, nothing goes that was within reach at its start."""
         before = self._pinned
         self._pinned = self.length() if before is None else before
         try:
-            with super().turn():
+            with super().question_scope():
                 yield
         finally:
             self._pinned = before

@@ -129,7 +129,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.turn is None)
     @rule()
     def ask(self) -> None:
-        self.turn = self.state.turn()
+        self.turn = self.state.question_scope()
         self.turn.__enter__()
         self.asked = self.length
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.kv import Piece
+from mmaccel.core.kv import StreamPass
 from mmaccel.policies.kv import LiveVLM
 from mmaccel.policies.kv._tokens import TokenMemory, attended
 from mmaccel.policies.kv.livevlm import spread
@@ -127,7 +127,7 @@ def test_how_the_stream_is_cut_changes_nothing(step: int, axes: int) -> None:
     for ours, theirs in zip(state._held, whole._held, strict=True):
         assert ours is not None and theirs is not None
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    ask = Piece(kind="question", rows=4, words=(1, 3), room=3)
+    ask = StreamPass(kind="question", rows=4, words=(1, 3), room=3)
     for ours, theirs in zip(
         *(run(s, ask, lambda layer: words(layer, 4, 0)) for s in (state, whole)), strict=True
     ):
@@ -150,7 +150,7 @@ def test_a_pass_sees_the_head_and_all_that_is_held_at_true_places() -> None:
 
 def asked(state: TokenMemory, rows: int = 5) -> tuple[list[Tensor], list[Tensor]]:
     """Keys and queries of a question at each layer."""
-    piece = Piece(kind="question", rows=rows, words=(1, 4), room=2)
+    piece = StreamPass(kind="question", rows=rows, words=(1, 4), room=2)
     views = run(state, piece, lambda layer: words(layer, rows, 7))
     return [view.key for view in views], [view.query for view in views if view.query is not None]
 
@@ -160,7 +160,7 @@ def test_a_question_sees_the_best_pages_and_the_recent_frames(axes: int, limit: 
     """At their own places; past the model's limit as if nothing lay between the tokens that are held."""
     policy = LiveVLM(frames=6, recent=2, recall=0.5, page=5)
     state, made = watched(opened(policy, axes=axes, limit=limit), CLIP + 20), places(axes, limit)
-    with state.turn():
+    with state.question_scope():
         keys, queries = asked(state)
         counted = state.counters()
         for layer in range(LAYERS):
@@ -227,15 +227,15 @@ def test_a_budget_larger_than_the_stream_keeps_and_shows_all() -> None:
 
 def test_questions_and_broken_passes_leave_the_stream_as_it_was() -> None:
     state, plain = watched(opened(SMALL), CLIP + 3), watched(opened(SMALL), CLIP + 3)
-    with pytest.raises(ZeroDivisionError), state.turn():
+    with pytest.raises(ZeroDivisionError), state.question_scope():
         asked(state)
-        run(state, Piece(kind="answer", rows=1), lambda layer: words(layer, 1, 2))
+        run(state, StreamPass(kind="answer", rows=1), lambda layer: words(layer, 1, 2))
         assert state.length() == HEAD + (CLIP + 3) * TOKENS + 6
         state.truncate(state.length() - 1)
         raise ZeroDivisionError
     mark = state.checkpoint()
     watched(state, CLIP)
-    state.enter(Piece(kind="units", rows=TOKENS, first=state.units(), count=1))
+    state.begin_pass(StreamPass(kind="units", rows=TOKENS, first=state.units(), count=1))
     state.append(0, *raw(0, state.units())[1:])
     state.view(0, raw(0, state.units())[0])
     state.restore(mark)

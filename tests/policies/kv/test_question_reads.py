@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmaccel.core import attention
-from mmaccel.core.kv import Piece
+from mmaccel.core.kv import StreamPass
 from mmaccel.core.replay import Replays
 from mmaccel.policies.kv import ReKV
 from mmaccel.policies.kv._window import Rope
@@ -81,7 +81,7 @@ def rekv() -> Driven:
     driven = Driven()
     stream = driven.state.stream
     driven.state = ReKV(frames=8, window=5, local=2).stream(stream, GEOMETRY, WHEEL, CPU)  # type: ignore[arg-type, assignment]
-    driven.run(Piece(kind="head", rows=HEAD), lambda layer: driven.noise((layer, -1), HEAD))
+    driven.run(StreamPass(kind="head", rows=HEAD), lambda layer: driven.noise((layer, -1), HEAD))
     return driven
 
 
@@ -109,7 +109,7 @@ def test_a_question_reads_nothing_and_launches_little(name: str, monkeypatch: py
     driven.state.idle()
     made = [(driven.question(2)(layer), driven.hidden(2)(layer)) for layer in range(LAYERS)]
     monkeypatch.setattr(torch.Tensor, "tolist", no_lists)
-    with driven.state.turn():
+    with driven.state.question_scope():
         with Counted(monkeypatch) as counted:
             driven.run(driven.piece(), lambda layer: made[layer][0], lambda layer: made[layer][1])
         monkeypatch.undo()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.kv import Piece
+from mmaccel.core.kv import StreamPass
 from mmaccel.policies.kv import StreamMem
 from mmaccel.policies.kv._tokens import TokenMemory
 
@@ -106,7 +106,7 @@ def test_where_passes_end_changes_nothing() -> None:
 def test_a_proxy_leaves_no_trace_of_its_own() -> None:
     state = watched(opened(SMALL), 5)
     before = state.length(), state.held(), [one.key.clone() for one in state._held if one is not None]
-    views = run(state, Piece(kind="proxy", rows=2), lambda layer: words(layer, 2, 0))
+    views = run(state, StreamPass(kind="proxy", rows=2), lambda layer: words(layer, 2, 0))
     assert all(view.key.shape[2] == HEAD + 5 * TOKENS + 2 for view in views)
     assert (state.length(), state.held()) == before[:2]
     assert all(torch.equal(a, b.key) for a, b in zip(before[2], state._held, strict=True) if b is not None)
@@ -115,7 +115,7 @@ def test_a_proxy_leaves_no_trace_of_its_own() -> None:
 @pytest.mark.parametrize(("axes", "limit"), [(1, 10**6), (1, 100), (3, 40)])
 def test_a_question_sees_all_that_is_held(axes: int, limit: int) -> None:
     state, made = watched(opened(SMALL, axes=axes, limit=limit), 19, CLIP, proxy=True), places(axes, limit)
-    views = run(state, Piece(kind="question", rows=4), lambda layer: words(layer, 4, 1))
+    views = run(state, StreamPass(kind="question", rows=4), lambda layer: words(layer, 4, 1))
     long = made.span(19) >= limit
     assert long == (limit < 1000)
     for layer, view in enumerate(views):

@@ -102,10 +102,10 @@ def test_a_question_longer_than_the_window_leaves_no_trace() -> None:
     state = open_state(Window(sinks=1, window=4, margin=2), layers=1)
     for serial in range(40):
         feed(state, serial, 1)
-    with state.turn():
+    with state.question_scope():
         for serial in range(100, 150):
             feed(state, serial, 1)
-            with state.turn():
+            with state.question_scope():
                 feed(state, serial, 1)
         sequence = [*range(40), *range(100, 150)]
         feed(state, 150, 1)

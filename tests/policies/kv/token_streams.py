@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.contract.stream import GEOMETRY, GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, Wheel, draw
-from mmaccel.core.kv import KVView, Piece, Stream, StreamPolicy
+from mmaccel.core.kv import KVView, Stream, StreamPass, StreamPolicy
 from mmaccel.core.positions import PositionIds
 from mmaccel.policies.kv._tokens import TokenMemory
 
@@ -50,19 +50,19 @@ def opened(policy: StreamPolicy, axes: int = 1, limit: int = 10**6, pace: int = 
     def rows(layer: int) -> list[Tensor]:
         return [draw((i, layer, -1), 1, n, HEAD, SIZE) for i, n in enumerate((HEADS, GROUPS, GROUPS))]
 
-    run(state, Piece(kind="head", rows=HEAD), rows)
+    run(state, StreamPass(kind="head", rows=HEAD), rows)
     return state
 
 
-def run(state: TokenMemory, piece: Piece, rows: Any) -> list[KVView]:
+def run(state: TokenMemory, piece: StreamPass, rows: Any) -> list[KVView]:
     """One pass: the views of all layers."""
-    state.enter(piece)
+    state.begin_pass(piece)
     views = []
     for layer in range(LAYERS):
         query, key, value = rows(layer)
         state.append(layer, key, value)
         views.append(state.view(layer, query))
-    state.leave()
+    state.end_pass()
     return views
 
 
@@ -77,9 +77,13 @@ def watch(state: TokenMemory, count: int, step: int = 8, proxy: bool = False) ->
             made = [raw(layer, unit) for unit in range(first, first + n)]
             return [torch.cat(side, 2) for side in zip(*made, strict=True)]
 
-        yield run(state, Piece(kind="units", rows=n * TOKENS, first=first, count=n), rows)
+        yield run(state, StreamPass(kind="units", rows=n * TOKENS, first=first, count=n), rows)
         if proxy:
-            run(state, Piece(kind="proxy", rows=2), lambda layer, first=first: words(layer, 2, state.units()))
+            run(
+                state,
+                StreamPass(kind="proxy", rows=2),
+                lambda layer, first=first: words(layer, 2, state.units()),
+            )
 
 
 def watched(state: TokenMemory, count: int, step: int = 8, proxy: bool = False) -> TokenMemory:

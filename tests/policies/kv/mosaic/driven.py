@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmaccel.contract.stream import Wheel
 from mmaccel.core.adapter import Geometry
-from mmaccel.core.kv import KVView, Piece, Stream
+from mmaccel.core.kv import KVView, Stream, StreamPass
 from mmaccel.core.positions import PositionIds
 from mmaccel.policies.kv._archived import ArchivedMemory
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
@@ -75,7 +75,7 @@ class Driven:
         g = torch.Generator().manual_seed(1)
         self.kinds = torch.randn(16, LAYERS, 3, SIZE * HEADS, generator=g, dtype=torch.float64)
         self.kind_looks = torch.randn(16, HIDDEN, generator=g, dtype=torch.float64)
-        self.run(Piece(kind="head", rows=HEAD), lambda layer: self.noise((layer, -1), HEAD))
+        self.run(StreamPass(kind="head", rows=HEAD), lambda layer: self.noise((layer, -1), HEAD))
 
     def noise(self, name: tuple[int, ...], rows: int) -> list[Tensor]:
         """Query, key, value of `rows` columns that follow from a name."""
@@ -99,8 +99,8 @@ class Driven:
         shake = torch.stack([torch.randn(HIDDEN, generator=one, dtype=torch.float64) for one in g])
         return (self.kind_looks[self.scenes[first : first + count]] + 0.2 * shake).to(torch.float32)
 
-    def run(self, piece: Piece, rows: Any, hidden: Any = None) -> list[KVView]:
-        self.state.enter(piece)
+    def run(self, piece: StreamPass, rows: Any, hidden: Any = None) -> list[KVView]:
+        self.state.begin_pass(piece)
         views = []
         for layer in range(LAYERS):
             query, key, value = rows(layer)
@@ -108,7 +108,7 @@ class Driven:
                 self.state.ahead(layer, hidden(layer))
             self.state.append(layer, key, value)
             views.append(self.state.view(layer, query))
-        self.state.leave()
+        self.state.end_pass()
         return views
 
     def watch(self, count: int, step: int = 4) -> list[Tensor]:
@@ -117,7 +117,7 @@ class Driven:
         while self.state.units() < end:
             first = self.state.units()
             n = self.state.fit(first, min(step, end - first))
-            piece = Piece(kind="units", rows=n * TOKENS, first=first, count=n, look=self.looks(first, n))
+            piece = StreamPass(kind="units", rows=n * TOKENS, first=first, count=n, look=self.looks(first, n))
 
             def rows(layer: int, first: int = first, n: int = n) -> list[Tensor]:
                 made = [self.unit(layer, unit) for unit in range(first, first + n)]
@@ -126,8 +126,8 @@ class Driven:
             out.append(torch.stack([attend(view, n * TOKENS) for view in self.run(piece, rows)]))
         return out
 
-    def piece(self, rows: int = 4) -> Piece:
-        return Piece(kind="question", rows=rows, words=(1, rows), room=2)
+    def piece(self, rows: int = 4) -> StreamPass:
+        return StreamPass(kind="question", rows=rows, words=(1, rows), room=2)
 
     def question(self, name: int = 0, rows: int = 4) -> Any:
         """Rows of a question that asks for the scene of its name."""
@@ -146,13 +146,13 @@ class Driven:
     def ask(self, name: int = 0, rows: int = 4, answer: bool = True) -> Tensor:
         """[L, H, rows (+ 1), D]: what the rows of a question, and one of its answer, get from attention."""
 
-        with self.state.turn():
+        with self.state.question_scope():
             views = self.run(self.piece(rows), self.question(name, rows), self.hidden(name))
             out = torch.stack([attend(view, rows) for view in views])
             self.seen, self.evidence = views, self.state.evidence()
             if answer:
                 said = self.run(
-                    Piece(kind="answer", rows=1), lambda layer: self.noise((layer, 900 + name), 1)
+                    StreamPass(kind="answer", rows=1), lambda layer: self.noise((layer, 900 + name), 1)
                 )
                 out = torch.cat([out, torch.stack([attend(view, 1) for view in said])], 2)
             self.counters = self.state.counters()

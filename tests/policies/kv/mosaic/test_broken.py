@@ -20,7 +20,7 @@ def test_a_broken_question_loses_nothing() -> None:
             raise KeyboardInterrupt
         return driven.question(2)(layer)
 
-    with pytest.raises(KeyboardInterrupt), driven.state.turn():
+    with pytest.raises(KeyboardInterrupt), driven.state.question_scope():
         driven.run(driven.piece(), breaks, driven.hidden(2))
     for _ in range(4):
         driven.ask(2)
@@ -79,7 +79,7 @@ def test_a_broken_clip_is_taken_back(units: int) -> None:
     broken.watch(units)
     mark = broken.state.checkpoint()
     broken.watch(45)
-    broken.state.enter(broken.piece())
+    broken.state.begin_pass(broken.piece())
     broken.state.restore(mark)
     assert broken.state.units() == units
     alone.watch(units)
@@ -95,6 +95,6 @@ def test_a_broken_clip_is_taken_back(units: int) -> None:
 def test_a_question_that_breaks_off_leaves_the_wire_nothing_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     driven, joined = watched(40), []
     monkeypatch.setattr(type(driven.state.store.lanes), "join", lambda lanes: joined.append(lanes))
-    with pytest.raises(KeyboardInterrupt), driven.state.turn():
+    with pytest.raises(KeyboardInterrupt), driven.state.question_scope():
         raise KeyboardInterrupt
     assert joined == [driven.state.store.lanes]

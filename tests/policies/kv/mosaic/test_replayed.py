@@ -75,7 +75,7 @@ def test_kinds_of_questions_asked_in_turns_keep_their_captures(monkeypatch: pyte
     for number in range(6):
         Replayed.made = 0
         for policy in policies:
-            state.asked_under(policy)
+            state.set_query_fields(policy)
             driven.ask(number % 3)
         made.append(Replayed.made)
     # The first question of a kind runs as it is written, the second captures.

@@ -1,10 +1,11 @@
-"""What an answer on a stream rests on, for people and as JSON."""
+"""An answer on a stream and what it rests on, for people and as JSON."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mmaccel.cli.console import cut_short, number
+from mmaccel.cli.console import cut_short, number, out
+from mmaccel.core.errors import VideoError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -82,3 +83,26 @@ def as_object(
         "moments": len(answer.evidence),
         "counters": answer.counters,
     }
+
+
+def ask_and_show(
+    session: VideoSession, most: int, moments: int, quiet: bool, text: str, at: float | None = None
+) -> dict[str, Any]:
+    """Ask, show the answer as it comes, and what it rests on."""
+    if not len(session):
+        raise VideoError(f"--question: nothing was seen before {text!r} is asked; ask it later.")
+    if quiet:
+        answer = session.ask(text, most, evidence=moments > 0)
+        return as_object(text, at, session, answer, moments)
+    console = out()
+    console.print(f"[{session.seconds:.1f} s] {text}", markup=False, highlight=False)
+    reply = session.ask(text, most, stream=True, evidence=moments > 0)
+    for piece in reply:
+        console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+    console.print()
+    assert reply.answer is not None
+    if reply.answer.evidence:
+        console.print(evidence_table(reply.answer, moments))
+    for line in below(reply.answer, moments):
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    return as_object(text, at, session, reply.answer, moments)

@@ -7,8 +7,9 @@ import queue
 import stat
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +18,8 @@ import typer
 
 from mmaccel.cli import choices
 from mmaccel.cli.ask import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, counter, err, many, out, print_json, remark, sentence
-from mmaccel.cli.evidence import as_object, below, evidence_table
+from mmaccel.cli.console import bars, counter, err, many, print_json, remark, sentence
+from mmaccel.cli.evidence import ask_and_show
 from mmaccel.cli.footage import described, ended, rated, until_broken
 from mmaccel.cli.journal import EVERY_S, Keeper, Reading, opening, point_of
 from mmaccel.cli.stopping import shielded
@@ -98,7 +99,6 @@ def watch(
     from mmaccel.core.session import VideoSession
     from mmaccel.core.session_io import recipe_of, writable
     from mmaccel.media.address import is_url
-    from mmaccel.media.sampling import Log
 
     if video is None and load is None:
         raise VideoError("watch: there is no video; name one, or a saved session with --load.")
@@ -138,53 +138,27 @@ def watch(
         if load is not None:
             session.load(load)
     typed = Typed(terminal)
-    told: list[dict[str, Any]] = []
-    left = list(asked)
-    stopped, kept, failed = False, False, list[Exception]()
-    uneven = Log()
-
-    def answer(text: str, at: float | None = None) -> None:
-        told.append(_ask(session, text, at, max_new_tokens, evidence, as_json))
-
+    stopped, kept, whole, failed = False, False, False, list[Exception]()
     with session:
-        begin, had = session.seconds if len(session) else None, len(session)
-        keeper, whole = Keeper(session, save, reading, point, every), False
+        keeper = Keeper(session, save, reading, point, every)
+        work = Watching(
+            session, asked, fps, partial(ask_and_show, session, max_new_tokens, evidence, as_json)
+        )
         try:
             with bars() as progress:
                 seen = counter(progress, "watch", "frames")
                 for part in clips:
                     if keeper.shift is None:
-                        # What is watched after a saved session follows it.
-                        first = float(part.clock[0])
-                        keeper.shift = (
-                            begin + 1 / fps - first if begin is not None and first <= begin else 0.0
-                        )
-                    part = replace(part, clock=part.clock + keeper.shift)
-                    for one in part.events:
-                        uneven.add(one.kind, one.time, one.seconds)
-                    for piece, due in cut(part, asked):
-                        if piece is not None:
-                            session.watch(piece)
-                        seen(len(session), None)
-                        for at, text in due:
-                            if at is not None and begin is not None and at < begin:
-                                asked_there(text, f"{at:g} s, before the saved session's end at {begin:g} s")
-                            answer(text, at)
-                            left.remove((at, text))
+                        keeper.shift = work.shift(part)
+                    work.take(replace(part, clock=part.clock + keeper.shift), seen)
                     keeper.now_and_then()
-                    for text in typed.so_far():
-                        answer(text)
+                    work.typed(typed.so_far())
             # What was seen before a stall or a fault is asked about all the same.
             whole = not broken
-            if whole and point is not None and not (point.whole or len(session) > had):
+            if whole and point is not None and not (point.whole or len(session) > work.had):
                 remark(f"nothing of {video} is left to watch behind {point.until:g} s.")
-            for at, text in asked:
-                if at is not None and at > session.seconds + 1 / fps:
-                    asked_there(text, f"{at:g} s, past the last frame at {session.seconds:g} s")
-                answer(text, at)
-                left.remove((at, text))
-            for text in typed.rest():
-                answer(text)
+            work.answer(asked, last=True)
+            work.typed(typed.rest())
         except KeyboardInterrupt:
             stopped = True
         except Exception as error:
@@ -198,14 +172,14 @@ def watch(
             stopped = True
         except Exception as error:
             failed.append(error)
-        events = uneven.give()
+        events, left, told = work.uneven.give(), work.left, work.told
         facts: dict[str, Any] = {
             "video": video,
             "model": model,
             "recipe": session.recipe.to_dict(),
             "frames": len(session),
             "seconds": session.seconds,
-            "began": begin,
+            "began": work.begin,
             "counters": session.counters(),
             "saved": str(save) if kept else None,
             "complete": not stopped and not failed,
@@ -239,6 +213,57 @@ def watch(
         raise failed[0]
     if stopped:
         raise typer.Exit(130)
+
+
+class Watching:
+    """A session that takes in clips, and the questions that are asked of it when they are due.
+
+    begin, had  seconds of the last frame, and the frames, of a saved session that it went on from; None, 0: of none
+    asked       questions with a time that is still to come, in order, then those for the end
+    left, told  questions that have no answer yet; the answers, JSON-ready
+    uneven      gaps and irregular times of the source
+    """
+
+    def __init__(
+        self, session: VideoSession, asked: list[Asked], fps: float, ask: Callable[..., dict[str, Any]]
+    ) -> None:
+        from mmaccel.media.sampling import Log
+
+        self._session, self._fps, self.ask = session, fps, ask
+        self.begin, self.had = session.seconds if len(session) else None, len(session)
+        self.asked, self.left = asked, list(asked)
+        self.told: list[dict[str, Any]] = []
+        self.uneven = Log()
+
+    def shift(self, first: Video) -> float:
+        """Seconds by which the source is moved, so that it follows a saved session; `first` is its first clip."""
+        start = float(first.clock[0])
+        return self.begin + 1 / self._fps - start if self.begin is not None and start <= self.begin else 0.0
+
+    def take(self, part: Video, seen: Callable[[int, int | None], None]) -> None:
+        """Take in a clip, and answer each question after the last frame of its time."""
+        for one in part.events:
+            self.uneven.add(one.kind, one.time, one.seconds)
+        for piece, due in cut(part, self.asked):
+            if piece is not None:
+                self._session.watch(piece)
+            seen(len(self._session), None)
+            self.answer(due)
+
+    def answer(self, due: list[Asked], last: bool = False) -> None:
+        """Answer questions that are due, or the `last` ones; says where a time lies outside of what was watched."""
+        for at, text in due:
+            if last and at is not None and at > self._session.seconds + 1 / self._fps:
+                asked_there(text, f"{at:g} s, past the last frame at {self._session.seconds:g} s")
+            elif not last and at is not None and self.begin is not None and at < self.begin:
+                asked_there(text, f"{at:g} s, before the saved session's end at {self.begin:g} s")
+            self.told.append(self.ask(text, at))
+            self.left.remove((at, text))
+
+    def typed(self, texts: Iterable[str]) -> None:
+        """Answer what is typed."""
+        for text in texts:
+            self.told.append(self.ask(text))
 
 
 def in_words(error: Exception) -> str:
@@ -363,26 +388,3 @@ class Typed:
         self._over = line is None
         if line:
             yield line
-
-
-def _ask(
-    session: VideoSession, text: str, at: float | None, most: int, moments: int, quiet: bool
-) -> dict[str, Any]:
-    """Ask, show the answer as it comes, and what it rests on."""
-    if not len(session):
-        raise VideoError(f"--question: nothing was seen before {text!r} is asked; ask it later.")
-    if quiet:
-        answer = session.ask(text, most, evidence=moments > 0)
-        return as_object(text, at, session, answer, moments)
-    console = out()
-    console.print(f"[{session.seconds:.1f} s] {text}", markup=False, highlight=False)
-    reply = session.ask(text, most, stream=True, evidence=moments > 0)
-    for piece in reply:
-        console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
-    console.print()
-    assert reply.answer is not None
-    if reply.answer.evidence:
-        console.print(evidence_table(reply.answer, moments))
-    for line in below(reply.answer, moments):
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-    return as_object(text, at, session, reply.answer, moments)

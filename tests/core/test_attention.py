@@ -227,11 +227,10 @@ def stream(view: KVView, inputs: tuple[Tensor, Tensor, Tensor], **run: Any) -> T
     return StreamRun(SimpleNamespace(view=lambda *_: view), **run).attend(0, *inputs, SIZE**-0.5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("step", [None, 1, 7, 30])
-def test_a_stream_s_rows_are_the_last_of_its_view(step: int | None) -> None:
-    """The memory's own queries count, and rows go to the kernel `step` at a time."""
+def test_a_stream_s_rows_are_the_last_of_its_view() -> None:
+    """The queries that count are the memory's own."""
     inputs = query, key, value = tensors(30, 90)
-    view = KVView(key, value, sinks=4, window=20, query=-query, step=step)
+    view = KVView(key, value, sinks=4, window=20, query=-query)
     distance = torch.arange(60, 90)[:, None] - torch.arange(90)
     sees = (distance >= 0) & ((distance < 20) | (torch.arange(90) < 4))
     close(stream(view, inputs), written_out(-query, key, value, sees[None]))

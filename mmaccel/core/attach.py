@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from mmaccel.backends import select
-from mmaccel.core.adapter import ModelAdapter, ModelView, Outline
+from mmaccel.core.adapter import ModelAdapter, ModelView, Outline, unwrapped
 from mmaccel.core.attention import Road
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import VIDEO, TokenLayout
-from mmaccel.core.modules import unwrapped
 from mmaccel.core.prune import checked_stages
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry

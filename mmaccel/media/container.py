@@ -58,8 +58,6 @@ class Source:
         where = path = address.plain(os.fspath(path))
         self._where, self.name = where, address.named(where)
         self.live = live
-        if timeout is not None and not timeout > 0:
-            raise VideoError(Field("timeout", value=f"{timeout:g}"), " must be a positive number of seconds.")
         self.local = file is None and not address.is_url(path) and format is None and address.is_file(where)
         if not self.local and timeout is None:
             timeout = PATIENCE_S

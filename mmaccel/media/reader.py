@@ -17,7 +17,7 @@ from mmaccel.core.errors import Field, VideoError, VideoWarning, warn
 from mmaccel.media.container import Source
 from mmaccel.media.picture import Picture
 from mmaccel.media.sampling import FASTEST, TIE, Thinned, Ticks, grid, half_tick, nearest, rising, uniform
-from mmaccel.media.video import Gaps, Progress, Video
+from mmaccel.media.video import Gaps, Progress, Video, pile
 
 Stream = Iterable[tuple[float, av.VideoFrame]]
 Fit = Callable[[int, int, int], tuple[int, int]]
@@ -69,8 +69,10 @@ def read(
     `VideoWarning` when some of the asked frames could not be, says how many, and whether the source is damaged, stalled
     (an address or a pipe sent nothing for `timeout`) or broke off.
     """
-    _check(fps, frames, start, stop, max_frames, size, max_side)
-    check_gaps(gaps)
+    counts = {"max_frames": max_frames, "max_side": max_side}
+    check_arguments(
+        gaps=gaps, fps=fps, frames=frames, start=start, stop=stop, size=size, timeout=timeout, **counts
+    )
     with Source(path, options=options, timeout=timeout) as source:
         if fps is not None and not faster and fps > max(FASTEST, 1.001 * source.rate):
             raise VideoError(
@@ -187,7 +189,7 @@ def _by_rate(source: Source, fps: float, start: float, stop: float | None, most:
     return Plan(kept, total, fps, slack=1, most=most, ticks=fps)
 
 
-def unless_last(stream: Stream, number: int) -> Stream:
+def unless_last(stream: Stream, number: int) -> Iterator[tuple[float, av.VideoFrame]]:
     """The stream without item `number` where nothing follows it."""
     held = []
     for place, item in enumerate(stream):
@@ -271,15 +273,6 @@ def _all(source: Source, start: float, stop: float | None) -> Plan:
         return Plan(stream(), source.count, source.rate)
     total = max(0, round((end - start) * source.rate)) if end is not None and source.rate else None
     return Plan(stream(), total, source.rate, end=end)
-
-
-def pile(frames: list[Tensor]) -> Tensor:
-    """Stack `[3, H, W]` frames to `[T, 3, H, W]`, letting go of each as it is copied."""
-    stacked = torch.empty((len(frames), *frames[0].shape), dtype=torch.uint8)
-    for place in range(len(frames)):
-        stacked[place] = frames[place]
-        frames[place] = stacked[place]
-    return stacked
 
 
 def warn_of_loss(source: Source, plan: Plan, kept: int, end: float, stop: float | None = None) -> None:
@@ -368,31 +361,32 @@ def free_memory() -> int | None:
         return None
 
 
-def check_gaps(gaps: str) -> None:
-    """Raise `VideoError` for an unknown value of `gaps`."""
-    if gaps not in get_args(Gaps):
-        raise VideoError(f"gaps={gaps!r} must be one of {', '.join(map(repr, get_args(Gaps)))}.")
-
-
-def _check(
-    fps: float | None,
-    frames: int | None,
-    start: float | None,
-    stop: float | None,
-    max_frames: int | None,
-    size: tuple[int, int] | None,
-    max_side: int | None,
+def check_arguments(
+    *,
+    gaps: str,
+    fps: float | None = None,
+    frames: int | None = None,
+    start: float | None = None,
+    stop: float | None = None,
+    size: tuple[int, int] | None = None,
+    timeout: float | None = None,
+    **counts: int | None,
 ) -> None:
+    """Raise `VideoError` for arguments of `read` and of `clips` that are out of range or exclude each other."""
     if fps is not None and frames is not None:
         raise VideoError("fps and frames exclude each other: give one of them.")
     if fps is not None and not (fps > 0 and math.isfinite(fps)):
         raise VideoError(Field("fps", value=fps), " must be a positive number of frames a second.")
-    for name, value in (("frames", frames), ("max_frames", max_frames), ("max_side", max_side)):
+    for name, value in ({"frames": frames} | counts).items():
         if value is not None and value < 1:
             raise VideoError(Field(name, value=value), " must be at least 1.")
+    if timeout is not None and not timeout > 0:
+        raise VideoError(Field("timeout", value=f"{timeout:g}"), " must be a positive number of seconds.")
     if start is not None and not (start >= 0 and math.isfinite(start)):
         raise VideoError(f"start={start} must be 0 or more seconds.")
     if stop is not None and not stop > (start or 0.0):
         raise VideoError(f"stop={stop} must lie after start={start or 0}.")
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise VideoError(f"size={size} must be (height, width), each at least 1.")
+    if gaps not in get_args(Gaps):
+        raise VideoError(f"gaps={gaps!r} must be one of {', '.join(map(repr, get_args(Gaps)))}.")

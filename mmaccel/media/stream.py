@@ -15,10 +15,10 @@ from mmaccel.core.errors import VideoError, VideoStalled
 from mmaccel.media.address import is_file, is_pipe, is_url, plain
 from mmaccel.media.container import Source
 from mmaccel.media.picture import Picture
-from mmaccel.media.reader import Plan, check_gaps, pile, warn_of_loss, warn_of_shrinking
+from mmaccel.media.reader import Plan, check_arguments, warn_of_loss, warn_of_shrinking
 from mmaccel.media.reader_thread import Forked, Growing, Line, Pump, Stall
 from mmaccel.media.sampling import TIE, Log, Ticks, grid, half_tick, nearest
-from mmaccel.media.video import Event, Gaps, Progress, Video
+from mmaccel.media.video import Event, Gaps, Progress, Video, pile
 
 AHEAD = 8
 """Frames that a thread reads ahead of the caller."""
@@ -62,32 +62,12 @@ def clips(
     the next clip to wait longer; a URL or device is then opened again. A fault raises `VideoError`, for example when a
     connection breaks or no frame can be read. Damaged parts of a file are left out, and a `VideoWarning` at the end says so.
     """
-    if not 0 < fps < float("inf"):
-        raise VideoError(f"fps={fps} must be a positive number of frames a second.")
-    source = plain(os.fspath(source))
-    if frames_per_clip < 1:
-        raise VideoError(f"frames_per_clip={frames_per_clip} must be at least 1.")
-    if not timeout > 0:
-        raise VideoError(f"timeout={timeout} must be a positive number of seconds.")
-    if not 0 <= start < float("inf"):
-        raise VideoError(f"start={start} must be 0 or more seconds.")
-    check_gaps(gaps)
+    source, counts = plain(os.fspath(source)), {"frames_per_clip": frames_per_clip, "max_side": max_side}
+    check_arguments(gaps=gaps, fps=fps, start=start, size=size, timeout=timeout, **counts)
     if follow and (is_url(source) or format is not None):
-        raise VideoError(
-            f"follow=True is for a file that grows, and {os.fspath(source)} is none: leave it out."
-        )
-    opened = _Opened(
-        source,
-        fps,
-        frames_per_clip,
-        follow or is_pipe(os.fspath(source)),
-        timeout,
-        Picture(size, max_side),
-        format,
-        options,
-        gaps,
-        start,
-    )
+        raise VideoError(f"follow=True is for a file that grows, and {source} is none: leave it out.")
+    follow, picture = follow or is_pipe(source), Picture(size, max_side)
+    opened = _Opened(source, fps, frames_per_clip, follow, timeout, picture, format, options, gaps, start)
     return Clips(opened, progress, check, quiet if opened.live else None)
 
 
@@ -95,7 +75,7 @@ def clips(
 class _Opened:
     """The arguments of `clips`, and the `source` once it is open."""
 
-    path: str | os.PathLike[str]
+    path: str
     fps: float
     length: int
     follow: bool
@@ -130,25 +110,24 @@ class _Opened:
                 yield _Taken(drawn, moment, ticks.now, ticks.number, events, taken % self.length == 0)
 
     def _open(self, stack: ExitStack, line: Line[_Taken]) -> Source:
-        path, options = self.path, self.options
+        path, options, enter = self.path, self.options, stack.enter_context
         if not self.live:
-            return stack.enter_context(Source(path, options=options, timeout=self.timeout))
+            return enter(Source(path, options=options, timeout=self.timeout))
         if not self.follow:
-            return stack.enter_context(
-                Source(
-                    path, live=True, format=self.format, options=options, timeout=self.timeout, wait=line.wait
-                )
+            timeout, format = self.timeout, self.format
+            return enter(
+                Source(path, live=True, format=format, options=options, timeout=timeout, wait=line.wait)
             )
-        regular = is_file(os.fspath(path), may_be_empty=True)
+        regular = is_file(path, may_be_empty=True)
         try:
-            file = stack.enter_context(Growing(path, self.timeout, line))
-            return stack.enter_context(Source(path, file=file, live=True, options=options))
+            file = enter(Growing(path, self.timeout, line))
+            return enter(Source(path, file=file, live=True, options=options))
         except VideoError as error:
             if not regular:
                 raise
             try:
                 # A finished plain mp4 has its index at the end: it can be read, only not followed.
-                return stack.enter_context(Source(path, options=options))
+                return enter(Source(path, options=options))
             except VideoError:
                 told = str(error).rstrip(".")
                 raise VideoError(
@@ -204,7 +183,7 @@ class Clips(Iterator[Video]):
                 self._end = error
             except Forked:
                 self._end = VideoError(
-                    f"{os.fspath(self._opened.path)} is read by the process that this one was forked from; "
+                    f"{self._opened.path} is read by the process that this one was forked from; "
                     "call clips anew here."
                 )
             if self._clip:
@@ -214,7 +193,7 @@ class Clips(Iterator[Video]):
         if isinstance(end, Stall):
             self._end = None
             self._silent_since = self._silent_since or time.monotonic() - end.seconds
-            raise VideoStalled(os.fspath(self._opened.path), end.seconds, self._taken)
+            raise VideoStalled(self._opened.path, end.seconds, self._taken)
         if source is not None and not isinstance(end, VideoError):
             due = None
             if source.duration is not None and not source.live:
@@ -252,7 +231,7 @@ class Clips(Iterator[Video]):
         return item.ends and bool(self._clip)
 
     def _nothing(self) -> VideoError:
-        return VideoError(f"{os.fspath(self._opened.path)} has no frames: nothing could be decoded from it.")
+        return VideoError(f"{self._opened.path} has no frames: nothing could be decoded from it.")
 
     def _made(self) -> Video:
         """A clip of the frames taken since the last one."""

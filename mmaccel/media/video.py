@@ -88,3 +88,12 @@ class Video:
     def cut(self, start: int, stop: int) -> Video:
         """Frames `start` to `stop`; the video itself where these are all."""
         return self if start == 0 and stop == len(self) else self.at(slice(start, stop))
+
+
+def pile(frames: list[Tensor]) -> Tensor:
+    """Stack `[3, H, W]` frames to `[T, 3, H, W]`, letting go of each as it is copied."""
+    stacked = torch.empty((len(frames), *frames[0].shape), dtype=torch.uint8)
+    for place in range(len(frames)):
+        stacked[place] = frames[place]
+        frames[place] = stacked[place]
+    return stacked

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops import pointwise
-from mmaccel.core.adapter import Geometry, Outline
+from mmaccel.core.adapter import Geometry, Outline, home_of
 from mmaccel.core.attach import ModelFamily
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
-from mmaccel.core.modules import home_of
 from mmaccel.core.positions import Pace
 from mmaccel.core.registry import registry
 from mmaccel.models.install import Hooks

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from mmaccel.backends.ops.decode_attend import WINDOW, decode_attend
 from mmaccel.backends.ops.qkv_rope_cache import enter_rows, turn_rows
 from mmaccel.backends.ops.skinny_gemm import pass_rows, project_rows
+from mmaccel.core.adapter import home_of
 from mmaccel.core.attention import StreamRun
 from mmaccel.core.kv import CacheSlot
-from mmaccel.core.modules import home_of
 from mmaccel.core.replay import Replays, Work
 from mmaccel.models.pointwise import normed
 

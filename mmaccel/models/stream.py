@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core import outside
-from mmaccel.core.adapter import ModelView
+from mmaccel.core.adapter import ModelView, home_of
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.attention import StreamRun
 from mmaccel.core.errors import ModelError
 from mmaccel.core.execute import kernel_for
 from mmaccel.core.kv import StreamState
-from mmaccel.core.modules import home_of
 from mmaccel.core.positions import PositionIds
 from mmaccel.core.stream_adapter import Clip, StreamAdapter, Tail
 from mmaccel.models.arguments import positions_of

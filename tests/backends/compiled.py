@@ -169,6 +169,7 @@ def attended(
     heads: int = 28,
     size: int = 128,
     runs: bool = False,
+    extra: bool = False,
     placed: bool = False,
     chunk: int | None = None,
 ) -> None:
@@ -176,7 +177,10 @@ def attended(
     query, key = (blank(1, S, h, size, dtype=dtype).transpose(1, 2) for h in (28, 4))
     rows, row = zeros(1, heads, S, dtype=INT), zeros(1, heads, S // block, 5)
     lists = BlockLists(row, None if runs else rows[0, 0], row[..., 0].char())
-    part = Part(rows, tuple(KeySpan(rows, rows, rows, lo, hi, lists) for lo, hi in ((0, FAR), (5, 7))))
+    first, second = (KeySpan(rows, rows, rows, lo, hi, lists) for lo, hi in ((0, FAR), (5, 7)))
+    if extra:
+        second = replace(second, bias=rows.float(), key=key[:, :, :64], value=key[:, :, :64])
+    part = Part(rows, (first, second))
     attend.block_attend(query, key, key, *part.pack(), block, block, 0.1, S * placed, chunk=chunk)
 
 
@@ -304,6 +308,8 @@ WAYS: dict[str, Callable[[], None]] = {
     "attend shared lists": partial(attended, heads=1),
     "attend large blocks": partial(attended, block=128),
     "attend split": partial(attended, chunk=2),
+    "attend extra": partial(attended, extra=True),
+    "attend extra split": partial(attended, extra=True, chunk=2),
     "attend runs split": partial(attended, runs=True, placed=True, chunk=2),
     "large bf16": partial(attended, size=256),
     "large blocks": partial(attended, size=256, block=128),

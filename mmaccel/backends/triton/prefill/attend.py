@@ -230,7 +230,7 @@ def block_attend(
             BLOCK_D=size,
             SPLIT=split,
             GATED=short is not None,
-            EXTRA=extra,
+            EXTRA=int(extra) * (2 if all(map(_aligned, (key, value, *beside))) else 1),
             WIDE=max(map(_reach, (key, value, *beside))) >= 2**31,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             **layout,
@@ -273,6 +273,11 @@ def _extra(spans: Sequence[KeySpan], key: Tensor, value: Tensor) -> tuple[Any, .
 
 def _lined(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+def _aligned(t: Tensor) -> bool:
+    """Whether each row begins at 16 bytes."""
+    return t.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in t.stride()[:3])
 
 
 def _reach(t: Tensor) -> int:

@@ -133,6 +133,10 @@ def _walk(
                 bias_at = tl.where(later, biases[s], bias_at)
                 k_step, v_step = tl.where(later, k_steps[s], k_step), tl.where(later, v_steps[s], v_step)
                 bias_step = tl.where(later, bias_steps[s], bias_step)
+            if EXTRA == 2:
+                # All rows of keys and values begin at 16 bytes.
+                keys_at, values_at = tl.multiple_of(keys_at, 16), tl.multiple_of(values_at, 16)
+                k_step, v_step = tl.multiple_of(k_step, 8), tl.multiple_of(v_step, 8)
         else:
             keys_at, values_at, k_step, v_step = keys, values, k_s, v_s
         k = tl.load(
@@ -237,13 +241,14 @@ def attend_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EXTRA: tl.constexpr = False,
+    EXTRA: tl.constexpr = 0,
 ):
     """One tile, or under SPLIT one piece of at most `chunk` listed blocks of it.
 
     `scale` holds log2(e) and is positive. The tuples have an entry a span; `strides` ten: of the sequence and the head in
     k_row, q_pos, k_pos, offset and kind; the last four and `hi` by `encode_ints`. The last rows, the long ones, come
-    first. With EXTRA, `extra` is of each span its keys, values and biases, and their strides by `encode_ints`.
+    first. With EXTRA, `extra` is of each span its keys, values and biases, and their strides by `encode_ints`;
+    it is 2 where all rows of keys and values begin at 16 bytes.
     """
     if GATED:
         if tl.load(SHORT) == 0:  # another kernel has computed this, and was short of nothing

@@ -128,7 +128,7 @@ def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any) -> Rows:
     # In float16 the rows times the gain, not normed yet, might be too large.
     if norm is None or x.dtype == torch.float16:
         return Rows(project_rows(x, *by, None, 0.0, residual))
-    return Rows(*pass_rows(x, *by[0], by[1], residual, norm.weight))
+    return Rows(*pass_rows(x, by[0][0], by[1], residual, norm.weight))
 
 
 def known(layers: Iterable[Any], activation: str, family: FamilyFacts) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 
 from mmaccel.backends import select
 from mmaccel.core.adapter import ModelAdapter, ModelView, Outline, unwrapped
-from mmaccel.core.attention import Road
+from mmaccel.core.attention import AttentionConfig
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import VIDEO, TokenLayout
@@ -86,8 +86,8 @@ def family_of(kind: str) -> ModelFamily:
 class Accelerated:
     """A model with a recipe attached. Also a context manager: leaving it detaches.
 
-    Attributes: `model` (inside its wrapper, if it came in one), `recipe`, `road` (decided once), `view` (the handle policies
-    get).
+    Attributes: `model` (inside its wrapper, if it came in one), `recipe`, `attention` (decided once), `view` (the handle
+    that policies get).
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
@@ -101,7 +101,9 @@ class Accelerated:
             self.recipe = recipe = fitted(recipe, self.view)
             device = self.view.device
             choice = choose_backend(recipe, self.view)
-            self.road = Road(recipe, choice.backend, select.get(choice.backend, device), choice=choice)
+            self.attention = AttentionConfig(
+                recipe, choice.backend, select.get(choice.backend, device), choice=choice
+            )
             self._detach: Callable[[], None] | None = None
             self._detach = self.adapter.attach(model, self)
         except BaseException:
@@ -149,8 +151,10 @@ class Accelerated:
         """Figures of the last `generate`, or of the forward passes since the last one."""
         state = self.last_state
         kv = self._counted if state is None else state.counters()
-        why = self.road.choice.why if self.road.choice is not None else ""
-        return self.road.meter.report(self.recipe.to_dict(), self.road.backend, kv, self.view.device, why)
+        why = self.attention.choice.why if self.attention.choice is not None else ""
+        return self.attention.meter.report(
+            self.recipe.to_dict(), self.attention.backend, kv, self.view.device, why
+        )
 
     def joined(self) -> None:
         """The adapter calls this at the end of attaching: from now on `attached` gives this."""

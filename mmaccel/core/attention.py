@@ -1,13 +1,14 @@
-"""The road of one attention layer: what the memory shows, what the pattern lists, what a backend computes, what is counted.
+"""One attention layer of a forward pass: what the memory shows, the pattern lists, a backend computes, and is counted.
 
-A `Road` is decided once, when a recipe is attached; a `Run` is one pass of the language model over new columns.
+An `AttentionConfig` is decided once, when a recipe is attached or a session opened; a `ForwardPass` is one pass of the
+language model over new columns, of a call or of a stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.draft import Probe
 from mmaccel.core.errors import warn
 from mmaccel.core.execute import attend_plan, window_plan
-from mmaccel.core.kv import KVState, KVView, StreamState
+from mmaccel.core.kv import KVState, KVView
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import AttentionPlan, check_sizes, numbered
 from mmaccel.core.recipe import Recipe
@@ -32,12 +33,16 @@ MIN_ROWS = 64
 
 
 @dataclass(eq=False)
-class Road:
-    """What every layer of an accelerated model follows."""
+class AttentionConfig:
+    """What every attention layer follows.
+
+    kernel  an operator of the schema of `ops.block_attend`; None: plans cannot be run, and streams, whose recipe is dense,
+            have masks written out
+    """
 
     recipe: Recipe
     backend: str
-    kernel: Callable[..., tuple[Tensor, Tensor]]
+    kernel: Callable[..., tuple[Tensor, Tensor]] | None
     meter: Meter = field(default_factory=Meter)
     choice: select.Choice | None = None
     _warned: bool = False
@@ -57,7 +62,7 @@ class Road:
         """Whether a prefill follows the pattern at `layer`."""
         return not self.recipe.sparse.dense and layer not in self.recipe.dense_layers
 
-    def pays(self, layer: int, query: Tensor, n_key: int, run: Run | None = None) -> bool:
+    def pays(self, layer: int, query: Tensor, n_key: int, run: ForwardPass | None = None) -> bool:
         """Whether the pattern of `layer` beats dense attention, from sizes and measured costs.
 
         It does if it does at its bound. If not, what it is expected to list decides, and after the first sparse layer of a
@@ -85,15 +90,15 @@ class Road:
 
 
 @dataclass(frozen=True, eq=False)
-class Watched:
-    """A number on its way from the device, and what it was expected to be; asked for while the device has other work."""
+class AsyncScalar:
+    """A number on its way from the device to the host, and its expected value."""
 
     value: Tensor
     expected: float
     ready: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, value: Tensor, expected: float) -> Watched:
+    def of(cls, value: Tensor, expected: float) -> AsyncScalar:
         """Send `value` [] to the host without waiting."""
         if not value.is_cuda:
             return cls(value, expected, None)
@@ -125,51 +130,64 @@ NOTE = "mmaccel_note"
 """The keyword under which a `Note` travels; no state is kept between the two calls."""
 
 
+@cache
+def _no_columns() -> TokenLayout:
+    return TokenLayout.text(1, 0)
+
+
 @dataclass(frozen=True, eq=False)
-class Run:
+class ForwardPass:
     """New columns `start .. start + n` of a batch, on their way through the layers.
 
-    layout covers every column up to the last new one; `state` is the memory, or None when the caller hands over all keys;
-    `prefill` tells a prompt from tokens that are decoded or verified, which are always dense; `rest` is how many columns
-    of the prompt come after this run; `probes` read what the layers compute.
+    config    what the layers follow
+    state     the memory; None: the caller hands over all keys
+    layout    every column up to the last new one; of a stream none
+    prefill   whether it is a prompt, which a pattern may serve and which is counted; all else is dense
+    rest      columns of the prompt that come after this pass
+    branches  of tokens to verify: the tree that they are
+    probes    what reads what the layers compute
+    stream    whether the memory alone says what rows see: its view's columns are 0 .. N - 1, the last ones are new
+    check     called at each layer; what it raises breaks the pass off
     """
 
-    road: Road
-    layout: TokenLayout
-    start: int
-    state: KVState | None
+    config: AttentionConfig
+    state: KVState | None = None
+    layout: TokenLayout = field(default_factory=_no_columns)
+    start: int = 0
     prefill: bool = True
     rest: int = 0
     branches: Branches | None = None
     probes: tuple[Probe, ...] = ()
+    stream: bool = False
+    check: Callable[[], None] | None = None
     ends: tuple[int, ...] | None = None
     """Of a part of a prompt with padding: the column past the last token of each sequence of the whole."""
 
-    listed: dict[int, Watched] = field(default_factory=dict)
-    """What sparse layers listed, by the first new column of the run: told to the layers after them."""
+    listed: dict[int, AsyncScalar] = field(default_factory=dict)
+    """What sparse layers listed, by the first new column of the pass: told to the layers after them."""
 
     def watch(self, layer: int, query: Tensor, listed: Tensor) -> None:
         """Note the pairs [B, H] that a layer's plan lists, where a choice may hang on it; nothing is waited for."""
-        choice = self.road.choice
+        choice = self.config.choice
         if choice is None or choice.costs is None:
             return
-        pattern = self.road.recipe.sparse.at(layer)
+        pattern = self.config.recipe.sparse.at(layer)
         n, N = query.shape[2], self.layout.length
         expected = pattern.expected_blocks(n, N, (self.queries, self.layout)) * pattern.block**2
-        self.listed[self.start] = Watched.of(listed.mean(), expected)
+        self.listed[self.start] = AsyncScalar.of(listed.mean(), expected)
 
     def excess(self) -> float:
         """How many times what was expected the last sparse layer listed; 1 before there was one."""
-        watched = self.listed.get(self.start)
-        return 1.0 if watched is None else watched.ratio()
+        sent = self.listed.get(self.start)
+        return 1.0 if sent is None else sent.ratio()
 
     @cached_property
     def queries(self) -> TokenLayout:
         """The layout of the new columns, one for all layers: what is derived of it is derived once."""
         return self.layout.take(slice(self.start, None))
 
-    def part(self, begin: int, end: int) -> Run:
-        """The run of new columns ``begin .. end`` of this one."""
+    def part(self, begin: int, end: int) -> ForwardPass:
+        """The pass over new columns ``begin .. end`` of this one."""
         stop = self.start + end
         rest = self.layout.length - stop + self.rest
         return replace(
@@ -191,7 +209,7 @@ class Run:
     def _tails(self) -> list[tuple[slice, int, int]]:
         """Sequences, and begin .. end among the new columns of those of the last rows of their prompt, which are dense: all
         in one, or, where there is padding behind some, one by one."""
-        rows, tail = self.layout.length - self.start, self.road.recipe.dense_tail
+        rows, tail = self.layout.length - self.start, self.config.recipe.dense_tail
         end = self.layout.length + self.rest
         even = self._ends is None or all(own == end for own in self._ends)
         tails = []
@@ -206,9 +224,11 @@ class Run:
 
         query [B, H, n, D]; key, value [B, G, N, D]: all keys, or anything when a memory has taken them in.
         """
-        view = self.state.view(layer, query) if self.state is not None else None
-        if view is not None:
-            key, value = view.key, view.value
+        if self.check is not None:
+            self.check()
+        view = KVView(key, value) if self.state is None else self.state.view(layer, query)
+        key, value = view.key, view.value
+        query = query if view.query is None else view.query
         if query.dtype != value.dtype:
             # Under autocast queries and keys are turned in float32, and attention is in the type of the products.
             query, key = query.to(value.dtype), key.to(value.dtype)
@@ -217,39 +237,57 @@ class Run:
             probe.attending(self, layer, query, key, value, scale)
         if self.branches is not None:
             return self._branching(self.branches, view, query, key, value, scale)
-        limited = view is not None and (view.column is not None or view.window is not None)
+        limited = view.column is not None or view.window is not None
         plan = None
-        sparse = not limited and self.prefill and rows >= MIN_ROWS and self.road.sparse(layer)
-        if sparse and self.road.pays(layer, query, key.shape[2], self):
+        sparse = not limited and self.prefill and rows >= MIN_ROWS and self.config.sparse(layer)
+        if sparse and self.config.pays(layer, query, key.shape[2], self):
             plan = self._plan(layer, query, key, value)
         if plan is not None:
             return self._sparse(layer, plan, query, key, value, scale)
         self._count(layer, rows, None, query)
+        return self._dense(view, query, key, value, scale)
+
+    def _dense(self, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[B, H, n, D]: exact attention to what `view` shows."""
+        heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
+        if view.bias is not None:
+            columns = torch.arange(keys - rows, keys, device=key.device).expand(len(query), -1)
+            return decode_attend(query, key, value, columns, scale, None, view.bias)
+        windowed = view.window is not None and view.window < keys and view.column is None
+        if (
+            self.stream
+            and windowed
+            and self.config.kernel is not None
+            and rows >= MIN_ROWS
+            and len(query) == 1
+        ):
+            plan = window_plan(rows, keys, view.sinks, view.window, heads, query.device)
+            return attend_plan(plan, query, key, value, scale, self.config.kernel)[0]
         out: Tensor = dense_attend(
             query,
             key,
             value,
             scale,
-            start=self.start,
-            valid=self._valid(view.column if view is not None else None),
-            sinks=view.sinks if view is not None else 0,
-            window=view.window if view is not None else None,
-            column=view.column if view is not None else None,
+            start=keys - rows if self.stream else self.start,
+            valid=self._valid(view.column),
+            sinks=view.sinks,
+            window=view.window,
+            column=view.column,
         )
         return out
 
     def _branching(
-        self, branches: Branches, view: KVView | None, query: Tensor, key: Tensor, value: Tensor, scale: float
+        self, branches: Branches, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
         """Rows of a tree: each sees what was there before the tree, and its own branch."""
         device = query.device
         sees, depth = branches.sees.to(device), branches.depth.to(device)
         first = self.start + query.shape[2] - sees.shape[1]
-        column = view.column if view is not None else None
+        column = view.column
         column = torch.arange(key.shape[2], device=device) if column is None else column.to(device)
         inside = column >= first
         mask = torch.where(inside, sees[:, (column - first).clamp(min=0)], True)
-        if view is not None and view.window is not None:
+        if view.window is not None:
             near = (first + depth)[:, None] - column < view.window
             mask = mask & (inside | near | (column < view.sinks))
         return torch.nn.functional.scaled_dot_product_attention(
@@ -257,10 +295,10 @@ class Run:
         )
 
     def _plan(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> AttentionPlan | None:
-        plan = self.road.recipe.sparse.at(layer).plan_layer(query, key, value, self.queries, self.layout)
+        plan = self.config.recipe.sparse.at(layer).plan_layer(query, key, value, self.queries, self.layout)
         if plan is not None:
-            self.road.check_length(self.layout.length + self.rest)
-            check_sizes(plan, self.road.recipe.sparse.name, query, key, whole=not self.layout.padded)
+            self.config.check_length(self.layout.length + self.rest)
+            check_sizes(plan, self.config.recipe.sparse.name, query, key, whole=not self.layout.padded)
         if plan is None or all(begin == end for _, begin, end in self._tails):
             return plan
         heads = [begin for _, begin, _ in self._tails]
@@ -278,7 +316,8 @@ class Run:
         self, layer: int, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> Tensor:
         self._count(layer, query.shape[2], plan, query)
-        out, _ = attend_plan(plan, query, key, value, scale, self.road.kernel)
+        assert self.config.kernel is not None
+        out, _ = attend_plan(plan, query, key, value, scale, self.config.kernel)
         valid = self._valid(None)
         for some, begin, end in self._tails:
             if begin < end:
@@ -313,48 +352,8 @@ class Run:
                 found
                 + torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])[:, None]
             )
-            names = self.road.recipe.sparse.at(layer).per_head(heads)
+            names = self.config.recipe.sparse.at(layer).per_head(heads)
             if plan.dense is not None:
                 listed[:, numbered(plan.dense.heads, listed.device)] = causal
                 names = tuple("dense" if h in plan.dense.heads else name for h, name in enumerate(names))
-        self.road.meter.attention(layer, names, listed, causal)
-
-
-@dataclass(frozen=True, eq=False)
-class StreamRun:
-    """New columns of a stream, on their way through the layers: the memory alone says what they see.
-
-    kernel  an operator of the schema of `ops.block_attend` for windows over many rows; None: the dense operator, whose masks
-            are written out, and which serves everything else
-    check   called at each layer; what it raises breaks the pass off
-    """
-
-    state: StreamState
-    kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
-    check: Callable[[], None] | None = None
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """[B, H, n, D]: attention of the new columns, whose keys the memory has taken in."""
-        if self.check is not None:
-            self.check()
-        view = self.state.view(layer, query)
-        query = query if view.query is None else view.query
-        key, value = view.key, view.value
-        heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
-        if view.bias is not None:
-            columns = torch.arange(keys - rows, keys, device=key.device).expand(len(query), -1)
-            return decode_attend(query, key, value, columns, scale, None, view.bias)
-        windowed = view.window is not None and view.window < keys and view.column is None
-        if windowed and self.kernel is not None and rows >= MIN_ROWS and len(query) == 1:
-            plan = window_plan(rows, keys, view.sinks, view.window, heads, query.device)
-            return attend_plan(plan, query, key, value, scale, self.kernel)[0]
-        return dense_attend(
-            query,
-            key,
-            value,
-            scale,
-            start=keys - rows,
-            sinks=view.sinks,
-            window=view.window,
-            column=view.column,
-        )
+        self.config.meter.attention(layer, names, listed, causal)

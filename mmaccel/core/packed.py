@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmaccel.core.attention import Run
+from mmaccel.core.attention import ForwardPass
 from mmaccel.core.layout import TokenLayout
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRun:
+class PackedPass:
     """A prefill of packed sequences, without a memory.
 
     runs  (row of the batch, its columns, the run of these alone) for each sequence; together they cover the batch
     """
 
-    runs: tuple[tuple[int, slice, Run], ...]
+    runs: tuple[tuple[int, slice, ForwardPass], ...]
 
     @classmethod
-    def of(cls, run: Run, packed: Tensor) -> PackedRun:
+    def of(cls, run: ForwardPass, packed: Tensor) -> PackedPass:
         """`run` over a whole batch, cut where the sequence number `packed` [B, S] of its columns changes."""
         runs = []
         for b, row in enumerate(packed):
@@ -32,6 +32,11 @@ class PackedRun:
                 runs.append((b, columns, replace(run, layout=layout, listed={})))
                 begin += size
         return cls(tuple(runs))
+
+    @property
+    def stream(self) -> bool:
+        """See `ForwardPass`."""
+        return False
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[B, H, S, D]: attention of query [B, H, S, D] to key and value [B, G, S, D], within each sequence."""

@@ -15,10 +15,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmaccel.core.attention import Run, StreamRun
+from mmaccel.core.attention import ForwardPass
 from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError
-from mmaccel.core.packed import PackedRun
+from mmaccel.core.packed import PackedPass
 from mmaccel.core.recipe import Recipe
 
 ATTENTION = "mmaccel"
@@ -46,15 +46,15 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The registered attention function; the `Run` takes the place of the mask. Gives weights on request.
+    """The registered attention function; the `ForwardPass` takes the place of the mask. Gives weights on request.
 
     A call with any other mask comes from a thread that uses the model while another one runs a pass of a stream: it gets the
     attention that the model's config names.
     """
-    if not isinstance(attention_mask, Run | PackedRun | StreamRun):
+    if not isinstance(attention_mask, ForwardPass | PackedPass):
         return _plain(module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     weights = None
-    if kwargs.get("output_attentions") and not isinstance(attention_mask, StreamRun):
+    if kwargs.get("output_attentions") and not attention_mask.stream:
         attention_mask, weights = with_weights(attention_mask)
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -87,7 +87,13 @@ class OneWay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run | StreamRun, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+        ctx: Any,
+        run: ForwardPass | PackedPass,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
     ) -> Tensor:
         return run.attend(layer, query, key, value, scale)
 
@@ -130,9 +136,9 @@ class Weights(Probe):
         self.weights = weights.nan_to_num(0.0).to(query.dtype)
 
 
-def with_weights(run: Run | PackedRun) -> tuple[Run | PackedRun, Callable[[], Tensor]]:
+def with_weights(run: ForwardPass | PackedPass) -> tuple[ForwardPass | PackedPass, Callable[[], Tensor]]:
     """A run of one layer whose weights are computed beside it, and a call that gives them once it has attended."""
-    if isinstance(run, Run):
+    if isinstance(run, ForwardPass):
         probe = Weights()
         return replace(run, probes=(*run.probes, probe)), lambda: probe.weights
     pairs = [with_weights(one) for _, _, one in run.runs]
@@ -147,7 +153,7 @@ def with_weights(run: Run | PackedRun) -> tuple[Run | PackedRun, Callable[[], Te
         return weights
 
     watching = [(*place, one) for place, (one, _) in zip(places, pairs, strict=True)]
-    return PackedRun(tuple(watching)), whole  # type: ignore[arg-type]
+    return PackedPass(tuple(watching)), whole  # type: ignore[arg-type]
 
 
 def check_forward(recipe: Recipe, kwargs: Mapping[str, Any]) -> None:

@@ -70,7 +70,7 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor
     if len(rows) > 1 and cache is not None:
         cache = None
         told = "past_key_values is None: under a draft each sequence of a batch has its own cache"
-        attachment.owner.road.meter.note(f"draft: {told}")
+        attachment.owner.attention.meter.note(f"draft: {told}")
         warn(f"{told}; set use_cache=False, or give prompts one by one.")
     return GenerateDecoderOnlyOutput(
         sequences=ids,  # type: ignore[arg-type]
@@ -113,7 +113,9 @@ def _sequences(
             f"past_key_values: draft {name!r} keeps a cache for each sequence of a batch; leave it out."
         )
     mask = kwargs.get("attention_mask")
-    attachment.owner.road.meter.prompt_tokens = times * (ids.numel() if mask is None else int(mask.sum()))
+    attachment.owner.attention.meter.prompt_tokens = times * (
+        ids.numel() if mask is None else int(mask.sum())
+    )
     device = attachment.owner.view.device
     seeds = torch.randint(1 << 62, (ids.shape[0] * times,)).tolist()
     if times > 1:
@@ -216,7 +218,7 @@ def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Gene
         given_back = generation_config.return_dict_in_generate
         scored = given_back and (generation_config.output_scores or generation_config.output_logits)
         rows: list[Tensor] | None = [] if scored else None
-        meter = owner.road.meter.sequence()
+        meter = owner.attention.meter.sequence()
         guarded = _Careful(owner.recipe.draft, owner.view, meter)
 
         def emit(tokens: Tensor) -> None:

@@ -76,7 +76,7 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     keeps = asked("use_cache", kwargs, default) is not False or draft or not isinstance(ids, Tensor)
     if kwargs.get("past_key_values") is None and keeps:
         kwargs["past_key_values"] = attachment.cache()
-    meter = attachment.owner.road.meter
+    meter = attachment.owner.attention.meter
     meter.begin(attachment.owner.view.device)
     cache, outer = kwargs.get("past_key_values"), dict(attachment.promised.__dict__)
     if chunk := asked("prefill_chunk_size", kwargs, default):
@@ -128,7 +128,7 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     if why is None:
         return False
     told = f"it does not draft in a batch of {count}: {why}"
-    owner.road.meter.note(f"draft: {told}")
+    owner.attention.meter.note(f"draft: {told}")
     if not times.warned and choice != "never":
         times.warned = True
         warn(f"draft {owner.recipe.draft.name!r}: {told}; set in_batches to 'always' to have it draft.")

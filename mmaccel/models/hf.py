@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from mmaccel.core.attach import Accelerated
-from mmaccel.core.attention import NOTE, Note, Run
+from mmaccel.core.attention import NOTE, ForwardPass, Note
 from mmaccel.core.deadline import Deadline
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.packed import PackedRun
+from mmaccel.core.packed import PackedPass
 from mmaccel.models.arguments import end_at_positions, positions_of
 from mmaccel.models.attaching import Attaching, gate_of
 from mmaccel.models.attention import ATTENTION, check_forward, check_training, packed_in
@@ -236,17 +236,19 @@ class Attachment(Attaching):
                 self.sequences[cache] = Columns(layout, delta)
         state = cache.state if isinstance(cache, KVCache) else None
         prefill = not note.verify and (count > 1 or start == 0)
-        run = Run(self.owner.road, layout, start, state, prefill, branches=note.branches, probes=note.probes)
-        if start == 0 or self.owner.road.meter.prompt_tokens == 0:
-            self.owner.road.meter.enter(int(new.valid.sum()), start)
+        run = ForwardPass(
+            self.owner.attention, state, layout, start, prefill, branches=note.branches, probes=note.probes
+        )
+        if start == 0 or self.owner.attention.meter.prompt_tokens == 0:
+            self.owner.attention.meter.enter(int(new.valid.sum()), start)
         if packed is not None:
-            return self._pass(PackedRun.of(run, packed), kwargs)
+            return self._pass(PackedPass.of(run, packed), kwargs)
         out = self._go(run, kwargs) if self.pruning is None else self.pruning.forward(run, kwargs, self._go)
         if lent and not self._caches(kwargs):
             out.past_key_values = None
         return out
 
-    def _go(self, run: Run, kwargs: dict[str, Any]) -> Any:
+    def _go(self, run: ForwardPass, kwargs: dict[str, Any]) -> Any:
         count = run.layout.length - run.start
         chunk = getattr(self.promised, "chunk", None) or self.owner.recipe.chunk
         if chunk is None or count <= chunk or kwargs.get("output_attentions"):
@@ -283,13 +285,13 @@ class Attachment(Attaching):
             positions = positions[-3:].amax(0)
         return positions.amax(1, keepdim=True).to(end.device) + 1 - end
 
-    def _pass(self, run: Run | PackedRun, kwargs: dict[str, Any]) -> Any:
+    def _pass(self, run: ForwardPass | PackedPass, kwargs: dict[str, Any]) -> Any:
         cache = kwargs.get("past_key_values")
         serving = nullcontext() if not isinstance(cache, KVCache) else cache.at_work()
         with serving:
             return self.forward(attention_mask={"full_attention": run, "sliding_attention": run}, **kwargs)
 
-    def _chunks(self, run: Run, chunk: int, count: int, kwargs: dict[str, Any]) -> Any:
+    def _chunks(self, run: ForwardPass, chunk: int, count: int, kwargs: dict[str, Any]) -> Any:
         own = kwargs.get("past_key_values") is None
         if own:
             kwargs["past_key_values"] = self.cache()

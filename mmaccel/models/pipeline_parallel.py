@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.attention import Run
+from mmaccel.core.attention import ForwardPass
 from mmaccel.core.errors import ModelError
 from mmaccel.models.install import Hooks
 
@@ -52,7 +52,7 @@ class MoveInputs:
             return x.to(self.device, non_blocking=self.device.type != "cpu")
         if isinstance(x, tuple):
             return tuple(self._moved(one) for one in x)
-        if isinstance(x, Run) and x.layout.device != self.device:
+        if isinstance(x, ForwardPass) and x.layout.device != self.device:
             layout = x.layout.to(self.device)
             # Known of the one it comes from: nothing is read of a device that has yet to get there.
             layout.__dict__["padded"] = x.layout.padded

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.attention import Run
+from mmaccel.core.attention import ForwardPass
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import Kept, Signals, Stage, TokenPruner, checked_columns, observers, thin
@@ -23,14 +23,14 @@ from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.install import Hooks
 from mmaccel.models.signals import VisionProbe, peek, tell_idle
 
-Go = Callable[[Run, dict[str, Any]], Any]
+Go = Callable[[ForwardPass, dict[str, Any]], Any]
 
 
 @dataclass(eq=False)
 class _Work:
     """One prompt or token on its way: what was caught for the next cut, and what the layers get since the last."""
 
-    run: Run
+    run: ForwardPass
     state: ThinnedState
     prompt: bool
     layout: TokenLayout
@@ -41,7 +41,7 @@ class _Work:
 
 
 @dataclass(frozen=True, eq=False)
-class _PrunedRun(Run):
+class _PrunedPass(ForwardPass):
     work: _Work | None = None
 
 
@@ -53,7 +53,7 @@ class Entering:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = kwargs.get("attention_mask")
-        if not isinstance(run, _PrunedRun) or run.work is None:
+        if not isinstance(run, _PrunedPass) or run.work is None:
             return None
         return self.enter(self.index, module, args, kwargs, run.work)
 
@@ -77,7 +77,7 @@ class Pruning:
                 if index >= first:
                     hooks.before(layer, Entering(index, self._enter))
 
-    def forward(self, run: Run, kwargs: dict[str, Any], go: Go) -> Any:
+    def forward(self, run: ForwardPass, kwargs: dict[str, Any], go: Go) -> Any:
         """The text model's pass over new columns, pruned; `go` runs it as it is."""
         state = run.state
         if not isinstance(state, ThinnedState):
@@ -99,13 +99,13 @@ class Pruning:
             state.begin(run.layout)
         total = self.pruner.candidates(run.layout).numel() if prompt else 0
         if prompt and not total:
-            tell_idle(self.pruner, run.road.meter)
+            tell_idle(self.pruner, run.config.meter)
         work = _Work(run, state, prompt, run.layout, total)
         if 0 in self.stages:
             run, kwargs = self._before(work, run, kwargs)
         else:
-            fields = {name: getattr(run, name) for name in Run.__dataclass_fields__}
-            run = _PrunedRun(**fields, work=work)
+            fields = {name: getattr(run, name) for name in ForwardPass.__dataclass_fields__}
+            run = _PrunedPass(**fields, work=work)
         out = go(run, kwargs)
         last = len(state.kept) - 1
         held = state.held_by(last, count) if prompt else None
@@ -115,7 +115,9 @@ class Pruning:
             out.last_hidden_state = whole.index_copy(1, held, short)
         return out
 
-    def _before(self, work: _Work, run: Run, kwargs: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
+    def _before(
+        self, work: _Work, run: ForwardPass, kwargs: dict[str, Any]
+    ) -> tuple[ForwardPass, dict[str, Any]]:
         """The cut before the language model."""
         state, kwargs = work.state, dict(kwargs)
         if work.prompt:
@@ -199,8 +201,8 @@ class Pruning:
                 kwargs["position_embeddings"][0], flat
             )
         # The work travels on in the run, so that the next cut finds it.
-        fields = {name: getattr(run, name) for name in Run.__dataclass_fields__}
-        given["attention_mask"] = _PrunedRun(**fields, work=work)
+        fields = {name: getattr(run, name) for name in ForwardPass.__dataclass_fields__}
+        given["attention_mask"] = _PrunedPass(**fields, work=work)
         work.given = given
         return {**kwargs, **given}
 
@@ -229,12 +231,12 @@ class Pruning:
         return states[:, kept.columns] if kept.states is None else kept.states[None]
 
     @staticmethod
-    def _thin(run: Run, state: ThinnedState, part: int) -> Run:
+    def _thin(run: ForwardPass, state: ThinnedState, part: int) -> ForwardPass:
         """The run as the layers of `part` see it."""
         return replace(run, layout=state.thinned(part, run.layout), start=state.size(part, run.start))
 
 
-def _numbered(run: Run) -> Tensor:
+def _numbered(run: ForwardPass) -> Tensor:
     """[n]: the places of the new columns of a thinned run, its columns numbered anew; a tree's by their depth."""
     rows, device = run.layout.length - run.start, run.layout.device
     if run.branches is None:

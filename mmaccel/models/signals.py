@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.attention import Run
+from mmaccel.core.attention import ForwardPass
 from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import IMAGE, MODALITIES, VIDEO, TokenLayout
@@ -83,7 +83,7 @@ class Ear:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *out: Any) -> None:
         run = kwargs.get("attention_mask")
-        if not isinstance(run, Run) or not run.probes:
+        if not isinstance(run, ForwardPass) or not run.probes:
             return
         hidden = out[0] if out else args[0] if args else kwargs["hidden_states"]
         for probe in run.probes:
@@ -131,7 +131,7 @@ class Listener(Probe):
         """The columns of the prompt that a layer holds, for each layer that was heard; None: all."""
         self.total = pruner.candidates(layout).numel()
         if not self.total:
-            tell_idle(pruner, owner.road.meter)
+            tell_idle(pruner, owner.attention.meter)
         self.asked = observers(layout)
         self.hidden: dict[int, list[Tensor]] = {index: [] for index in self.stage.hidden}
         self.waiting = {index for group in self.stage.attention for index in group}

@@ -18,8 +18,8 @@ from mmaccel.backends.ops.decode_attend import WINDOW, decode_attend
 from mmaccel.backends.ops.qkv_rope_cache import enter_rows, turn_rows
 from mmaccel.backends.ops.skinny_gemm import pass_rows, project_rows
 from mmaccel.core.adapter import home_of
-from mmaccel.core.attention import StreamRun
-from mmaccel.core.kv import CacheSlot
+from mmaccel.core.attention import ForwardPass
+from mmaccel.core.kv import CacheSlot, StreamState
 from mmaccel.core.replay import Replays, Work
 from mmaccel.models.pointwise import normed
 
@@ -224,9 +224,10 @@ class StreamSteps:
             self._layers = layer_steps(layers) if self._known else []
         return self._known and not self._watched.hooked()
 
-    def run(self, run: StreamRun, embeds: Tensor, hidden: bool) -> Tensor:
+    def run(self, run: ForwardPass, embeds: Tensor, hidden: bool) -> Tensor:
         """See `StreamAdapter.run`."""
         shape, state, n, dtype = self._shape, run.state, len(embeds), embeds.dtype
+        assert isinstance(state, StreamState)
         heads, groups, size, room = shape.heads, shape.kv_heads, shape.head_dim, self._replays.room
         width = next(rows for rows in WIDTHS if rows >= n)
         assert self._watched is not None

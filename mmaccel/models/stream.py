@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from mmaccel.core import outside
 from mmaccel.core.adapter import ModelView, home_of
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.attention import StreamRun
+from mmaccel.core.attention import AttentionConfig, ForwardPass
 from mmaccel.core.errors import ModelError
 from mmaccel.core.execute import kernel_for
 from mmaccel.core.kv import StreamState
 from mmaccel.core.positions import PositionIds
+from mmaccel.core.recipe import Recipe
 from mmaccel.core.stream_adapter import Clip, StreamAdapter, Tail
 from mmaccel.models.arguments import positions_of
 from mmaccel.models.attaching import gate_of
@@ -69,7 +70,7 @@ class Seam(StreamAdapter):
         self.view = ModelView(model, family, adapter_for)
         self.pace = family.pace(model)
         self.device, self.dtype = home_of(model), family.words(model).weight.dtype
-        self._kernel = kernel_for(self.device, self.dtype)
+        self._attention = AttentionConfig(Recipe(), "auto", kernel_for(self.device, self.dtype))
         self._few = StreamSteps(model, family)
         self.text: Any = family.text(model)
         self._gate = gate_of(self.text)
@@ -248,7 +249,7 @@ class Seam(StreamAdapter):
         check: Callable[[], None] | None = None,
     ) -> Tensor:
         depth = self.view.geometry.layers
-        run = StreamRun(state, self._kernel, check)
+        run = ForwardPass(self._attention, state, prefill=False, stream=True, check=check)
         if few and self._few.serves(embeds):
             with self._busy():
                 return self._few.run(run, embeds, hidden)

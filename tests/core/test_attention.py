@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import select
-from mmaccel.core.attention import MIN_ROWS, Road, Run, StreamRun
+from mmaccel.core.attention import MIN_ROWS, AttentionConfig, ForwardPass
 from mmaccel.core.kv import KVView
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.recipe import Recipe
@@ -56,24 +56,24 @@ def a_shape(n: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Layer:
-    """A road, and its layers one call each."""
+    """A configuration, and its layers one call each."""
 
-    road: Road
+    config: AttentionConfig
 
     def attend(
         self, layout: TokenLayout, inputs: tuple[Tensor, Tensor, Tensor], layer: int = 0, **run: Any
     ) -> Tensor:
         start = layout.length - inputs[0].shape[2]
-        made = Run(**{"road": self.road, "layout": layout, "start": start, "state": None, **run})
+        made = ForwardPass(**{"config": self.config, "layout": layout, "start": start, "state": None, **run})
         return made.attend(layer, *inputs, SIZE**-0.5)
 
     def counted(self) -> Any:
-        return self.road.meter.report({}, "reference", {}, torch.device("cpu"))
+        return self.config.meter.report({}, "reference", {}, torch.device("cpu"))
 
 
 def layer(**choices: Any) -> Layer:
     recipe = Recipe.load(**{"sparse": PATTERN, "dense_tail": 0, **choices})
-    return Layer(Road(recipe, "reference", select.get("reference", torch.device("cpu"))))
+    return Layer(AttentionConfig(recipe, "reference", select.get("reference", torch.device("cpu"))))
 
 
 def close(found: Tensor, want: Tensor) -> None:
@@ -111,7 +111,7 @@ def test_a_prompt_in_chunks_gives_the_rows_of_the_whole(cut: tuple[int, ...]) ->
     layout = TokenLayout.text(1, N)
     want = whole.attend(layout, inputs)
     parted = layer(dense_tail=40)
-    run = Run(road=parted.road, layout=layout, start=0, state=None)
+    run = ForwardPass(config=parted.config, layout=layout, start=0, state=None)
     bounds, rows = (0, *cut, N), []
     for begin, end in pairwise(bounds):
         query, key, value = (x[:, :, :end] for x in inputs)
@@ -223,8 +223,12 @@ def test_probes_read_what_each_layer_computes_from() -> None:
     assert seen[0][0] == 3 and all(torch.equal(a, b) for a, b in zip(seen[0][1:], inputs, strict=True))
 
 
+def stream_pass(state: Any, kernel: Any = None, **run: Any) -> ForwardPass:
+    return ForwardPass(AttentionConfig(Recipe(), "auto", kernel), state, prefill=False, stream=True, **run)
+
+
 def stream(view: KVView, inputs: tuple[Tensor, Tensor, Tensor], **run: Any) -> Tensor:
-    return StreamRun(SimpleNamespace(view=lambda *_: view), **run).attend(0, *inputs, SIZE**-0.5)  # type: ignore[arg-type]
+    return stream_pass(SimpleNamespace(view=lambda *_: view), **run).attend(0, *inputs, SIZE**-0.5)
 
 
 def test_a_stream_s_rows_are_the_last_of_its_view() -> None:
@@ -248,4 +252,4 @@ def test_a_stream_s_check_breaks_off_before_the_memory_is_asked() -> None:
 
     state = SimpleNamespace(view=lambda *_: pytest.fail("the memory was asked"))
     with pytest.raises(TimeoutError):
-        StreamRun(state, check=over).attend(0, *tensors(3, 50), SIZE**-0.5)  # type: ignore[arg-type]
+        stream_pass(state, check=over).attend(0, *tensors(3, 50), SIZE**-0.5)

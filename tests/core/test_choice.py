@@ -8,7 +8,7 @@ import torch
 from mmaccel.backends import reference, select
 from mmaccel.backends.cost import Costs, Line
 from mmaccel.backends.ops.dense_attend import dense_attend
-from mmaccel.core.attention import Road, Run
+from mmaccel.core.attention import AttentionConfig, ForwardPass
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
@@ -27,8 +27,10 @@ def test_a_draft_that_failed_is_told_once_whatever_the_choice(why: str, rounds: 
     assert told.count("out of cheese") == 1 and ("draft: none" in told) == (rounds == 0)
 
 
-def road(costs: Costs | None) -> Road:
-    return Road(RECIPE, "reference", reference.op, choice=select.Choice("reference", "told", costs))
+def road(costs: Costs | None) -> AttentionConfig:
+    return AttentionConfig(
+        RECIPE, "reference", reference.op, choice=select.Choice("reference", "told", costs)
+    )
 
 
 def query(rows: int, batch: int = 1) -> torch.Tensor:
@@ -64,7 +66,7 @@ def test_of_a_short_prompt_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(type(RECIPE.sparse), "max_blocks_total", asked)
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 1.0)}, planning=Line(4 * 2000**2 / 2, 0.0))
     way = road(costs)
-    run = Run(way, TokenLayout.text(1, 1900), 0, None)
+    run = ForwardPass(way, None, TokenLayout.text(1, 1900))
     assert not way.pays(0, query(1900), 1900, run)
     with pytest.raises(AssertionError, match="asked for"):
         way.pays(0, query(2100), 2100, run)
@@ -77,18 +79,18 @@ def test_a_loose_bound_counts_no_more_than_causality_admits() -> None:
     assert recipe.sparse.max_blocks_total(n, n) * 64**2 > 1.5 * n * (n + 1) / 2
     costs = Costs(Line(0.0, 1.0), {"reference": Line(0.0, 0.9)})
     choice = select.Choice("reference", "told", costs)
-    assert Road(recipe, "reference", reference.op, choice=choice).pays(0, query(n), n)
+    assert AttentionConfig(recipe, "reference", reference.op, choice=choice).pays(0, query(n), n)
 
 
 @pytest.mark.parametrize(("each", "name"), [(1e-9, "a_shape"), (1e9, "dense")])
 def test_a_layer_runs_what_pays(each: float, name: str) -> None:
     way = road(Costs(Line(0.0, 1.0), {"reference": Line(0.0, each)}))
     q, k = torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16)
-    out = Run(way, TokenLayout.text(1, 100), 0, None).attend(0, q, k, k, 0.25)
+    out = ForwardPass(way, None, TokenLayout.text(1, 100)).attend(0, q, k, k, 0.25)
     assert way.meter.names[0] == (name,) * 4
     torch.testing.assert_close(out, dense_attend(q, k, k, 0.25))
 
 
 def test_without_costs_a_pattern_runs() -> None:
     assert road(None).pays(0, query(64), 64)
-    assert Road(RECIPE, "reference", reference.op).pays(0, query(64), 64)
+    assert AttentionConfig(RECIPE, "reference", reference.op).pays(0, query(64), 64)

@@ -9,9 +9,10 @@ import torch
 
 from mmaccel.backends import reference
 from mmaccel.core import attention
-from mmaccel.core.attention import StreamRun
+from mmaccel.core.attention import AttentionConfig, ForwardPass
 from mmaccel.core.execute import kernel_for, window_plan
 from mmaccel.core.kv import KVView
+from mmaccel.core.recipe import Recipe
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -37,6 +38,10 @@ def test_its_pairs_are_those_of_the_window(rows: int, keys: int, sinks: int, win
     assert plan.listed_pairs()[0, 0] <= seen.sum() + rows * 4 * 128
 
 
+def stream_pass(state: Any, kernel: Any = None) -> ForwardPass:
+    return ForwardPass(AttentionConfig(Recipe(), "auto", kernel), state, prefill=False, stream=True)
+
+
 class Shown:
     """A memory that shows one view."""
 
@@ -55,21 +60,21 @@ def test_a_kernel_gives_what_the_dense_operator_gives(rows: int, keys: int, sink
         for heads, n in ((4, rows), (2, keys), (2, keys))
     )
     state: Any = Shown(KVView(key, value, sinks=sinks, window=window))
-    expected = StreamRun(state).attend(0, query, key, value, 0.25)
+    expected = stream_pass(state).attend(0, query, key, value, 0.25)
     calls: list[int] = []
 
     def kernel(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         calls.append(args[0].shape[2])
         return reference.op(*args)
 
-    found = StreamRun(state, kernel).attend(0, query, key, value, 0.25)
+    found = stream_pass(state, kernel).attend(0, query, key, value, 0.25)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
     assert calls == [rows]
     # Few rows, and no window, are the dense operator's.
     calls.clear()
-    StreamRun(state, kernel).attend(0, query[:, :, -30:], key, value, 0.25)
+    stream_pass(state, kernel).attend(0, query[:, :, -30:], key, value, 0.25)
     open_view: Any = Shown(KVView(key, value))
-    StreamRun(open_view, kernel).attend(0, query, key, value, 0.25)
+    stream_pass(open_view, kernel).attend(0, query, key, value, 0.25)
     assert not calls and attention.MIN_ROWS > 30
 
 
@@ -85,9 +90,9 @@ def test_on_a_device_it_is_as_exact_as_masks() -> None:
     state: Any = Shown(KVView(key, value, sinks=sinks, window=window))
     kernel = kernel_for(query.device, query.dtype)
     assert kernel is not None
-    found, masks = (StreamRun(state, how).attend(0, query, key, value, 128**-0.5) for how in (kernel, None))
+    found, masks = (stream_pass(state, how).attend(0, query, key, value, 128**-0.5) for how in (kernel, None))
     one = KVView(key[:, :1].double(), value[:, :1].double(), sinks=sinks, window=window)
     wide: Any = Shown(one)
-    exact = StreamRun(wide).attend(0, query[:, :7].double(), key[:, :1], value[:, :1], 128**-0.5)
+    exact = stream_pass(wide).attend(0, query[:, :7].double(), key[:, :1], value[:, :1], 128**-0.5)
     errors = [(out[:, :7].double() - exact).norm() for out in (found, masks)]
     assert errors[0] <= 1.5 * errors[1]

@@ -91,7 +91,7 @@ def test_a_dense_pattern_is_known_by_what_it_declares() -> None:
     with pytest.raises(RecipeError, match="set sparse to 'dense'"):
         stream_policy(Recipe.load("mosaic", sparse="a_shape"))
     with mmaccel.accelerate(BUILD["llava"](), sparse=Plain()) as fast:
-        assert fast.road.choice is not None and "lists no block" in fast.road.choice.why
+        assert fast.attention.choice is not None and "lists no block" in fast.attention.choice.why
 
 
 def test_a_policy_declares_its_files_and_the_words_taken_for_it(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from mmaccel.backends import reference, select
 from mmaccel.backends.cost import Costs, Line
-from mmaccel.core.attention import Road, Run
+from mmaccel.core.attention import AttentionConfig, ForwardPass
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.recipe import Recipe
 from mmaccel.policies.sparse import VerticalSlash
@@ -82,9 +82,9 @@ def test_after_the_first_layer_the_data_decide(pitch: int, ran: list[str]) -> No
     n = 4096
     recipe = Recipe.load(sparse="a_shape", dense_tail=0)
     object.__setattr__(recipe, "sparse", pattern)
-    road = Road(recipe, "reference", reference.op, choice=choice)
+    road = AttentionConfig(recipe, "reference", reference.op, choice=choice)
     query, key = tensors(n)
-    run = Run(road, TokenLayout.text(1, n), 0, None)
+    run = ForwardPass(road, None, TokenLayout.text(1, n))
     for layer in range(3):
         run.attend(layer, query, key, key, 0.25)
     assert [road.meter.names[layer][0] for layer in range(3)] == ran

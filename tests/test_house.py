@@ -286,6 +286,18 @@ def test_the_readme_s_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
 
 
+def test_the_pages_name_files_that_are_there() -> None:
+    """Paths of ours in the plan of the house, in the page on contributing and in those on papers."""
+    named = re.compile(r"`((?:mmaccel/)?(?:[a-z_0-9]+/)+(?:[a-z_0-9]+\.py)?)`")
+    theirs = "minference/"  # the paper's own repository
+    for page in (ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for path in named.findall(page.read_text(encoding="utf-8")):
+            places = (ROOT, PACKAGE, PACKAGE / "backends", PACKAGE / "policies" / "kv", LAB)
+            assert path.startswith(theirs) or any((place / path).exists() for place in places), (
+                f"{page.name} names {path}, which does not exist"
+            )
+
+
 def test_the_lock_fits_the_bounds() -> None:
     import tomllib
 

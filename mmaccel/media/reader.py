@@ -182,7 +182,9 @@ def _by_rate(source: Source, fps: float, start: float, stop: float | None, most:
     total = max(0, _ceil((end - start) * fps)) if end is not None else None
     if total is not None and end is not None and most is not None and total > most:
         fps, total = most / (end - start), most
-    kept = nearest(source.frames(start), grid(start, fps, stop), source.jump, source.until, half_tick(fps))
+    kept: Iterable[tuple[float, av.VideoFrame]] = nearest(
+        source.frames(start), grid(start, fps, stop), source.jump, source.until, half_tick(fps)
+    )
     if most is not None:
         # A length that is rounded down should not cost every second frame.
         kept = unless_last(kept, most) if total == most else kept

@@ -114,6 +114,21 @@ def test_a_session_of_the_version_before_is_read_and_gives_way(tmp_path: Path) -
         session.load(place)
 
 
+@pytest.mark.parametrize(("kv", "other"), [("rekv", {"frames": 2, "local": 1}), ("recent", {"local": 1})])
+def test_what_matters_at_a_question_alone_may_be_another(
+    kv: str, other: dict[str, Any], tmp_path: Path
+) -> None:
+    tight: dict[str, Any] = {"name": kv, "window": 6, "local": 4}
+    with begun(tight) as session, begun({**tight, **other}) as asks_other:
+        session.save(tmp_path / "a")
+        asks_other.load(tmp_path / "a")
+        assert asks_other.frames == session.frames and not torch.equal(logits(asks_other), logits(session))
+        with begun({**tight, **other}) as anew:
+            assert torch.equal(logits(asks_other), logits(anew))
+    with begun({**tight, "window": 7}) as wider, pytest.raises(ModelError, match="saved with kv"):
+        wider.load(tmp_path / "a")
+
+
 @pytest.mark.parametrize(
     "name", ["../letter.txt", "/letter.txt", "letter.txt", "memory/link/letter.txt", "data-1"]
 )

@@ -20,7 +20,7 @@ from mmaccel.core.errors import RecipeError, shown, warn
 from mmaccel.core.kv import CacheSlot, Seen, Stream, StreamPass, StreamState
 from mmaccel.core.registry import policy as built
 from mmaccel.policies.kv._evidence import Look, weigh, words_of
-from mmaccel.policies.kv._index import Found, IndexPolicy
+from mmaccel.policies.kv._index import Found, Index, IndexPolicy
 from mmaccel.policies.kv._prefetch import Prefetcher, Window
 from mmaccel.policies.kv._retrieval import Asking, Chosen, EncodeRetrieval, End, Prefetch, Retriever
 from mmaccel.policies.kv._window import Angles, Asked, Bases, Pair, WindowedPolicy
@@ -156,7 +156,7 @@ class ArchivedMemory(StreamMemory):
             positions=policy.positions,
         )
         self.policy, self.budget = policy, stream.units(policy.frames)
-        self.index = policy.index.open(stream, geometry, device, window, policy.reps != 0)
+        self.index: Index = policy.index.open(stream, geometry, device, window, policy.reps != 0)
         self.store = policy.store(stream, geometry, device)
         self.prefetcher = Prefetcher(self.store, geometry.layers, window, stream.units(policy.cache))
         reps = ALL if policy.reps is None else policy.reps

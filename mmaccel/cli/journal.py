@@ -23,8 +23,8 @@ import typer
 from mmaccel.cli.console import many, remark, sentence
 from mmaccel.cli.stopping import INTERRUPTED, shielded
 from mmaccel.core import outside
+from mmaccel.core.checkpoint_io import sync, write_private
 from mmaccel.core.errors import MmaccelError
-from mmaccel.core.saving import sync, write_private
 from mmaccel.core.session_io import FACTS
 
 if TYPE_CHECKING:

@@ -311,7 +311,7 @@ class StreamState(KVState):
         return None
 
     def save(self, path: str | Path) -> None:
-        """Write the stream into the folder `path`, which exists (`mmaccel.core.saving`); raises OSError."""
+        """Write the stream into the folder `path`, which exists (`mmaccel.core.checkpoint_io`); raises OSError."""
         raise ModelError(f"{type(self).__name__} cannot be saved; choose another kv policy.")
 
     def load(self, path: str | Path) -> None:

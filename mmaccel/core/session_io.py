@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
-from mmaccel.core import outside, saving
+from mmaccel.core import checkpoint_io, outside
+from mmaccel.core.checkpoint_io import locked, sync, write_private
 from mmaccel.core.errors import MmaccelError, ModelError, shown
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import policy
-from mmaccel.core.saving import locked, sync, write_private
 from mmaccel.core.stream_adapter import StreamAdapter
 from mmaccel.core.stream_runner import StreamInfo, StreamRunner
 
@@ -89,7 +89,7 @@ def save(path: Path, seam: StreamAdapter, recipe: Recipe, live: StreamRunner) ->
     def write(part: Path) -> dict[str, Any]:
         (part / MEMORY).mkdir()
         live.state.save(part / MEMORY)
-        saving.write_tensors(part / FILM, tensors)
+        checkpoint_io.write_tensors(part / FILM, tensors)
         names = sorted(file.relative_to(place) for file in _files(part))
         facts = {
             "format": FORMAT,
@@ -173,7 +173,7 @@ def _read(where: Path) -> dict[str, Any]:
         raise ModelError(
             f"{where} is not a saved session: it has no {FACTS}; give the folder that save wrote."
         )
-    facts = saving.read_json(where / FACTS, KINDS)
+    facts = checkpoint_io.read_json(where / FACTS, KINDS)
     if facts["format"] != FORMAT or facts["version"] not in range(UNSEALED, VERSION + 1):
         raise ModelError(
             f"{where} is {shown(facts['format'])} of version {facts['version']}; this mmaccel reads version {VERSION}."
@@ -238,13 +238,13 @@ def _kept(kv: Any) -> dict[str, Any] | None:
 
 
 def _read_info(data: Path, facts: dict[str, Any], seam: StreamAdapter) -> StreamInfo:
-    wanted: saving.Wanted = {
+    wanted: checkpoint_io.Wanted = {
         "marks": ((facts["marks"], seam.view.geometry.hidden), seam.dtype),
         "spans": ((facts["units"], 2), torch.long),
         "times": ((facts["frames"],), torch.float64),
         **({"pending": ((facts["pending"], 3, -1, -1), torch.uint8)} if facts["pending"] else {}),
     }
-    found = saving.read_tensors(data / FILM, wanted, torch.device("cpu"))
+    found = checkpoint_io.read_tensors(data / FILM, wanted, torch.device("cpu"))
     spans, times = [(a, b) for a, b in found["spans"].tolist()], found["times"].tolist()
     ends = [0, *(first + count for first, count in spans)]
     unbroken = all(count > 0 and first == end for (first, count), end in zip(spans, ends, strict=False))
@@ -350,7 +350,7 @@ def _replace(place: Path, write: Callable[[Path], Mapping[str, Any]]) -> None:
             try:
                 write_private(place / NOTE, json.dumps(note))
                 part.mkdir(mode=0o700)
-                saving.write_json(part / FACTS, write(part))
+                checkpoint_io.write_json(part / FACTS, write(part))
                 for file in _files(part):
                     file.chmod(0o600)
                     sync(file)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mmaccel.core import saving, session_io
+from mmaccel.core import checkpoint_io, session_io
 from mmaccel.core.errors import ModelError
 from tests.models.streams import FPS, film
 from tests.models.test_session_faults import begun
@@ -154,7 +154,7 @@ def test_a_save_waits_for_another_one(tmp_path: Path, monkeypatch: pytest.Monkey
         assert len(session) == 5
         handle = os.open(place, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX)
-        monkeypatch.setattr(saving, "WAIT_S", 0.2)
+        monkeypatch.setattr(checkpoint_io, "WAIT_S", 0.2)
         begin = time.monotonic()
         with pytest.raises(ModelError, match=r"another save writes to .* has not ended after 0.2 s; "):
             session.save(place)

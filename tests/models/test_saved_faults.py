@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.core import saving, session_io
+from mmaccel.core import checkpoint_io, session_io
 from mmaccel.core.errors import MmaccelError, ModelError, StoreError
 from tests.models.streams import logits, open_session, pair
 from tests.models.test_session_faults import NAME, TIGHT, begun, unharmed
@@ -158,7 +158,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     with begun() as session, unharmed(session, ModelError, "no space left"), monkeypatch.context() as patch:
-        patch.setattr(saving, "write_tensors", full)
+        patch.setattr(checkpoint_io, "write_tensors", full)
         session.save(whole)
     assert {p.relative_to(whole): p.read_bytes() for p in whole.rglob("*") if p.is_file()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["whole"]

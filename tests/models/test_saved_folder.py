@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load, load_file, save_file
 
 import mmaccel
-from mmaccel.core import saving, session_io
+from mmaccel.core import checkpoint_io, session_io
 from mmaccel.core.errors import MmaccelError, ModelError
 from tests.models.streams import FPS, film, logits
 from tests.models.test_session_faults import begun
@@ -219,7 +219,7 @@ def test_two_saves_into_one_folder_take_turns(tmp_path: Path, monkeypatch: pytes
             return write(where, name)
 
         patch.setattr(session_io, "_print_of", meanwhile)
-        patch.setattr(saving, "WAIT_S", 0.1)
+        patch.setattr(checkpoint_io, "WAIT_S", 0.1)
         one.save(place)
         other.load(place)
         assert told and len(other) == 3

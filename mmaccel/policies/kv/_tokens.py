@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.core import saving
+from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError, RecipeError, shown
@@ -242,13 +242,13 @@ class TokenMemory(StreamMemory):
             if one is not None
             for name, tensor in one._asdict().items()
         }
-        saving.write_tensors(folder / "tokens.safetensors", tensors)
-        saving.write_json(
+        checkpoint_io.write_tensors(folder / "tokens.safetensors", tensors)
+        checkpoint_io.write_json(
             folder / "tokens.json", {"pruned": self._pruned, "clip": self.clip, **self._facts()}
         )
 
     def _load(self, folder: Path) -> None:
-        told = saving.read_json(folder / "tokens.json", {"pruned": float, "clip": int, **self._told()})
+        told = checkpoint_io.read_json(folder / "tokens.json", {"pruned": float, "clip": int, **self._told()})
         if told["clip"] != self.clip:
             raise ModelError(
                 f"tokens.json: its clips are of {told['clip']} units and these of {self.clip}; it is of another kind."
@@ -261,7 +261,7 @@ class TokenMemory(StreamMemory):
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for layer in range(self.geometry.layers):
             wanted |= {f"key.{layer}": side, f"value.{layer}": side, f"column.{layer}": ((-1,), torch.long)}
-        found = saving.read_tensors(folder / "tokens.safetensors", wanted, self.device)
+        found = checkpoint_io.read_tensors(folder / "tokens.safetensors", wanted, self.device)
         for layer in range(self.geometry.layers):
             held = Held(*(found[f"{name}.{layer}"] for name in Held._fields))
             rows = held.column.shape[0]

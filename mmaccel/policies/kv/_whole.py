@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core import saving
+from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVView, Seen, Stream, StreamPass, StreamState
@@ -129,12 +129,12 @@ class WholeStream(StreamState):
 
     def save(self, path: str | Path) -> None:
         folder = Path(path)
-        saving.write_json(folder / "state.json", {"units": self._count, "head": self.stream.head})
+        checkpoint_io.write_json(folder / "state.json", {"units": self._count, "head": self.stream.head})
         self._save(folder)
 
     def load(self, path: str | Path) -> None:
         folder = Path(path)
-        told = saving.read_json(folder / "state.json", {"units": int, "head": int})
+        told = checkpoint_io.read_json(folder / "state.json", {"units": int, "head": int})
         if told["units"] < 0 or told["head"] != self.stream.head:
             raise ModelError(
                 "state.json: it is of a stream with another head, or damaged; save the session again."

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.core import saving
+from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import ModelError, RecipeError, shown
 from mmaccel.core.kv import Stream, StreamPolicy
@@ -159,8 +159,8 @@ def save_window(
             tensors |= {f"head.{layer}.key": head[0], f"head.{layer}.value": head[1]}
         if ring is not None:
             tensors |= {f"window.{layer}.key": ring.key, f"window.{layer}.value": ring.value}
-    saving.write_tensors(folder / "window.safetensors", tensors)
-    saving.write_json(folder / "state.json", {"units": count, "first": first})
+    checkpoint_io.write_tensors(folder / "window.safetensors", tensors)
+    checkpoint_io.write_json(folder / "state.json", {"units": count, "first": first})
 
 
 def load_window(
@@ -168,7 +168,7 @@ def load_window(
 ) -> tuple[list[Pair | None], list[Ring | None], int, int]:
     """What `save_window` wrote, for heads of `sizes` (G, D), with keys that are not turned; raises `ModelError` for what is
     damaged."""
-    facts = saving.read_json(folder / "state.json", {"units": int, "first": int})
+    facts = checkpoint_io.read_json(folder / "state.json", {"units": int, "first": int})
     count, first = facts["units"], facts["first"]
     if not 0 <= first <= count or count - first > window:
         raise ModelError(f"{folder}: the window holds units {first} to {count}; the file is damaged.")
@@ -178,7 +178,7 @@ def load_window(
             if rows or name == "head":
                 size = (1, sizes[0], rows, sizes[1])
                 wanted |= {f"{name}.{layer}.{side}": (size, stream.dtype) for side in ("key", "value")}
-    found = saving.read_tensors(folder / "window.safetensors", wanted, device)
+    found = checkpoint_io.read_tensors(folder / "window.safetensors", wanted, device)
     heads: list[Pair | None] = [
         (found[f"head.{layer}.key"], found[f"head.{layer}.value"]) for layer in range(layers)
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core import saving
+from mmaccel.core import checkpoint_io
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState, KVView, Stream, StreamPolicy, StreamState
@@ -138,7 +138,7 @@ class FullStream(WholeStream):
             for begin in range(0, view.key.shape[2], FILE):
                 rows = slice(begin, begin + FILE)
                 tensors = {"key": view.key[:, :, rows], "value": view.value[:, :, rows]}
-                saving.write_tensors(folder / _file(layer, begin), tensors)
+                checkpoint_io.write_tensors(folder / _file(layer, begin), tensors)
 
     def _load(self, folder: Path) -> None:
         columns = self._base()
@@ -146,7 +146,7 @@ class FullStream(WholeStream):
             shape = (1, self.geometry.kv_heads, min(FILE, columns - begin), self.geometry.head_dim)
             wanted = dict.fromkeys(("key", "value"), (shape, self.stream.dtype))
             for layer in range(self.geometry.layers):
-                found = saving.read_tensors(folder / _file(layer, begin), wanted, self.device)
+                found = checkpoint_io.read_tensors(folder / _file(layer, begin), wanted, self.device)
                 self._state.append(layer, found["key"], found["value"])
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core import saving
+from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import FrameState, KVView, Stream, StreamPass, StreamPolicy, StreamState
@@ -143,14 +143,14 @@ class _Frames(FrameState):
         folder = Path(path)
         numbers = list(self._held)
         facts = {"units": self._count, "stride": self._stride, "kept": len(numbers)}
-        saving.write_json(folder / "state.json", facts)
+        checkpoint_io.write_json(folder / "state.json", facts)
         for begin in range(0, len(numbers), FILE):
             some = {str(n): self._held[n] for n in numbers[begin : begin + FILE]}
-            saving.write_tensors(folder / f"frames-{begin:07d}.safetensors", some)
+            checkpoint_io.write_tensors(folder / f"frames-{begin:07d}.safetensors", some)
 
     def load(self, path: str | Path) -> None:
         folder = Path(path)
-        told = saving.read_json(folder / "state.json", {"units": int, "stride": int, "kept": int})
+        told = checkpoint_io.read_json(folder / "state.json", {"units": int, "stride": int, "kept": int})
         stride = told["stride"]
         if stride < 1 or len(range(0, told["units"], stride)) != told["kept"]:
             raise ModelError("state.json: units, stride and kept do not fit; the file is damaged.")
@@ -160,6 +160,6 @@ class _Frames(FrameState):
         for begin in range(0, len(numbers), FILE):
             wanted = {str(n): (shape, torch.uint8) for n in numbers[begin : begin + FILE]}
             file = folder / f"frames-{begin:07d}.safetensors"
-            found = saving.read_tensors(file, wanted, torch.device("cpu"))
+            found = checkpoint_io.read_tensors(file, wanted, torch.device("cpu"))
             held |= {int(name): frames for name, frames in found.items()}
         self._count, self._stride, self._held = told["units"], stride, held

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core import saving
+from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import RecipeError, shown
@@ -100,14 +100,14 @@ class OffloadStream(WholeStream):
         for layer, head in enumerate(self._heads):
             if head is not None:
                 tensors |= {f"head.{layer}.key": head[0], f"head.{layer}.value": head[1]}
-        saving.write_tensors(folder / "head.safetensors", tensors)
+        checkpoint_io.write_tensors(folder / "head.safetensors", tensors)
         self.store.save(folder / "store")
 
     def _load(self, folder: Path) -> None:
         shape = (1, self.geometry.kv_heads, self.stream.head, self.geometry.head_dim)
         layers = range(self.geometry.layers)
         wanted = {f"head.{n}.{side}": (shape, self.stream.dtype) for n in layers for side in ("key", "value")}
-        found = saving.read_tensors(folder / "head.safetensors", wanted, self.device)
+        found = checkpoint_io.read_tensors(folder / "head.safetensors", wanted, self.device)
         self._heads = [(found[f"head.{n}.key"], found[f"head.{n}.value"]) for n in layers]
         self.store.load(folder / "store", self._count)
 

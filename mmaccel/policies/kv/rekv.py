@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters
-from mmaccel.core import saving
+from mmaccel.core import checkpoint_io
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy
@@ -113,7 +113,7 @@ class FrameIndex(Index):
     def save(self, folder: Path) -> None:
         sides = {"mean": self.key} | ({"mean_value": self.value} if self.summaries else {})
         shape = (self._units, *self._shape)
-        saving.write_tensors(
+        checkpoint_io.write_tensors(
             folder / "index.safetensors",
             {
                 f"{name}.{layer}": rows[: self._units].view(shape).transpose(0, 1)[None].contiguous()
@@ -122,7 +122,7 @@ class FrameIndex(Index):
                 if self._units
             },
         )
-        saving.write_json(folder / "index.json", {"gone": self.absent.nonzero()[:, 0].tolist()})
+        checkpoint_io.write_json(folder / "index.json", {"gone": self.absent.nonzero()[:, 0].tolist()})
 
     def load(self, folder: Path, units: int) -> None:
         groups, size = self._shape
@@ -133,14 +133,14 @@ class FrameIndex(Index):
             for layer in range(self.layers)
             if units
         }
-        found = saving.read_tensors(folder / "index.safetensors", wanted, self.device)
+        found = checkpoint_io.read_tensors(folder / "index.safetensors", wanted, self.device)
         for side, name in zip(("key", "value"), names, strict=False):
             held = grow_buffer(getattr(self, side), 1, units, fill=0, share=SPARE)
             setattr(self, side, held)
             for layer in range(self.layers if units else 0):
                 held[layer, :units] = found[f"{name}.{layer}"][0].transpose(0, 1).flatten(1)
-        gone = saving.read_json(folder / "index.json", {"gone": list})["gone"]
-        gone = saving.numbers(gone, "index.json: gone", units)
+        gone = checkpoint_io.read_json(folder / "index.json", {"gone": list})["gone"]
+        gone = checkpoint_io.numbers(gone, "index.json: gone", units)
         self.absent = pad(torch.zeros(0, dtype=torch.bool), (0, units))
         self.absent[gone] = True
         self._units, self._ready = units, None

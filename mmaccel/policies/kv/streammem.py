@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core import saving
+from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.kv import KVView, Stream, StreamPass, StreamState
@@ -176,20 +176,22 @@ class ProxyMemory(TokenMemory):
     def _save(self, folder: Path) -> None:
         super()._save(folder)
         rows = 0 if self._open is None else self._open.shape[0]
-        saving.write_json(folder / "open.json", {"come": self._come, "rows": rows})
+        checkpoint_io.write_json(folder / "open.json", {"come": self._come, "rows": rows})
         if self._open is not None:
-            saving.write_tensors(folder / "open.safetensors", {"features": self._open})
+            checkpoint_io.write_tensors(folder / "open.safetensors", {"features": self._open})
 
     def _load(self, folder: Path) -> None:
         super()._load(folder)
         if not (folder / "open.json").is_file():
             return  # of a version that merged within one call of `watch`
-        told = saving.read_json(folder / "open.json", {"come": int, "rows": int})
+        told = checkpoint_io.read_json(folder / "open.json", {"come": int, "rows": int})
         self._come = told["come"]
         if told["rows"]:
             shape = (told["rows"], self.stream.unit, self.geometry.hidden)
             wanted = {"features": (shape, self.stream.dtype)}
-            self._open = saving.read_tensors(folder / "open.safetensors", wanted, self.device)["features"]
+            self._open = checkpoint_io.read_tensors(folder / "open.safetensors", wanted, self.device)[
+                "features"
+            ]
 
     def _facts(self) -> dict[str, Any]:
         return {

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmaccel.core import saving
+from mmaccel.core import checkpoint_io
 from mmaccel.core.errors import ModelError
 from mmaccel.policies.kv.mosaic.clusters import ROWS
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
@@ -19,7 +19,7 @@ FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absen
 
 def save(tree: Hierarchy, absent: Tensor, folder: Path) -> None:
     """Write the hierarchy, the units' means and which units are `absent` (a mask) into `folder`."""
-    saving.write_tensors(folder / "clusters.safetensors", {**tree.means.tensors(), **tree.tensors()})
+    checkpoint_io.write_tensors(folder / "clusters.safetensors", {**tree.means.tensors(), **tree.tensors()})
     facts = {
         "units": tree.units,
         "started": tree.started,
@@ -27,12 +27,12 @@ def save(tree: Hierarchy, absent: Tensor, folder: Path) -> None:
         "counters": dict(tree.counters),
         "absent": absent.nonzero()[:, 0].tolist(),
     }
-    saving.write_json(folder / "clusters.json", facts)
+    checkpoint_io.write_json(folder / "clusters.json", facts)
 
 
 def load(tree: Hierarchy, units: int, folder: Path) -> Tensor:
     """Read what `save` wrote for a stream of `units` units; the mask of units that are no more."""
-    facts = saving.read_json(folder / "clusters.json", FACTS)
+    facts = checkpoint_io.read_json(folder / "clusters.json", FACTS)
     if facts["units"] != units or len(facts["buffer"]) != tree.layers:
         raise ModelError(
             f"{folder}: clusters of {facts['units']} units are beside {units} units; it is damaged."
@@ -56,11 +56,11 @@ def load(tree: Hierarchy, units: int, folder: Path) -> Tensor:
                 wanted[f"{name}.{row}"] = shape.get(row, (level.layers, -1)), getattr(level, row).dtype
             wanted[f"{name}.owner"] = (level.layers, units), torch.long
             wanted[f"{name}.threshold"] = (2, level.layers), work
-    found = saving.read_tensors(folder / "clusters.safetensors", wanted, torch.device("cpu"))
+    found = checkpoint_io.read_tensors(folder / "clusters.safetensors", wanted, torch.device("cpu"))
     count = found["semantic.size"].shape[1] if facts["started"] else 0
-    buffer = [saving.numbers(ids, "clusters.json: buffer", count) for ids in facts["buffer"]]
-    saving.numbers(list(facts["counters"].values()), "clusters.json: counters", MOST)
-    gone = saving.numbers(facts["absent"], "clusters.json: absent", units)
+    buffer = [checkpoint_io.numbers(ids, "clusters.json: buffer", count) for ids in facts["buffer"]]
+    checkpoint_io.numbers(list(facts["counters"].values()), "clusters.json: counters", MOST)
+    gone = checkpoint_io.numbers(facts["absent"], "clusters.json: absent", units)
     _check(found, folder, units)
     means.load({name: found.pop(name) for name in list(found) if "." not in name})
     tree.load(found, units, buffer, facts["counters"])

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mmaccel.core import outside, saving
+from mmaccel.core import checkpoint_io, outside
 from mmaccel.core.errors import StoreError, shown
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def save(store: HostStore, folder: Path) -> None:
             layer, units = piece
             name = f"store-{number:05d}.safetensors"
             kept = torch.cat([store.entry(layer, unit) for unit in units])
-            saving.write_tensors(folder / name, {"units": kept})
+            checkpoint_io.write_tensors(folder / name, {"units": kept})
             groups = [store.group_of(layer, unit) for unit in units]
             told = {"file": name, "layer": layer, "units": units, "groups": groups, "crc": _crc(kept)}
             pieces.append(told)
@@ -97,7 +97,7 @@ def _check(store: HostStore, piece: dict[str, Any], end: int) -> None:
         ("units", piece["units"], end),
         ("groups", groups, MOST),
     ):
-        saving.numbers(value, f"{INDEX}: {name}", most, StoreError)
+        checkpoint_io.numbers(value, f"{INDEX}: {name}", most, StoreError)
 
 
 def _read(store: HostStore, path: Path, piece: dict[str, Any]) -> Tensor:

@@ -129,7 +129,7 @@ def _device(problems: list[str]) -> dict[str, Any]:
                 "tried": "run and timed" if row.run else "compiled for it, never run",
             }
             if built["hip"] is None:
-                found["compute_capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+                found["compute_capability"] = f"{row.name[3:-1]}.{row.name[-1]}"
             found |= {
                 "memory_bytes": has.memory,
                 "shared_memory_bytes": has.shared,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from mmaccel.backends import architectures, select, triton
 from mmaccel.backends.architectures import ARCHITECTURES, KERNELS
 from mmaccel.core.errors import RecipeError
-from tests.house import PACKAGE
+from tests.house import FILES, PACKAGE
 
 from .architectures_page import PAGE, between, declared
 from .test_triton import run
@@ -98,6 +99,15 @@ def test_the_page_has_the_table() -> None:
     assert between(PAGE.read_text(encoding="utf-8"), "what runs where") == declared(), (
         "run architectures_page"
     )
+
+
+def test_no_other_file_asks_what_a_device_is() -> None:
+    """All ask the table; `mmaccel doctor` prints what PyTorch was built for."""
+    asked = re.compile(r"get_device_capability|gcnArchName|version\.hip|shared_memory_per")
+    found = {
+        str(path.relative_to(PACKAGE)) for path in FILES if asked.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == {"backends/architectures.py", "cli/doctor.py"}
 
 
 def test_a_row_names_what_it_lacks() -> None:

@@ -18,6 +18,7 @@ import torch
 
 from mmaccel.backends import architectures, flash, select, triton
 from mmaccel.backends.architectures import KERNELS
+from mmaccel.backends.ops import operator
 from tests import SOURCES
 
 Call = Callable[..., tuple[int, str, str]]
@@ -118,7 +119,7 @@ def test_what_is_not_installed_is_said(
     monkeypatch.setattr(
         metadata, "requires", lambda name: ["triton>=3.6", "av<20", "nothing; extra == 'dev'"]
     )
-    monkeypatch.setattr(triton, "find_spec", lambda name: None)
+    monkeypatch.setattr(operator, "find_spec", lambda name: None)
     monkeypatch.setattr(flash, "installed", lambda: False)
     found = examined()
     assert found["versions"]["triton"] is None and found["lab"] is None

@@ -168,7 +168,7 @@ class ModelAdapter(ABC):
         return None
 
 
-class Outline(nn.Module):
+class ConfigOnlyModel(nn.Module):
     """In the place of a model whose weights are not read: its configuration, from which sizes and folder follow."""
 
     def __init__(self, config: Any) -> None:
@@ -178,7 +178,7 @@ class Outline(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class ModelView:
-    """The narrow handle on a model that policies get; of an `Outline`, to be told whether they can serve such a model."""
+    """The narrow handle on a model that policies get; of a `ConfigOnlyModel` they say whether they can serve it."""
 
     model: nn.Module
     adapter: ModelAdapter
@@ -187,9 +187,9 @@ class ModelView:
     _held: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
-    def outlined(self) -> bool:
-        """Whether there are no weights: peers then are outlines too, and nothing can be run."""
-        return isinstance(self.model, Outline)
+    def config_only(self) -> bool:
+        """Whether there are no weights: peers then have none either, and nothing can be run."""
+        return isinstance(self.model, ConfigOnlyModel)
 
     @property
     def geometry(self) -> Geometry:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mmaccel.backends import select
-from mmaccel.core.adapter import ModelAdapter, ModelView, Outline, unwrapped
+from mmaccel.core.adapter import ConfigOnlyModel, ModelAdapter, ModelView, unwrapped
 from mmaccel.core.attention import AttentionConfig
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import KVState
@@ -62,7 +62,7 @@ def adapter_for(model: nn.Module) -> ModelFamily:
     model = unwrapped(model)
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     adapter = family_of(kind)
-    if isinstance(model, Outline):
+    if isinstance(model, ConfigOnlyModel):
         return adapter
     whole = hasattr(model, "generate") and callable(getattr(model, "get_output_embeddings", None))
     if not whole or model.get_output_embeddings() is None:  # type: ignore[operator]

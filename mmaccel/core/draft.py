@@ -217,7 +217,7 @@ class DraftStrategy(Policy, ABC):
         return None
 
     def check(self, target: ModelView) -> None:
-        """Called when the recipe is attached: raise `DraftError` for a draft that cannot serve `target`. Of an outlined
+        """Called when the recipe is attached: raise `DraftError` for a draft that cannot serve `target`. Of an config_only
         target, before it is loaded: from configurations alone."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import Geometry, ModelAdapter, Outline, unwrapped
+from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, unwrapped
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState
@@ -37,15 +37,15 @@ class Family(FamilyFacts):
     def load(self, path: str, like: nn.Module) -> nn.Module:
         from mmaccel.models.loading import load_model, outline
 
-        if isinstance(like, Outline):
+        if isinstance(like, ConfigOnlyModel):
             return outline(path).model
         first = next(like.parameters())
         return load_model(path, dtype=first.dtype, device=first.device)
 
     def seam(self, model: nn.Module, processor: Any) -> StreamAdapter:
-        from mmaccel.models.stream import Seam
+        from mmaccel.models.stream import HFStreamAdapter
 
-        return Seam(unwrapped(model), self, processor)
+        return HFStreamAdapter(unwrapped(model), self, processor)
 
     def reader(self, model: str | nn.Module, like: nn.Module) -> tuple[nn.Module, ModelAdapter] | None:
         from mmaccel.models.loading import load_reader
@@ -89,7 +89,7 @@ def causal(model: nn.Module) -> Causal | None:
     if not isinstance(config, PretrainedConfig) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not isinstance(model, Outline | kind):
+    if not isinstance(model, ConfigOnlyModel | kind):
         return None
     if getattr(kind, "_is_stateful", False):
         raise ModelError(

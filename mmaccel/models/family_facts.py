@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops import pointwise
-from mmaccel.core.adapter import Geometry, Outline, home_of
+from mmaccel.core.adapter import ConfigOnlyModel, Geometry, home_of
 from mmaccel.core.attach import ModelFamily
 from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
@@ -107,7 +107,7 @@ class FamilyFacts(ModelFamily):
 
     def geometry(self, model: nn.Module) -> Geometry:
         whole = self.whole_geometry(model)
-        if isinstance(model, Outline):
+        if isinstance(model, ConfigOnlyModel):
             return whole
         attention: Any = getattr(self.layers(model)[0], "self_attn", None)
         size = whole.head_dim
@@ -136,7 +136,7 @@ class FamilyFacts(ModelFamily):
         return {**super().fingerprint(model), "rope": told}
 
     def weights_digest(self, model: nn.Module) -> str | None:
-        whole = not isinstance(model, Outline) and _shards(model) == 1
+        whole = not isinstance(model, ConfigOnlyModel) and _shards(model) == 1
         return _query_key_digest(self.layers(model)) if whole else None
 
     def own_heads(self, model: nn.Module) -> range:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmaccel.core.adapter import ModelView, Outline
+from mmaccel.core.adapter import ConfigOnlyModel, ModelView
 from mmaccel.core.attach import adapter_for, family_of, fitted
 from mmaccel.core.errors import ModelError, UnknownName, shown
 from mmaccel.core.recipe import Recipe
@@ -131,7 +131,7 @@ def outline(name: str | Path) -> ModelView:
     """
     source = resolve(known_model(name))
     family = family_of(_type(source))
-    return ModelView(Outline(_config(source)), family, adapter_for)
+    return ModelView(ConfigOnlyModel(_config(source)), family, adapter_for)
 
 
 def load_reader(name: str | Path, like: nn.Module) -> nn.Module | None:
@@ -143,8 +143,8 @@ def load_reader(name: str | Path, like: nn.Module) -> nn.Module | None:
     if any(_type(source) in getattr(family, "model_types", ()) for family in registry("model").values()):
         return None
     config = _config(source)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or isinstance(like, Outline):
-        return Outline(config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or isinstance(like, ConfigOnlyModel):
+        return ConfigOnlyModel(config)
     first = next(like.parameters())
     return _read(AutoModelForCausalLM, source, first.dtype).to(first.device).eval()  # type: ignore[no-any-return]
 

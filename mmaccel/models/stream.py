@@ -1,4 +1,4 @@
-"""The seam of streams: a Hugging Face model and its processor as a `VideoSession` uses them.
+"""Streams on transformers: a Hugging Face model and its processor as a `VideoSession` uses them.
 
 A pass goes straight to the text model. For its duration the attention modules hold a copy of their config that names our
 attention, which serves this pass alone, and in its thread the rotary module gives no rotation (cosines 1, sines 0), so that
@@ -49,7 +49,7 @@ QUIET_S = 0.5
 """Seconds without a frame after which the model reads what a live source has sent."""
 
 
-class Seam(StreamAdapter):
+class HFStreamAdapter(StreamAdapter):
     """A model, its family and its processor."""
 
     def __init__(self, model: nn.Module, family: FamilyFacts, processor: Any) -> None:

@@ -109,7 +109,7 @@ class Parallel(PeerStrategy):
         return (self.window or self.most) + 1
 
     def check(self, target: ModelView) -> None:
-        if not self.process or target.outlined:
+        if not self.process or target.config_only:
             super().check(target)
             return
         if self.prune is not None:

@@ -127,7 +127,7 @@ def _added(x: Tensor, by: Weights, residual: Tensor, norm: Any) -> Rows:
     """`residual` and rows x through a product; ready for `norm`, if one follows."""
     # In float16 the rows times the gain, not normed yet, might be too large.
     if norm is None or x.dtype == torch.float16:
-        return Rows(project_rows(x, *by, None, 0.0, residual))
+        return Rows(project_rows(x, by[0], by[1], None, 0.0, residual))
     return Rows(*pass_rows(x, by[0][0], by[1], residual, norm.weight))
 
 

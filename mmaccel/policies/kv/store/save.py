@@ -9,7 +9,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,9 +17,7 @@ from torch import Tensor
 
 from mmaccel.core import checkpoint_io, outside
 from mmaccel.core.errors import StoreError, shown
-
-if TYPE_CHECKING:
-    from mmaccel.policies.kv.store.host import HostStore
+from mmaccel.policies.kv.store.pinned_slabs import Shape
 
 VERSION = 1
 INDEX = "store.json"
@@ -28,7 +26,24 @@ MOST = 1 << 31
 """Units, and groups of them, are numbers below this."""
 
 
-def save(store: HostStore, folder: Path) -> None:
+class Units(Protocol):
+    """What is saved and loaded: a store of units (`HostStore`)."""
+
+    shape: Shape
+    device: torch.device
+
+    def units(self, layer: int) -> list[int]: ...
+
+    def group_of(self, layer: int, unit: int) -> int | None: ...
+
+    def entry(self, layer: int, unit: int) -> Tensor: ...
+
+    def put(
+        self, layer: int, units: list[int], key: Tensor, value: Tensor, group: int | None, /
+    ) -> list[int]: ...
+
+
+def save(store: Units, folder: Path) -> None:
     """Write the units of `store` to `folder`; raises `StoreError` where that cannot be done."""
     pieces: list[dict[str, Any]] = []
     try:
@@ -49,7 +64,7 @@ def save(store: HostStore, folder: Path) -> None:
         ) from error
 
 
-def load(store: HostStore, folder: Path, end: int) -> None:
+def load(store: Units, folder: Path, end: int) -> None:
     """Put what `save` wrote into `store`, which is empty; raises `StoreError` for anything that is not as it was written.
 
     Units are numbers below `end`.
@@ -82,14 +97,14 @@ def load(store: HostStore, folder: Path, end: int) -> None:
         ) from error
 
 
-def _pieces(store: HostStore) -> Iterator[tuple[int, list[int]]]:
+def _pieces(store: Units) -> Iterator[tuple[int, list[int]]]:
     most = max(1, FILE_BYTES // store.shape.nbytes)
     for layer in range(store.shape.layers):
         units = store.units(layer)
         yield from ((layer, units[i : i + most]) for i in range(0, len(units), most))
 
 
-def _check(store: HostStore, piece: dict[str, Any], end: int) -> None:
+def _check(store: Units, piece: dict[str, Any], end: int) -> None:
     """Raise `StoreError` where a number of a piece is of nothing."""
     groups = [group for group in piece["groups"] if group is not None]
     for name, value, most in (
@@ -100,7 +115,7 @@ def _check(store: HostStore, piece: dict[str, Any], end: int) -> None:
         checkpoint_io.numbers(value, f"{INDEX}: {name}", most, StoreError)
 
 
-def _read(store: HostStore, path: Path, piece: dict[str, Any]) -> Tensor:
+def _read(store: Units, path: Path, piece: dict[str, Any]) -> Tensor:
     if path.name != piece["file"]:
         raise ValueError(f"{shown(piece['file'])} is not a file of a store")
     outside.regular(path, shown(path.name), StoreError, fix="save it again")
@@ -114,7 +129,7 @@ def _read(store: HostStore, path: Path, piece: dict[str, Any]) -> Tensor:
     return kept
 
 
-def _shape(store: HostStore) -> dict[str, Any]:
+def _shape(store: Units) -> dict[str, Any]:
     shape = store.shape
     return {
         "layers": shape.layers,

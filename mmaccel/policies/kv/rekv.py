@@ -95,7 +95,8 @@ class FrameIndex(Index):
             size=shared("size", here.long()),
             largest=1,
         )
-        entries = number[here] if count < end else number[:end]
+        # By the host, which knows them: a mask on the device would be waited for.
+        entries = self._sent((~gone[:end]).nonzero()[:, 0]) if count < end else number[:end]
         return Survey(end, entries, lists, [count] * self.layers, ready=self.summaries)
 
     def _own_keys(self, layer: int) -> tuple[Tensor, int, Callable[[Tensor], Tensor]]:

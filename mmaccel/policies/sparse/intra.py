@@ -143,9 +143,12 @@ class Orders:
         """Whether no query and no key is padding, and the queries are the last of the keys, as far as the host knows: of
         layouts of one memory."""
         queries, keys = self.q_layout, self.k_layout
-        if queries.padded or keys.padded:
-            return False
-        return queries.position.is_set_to(keys.position[:, keys.length - queries.length :])
+
+        def last() -> bool:
+            whole = not (queries.padded or keys.padded)
+            return whole and queries.position.is_set_to(keys.position[:, keys.length - queries.length :])
+
+        return remember(self.held, "final", last)
 
     def queries(self, modality: int | None = None) -> tuple[Order, Tensor]:
         """The queries of a modality, or all, and their rows [B, 1, P]."""
@@ -256,7 +259,7 @@ class Layer:
 
     def once(self, pattern: SparsePattern, make: Callable[[], AttentionPlan]) -> AttentionPlan:
         """The plan that `make` gives of a pattern which looks at the layouts alone, made once for all layers."""
-        return remember(self.orders.held, ("plan", repr(pattern), self.heads), make)
+        return remember(self.orders.held, ("plan", written(pattern), self.heads), make)
 
     def totals(self, query: int | None, count: int) -> Tensor:
         """[B, H, L]: the log-sum-exp over all keys of the last `count` queries of a modality."""
@@ -298,7 +301,7 @@ class IntraPattern(SparsePattern):
         """The parts of a sight; of a pattern that looks at the layout alone, made once for all layers."""
         if self.adaptive:
             return self.parts(sight)
-        name = repr(self), sight.kinds
+        name = written(self), sight.kinds
         return remember(sight.layer.orders.held, name, lambda: self.parts(sight))
 
     @abstractmethod
@@ -340,6 +343,15 @@ class IntraPattern(SparsePattern):
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
         each, more = self.max_blocks(n_query, n_key, gaps=False, ties=False)
         return whole_blocks(n_query, self.block) * each + more
+
+
+def written(pattern: SparsePattern) -> str:
+    """`repr` of a pattern, made once: equal patterns of different layers have the same."""
+    known: str | None = getattr(pattern, "_written", None)
+    if known is None:
+        known = repr(pattern)
+        object.__setattr__(pattern, "_written", known)
+    return known
 
 
 def seen_share(n_query: int, n_key: int) -> float:

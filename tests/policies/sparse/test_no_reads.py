@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmaccel.backends import select
 from mmaccel.backends.ops import operator
-from mmaccel.core.execute import launches
+from mmaccel.core.execute import attend_plan, launches
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO
 from mmaccel.core.merge_heads import merge_plans
 from mmaccel.core.registry import registry
@@ -102,3 +103,19 @@ def test_heads_that_lie_apart_are_put_together_without_reads() -> None:
     whole()
     with NoReads():
         whole()
+
+
+@pytest.mark.parametrize("name", ["a_shape", "tri_shape", "block_topk"])
+def test_planning_and_attention_are_one_graph(name: str) -> None:
+    """Once the host knows the layout: nothing of a plan, nor the packing of its parts, breaks the graph."""
+    pattern, layout, kernel = small(name), SCENE.layout(), select.get("reference", "cpu")
+    tensors = SCENE.tensors(torch.float32)
+
+    def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        plan = pattern.plan(query, key, layout, layout)
+        assert plan is not None
+        return attend_plan(plan, query, key, value, 0.25, kernel)[0]
+
+    want = layer(*tensors)
+    got = torch.compile(layer, backend="eager", fullgraph=True)(*tensors)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)

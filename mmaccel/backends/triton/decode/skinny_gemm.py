@@ -254,7 +254,7 @@ def parts_of(squares: Tensor | None, block_r: int) -> tuple[int, int]:
 def project_rows(
     x: Tensor,
     weight: Sequence[Tensor],
-    bias: Sequence[Tensor],
+    bias: Sequence[Tensor] = (),
     gain: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,

@@ -15,7 +15,7 @@ from mmaccel.backends import architectures
 from mmaccel.backends.current import on_its_device
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part, empty_output, takes_part
 from mmaccel.backends.triton.launch_args import encode_ints, lead, lines
-from mmaccel.backends.triton.prefill import hopper_launch, joint
+from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.backends.triton.prefill.kernel import attend_kernel, merge_kernel
 from mmaccel.backends.triton.prefill.runs import paired
 from mmaccel.backends.triton.prefill.split_k_schedule import LEAST_CHUNK, Work, places_on
@@ -140,9 +140,9 @@ def block_attend(
         and rows
         and lists == H
         and not all(plain)
-        and joint.suits(query, key, value, block_q, block_k, positions)
+        and hopper_launch.joint_suits(query, key, value, block_q, block_k, positions)
     ):
-        short = joint.attend((query, key, value), q_row, spans, scale, chunk, (out, lse))
+        short = hopper_launch.joint_attend((query, key, value), q_row, spans, scale, chunk, (out, lse))
         if short is None:
             return out, lse
     # Rows and places are whole blocks, and loaded as such; where lists lie depends on the length in any way.

@@ -83,7 +83,7 @@ def test_steps_that_vary_what_is_asked_of(tmp_path: Path) -> None:
     names = {"no_cache", "livevlm", "streammem", "recent", "full", "offload"}
     assert {row["way"] for row in by["rivals"]} == names
     alone, retrieving = by["splits"]
-    assert alone["deferred"] > 0 == alone["deferred_splits"] and alone["eager_splits"] > 0
+    assert alone["deferred"] > 0 == alone["deferred_splits"]
     assert retrieving["deferred_splits"] > 0, "watching that retrieves makes the splits it owes"
     assert [row["frames"] for row in by["whole"]] == sorted(row["frames"] for row in by["whole"])
     assert by["whole"][-1]["p50_s"] > by["whole"][0]["p50_s"]

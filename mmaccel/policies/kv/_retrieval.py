@@ -168,7 +168,7 @@ class Retriever:
         name = None
         if again:
             sizes = layer, budget, wide, more, reps, now.lists.largest, query.shape[1]
-            name = sizes, compact, coded, hidden is None
+            name = sizes, compact, coded, self.prefetch, hidden is None
             entries, picked, scores, *made = self.replays(name, choose)
         else:
             entries, picked, scores, *made = choose()

@@ -220,7 +220,7 @@ def test_a_stop_while_the_package_is_imported_as_a_command_is_told(
     stopped_while_importing(["-m", program, "--version"], {"PYTHONPATH": paths})
 
 
-@pytest.mark.parametrize("place", ["typer.main.get_command", "mmaccel.cli.program.TyperGroup.make_context"])
+@pytest.mark.parametrize("place", ["typer.main.get_command", "typer.core.TyperGroup.make_context"])
 def test_a_stop_before_the_command_runs_is_told(
     place: str, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

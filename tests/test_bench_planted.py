@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,38 +142,3 @@ def test_heads_of_several_runs_make_one_curve(tmp_path: Path) -> None:
     assert sum(row["exact"] + row["harmonic"] for row in rows) >= 27 and all(
         row["draws"] == 1 for row in rows
     )
-
-
-def test_each_choice_of_a_grid_is_judged(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    ablate = bench("ablate")
-    few = ("--tokens", "1536", "--frame", "32", "--draws", "1", "--gains", "9")
-    ablate.main(["--device", "cpu", "--out", str(out), *few])
-    rows = [json.loads(line) for line in out.read_text().splitlines()][1:]
-    found = {(row["case"], row["choice"]): row for row in rows}
-    asked = {(question, name) for question, choices in ablate.CHOICES.items() for name in choices}
-    assert set(found) == asked | {("pieces of the prompt", str(n)) for n in ablate.CHUNKS}
-    # Heads that share keys have slashes of their own: one estimate for both must lose some.
-    shared = "estimate under shared keys"
-    assert found[shared, "head"]["recall"] > found[shared, "group"]["recall"] + 0.05
-    assert found[shared, "head"]["recall"] > 0.8
-
-
-def test_an_index_is_judged_on_every_segment(random_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    model = str(random_folder("tiny-ov-draft"))
-    bench("extrapolate").main(["--model", model, "--device", "cpu", "--frames", "32", "--out", str(out)])
-    rows = [json.loads(line) for line in out.read_text().splitlines()][1:]
-    assert len(rows) >= 2 * 8 and {row["of"] for row in rows} == {"text", "video"}
-    assert len({row["case"] for row in rows}) == 2 and all(0 < row["recall"] <= 1 for row in rows)
-
-
-def test_the_shares_of_every_case_are_told(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    shares = bench("shares")
-    shares.main(["--tokens", "2048", "--out", str(out)])
-    rows = {row["case"]: row for row in map(json.loads, out.read_text().splitlines()[1:])}
-    assert set(rows) == set(shares.CASES)
-    assert all(0 < row["listed"] <= row["bound"] and row["bytes"] > 0 for row in rows.values())
-    # Exact patterns are expected to list what they list, blocks on the diagonal aside.
-    assert abs(rows["a_shape"]["expected"] / rows["a_shape"]["bound"] - 1) < 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -109,9 +110,23 @@ def launches(plan: AttentionPlan) -> list[Part]:
             parts[0] if len(parts) == 1 else joined(parts, plan.heads, blocks)
             for parts in (groups[number] for number in sorted(groups))
         ]
-        return whole + [part for part in plan.parts if part.head_range is not None]
+        alone = whole + [part for part in plan.parts if part.head_range is not None]
+        # The fact is about all parts of a group; a launch of one of several must not rely on it.
+        return [
+            replace(one, all_rows=None) if any(_same_rows(one, other) for other in alone) else one
+            for one in alone
+        ]
 
     return remember(plan.memo, "launches", made)
+
+
+def _same_rows(one: Part, other: Part) -> bool:
+    """Whether two parts divide the rows of a head between them."""
+    if one is other or one.merge_group != other.merge_group:
+        return False
+    if one.head_range is None or other.head_range is None:
+        return True
+    return bool({*one.head_range.heads} & {*other.head_range.heads})
 
 
 def _adjacent(heads: Sequence[int], most: int = 1 << 30) -> Iterator[tuple[int, int]]:

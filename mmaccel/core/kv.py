@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.policy import Policy
+from mmaccel.core.policy import Policy, refuse_former_names
 from mmaccel.core.positions import PositionIds
 
 
@@ -40,6 +40,9 @@ class KVView:
     bias: Tensor | None = None
 
 
+FORMER = {"turn": "question_scope", "enter": "begin_pass", "leave": "end_pass", "seat": "write_slot"}
+
+
 class KVState(ABC):
     """The memory of one batch of sequences, all layers.
 
@@ -47,6 +50,10 @@ class KVState(ABC):
     """
 
     in_place: bool = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_former_names(cls, FORMER)
 
     @abstractmethod
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -368,6 +375,10 @@ class StreamPolicy(KVPolicy):
     keeps: ClassVar[Literal["keys", "frames"]] = "keys"
     clip: ClassVar[int | None] = None
     query_time_fields: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_former_names(cls, {"asks": "query_time_fields"})
 
     @property
     def admits_sparse(self) -> bool:

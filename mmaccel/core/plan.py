@@ -173,7 +173,7 @@ class AttentionPlan:
                 begin = 0 if span.key is None else begins[id(span.key)]
                 column = torch.where(span.k_row >= 0, span.k_row + begin, columns).expand(B, h, -1).long()
                 wide = torch.zeros(B, h, seen.shape[2], columns + 1, dtype=dtype, device=device)
-                worth = seen * of(span).expand(B, h, -1)[:, :, None]
+                worth = torch.where(seen, of(span).expand(B, h, -1)[:, :, None], 0).to(dtype)
                 wide.scatter_add_(3, column[:, :, None].expand_as(seen), worth)
                 rows = torch.where(q_row >= 0, q_row, self.n_query)[..., None].expand_as(wide)
                 some.scatter_add_(2, rows, wide)
@@ -204,7 +204,8 @@ class AttentionPlan:
     def to(self, device: torch.device | str) -> AttentionPlan:
         """This plan with its tensors on `device`."""
         dense = self.dense.to(device) if self.dense is not None else None
-        return replace(self, parts=tuple(part.to(device) for part in self.parts), dense=dense)
+        moved: dict[int, Tensor] = {}
+        return replace(self, parts=tuple(part.to(device, moved) for part in self.parts), dense=dense)
 
 
 def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole: bool) -> None:

@@ -6,6 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mmaccel.core.errors import RecipeError
+
+
+def refuse_former_names(cls: type, renamed: Mapping[str, str]) -> None:
+    """Raise `RecipeError` for a class that defines a member by a name of an earlier version, which nothing calls now."""
+    for former, name in renamed.items():
+        if former in vars(cls):
+            raise RecipeError(f"{cls.__name__}: {former} is called {name} now; rename it.")
+
 
 class Policy:
     """A policy of any kind, as recipes see it.
@@ -18,6 +27,10 @@ class Policy:
     name: ClassVar[str]
     file: ClassVar[tuple[str, str] | None] = None
     words: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_former_names(cls, {"placed": "with_base_dir"})
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:

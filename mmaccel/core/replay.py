@@ -111,6 +111,9 @@ class Replays:
                 self._pool = torch.cuda.graph_pool_handle()
             try:
                 held = _Replay(work, held, self._device, self._pool)
+            except torch.OutOfMemoryError:
+                ways[at] = held  # the next call captures it, if there is room by then
+                return work()
             except RuntimeError:
                 held = UNFIT
         ways[at] = held

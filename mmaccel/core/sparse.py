@@ -12,10 +12,17 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import AttentionPlan, HeadRun
-from mmaccel.core.policy import Policy
+from mmaccel.core.policy import Policy, refuse_former_names
 
 BLOCK = 256
 """The largest block: kernels hold a block's places at once."""
+
+FORMER = {
+    "toll": "max_blocks",
+    "bound": "max_blocks_total",
+    "expected": "expected_blocks",
+    "guess": "estimate_blocks",
+}
 
 MOST = 2**31 - 1
 """The largest number of a field: kernels count places in 32 bits."""
@@ -45,6 +52,7 @@ class SparsePattern(Policy, ABC):
         """One that says anew what its plan is has not said how some heads of a layer are planned: its parent's way of that
         would pass it by."""
         super().__init_subclass__()
+        refuse_former_names(cls, FORMER)
         if "plan" in vars(cls) and "plan_of" not in vars(cls):
             cls.plan_of = SparsePattern.plan_of  # type: ignore[method-assign]
 

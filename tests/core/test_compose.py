@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.kv import StreamPolicy, StreamState
 from mmaccel.core.recipe import Recipe
+from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.kv import Window
 
 
@@ -37,3 +39,19 @@ def test_a_memory_must_roll_back_as_far_as_a_draft_asks(margin: int, fits: bool)
         Recipe.load(**choices)
     else:
         assert f"rolls back up to 9 tokens and kv 'window' only {margin}" in sentence(**choices)
+
+
+@pytest.mark.parametrize(
+    ("base", "former", "name"),
+    [
+        (SparsePattern, "bound", "max_blocks_total"),
+        (SparsePattern, "expected", "expected_blocks"),
+        (SparsePattern, "placed", "with_base_dir"),
+        (StreamState, "enter", "begin_pass"),
+        (StreamState, "turn", "question_scope"),
+        (StreamPolicy, "asks", "query_time_fields"),
+    ],
+)
+def test_a_member_that_was_renamed_is_refused_and_not_ignored(base: type, former: str, name: str) -> None:
+    with pytest.raises(RecipeError, match=f"Mine: {former} is called {name} now; rename it."):
+        type("Mine", (base,), {former: lambda *given: None})

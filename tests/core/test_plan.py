@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.backends import reference
-from mmaccel.core.execute import attend_part, attend_plan, merge
+from mmaccel.core.execute import attend_part, attend_plan, launches, merge
+from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import (
     ABSENT,
     FAR,
@@ -19,12 +20,14 @@ from mmaccel.core.plan import (
     TEST,
     AttentionPlan,
     BlockLists,
+    HeadRange,
     KeySpan,
     Part,
     pad_rows,
     span_by_range,
     span_from_table,
 )
+from mmaccel.core.recipe import Recipe
 from tests.backends.oracle import log_sum_exp, masked
 from tests.backends.plans import random_plan
 
@@ -243,3 +246,71 @@ def test_no_parts_give_zeros() -> None:
 def test_rows_fill_whole_blocks(n: int, want: int) -> None:
     padded = pad_rows(torch.arange(n).view(1, 1, n), BLOCK)
     assert padded.shape == (1, 1, want) and (padded[..., n:] == -1).all()
+
+
+def one_part(length: int = 64) -> tuple[AttentionPlan, Tensor, Tensor]:
+    """A window's plan in one part, and query [1, 2, n, 16] and key [1, 1, n, 16] for it."""
+    g = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, h, length, 16, generator=g) for h in (2, 1))
+    layout = TokenLayout.text(1, length)
+    plan = Recipe.load(sparse={"name": "a_shape", "block": 16, "window": 32, "sink": 16}).sparse.plan(
+        query, key, layout, layout
+    )
+    assert plan is not None
+    return plan, query, key
+
+
+def test_a_launch_of_one_part_of_several_relies_on_no_fact_about_them_all() -> None:
+    plan, query, key = one_part()
+    part = plan.parts[0]
+    assert part.all_rows == 64
+    both = HeadRange((0, 1), 0, 2)
+    halves = tuple(
+        replace(part, q_row=torch.where(half, part.q_row, -1), ordered=None, head_range=both)
+        for half in (part.q_row < 32, part.q_row >= 32)
+    )
+    assert [one.all_rows for one in launches(replace(plan, parts=halves))] == [None, None]
+    assert [one.all_rows for one in launches(plan)] == [64]
+    want, _ = attend_plan(plan, query, key, key, 0.25, reference.op)
+    torch.testing.assert_close(
+        attend_plan(replace(plan, parts=halves), query, key, key, 0.25, reference.op)[0], want
+    )
+
+
+def test_one_layout_serves_batches_of_other_sizes() -> None:
+    layout = TokenLayout.text(1, 64)
+    sparse = Recipe.load(sparse={"name": "a_shape", "block": 16, "window": 32, "sink": 16}).sparse
+    plans = [
+        sparse.plan(torch.randn(b, 2, 64, 16), torch.randn(b, 1, 64, 16), layout, layout) for b in (2, 1, 2)
+    ]
+    assert [plan.batch for plan in plans if plan is not None] == [2, 1, 2]
+
+
+def test_tracing_leaves_nothing_of_its_own_in_a_plan() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    plan, query, key = one_part()
+
+    def run(query: Tensor, key: Tensor) -> Tensor:
+        return attend_plan(plan, query, key, key, 0.25, reference.op)[0]
+
+    make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(query, key)
+    assert type(run(query, key)) is Tensor
+
+
+def test_a_key_may_be_biased_away() -> None:
+    plan, _, _ = one_part()
+    part = plan.parts[0]
+    bias = torch.zeros(1, 1, part.spans[0].k_row.shape[-1])
+    bias[..., 5] = -torch.inf
+    spans = (replace(part.spans[0], bias=bias), *part.spans[1:])
+    table = replace(plan, parts=(replace(part, spans=spans),)).to_bias()
+    assert not table.isnan().any() and table.isinf().any()
+
+
+def test_spans_share_their_own_keys_on_another_device() -> None:
+    plan, _, _ = one_part()
+    part, own = plan.parts[0], torch.randn(1, 1, 16, 16)
+    spans = tuple(replace(s, key=own, value=own, k_row=s.k_row.clamp(max=15)) for s in part.spans)
+    moved = replace(plan, parts=(replace(part, spans=spans),)).to("meta")
+    assert len(part.spans) > 1 and len(moved.own_keys) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -81,6 +81,5 @@ def listed(recipe: Recipe, layout: TokenLayout) -> float | None:
     if plan is None:
         return 1.0
     first = max(0, n - recipe.dense_tail)
-    parts = tuple(replace(one, q_row=one.q_row.where(one.q_row < first, -1)) for one in plan.parts)
-    pairs = replace(plan, parts=parts).listed_pairs() + sum(range(first + 1, n + 1))
+    pairs = plan.first(first).listed_pairs() + sum(range(first + 1, n + 1))
     return float(pairs.mean()) / (n * (n + 1) / 2)

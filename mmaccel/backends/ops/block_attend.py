@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ def remember(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -
     made = make()
     # What is made while a graph is traced or captured holds no values yet.
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if not torch.compiler.is_compiling() and not capturing:
+    if not torch.compiler.is_compiling() and not capturing and detect_fake_mode() is None:
         memo[name] = made
     return made
 
@@ -171,10 +172,16 @@ class KeySpan:
         """Whether it has a bias, or keys of its own."""
         return self.bias is not None or self.key is not None
 
-    def to(self, device: torch.device | str) -> KeySpan:
-        """The same span on `device`."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return KeySpan(**{k: v.to(device) if hasattr(v, "to") else v for k, v in moved.items()})
+    def to(self, device: torch.device | str, moved: dict[int, Tensor] | None = None) -> KeySpan:
+        """The same span on `device`. Spans that get one dictionary `moved`, id -> copy, share their own keys and values."""
+        moved = {} if moved is None else moved
+        for own in (self.key, self.value):
+            if own is not None and id(own) not in moved:
+                moved[id(own)] = own.to(device)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return KeySpan(
+            **{k: moved.get(id(v), v.to(device)) if hasattr(v, "to") else v for k, v in values.items()}
+        )
 
 
 class HeadRange(NamedTuple):
@@ -230,9 +237,11 @@ class Part:
             slice(0, heads) if self.head_range is None else slice(self.head_range.first, self.head_range.past)
         )
 
-    def to(self, device: torch.device | str) -> Part:
-        """The same part on `device`."""
-        return replace(self, q_row=self.q_row.to(device), spans=tuple(s.to(device) for s in self.spans))
+    def to(self, device: torch.device | str, moved: dict[int, Tensor] | None = None) -> Part:
+        """The same part on `device`; `moved` as in `KeySpan.to`."""
+        moved = {} if moved is None else moved
+        spans = tuple(span.to(device, moved) for span in self.spans)
+        return replace(self, q_row=self.q_row.to(device), spans=spans)
 
     @property
     def extra(self) -> bool:

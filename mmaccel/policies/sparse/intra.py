@@ -49,7 +49,9 @@ class Sight:
     @property
     def q_first(self) -> int | None:
         """The first place of `at`, where the places of the queries follow each other; None where the host does not know."""
-        return self.layer.k_layout.length - self.layer.q_layout.length if self.final else None
+        if self.ordered is None or not self.final:
+            return None
+        return self.layer.k_layout.length - self.layer.q_layout.length
 
     def span(self, lo: int, hi: int, first: int | None = None) -> KeySpan:
         """The keys, or the `first` of them, whose places are in a range before those of the queries."""
@@ -259,7 +261,8 @@ class Layer:
 
     def once(self, pattern: SparsePattern, make: Callable[[], AttentionPlan]) -> AttentionPlan:
         """The plan that `make` gives of a pattern which looks at the layouts alone, made once for all layers."""
-        return remember(self.orders.held, ("plan", written(pattern), self.heads), make)
+        sizes = self.query.shape[0], self.query.shape[2], self.key.shape[2]
+        return remember(self.orders.held, ("plan", written(pattern), self.heads, *sizes), make)
 
     def totals(self, query: int | None, count: int) -> Tensor:
         """[B, H, L]: the log-sum-exp over all keys of the last `count` queries of a modality."""

@@ -194,7 +194,8 @@ def block_attend(
         short = homes.short
     if not engine or short is not None:
         compiled: dict[str, Any] = {}
-        beside = [t for s in spans for t in (s.key, s.value) if t is not None]
+        more = _extra(spans, key, value) if extra else None
+        loaded = (key, value) if more is None else (*more[0], *more[1], key, value)
         if not isinstance(kernel, triton.runtime.Autotuner):
             config = config or config_for(
                 tall * pack,
@@ -220,7 +221,7 @@ def block_attend(
             encode_ints(min(s.hi, torch.iinfo(positions).max) for s in spans),
             plain,
             strides,
-            _extra(spans, key, value) if extra else None,
+            more,
             *(stride for t in (query, key, value) for stride in (*lines(t), t.stride(3))),
             *ends,
             M,
@@ -230,8 +231,8 @@ def block_attend(
             BLOCK_D=size,
             SPLIT=split,
             GATED=short is not None,
-            EXTRA=int(extra) * (2 if all(map(_aligned, (key, value, *beside))) else 1),
-            WIDE=max(map(_reach, (key, value, *beside))) >= 2**31,
+            EXTRA=int(extra) * (2 if all(map(_aligned, loaded)) else 1),
+            WIDE=max(map(_reach, loaded)) >= 2**31,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             **layout,
             **sizes,

@@ -25,7 +25,7 @@ ATTENTION = "mmaccel"
 """The name of `attention` among transformers' attention functions."""
 
 PLAIN = "mmaccel_plain_attention"
-"""The attribute of a config under which it names the attention of calls beside a pass of a stream."""
+"""The attribute of a config under which it keeps the model's own config, for calls beside a pass of a stream."""
 
 
 FORWARD = {
@@ -52,7 +52,8 @@ def attention(
     attention that the model's config names.
     """
     if not isinstance(attention_mask, ForwardPass | PackedPass):
-        return _plain(module)(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+        function, own = _plain(module)
+        return function(own, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     weights = None
     if kwargs.get("output_attentions") and not attention_mask.stream:
         attention_mask, weights = with_weights(attention_mask)
@@ -71,15 +72,23 @@ def attention(
 AttentionInterface.register(ATTENTION, attention)
 
 
-def _plain(module: nn.Module) -> Callable[..., Any]:
-    """The attention of a layer without our hooks: of a model that runs a pass of a stream in another thread."""
-    name = getattr(module.config, PLAIN, None)
-    if name is None:
+def _plain(module: nn.Module) -> tuple[Callable[..., Any], nn.Module]:
+    """The attention of a layer without our hooks, for a call beside a pass of a stream, and the module to call it with.
+
+    That module shares all that `module` has, but holds the model's own config: flash attention reads its variant from there.
+    """
+    shared = getattr(
+        module.config, PLAIN, module.config
+    )  # the pass may end between the call of the layer and here
+    name = shared._attn_implementation  # type: ignore[union-attr]
+    if name == ATTENTION:
         raise ModelError(
             "a layer of an accelerated model was called by itself; call the model, or detach the recipe first."
         )
+    own = object.__new__(type(module))
+    own.__dict__ = {**module.__dict__, "config": shared}
     eager = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
-    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # type: ignore[arg-type]
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager), own  # type: ignore[arg-type]
 
 
 class OneWay(torch.autograd.Function):

@@ -305,7 +305,7 @@ class HFStreamAdapter(StreamAdapter):
             # Where a module's own code can be told so, it does not even multiply by one.
             rotate_by(hooks, inside, self.family.rotate_function, left)
             in_chunks(hooks, self.family.pointwise(self.model), self.family)
-            hooks.attention(inside, shared, ATTENTION, **{PLAIN: shared._attn_implementation})
+            hooks.attention(inside, shared, ATTENTION, **{PLAIN: shared})
             for number, layer in enumerate(layers if hidden else ()):
                 hooks.before(layer, functools.partial(ahead, number))
             yield

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.integrations import flash_attention
 
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from mmaccel.media import Video
+from mmaccel.models.attention import PLAIN
 from mmaccel_lab.world import World, write_mp4
 from tests.models.streams import FPS, QUESTION, every_stream, film, logits, open_session, pair, plain
 
@@ -184,14 +186,21 @@ def test_threads_with_a_session_each_get_what_they_get_alone() -> None:
         assert ours is not None and ours[1] == want[1] and torch.allclose(ours[0], want[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("own", ["sdpa", "eager"])
+@pytest.mark.parametrize("own", ["sdpa", "eager", "flash_attention_2"])
 @pytest.mark.parametrize("name", ["random-ov", "random-qwen"])
 def test_a_plain_run_in_the_middle_of_a_pass_gives_what_it_gives_alone(
     name: str, own: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padding included, which only the mask of the model's own attention knows of; and the stream does not notice. A session
-    gives no rotation to its own thread alone."""
+    gives no rotation to its own thread alone. Flash attention, a stand-in here, is asked for the model's own variant."""
     model, processor = pair(name)
+    asked = []
+
+    def flash(query: torch.Tensor, *_: object, attn_implementation: str, **__: object) -> torch.Tensor:
+        asked.append(attn_implementation)
+        return query
+
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", flash)
     monkeypatch.setattr(model.model.language_model.config, "_attn_implementation", own)
     tokens = processor.tokenizer(
         ["a star", "what was the colour of the star ?"], padding=True, return_tensors="pt"
@@ -200,6 +209,8 @@ def test_a_plain_run_in_the_middle_of_a_pass_gives_what_it_gives_alone(
     assert not bool(inputs["attention_mask"].all())
     with torch.no_grad():
         alone = model(**inputs).logits[:, -1]
+    want = asked * 2
+    assert bool(want) == (own == "flash_attention_2") and set(want) <= {own}
     me, found = threading.get_ident(), []
 
     def plainly() -> None:
@@ -221,6 +232,10 @@ def test_a_plain_run_in_the_middle_of_a_pass_gives_what_it_gives_alone(
         finally:
             hook.remove()
         assert len(found) == 1 and torch.equal(found[0], alone) and torch.equal(ours, logits(twin))
+        assert asked == want
+    text = model.model.language_model
+    assert all(layer.self_attn.config is text.config for layer in text.layers)
+    assert not hasattr(text.config, PLAIN) and text.config._attn_implementation == own
 
 
 def test_frames_of_another_size_are_resized_and_told_once() -> None:

@@ -64,17 +64,27 @@ class Hooks(ExitStack):
 
     def before(self, module: nn.Module, hook: Callable[..., Any], **options: Any) -> None:
         """Register a forward pre-hook that gets keyword arguments."""
-        self.callback(module.register_forward_pre_hook(hook, with_kwargs=True, **options).remove)
+        self.callback(_unregister, hook, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        module.register_forward_pre_hook(hook, with_kwargs=True, **options)
 
     def after(self, module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> None:
         """Register a forward hook."""
-        self.callback(module.register_forward_hook(hook, with_kwargs=with_kwargs).remove)
+        self.callback(_unregister, hook, module._forward_hooks, module._forward_hooks_with_kwargs)
+        module.register_forward_hook(hook, with_kwargs=with_kwargs)
 
     def refuse_copies(self, modules: Iterable[nn.Module], owner: Uncopied) -> None:
         """Let copies and pickles of `modules` raise as those of `owner` do."""
         for module in modules:
             # Copy and pickle ask the instance, before they look at what is in it.
             self.put(module, "__reduce_ex__", owner.__reduce_ex__)
+
+
+def _unregister(hook: Callable[..., Any], hooks: dict[int, Any], with_kwargs: dict[int, bool]) -> None:
+    """Remove `hook` from a module's `hooks`, also where an error came before its handle was returned."""
+    for key, one in list(hooks.items()):
+        if one is hook:
+            del hooks[key]
+            with_kwargs.pop(key, None)
 
 
 class Uncopied:

@@ -11,6 +11,7 @@ those under way now, and new calls wait `LONGER` times as long: sooner or later 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -36,6 +37,24 @@ LONG_S = 60.0
 
 _CALLS = {"_call_impl", "_wrapped_call_impl", "generate", "_call"}
 """Names of the functions that run a module: of `nn.Module`, of generation in transformers, and of `Attaching`."""
+
+_looking = threading.Lock()
+
+
+def stacks() -> dict[int, FrameType]:
+    """The innermost frame of each thread, by its identifier.
+
+    The garbage collector is off meanwhile: before Python 3.12.4, one that runs within the call can block the process for
+    ever (CPython issue 106883).
+    """
+    with _looking:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
 
 
 _Calls = dict[object, int]
@@ -170,14 +189,14 @@ class Gate:
         """The calls of other threads that entered no gate, by their outermost frames, and whether there may be others."""
         found: _Calls = {}
         unsure = False
-        for thread, frame in sys._current_frames().items():
+        for thread, frame in stacks().items():
             if thread == threading.get_ident() or self._stays(thread, frame):
                 continue
             call = _call_of(frame, self._ends)
             if call is not None:
                 found[call] = thread
             # A frame that has returned meanwhile no longer knows who called it: then the look says nothing.
-            unsure |= sys._current_frames().get(thread) is not frame
+            unsure |= stacks().get(thread) is not frame
         return found, unsure
 
     def _stays(self, thread: int, frame: FrameType) -> bool:
@@ -218,8 +237,8 @@ _guard = threading.Lock()
 
 
 def _forked() -> None:
-    global _guard
-    _guard = threading.Lock()
+    global _guard, _looking
+    _guard, _looking = threading.Lock(), threading.Lock()
     for gate in list(_gates.values()):
         gate.forked()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +17,7 @@ from transformers import LogitsProcessor
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.models import attaching
+from tests import SOURCES
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
@@ -136,3 +140,32 @@ def test_a_change_says_which_call_it_waits_for(family: Any, monkeypatch: pytest.
         reached.clear()
         go_on.clear()
     hook.remove()
+
+
+COLLECTS = """
+import gc, threading
+from mmaccel.models.attaching import stacks
+
+stop = threading.Event()
+threads = [threading.Thread(target=stop.wait, daemon=True) for _ in range(20)]
+[thread.start() for thread in threads]
+gc.collect(), gc.disable()
+for _ in range(50):
+    one = threading.local()
+    one.me = one
+    del one
+gc.set_threshold(gc.get_count()[0] + 10)  # the collector runs at the tenth frame
+gc.enable()
+print(len(stacks()), gc.isenabled())
+"""
+
+
+def test_stacks_are_read_while_the_collector_is_due() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTS],
+        env={**os.environ, "PYTHONPATH": SOURCES},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "21 True\n", done.stderr

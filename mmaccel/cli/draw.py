@@ -150,7 +150,7 @@ def _session(
     device: str,
     dtype: str,
 ) -> None:
-    from mmaccel.core.recipe import Recipe, stream_policy
+    from mmaccel.core.recipe import stream_policy
     from mmaccel.core.session import VideoSession
     from mmaccel.core.session_io import recipe_of
     from mmaccel.figure import figure, save
@@ -158,7 +158,7 @@ def _session(
     figure(1, 1)
     if output.exists() and not output.is_dir():
         raise RecipeError(f"--out: {output} is a file; give a folder for the pictures.")
-    stream_policy(Recipe.load(recipe_of(saved)))
+    stream_policy(recipe_of(saved))
     known = None if truth is None else Truth.of(_truth(truth))
     place, kind = choices.where(device), choices.dtype(dtype)
     with VideoSession.resume(choices.load(model, place, kind), choices.processor(model), saved) as session:

@@ -95,7 +95,6 @@ def watch(
     same file behind the last frame that was saved.
     """
     from mmaccel import media
-    from mmaccel.core.recipe import Recipe
     from mmaccel.core.session import VideoSession
     from mmaccel.core.session_io import recipe_of, writable
     from mmaccel.media.address import is_url
@@ -108,7 +107,7 @@ def watch(
     if save is not None:
         writable(save)
     with opening(save):
-        chosen = choices.memory(recipe or RECIPE) if load is None else Recipe.load(recipe_of(load))
+        chosen = choices.memory(recipe or RECIPE) if load is None else recipe_of(load)
         place, kept_in = choices.where(device), choices.dtype(dtype)
         processor = choices.processor(model)
         clips: Iterator[Video] = iter(())

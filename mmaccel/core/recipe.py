@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ import yaml
 from mmaccel.backends import select
 from mmaccel.core import outside
 from mmaccel.core.draft import DraftStrategy
-from mmaccel.core.errors import RecipeError, UnknownName, shown
+from mmaccel.core.errors import ModelError, RecipeError, UnknownName, shown
 from mmaccel.core.kv import KVPolicy, StreamPolicy
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import BASES, DEFAULTS, policy, registry
@@ -117,6 +119,23 @@ class Recipe:
     def to_yaml(self) -> str:
         """The recipe as YAML text."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+
+def saved_recipe(where: Path, saved: Mapping[str, Any]) -> Recipe:
+    """The recipe of the session in folder `where`; raises `ModelError` where it cannot be opened."""
+    kv = saved.get("kv")
+    try:
+        return Recipe.load({**saved, "kv": _saved_kv(json.dumps(kv))})
+    except RecipeError as error:
+        raise ModelError(
+            f"{where} was saved with kv {shown(kv, 200)}, and its recipe cannot be opened: {error}"
+        ) from error
+
+
+@functools.lru_cache
+def _saved_kv(text: str) -> Any:
+    """Built once, so that fields of earlier versions warn once, however often a session is read."""
+    return policy("kv", json.loads(text))
 
 
 def check_pairs(recipe: Recipe) -> None:

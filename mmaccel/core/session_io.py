@@ -30,8 +30,7 @@ from mmaccel.core import checkpoint_io, outside
 from mmaccel.core.checkpoint_io import locked, sync, write_private
 from mmaccel.core.errors import MmaccelError, ModelError, shown
 from mmaccel.core.kv import StreamPolicy
-from mmaccel.core.recipe import Recipe
-from mmaccel.core.registry import policy
+from mmaccel.core.recipe import Recipe, saved_recipe
 from mmaccel.core.stream_adapter import StreamAdapter
 from mmaccel.core.stream_runner import StreamInfo, StreamRunner
 
@@ -118,9 +117,9 @@ def save(path: Path, seam: StreamAdapter, recipe: Recipe, live: StreamRunner) ->
         raise ModelError(f"save: {path} cannot be written ({told}); give a path with room.") from error
 
 
-def recipe_of(path: Path) -> dict[str, Any]:
-    """The recipe a session was saved with."""
-    return dict(_read(path)["recipe"])
+def recipe_of(path: Path) -> Recipe:
+    """The recipe a session was saved with; raises `ModelError` where it cannot be opened."""
+    return saved_recipe(path, _read(path)["recipe"])
 
 
 def load(where: Path, seam: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> StreamRunner:
@@ -201,10 +200,10 @@ def _load(where: Path, seam: StreamAdapter, recipe: Recipe, kv: StreamPolicy) ->
         raise ModelError(
             f"{where} was saved from a model in {kind} and this one is in {dtype}; load the model in {kind}."
         )
-    if _kept(saved := facts["recipe"].get("kv")) != _kept(recipe.kv):
-        raise ModelError(
-            f"{where} was saved with kv {shown(saved, 200)}; open the session with the same kv and fields."
-        )
+    saved = facts["recipe"].get("kv")
+    if _kept(saved_recipe(where, {"kv": saved})) != _kept(recipe):
+        told = shown(saved, 200)
+        raise ModelError(f"{where} was saved with kv {told}; open the session with the same kv and fields.")
     # Before version 4 the files were in the folder itself.
     data = where / facts.get("data", "")
     there = {str(file.relative_to(where)) for file in _files(data / MEMORY)}
@@ -228,13 +227,12 @@ def _load(where: Path, seam: StreamAdapter, recipe: Recipe, kv: StreamPolicy) ->
     return live
 
 
-def _kept(kv: Any) -> dict[str, Any] | None:
-    """The fields of a memory that matter before a question, JSON-ready; a saved one's under their present names."""
-    kv = policy("kv", kv)
-    if not isinstance(kv, StreamPolicy):
+def _kept(recipe: Recipe) -> dict[str, Any] | None:
+    """The fields of a memory that matter before a question, JSON-ready."""
+    if not isinstance(kv := recipe.kv, StreamPolicy):
         return None
-    fields: dict[str, Any] = _plain(Recipe(kv=kv).to_dict()["kv"])
-    return {name: value for name, value in fields.items() if name not in kv.query_time_fields}
+    fields = recipe.to_dict()["kv"].items()
+    return {name: _plain(value) for name, value in fields if name not in kv.query_time_fields}
 
 
 def _read_info(data: Path, facts: dict[str, Any], seam: StreamAdapter) -> StreamInfo:

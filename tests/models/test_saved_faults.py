@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from mmaccel.core import checkpoint_io, session_io
-from mmaccel.core.errors import MmaccelError, ModelError, StoreError
+from mmaccel.core.errors import MmaccelError, MmaccelWarning, ModelError, StoreError
+from mmaccel.core.session import VideoSession
 from tests.models.streams import logits, open_session, pair
 from tests.models.test_session_faults import NAME, TIGHT, begun, unharmed
 
@@ -78,6 +80,30 @@ def test_facts_that_cannot_be_are_refused(tmp_path: Path, wrong: dict[str, Any])
             session.load(tmp_path / "whole")
         path.write_text(json.dumps(older))
         session.load(tmp_path / "whole")
+
+
+def test_a_saved_memory_that_cannot_be_opened_is_told_with_its_folder(tmp_path: Path) -> None:
+    path = saved(tmp_path / "whole") / "session.json"
+    facts = json.loads(path.read_text())
+    kept = facts["recipe"]["kv"]
+    for kv, why in (
+        ({"name": "mosaic", "levels": "none"}, "the field levels is gone"),
+        ({"name": "nobody"}, "unknown kv 'nobody'"),
+        ({**kept, "window": "x"}, "give a whole number"),
+        (None, "is not a KVPolicy"),
+    ):
+        facts["recipe"]["kv"] = kv
+        path.write_text(json.dumps(session_io.sealed(facts)))
+        told = f"{re.escape(str(path.parent))} was saved with kv .*cannot be opened: .*{why}"
+        with begun() as session, unharmed(session, ModelError, told):
+            session.load(path.parent)
+        with pytest.raises(ModelError, match=told):
+            VideoSession.resume(*pair(NAME), path.parent)
+    facts["recipe"]["kv"] = {**kept, "copies": "frame"}
+    path.write_text(json.dumps(session_io.sealed(facts)))
+    with pytest.warns(MmaccelWarning, match="copies is gone") as warned:
+        VideoSession.resume(*pair(NAME), path.parent).close()
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import RecipeError, shown, warn
+from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.kv import CacheSlot, Seen, Stream, StreamPass, StreamState
 from mmaccel.core.registry import policy as built
 from mmaccel.policies.kv._evidence import Look, weigh, words_of
+from mmaccel.policies.kv._former import Former, upgraded
 from mmaccel.policies.kv._index import Found, Index, IndexPolicy
 from mmaccel.policies.kv._prefetch import Prefetcher, Window
 from mmaccel.policies.kv._retrieval import Asking, Chosen, EncodeRetrieval, End, Prefetch, Retriever
@@ -30,15 +31,6 @@ from mmaccel.policies.kv.store.transfer import in_units
 
 ALL = 1 << 62
 """As many summary tokens as there are clusters."""
-
-
-@dataclass(frozen=True)
-class Former:
-    """A field of earlier versions: what it was by default, why it is gone; or of which `part` (index) it is a field now."""
-
-    default: Any = None
-    why: str = ""
-    part: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +56,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
     query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames", "local"})
     FORMER: ClassVar[Mapping[str, Former]] = {
         "similarity": Former(part="frames"),
-        "copies": Former("coalesced", "the store brings frames by its best way"),
+        "copies": Former("coalesced", "the store brings frames by its best way", speed=("frame",)),
     }
 
     frames: int = 64
@@ -77,26 +69,7 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
 
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        given, moved = dict(fields), dict[str, Any]()
-        for name, former in cls.FORMER.items():
-            if name not in given:
-                continue
-            value = given.pop(name)
-            if former.part:
-                moved[name] = value
-            elif value != former.default:
-                raise RecipeError(
-                    f"{cls.name}: the field {name} is gone, and {shown(value)} is not what it became: {former.why}."
-                )
-        if moved:
-            own = given.get("index", cls.__dataclass_fields__["index"].default)
-            own = {"name": own} if isinstance(own, str) else own
-            if not isinstance(own, Mapping):
-                raise RecipeError(f"{cls.name}: {', '.join(moved)} are fields of the index; set them there.")
-            given["index"] = {**own, **moved}
-            told = ", ".join(f"{name}: {value}" for name, value in given["index"].items())
-            warn(f"{cls.name}: {', '.join(moved)} moved to the index; write index: {{{told}}}.")
-        return given
+        return upgraded(cls.name, fields, cls.FORMER, cls.__dataclass_fields__["index"].default)
 
     def __post_init__(self) -> None:
         super().__post_init__()

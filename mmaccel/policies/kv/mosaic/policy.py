@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._archived import ArchivedPolicy, Former
+from mmaccel.policies.kv._archived import ArchivedPolicy
+from mmaccel.policies.kv._former import Former, renamed
 from mmaccel.policies.kv._index import IndexPolicy
 from mmaccel.policies.kv._retrieval import Prefetch
 from mmaccel.policies.kv.mosaic.index import ClusterIndex
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from mmaccel.core.kv import Stream
 
 LEAST = {"init": 2, "visual": 1, "semantic": 1, "buffer": 0}
+PREDICTORS = {"query": "query", "projected": "projected", "frames": "query"}
+"""What a predictor of earlier versions is now; "frames", which changed no answer either, is none of its own any more."""
 
 
 @register("index", "clusters")
@@ -120,11 +123,11 @@ class Mosaic(ArchivedPolicy):
         "reps_for": Former("all", "all clusters have summary tokens (V-C)"),
         "rep_of": Former("mean", "a summary token is the mean of its cluster"),
         "rep_bias": Former("none", "a summary token weighs as one token"),
-        "slack": Former(1.25, "it is the constant AHEAD of _retrieval.py"),
-        "clip": Former(None, "the recipe's chunk sets the units of a pass"),
-        "batch_attention": Former(True, "passes are always batched (VII-A)"),
-        "batch_feed": Former(True, "passes are always batched (VII-A)"),
-        "batch_match": Former(True, "matching is always batched (VII-A)"),
+        "slack": Former(1.25, "it is the constant AHEAD of _retrieval.py", speed=(int, float)),
+        "clip": Former(None, "the recipe's chunk sets the units of a pass", speed=(int,)),
+        "batch_attention": Former(True, "passes are always batched (VII-A)", speed=(False,)),
+        "batch_feed": Former(True, "passes are always batched (VII-A)", speed=(False,)),
+        "batch_match": Former(True, "matching is always batched (VII-A)", speed=(False,)),
     }
 
     local: int = 8
@@ -138,16 +141,23 @@ class Mosaic(ArchivedPolicy):
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         given = dict(fields)
-        # The fields of one policy said how the next layer was predicted, and whether.
-        predictor = given.pop("predictor", None)
-        if predictor not in (None, "projected", "query"):
-            raise RecipeError(
-                f"mosaic: predictor {shown(predictor)} is gone; set prefetch to 'query' or 'projected'."
-            )
-        if type(given.get("prefetch")) is bool or predictor is not None:
-            on = given.get("prefetch", True)
-            given["prefetch"] = (predictor or "projected") if on not in (False, "off") else "off"
+        if "predictor" in given:
+            predictor, on = given.pop("predictor"), given.get("prefetch", True)
+            if not isinstance(predictor, str) or predictor not in PREDICTORS:
+                raise RecipeError(f"mosaic: predictor is {shown(predictor)}; leave it out and set prefetch.")
+            if type(on) is bool:
+                given.pop("prefetch", None)
+            value = "off" if on is False else PREDICTORS[predictor]
+            renamed("mosaic", given, f"predictor: {predictor}", value, "prefetch")
+        elif type(on := given.get("prefetch")) is bool:
+            del given["prefetch"]
+            renamed("mosaic", given, f"prefetch: {str(on).lower()}", "projected" if on else "off", "prefetch")
         if "batch_layers" in given:
-            alone = given.pop("batch_layers") is False
-            given |= {"encode_by": "frame"} if alone else {}
+            together = given.pop("batch_layers")
+            if type(together) is not bool:
+                raise RecipeError(
+                    f"mosaic: batch_layers is {shown(together)}; leave it out and set encode_by."
+                )
+            told = f"batch_layers: {str(together).lower()}"
+            renamed("mosaic", given, told, "pass" if together else "frame", "encode_by")
         return super().upgrade(given)

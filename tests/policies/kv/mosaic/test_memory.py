@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.core.errors import MmaccelWarning, ModelError, RecipeError, StoreError
-from mmaccel.core.registry import policy
+from mmaccel.core.errors import ModelError, RecipeError, StoreError
 from mmaccel.policies.kv import _retrieval
-from mmaccel.policies.kv.mosaic import Clusters, Mosaic
+from mmaccel.policies.kv.mosaic import Mosaic
 from tests.policies.kv.mosaic.driven import GROUPS, HEAD, LAYERS, SIZE, TOKENS, WHEEL, Driven
 from tests.policies.kv.mosaic.scenes import audit, partition
 
@@ -336,32 +335,3 @@ def test_a_stream_begun_anew_knows_nothing_of_the_old_one() -> None:
     driven.ask(1)
     (state := driven.state).reset()
     assert not state.retriever.prediction._known.any() and not driven.index.tree.started and not state.units()
-
-
-OLD: dict[str, Any] = {
-    "similarity": "dot", "levels": "both", "granularity": "frame", "tile": 49, "init": 64, "lift": 2.0, "visual": 16,
-    "semantic": 4, "smallest": 4, "largest": 32, "tau_small": 1.25, "tau_large": 2.0, "alpha": 8.0,
-    "threshold": "relaxing", "new_scene": 2.0, "gain": 0.05, "unmix": 0.5, "deferred": True, "buffer": 64, "reps": 512,
-    "reps_for": "all", "rep_of": "mean", "rep_bias": "none", "encode_frames": 8, "cache": 64, "prefetch": True,
-    "predictor": "projected", "slack": 1.25, "clip": None, "batch_layers": True, "batch_attention": True,
-    "batch_feed": True, "batch_match": True,
-}  # fmt: skip
-"""Fields of mosaic in recipes and sessions of version 4."""
-
-
-def test_fields_of_earlier_versions_are_read() -> None:
-    with pytest.warns(
-        MmaccelWarning, match="init, visual, semantic, buffer moved to the index; write index: {"
-    ):
-        assert policy("kv", {"name": "mosaic", **OLD}) == Mosaic()
-    changed = {**OLD, "visual": 8, "prefetch": False, "batch_layers": False}
-    with pytest.warns(MmaccelWarning, match="name: clusters, .*visual: 8"):
-        found = policy("kv", {"name": "mosaic", **changed})
-    assert found == Mosaic(index=Clusters(visual=8), prefetch="off", encode_by="frame")
-    for field, value, why in (
-        ("levels", "none", "kv 'rekv' retrieves frame by frame"),
-        ("tau_small", 2.0, "equation 5"),
-        ("predictor", "frames", "set prefetch to 'query' or 'projected'"),
-    ):
-        with pytest.raises(RecipeError, match=f"mosaic: .*{field}.*{why}"):
-            policy("kv", {"name": "mosaic", field: value})

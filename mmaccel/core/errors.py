@@ -72,6 +72,9 @@ class Field:
             told += f"{' ' if options is not None else ''}{self.value}"
         return self.within.format(told) if names else ""
 
+    def __repr__(self) -> str:
+        return self.said()
+
 
 class Sentence:
     """An error or a warning whose `args` are its words: texts, and a `Field` where it names arguments of a call."""
@@ -103,6 +106,7 @@ class UnknownName(RecipeError):
 
     kinds  name -> its kind, where names of several kinds are known: the list is then of the nearest one's kind alone
     own    whether a user's file may give the name
+    others  names that are known no more, or to a part of it
     meant  what the name means elsewhere and what to give in its place (`Policy.words`); nothing else is then said
     """
 
@@ -114,13 +118,14 @@ class UnknownName(RecipeError):
         kinds: Mapping[str, str] | None = None,
         own: bool = False,
         meant: str | None = None,
+        others: Iterable[str] = (),
     ) -> None:
         if meant is not None:
             super().__init__(f"{kind} {name!r} {meant}.")
             return
         names = sorted(known)
         given, name = name, name[:SHOWN]  # a text of megabytes is like no name, and comparing it takes hours
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
+        near = difflib.get_close_matches(name, [*names, *others], n=1, cutoff=0.55)
         told = f"there are {', '.join(names) or 'none'}."
         if kinds is not None:
             of = kinds[near[0]] if near else ""
@@ -128,7 +133,8 @@ class UnknownName(RecipeError):
             told = "`mmaccel list` has them all."
             if near:
                 told = f"of kind {of} there are {', '.join(same)}; `mmaccel list` has the others."
-        hint = f"did you mean {near[0]!r}? {told[0].upper()}{told[1:]}" if near else told
+        of = ", of its index or of an earlier version" if near and near[0] not in names else ""
+        hint = f"did you mean {near[0]!r}{of}? {told[0].upper()}{told[1:]}" if near else told
         super().__init__(
             f"unknown {kind} {shown(given)}: {hint[:-1]}; {OWN}."
             if own

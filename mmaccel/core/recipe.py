@@ -161,9 +161,10 @@ def check_pairs(recipe: Recipe) -> None:
 
 def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
     if prune.seat == "draft":
+        drafts = [name for name, cls in registry("draft").items() if hasattr(cls, "prune")]
         raise RecipeError(
-            f"prune {prune.name!r} chooses what a draft sees; give it to the draft, in its field prune, or choose one "
-            "for the target."
+            f"prune {prune.name!r} chooses what a draft sees; give it to the draft, for example as {{draft: {{name: "
+            f"{drafts[0]}, prune: {prune.name}}}}}, or choose one for the target."
         )
     if not (recipe.kv.exact and recipe.kv.sequences):
         raise RecipeError(

@@ -75,7 +75,12 @@ class Registry(Mapping[str, type]):
         for field in given:
             if field not in known:
                 told = field if isinstance(field, str) else shown(field)
-                raise UnknownName(f"field of {self.kind} {name!r}", told, known)
+                parts = registry("index").values() if "index" in known else ()
+                others = [
+                    *getattr(cls, "FORMER", ()),
+                    *(one for part in parts for one in part.__dataclass_fields__),
+                ]
+                raise UnknownName(f"field of {self.kind} {name!r}", told, known, others=others)
         _check_types(f"{self.kind} {name!r}", cls, given)
         try:
             return cls(**given)

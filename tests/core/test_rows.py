@@ -55,6 +55,7 @@ def test_a_sentence_names_arguments_or_the_options_of_a_command() -> None:
         ".",
     )
     assert str(error) == "frames=9 is more than the 6 of frames=.mp4: give fps= or size=."
+    assert repr(error.args[0]) == "frames=9" and "frames=9" in repr(error)
     assert error.said(options) == "--frames 9 is more than the 6 of frames=.mp4: give --fps."
     told = VideoWarning("shrunk", Field("max_side", "size", within="; {} sets another"), ".")
     assert str(told) == "shrunk; max_side= or size= sets another." and told.said(options) == "shrunk."

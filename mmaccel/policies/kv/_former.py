@@ -39,9 +39,7 @@ def _among(value: Any, choices: tuple[Any, ...]) -> bool:
 def renamed(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> None:
     """Set field `new` to the `value` that a former spelling, `old`, comes to; raises where both are given and disagree."""
     if new in given and given[new] != value:
-        raise RecipeError(
-            f"{who}: {old} means {new}: {value}, and {new} is {shown(given[new])}; leave the former out."
-        )
+        raise RecipeError(f"{who}: {old} means {new}: {value}, and {new} is given; leave the former out.")
     given[new] = value
     warn(f"{who}: {old} is the former spelling; write {new}: {value}.")
 
@@ -55,12 +53,11 @@ def upgraded(who: str, fields: Mapping[str, Any], former: Mapping[str, Former], 
         value = given.pop(name)
         if one.part:
             moved[name] = value
-        elif _among(value, one.speed) and not _among(value, (one.default,)):
+        elif not _among(value, (one.default, *one.speed)):
+            told = f"the field {name} is gone, and {shown(value)} is not what it became"
+            raise RecipeError(f"{who}: {told}: {one.why}; leave it out.")
+        elif value != one.default:
             warn(f"{who}: the field {name} is gone, and it changed no answer: {one.why}; leave it out.")
-        elif not _among(value, (one.default,)):
-            raise RecipeError(
-                f"{who}: the field {name} is gone, and {shown(value)} is not what it became: {one.why}; leave it out."
-            )
     if not moved:
         return given
     own = given.get("index", index)
@@ -70,7 +67,7 @@ def upgraded(who: str, fields: Mapping[str, Any], former: Mapping[str, Former], 
     for name, value in moved.items():
         if own.get(name, value) != value:
             raise RecipeError(
-                f"{who}: {name} is {shown(value)}, and {shown(own[name])} in its index; set it there alone."
+                f"{who}: {name} is {shown(value)}, and another in its index; set it there alone."
             )
     given["index"] = {**own, **moved}
     told = ", ".join(f"{name}: {value}" for name, value in given["index"].items())

@@ -12,11 +12,10 @@ from torch import Tensor
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.buffers import grow_buffer
-from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.kv import Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._whole import WholeStream
-from mmaccel.policies.kv.store import HostPolicy
+from mmaccel.policies.kv.store import HostPolicy, Spill
 
 Pair = tuple[Tensor, Tensor]
 
@@ -33,13 +32,7 @@ class Offload(HostPolicy):
     """
 
     exact: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.spill == "drop_oldest":
-            raise RecipeError(
-                f"{self.name}: spill is {shown(self.spill)}; give 'refuse' or 'disk', for it keeps everything."
-            )
+    spills: ClassVar[tuple[Spill, ...]] = ("refuse", "disk")
 
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

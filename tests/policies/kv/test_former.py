@@ -77,3 +77,20 @@ def test_a_former_field_of_speed_alone_is_dropped_and_a_spelling_warns(
 def test_a_former_spelling_that_disagrees_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match="mosaic: "):
         Recipe.load(None, kv={"name": "mosaic", **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"kv": {"name": "mosaic", "initt": 3}}, "did you mean 'init', of its index"),
+        ({"kv": {"name": "mosaic", "first_stag": 3}}, "did you mean 'first_stage', of its index"),
+        ({"kv": {"name": "mosaic", "fames": 3}}, r"did you mean 'frames'\?"),
+        ({"kv": {"name": "offload", "spill": "x"}}, "give 'refuse' or 'disk'[.]"),
+        ({"kv": {"name": "offload", "spill": "drop_oldest"}}, "give 'refuse' or 'disk'[.]"),
+        ({"kv": {"name": "rekv", "spill": "x"}}, "or 'drop_oldest'[.]"),
+        ({"prune": "uv"}, r"as \{draft: \{name: parallel, prune: uv\}\}, or"),
+    ],
+)
+def test_an_error_says_what_to_give(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        Recipe.load(None, **fields)

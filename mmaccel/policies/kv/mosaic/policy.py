@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mmaccel.core.kv import Stream
 
 LEAST = {"init": 2, "visual": 1, "semantic": 1, "buffer": 0}
+SPLIT = dict(smallest=4, largest=32, tau_small=1.25, tau_large=2, alpha=8, new_scene=2, gain=0.05, unmix=0.5)
+BATCHED = "attention", "feed", "match"
 PREDICTORS = {"query": "query", "projected": "projected", "frames": "query"}
 """What a predictor of earlier versions is now; "frames", which changed no answer either, is none of its own any more."""
 
@@ -109,25 +111,19 @@ class Mosaic(ArchivedPolicy):
         "levels": Former("both", "the index is always nested; kv 'rekv' retrieves frame by frame"),
         "granularity": Former("frame", "clusters hold frames"),
         "tile": Former(49, "clusters hold frames"),
+        **{
+            name: Former(value, "it is a constant of mosaic/split.py (equation 5)")
+            for name, value in SPLIT.items()
+        },
         "lift": Former(2.0, "it is the constant LIFT of mosaic/ingest.py (V-B)"),
-        "smallest": Former(4, "it is a constant of mosaic/split.py"),
-        "largest": Former(32, "it is a constant of mosaic/split.py"),
-        "tau_small": Former(1.25, "it is a constant of mosaic/split.py (equation 5)"),
-        "tau_large": Former(2.0, "it is a constant of mosaic/split.py (equation 5)"),
-        "alpha": Former(8.0, "it is a constant of mosaic/split.py (equation 5)"),
         "threshold": Former("relaxing", "thresholds relax as clusters grow (equation 5)"),
-        "new_scene": Former(2.0, "it is a constant of mosaic/split.py"),
-        "gain": Former(0.05, "it is a constant of mosaic/split.py"),
-        "unmix": Former(0.5, "it is a constant of mosaic/split.py"),
         "deferred": Former(True, "splits are always deferred (VI-B)"),
         "reps_for": Former("all", "all clusters have summary tokens (V-C)"),
         "rep_of": Former("mean", "a summary token is the mean of its cluster"),
         "rep_bias": Former("none", "a summary token weighs as one token"),
         "slack": Former(1.25, "it is the constant AHEAD of _retrieval.py", speed=(int, float)),
         "clip": Former(None, "the recipe's chunk sets the units of a pass", speed=(int,)),
-        "batch_attention": Former(True, "passes are always batched (VII-A)", speed=(False,)),
-        "batch_feed": Former(True, "passes are always batched (VII-A)", speed=(False,)),
-        "batch_match": Former(True, "matching is always batched (VII-A)", speed=(False,)),
+        **{f"batch_{name}": Former(True, "it is always done (VII-A)", speed=(False,)) for name in BATCHED},
     }
 
     local: int = 8
@@ -141,23 +137,19 @@ class Mosaic(ArchivedPolicy):
     @classmethod
     def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         given = dict(fields)
-        if "predictor" in given:
-            predictor, on = given.pop("predictor"), given.get("prefetch", True)
+        on = given.get("prefetch")
+        if "predictor" in given or type(on) is bool:
+            predictor = given.pop("predictor", "projected")
             if not isinstance(predictor, str) or predictor not in PREDICTORS:
                 raise RecipeError(f"mosaic: predictor is {shown(predictor)}; leave it out and set prefetch.")
             if type(on) is bool:
-                given.pop("prefetch", None)
-            value = "off" if on is False else PREDICTORS[predictor]
-            renamed("mosaic", given, f"predictor: {predictor}", value, "prefetch")
-        elif type(on := given.get("prefetch")) is bool:
-            del given["prefetch"]
-            renamed("mosaic", given, f"prefetch: {str(on).lower()}", "projected" if on else "off", "prefetch")
+                del given["prefetch"]
+            told = "predictor, or a prefetch of true or false,"
+            renamed("mosaic", given, told, "off" if on is False else PREDICTORS[predictor], "prefetch")
         if "batch_layers" in given:
-            together = given.pop("batch_layers")
-            if type(together) is not bool:
+            if type(together := given.pop("batch_layers")) is not bool:
                 raise RecipeError(
                     f"mosaic: batch_layers is {shown(together)}; leave it out and set encode_by."
                 )
-            told = f"batch_layers: {str(together).lower()}"
-            renamed("mosaic", given, told, "pass" if together else "frame", "encode_by")
+            renamed("mosaic", given, "batch_layers", "pass" if together else "frame", "encode_by")
         return super().upgrade(given)

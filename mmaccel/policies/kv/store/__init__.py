@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.kv import StreamPolicy
@@ -32,6 +32,8 @@ class HostPolicy(StreamPolicy):
     folder      where files go with spill "disk", in a YAML file counted from its folder; None: a temporary folder
     """
 
+    spills: ClassVar[tuple[Spill, ...]] = get_args(Spill)
+
     host_bytes: int | None = None
     spill: Spill = "refuse"
     folder: str | None = None
@@ -43,10 +45,9 @@ class HostPolicy(StreamPolicy):
     def __post_init__(self) -> None:
         if self.host_bytes is not None and self.host_bytes < 0:
             raise RecipeError(f"{self.name}: host_bytes is {self.host_bytes}; give at least 0, or null.")
-        if self.spill not in get_args(Spill):
-            raise RecipeError(
-                f"{self.name}: spill is {shown(self.spill)}; give 'refuse', 'disk' or 'drop_oldest'."
-            )
+        if self.spill not in self.spills:
+            told = " or ".join(map(repr, self.spills))
+            raise RecipeError(f"{self.name}: spill is {shown(self.spill)}; give {told}.")
 
     def store(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:
         """An empty store of a stream's units."""

@@ -97,6 +97,12 @@ class RecipeError(MmaccelError, ValueError):
     """A field of a recipe or of a policy is wrong, or two choices exclude each other."""
 
 
+def check_choice(who: str, field: str, value: object, choices: Iterable[object]) -> None:
+    """Raise `RecipeError` unless the `value` of a field is one of `choices`."""
+    if value not in (choices := tuple(choices)):
+        raise RecipeError(f"{who}: {field} is {shown(value)}; give {' or '.join(map(repr, choices))}.")
+
+
 OWN = "one of your own file is known by `mmaccel --import FILE`, from Python when it is imported"
 """What is added where the name could be that of a policy outside the package."""
 

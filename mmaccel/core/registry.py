@@ -75,11 +75,9 @@ class Registry(Mapping[str, type]):
         for field in given:
             if field not in known:
                 told = field if isinstance(field, str) else shown(field)
-                parts = registry("index").values() if "index" in known else ()
-                others = [
-                    *getattr(cls, "FORMER", ()),
-                    *(one for part in parts for one in part.__dataclass_fields__),
-                ]
+                parts = [*registry("index").values()] if "index" in known else []
+                own = [one.name for part in parts for one in dataclasses.fields(part)]
+                others = [*getattr(cls, "FORMER", ()), *own]
                 raise UnknownName(f"field of {self.kind} {name!r}", told, known, others=others)
         _check_types(f"{self.kind} {name!r}", cls, given)
         try:

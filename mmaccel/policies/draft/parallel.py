@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftState, Prompt, Proposal
-from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.errors import DraftError, RecipeError, check_choice
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import register
 from mmaccel.core.worker import READY, Worker
@@ -90,8 +90,7 @@ class Parallel(PeerStrategy):
             )
         if self.most < 1:
             raise RecipeError(f"parallel: most is {self.most}; give at least 1.")
-        if self.prune_when not in ("always", "measured"):
-            raise RecipeError(f"parallel: prune_when is {self.prune_when!r}; give always or measured.")
+        check_choice("parallel", "prune_when", self.prune_when, ("always", "measured"))
         if self.prune_when == "measured" and self.prune is None:
             raise RecipeError("parallel: prune_when is 'measured' and prune is null; give a pruner.")
         if self.threads is not None and self.threads < 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftState, Prompt, Proposal
-from mmaccel.core.errors import DraftError, RecipeError, shown
+from mmaccel.core.errors import DraftError, RecipeError, check_choice
 from mmaccel.core.registry import register
 from mmaccel.core.runner import Branches, Runner
 from mmaccel.policies.draft._draft_model import PeerStrategy, PrunedReader, Reader, moved
@@ -47,8 +47,7 @@ class Tree(PeerStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shape not in ("static", "dynamic"):
-            raise RecipeError(f"tree: shape is {shown(self.shape)}; give static or dynamic.")
+        check_choice("tree", "shape", self.shape, ("static", "dynamic"))
         for field in ("depth", "width", "nodes"):
             if getattr(self, field) < 1:
                 raise RecipeError(f"tree: {field} is {getattr(self, field)}; give at least 1.")

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, check_choice, shown
 from mmaccel.core.kv import CacheSlot, Seen, Stream, StreamPass, StreamState
 from mmaccel.core.registry import policy as built
 from mmaccel.policies.kv._evidence import Look, weigh, words_of
@@ -81,15 +81,8 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
             )
         if self.frames < 1:
             raise RecipeError(f"{self.name}: frames is {self.frames}; give at least 1.")
-        for field, choices in (
-            ("encode_by", ("pass", "frame")),
-            ("prefetch", ("off", "query", "projected")),
-        ):
-            if getattr(self, field) not in choices:
-                told = ", ".join(map(repr, choices))
-                raise RecipeError(
-                    f"{self.name}: {field} is {shown(getattr(self, field))}; give one of {told}."
-                )
+        check_choice(self.name, "encode_by", self.encode_by, ("pass", "frame"))
+        check_choice(self.name, "prefetch", self.prefetch, get_args(Prefetch))
         for field in ("encode_frames", "reps", "cache"):
             value = getattr(self, field)
             if value is not None and value < 0:

@@ -28,12 +28,8 @@ class Former:
 
 def _among(value: Any, choices: tuple[Any, ...]) -> bool:
     """Whether `value` is one of `choices`, or of a type among them; true and 1 are two values."""
-    return any(
-        type(value) is one
-        if isinstance(one, type)
-        else value == one and (value is one or type(one) is not bool)
-        for one in choices
-    )
+    same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in choices)
+    return type(value) in choices or any(same)
 
 
 def renamed(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.buffers import grow_buffer
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import check_choice
 from mmaccel.core.policy import Policy
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store.streams import on_device
@@ -43,8 +43,7 @@ class IndexPolicy(Policy, ABC):
     similarity: Literal["dot", "cosine"] = "dot"
 
     def __post_init__(self) -> None:
-        if self.similarity not in ("dot", "cosine"):
-            raise RecipeError(f"{self.name}: similarity is {shown(self.similarity)}; give 'dot' or 'cosine'.")
+        check_choice(self.name, "similarity", self.similarity, ("dot", "cosine"))
 
     @abstractmethod
     def open(

@@ -20,7 +20,7 @@ from torch import Tensor
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.buffers import grow_buffer
-from mmaccel.core.errors import ModelError, RecipeError, shown
+from mmaccel.core.errors import ModelError, RecipeError, check_choice
 from mmaccel.core.kv import MARGIN, KVView, Seen, Stream, StreamPass, StreamPolicy
 from mmaccel.policies.kv._evidence import attention, mean_query, weigh
 from mmaccel.policies.kv._window import Asked, Pair
@@ -59,10 +59,7 @@ class TokenPolicy(StreamPolicy):
     def __post_init__(self) -> None:
         if self.frames < 1:
             raise RecipeError(f"{self.name}: frames is {self.frames}; give at least 1.")
-        if self.positions not in ("original", "compact"):
-            raise RecipeError(
-                f"{self.name}: positions is {shown(self.positions)}; give 'original' or 'compact'."
-            )
+        check_choice(self.name, "positions", self.positions, ("original", "compact"))
 
 
 class TokenMemory(StreamMemory):

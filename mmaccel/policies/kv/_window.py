@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.errors import ModelError, RecipeError, shown
+from mmaccel.core.errors import ModelError, RecipeError, check_choice
 from mmaccel.core.kv import Stream, StreamPolicy
 from mmaccel.core.positions import PositionIds
 
@@ -50,10 +50,7 @@ class WindowedPolicy(StreamPolicy):
             raise RecipeError(
                 f"{self.name}: local is {self.local}; give 0 to window, which is {self.window}."
             )
-        if self.positions not in ("compact", "original"):
-            raise RecipeError(
-                f"{self.name}: positions is {shown(self.positions)}; give 'compact' or 'original'."
-            )
+        check_choice(self.name, "positions", self.positions, ("compact", "original"))
 
 
 class Bases:

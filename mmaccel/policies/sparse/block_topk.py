@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, check_choice
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import FAR, AttentionPlan, span_by_table, span_from_table
 from mmaccel.core.registry import register
@@ -62,8 +62,7 @@ class BlockTopK(SparsePattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.score not in ("antidiagonal", "mean"):
-            raise RecipeError(f"block_topk: score is {shown(self.score)}; give 'antidiagonal' or 'mean'.")
+        check_choice("block_topk", "score", self.score, ("antidiagonal", "mean"))
         if self.stride < 1 or self.block % self.stride:
             raise RecipeError(
                 f"block_topk: stride is {self.stride}; give a divisor of block, which is {self.block}."

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, check_choice, shown
 from mmaccel.core.plan import Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_blocks
@@ -88,8 +88,7 @@ class Grid(IntraPattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stride not in ("frame", "free"):
-            raise RecipeError(f"grid: stride is {shown(self.stride)}; give 'frame' or 'free'.")
+        check_choice("grid", "stride", self.stride, ("frame", "free"))
         if self.min_stride < 2 or self.max_stride < self.min_stride:
             raise RecipeError(
                 f"grid: min_stride {self.min_stride} and max_stride {self.max_stride} are no range from 2 upwards."

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, check_choice
 from mmaccel.core.plan import FAR, KeySpan, Part, pad_rows, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
@@ -47,8 +47,7 @@ class SFFixed(IntraPattern):
         check_stride("sf_fixed", self.stride, self.min_stride, self.max_stride)
         if self.summary < 0:
             raise RecipeError(f"sf_fixed: summary is {self.summary}; give 0 or more tokens of a segment.")
-        if self.side not in ("last", "first"):
-            raise RecipeError(f"sf_fixed: side is {shown(self.side)}; give 'last' or 'first'.")
+        check_choice("sf_fixed", "side", self.side, ("last", "first"))
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         segments = Segments.of(sight, self.stride, self.min_stride, self.max_stride)

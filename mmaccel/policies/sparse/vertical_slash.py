@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.lines import line_keys, strongest
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, check_choice
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
@@ -61,8 +61,7 @@ class VerticalSlash(IntraPattern):
             )
         if self.last_q < 1:
             raise RecipeError(f"vertical_slash: last_q is {self.last_q}; give at least 1 query.")
-        if self.estimate not in ("head", "group"):
-            raise RecipeError(f"vertical_slash: estimate is {shown(self.estimate)}; give 'head' or 'group'.")
+        check_choice("vertical_slash", "estimate", self.estimate, ("head", "group"))
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         sample = sight.last(self.last_q, self.estimate == "group")

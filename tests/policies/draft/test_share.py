@@ -111,7 +111,7 @@ def test_either_way_the_text_is_the_plain_one_and_the_report_says_which(
 
 
 def test_when_to_prune_is_checked() -> None:
-    with pytest.raises(RecipeError, match="prune_when is 'often'; give always or measured"):
+    with pytest.raises(RecipeError, match="prune_when is 'often'; give 'always' or 'measured'"):
         Parallel(prune=UV, prune_when="often")
     with pytest.raises(RecipeError, match="prune_when is 'measured' and prune is null; give a pruner"):
         Parallel(prune_when="measured")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, check_choice, shown
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy
 from mmaccel.policies.kv._former import Former, renamed
@@ -63,10 +63,8 @@ class Clusters(IndexPolicy):
         for field, least in LEAST.items():
             if not getattr(self, field) >= least:
                 raise RecipeError(f"clusters: {field} is {getattr(self, field)}; give at least {least}.")
-        for field, choices in (("first_stage", ("key", "look")), ("splits", ("passes", "all"))):
-            if getattr(self, field) not in choices:
-                told = " or ".join(map(repr, choices))
-                raise RecipeError(f"clusters: {field} is {shown(getattr(self, field))}; give {told}.")
+        check_choice("clusters", "first_stage", self.first_stage, ("key", "look"))
+        check_choice("clusters", "splits", self.splits, ("passes", "all"))
 
     def rules(self, stream: Stream) -> Rules:
         """The numbers of the clustering, in units."""

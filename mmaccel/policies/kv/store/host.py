@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, StoreError
+from mmaccel.core.errors import RecipeError, StoreError, check_choice
 from mmaccel.policies.kv.store import save as files
 from mmaccel.policies.kv.store.pinned_slabs import SLAB_BYTES, Shape, Slabs
 from mmaccel.policies.kv.store.slot_allocator import Allotment, Table
@@ -70,8 +70,7 @@ class HostStore:
                 raise RecipeError(f"host store: {field} is {number}; give at least 1.")
         if cap is not None and cap < 0:
             raise RecipeError(f"host store: cap is {cap} bytes; give at least 0, or None.")
-        if spill not in get_args(Spill):
-            raise RecipeError(f"host store: spill is {spill!r}; give one of {', '.join(get_args(Spill))}.")
+        check_choice("host store", "spill", spill, get_args(Spill))
         check_way(way)
         self.shape = Shape(layers, groups, tokens, size, dtype)
         self.device, self.spill = torch.device(device), spill

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.gather import gather_units, grain_of
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import check_choice
 from mmaccel.policies.kv.store.pinned_slabs import Shape, Slabs
 from mmaccel.policies.kv.store.slot_allocator import runs
 from mmaccel.policies.kv.store.streams import Lanes, Mark, on_device
@@ -316,8 +316,7 @@ class Wire:
 
 def check_way(way: str) -> None:
     """Raise `RecipeError` unless `way` is one."""
-    if way not in get_args(Way):
-        raise RecipeError(f"host store: way is {way!r}; give one of {', '.join(get_args(Way))}.")
+    check_choice("host store", "way", way, get_args(Way))
 
 
 def in_units(tensor: Tensor, tokens: int) -> Tensor:

@@ -103,6 +103,15 @@ def check_choice(who: str, field: str, value: object, choices: Iterable[object])
         raise RecipeError(f"{who}: {field} is {shown(value)}; give {' or '.join(map(repr, choices))}.")
 
 
+def check_least(policy: Any, least: float, *names: str) -> None:
+    """Raise `RecipeError` for the first of the fields `names` of a policy that is below `least`."""
+    for name in names:
+        value, kind = getattr(policy, name), str(policy.__dataclass_fields__[name].type)
+        if value is not None and value < least:
+            null = ", or null" if "None" in kind else ""
+            raise RecipeError(f"{policy.name}: {name} is {value}; give at least {least}{null}.")
+
+
 OWN = "one of your own file is known by `mmaccel --import FILE`, from Python when it is imported"
 """What is added where the name could be that of a policy outside the package."""
 

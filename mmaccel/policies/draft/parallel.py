@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftState, Prompt, Proposal
-from mmaccel.core.errors import DraftError, RecipeError, check_choice
+from mmaccel.core.errors import DraftError, RecipeError, check_choice, check_least
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import register
 from mmaccel.core.worker import READY, Worker
@@ -88,13 +88,11 @@ class Parallel(PeerStrategy):
             raise RecipeError(
                 f"parallel: window is {self.window}; give at least 1, or null to have it measured."
             )
-        if self.most < 1:
-            raise RecipeError(f"parallel: most is {self.most}; give at least 1.")
+        check_least(self, 1, "most")
         check_choice("parallel", "prune_when", self.prune_when, ("always", "measured"))
         if self.prune_when == "measured" and self.prune is None:
             raise RecipeError("parallel: prune_when is 'measured' and prune is null; give a pruner.")
-        if self.threads is not None and self.threads < 1:
-            raise RecipeError(f"parallel: threads is {self.threads}; give at least 1, or null.")
+        check_least(self, 1, "threads")
         if self.start_s <= 0 or self.timeout_s <= 0:
             raise RecipeError("parallel: start_s and timeout_s are seconds; give more than 0.")
         if self.process and not isinstance(self.model, str):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftState, DraftStrategy, Prompt, Proposal
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import check_least
 from mmaccel.core.registry import register
 
 
@@ -33,10 +33,7 @@ class PromptLookup(DraftStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise RecipeError(f"prompt_lookup: window is {self.window}; give at least 1.")
-        if self.ngram < 1:
-            raise RecipeError(f"prompt_lookup: ngram is {self.ngram}; give at least 1.")
+        check_least(self, 1, "window", "ngram")
 
     @property
     def lookback(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftState, Prompt, Proposal
-from mmaccel.core.errors import DraftError, RecipeError
+from mmaccel.core.errors import DraftError, check_least
 from mmaccel.core.registry import register
 from mmaccel.core.runner import Runner
 from mmaccel.core.verify import draw, resize
@@ -37,8 +37,7 @@ class Sequential(PeerStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise RecipeError(f"{self.name}: window is {self.window}; give at least 1.")
+        check_least(self, 1, "window")
 
     @property
     def lookback(self) -> int:

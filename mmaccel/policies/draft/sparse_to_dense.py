@@ -12,7 +12,7 @@ from torch import Tensor
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.draft import DraftState, DraftStrategy, PrefillPass, Probe, Prompt, Proposal
-from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
+from mmaccel.core.errors import DraftError, ModelError, RecipeError, check_least, shown
 from mmaccel.core.kv import KVState, KVView
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.prune import best, observers, quota
@@ -43,8 +43,7 @@ class SparseToDense(DraftStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise RecipeError(f"sparse_to_dense: window is {self.window}; give at least 1.")
+        check_least(self, 1, "window")
         if isinstance(self.retention, bool) or not 0 < self.retention <= 1:
             raise RecipeError(
                 f"sparse_to_dense: retention is {shown(self.retention)}; give a share above 0, at most 1."

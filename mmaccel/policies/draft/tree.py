@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.draft import DraftState, Prompt, Proposal
-from mmaccel.core.errors import DraftError, RecipeError, check_choice
+from mmaccel.core.errors import DraftError, RecipeError, check_choice, check_least
 from mmaccel.core.registry import register
 from mmaccel.core.runner import Branches, Runner
 from mmaccel.policies.draft._draft_model import PeerStrategy, PrunedReader, Reader, moved
@@ -48,9 +48,7 @@ class Tree(PeerStrategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("tree", "shape", self.shape, ("static", "dynamic"))
-        for field in ("depth", "width", "nodes"):
-            if getattr(self, field) < 1:
-                raise RecipeError(f"tree: {field} is {getattr(self, field)}; give at least 1.")
+        check_least(self, 1, "depth", "width", "nodes")
         if self.nodes < self.depth:
             raise RecipeError(
                 f"tree: nodes is {self.nodes} for a depth of {self.depth}; give at least a node a level."

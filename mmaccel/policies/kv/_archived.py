@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import RecipeError, check_choice, shown
+from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
 from mmaccel.core.kv import CacheSlot, Seen, Stream, StreamPass, StreamState
 from mmaccel.core.registry import policy as built
 from mmaccel.policies.kv._evidence import Look, weigh, words_of
@@ -79,15 +79,10 @@ class ArchivedPolicy(WindowedPolicy, HostPolicy):
             raise RecipeError(
                 f"{self.name}: index is {shown(self.index)}; give a name, or a mapping with a name."
             )
-        if self.frames < 1:
-            raise RecipeError(f"{self.name}: frames is {self.frames}; give at least 1.")
+        check_least(self, 1, "frames")
         check_choice(self.name, "encode_by", self.encode_by, ("pass", "frame"))
         check_choice(self.name, "prefetch", self.prefetch, get_args(Prefetch))
-        for field in ("encode_frames", "reps", "cache"):
-            value = getattr(self, field)
-            if value is not None and value < 0:
-                null = ", or null" if field == "reps" else ""
-                raise RecipeError(f"{self.name}: {field} is {value}; give at least 0{null}.")
+        check_least(self, 0, "encode_frames", "reps", "cache")
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]

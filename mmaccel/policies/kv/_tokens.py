@@ -20,7 +20,7 @@ from torch import Tensor
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.buffers import grow_buffer
-from mmaccel.core.errors import ModelError, RecipeError, check_choice
+from mmaccel.core.errors import ModelError, check_choice, check_least
 from mmaccel.core.kv import MARGIN, KVView, Seen, Stream, StreamPass, StreamPolicy
 from mmaccel.policies.kv._evidence import attention, mean_query, weigh
 from mmaccel.policies.kv._window import Asked, Pair
@@ -57,8 +57,7 @@ class TokenPolicy(StreamPolicy):
     positions: Literal["original", "compact"] = "original"
 
     def __post_init__(self) -> None:
-        if self.frames < 1:
-            raise RecipeError(f"{self.name}: frames is {self.frames}; give at least 1.")
+        check_least(self, 1, "frames")
         check_choice(self.name, "positions", self.positions, ("original", "compact"))
 
 

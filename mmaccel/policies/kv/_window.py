@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.errors import ModelError, RecipeError, check_choice
+from mmaccel.core.errors import ModelError, RecipeError, check_choice, check_least
 from mmaccel.core.kv import Stream, StreamPolicy
 from mmaccel.core.positions import PositionIds
 
@@ -44,8 +44,7 @@ class WindowedPolicy(StreamPolicy):
     positions: Literal["compact", "original"] = "compact"
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise RecipeError(f"{self.name}: window is {self.window}; give at least 1 frame.")
+        check_least(self, 1, "window")
         if not 0 <= self.local <= self.window:
             raise RecipeError(
                 f"{self.name}: local is {self.local}; give 0 to window, which is {self.window}."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, check_least
 from mmaccel.core.kv import KVView, Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._tokens import Held, TokenMemory, TokenPolicy, attended
@@ -52,13 +52,8 @@ class LiveVLM(TokenPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("bucket", "page"):
-            if getattr(self, field) < 1:
-                raise RecipeError(f"{self.name}: {field} is {getattr(self, field)}; give at least 1.")
-        if self.recent < 0:
-            raise RecipeError(f"{self.name}: recent is {self.recent}; give at least 0.")
-        if self.probes is not None and self.probes < 1:
-            raise RecipeError(f"{self.name}: probes is {self.probes}; give at least 1, or null.")
+        check_least(self, 0, "recent")
+        check_least(self, 1, "bucket", "page", "probes")
         if not 0 < self.recall <= 1:
             raise RecipeError(f"{self.name}: recall is {self.recall}; give more than 0 and at most 1.")
         if not 0 <= self.scatter <= 1:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import check_least
 from mmaccel.core.kv import Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._window import WindowedPolicy
@@ -33,8 +33,7 @@ class Recent(WindowedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.local < 1:
-            raise RecipeError(f"{self.name}: local is {self.local}; give at least 1 frame.")
+        check_least(self, 1, "local")
 
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

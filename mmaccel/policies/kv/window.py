@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.errors import ModelError, check_least
 from mmaccel.core.kv import KVState, KVView, Stream, StreamPolicy, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._layered import LayeredState
@@ -44,8 +44,7 @@ class Window(StreamPolicy):
 
     def __post_init__(self) -> None:
         for field, least in (("sinks", 0), ("window", 1), ("margin", 0)):
-            if getattr(self, field) < least:
-                raise RecipeError(f"{self.name}: {field} is {getattr(self, field)}; give at least {least}.")
+            check_least(self, least, field)
 
     @property
     def reach(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, shown
+from mmaccel.core.errors import RecipeError, check_least, shown
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import (
     Kept,
@@ -84,8 +84,7 @@ class SparseVLM(TokenPruner):
                 )
             object.__setattr__(self, "layers", tuple(self.layers))
         check_share(self.name, "recycle", self.recycle)
-        if self.neighbours < 1:
-            raise RecipeError(f"sparsevlm: neighbours is {self.neighbours}; give 1 or more.")
+        check_least(self, 1, "neighbours")
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
         layers = self.layers

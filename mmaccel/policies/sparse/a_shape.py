@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, check_least
 from mmaccel.core.plan import FAR, KeySpan, Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
@@ -30,8 +30,7 @@ class AShape(IntraPattern):
         super().__post_init__()
         if self.sink < 0:
             raise RecipeError(f"a_shape: sink is {self.sink}; give 0 or more.")
-        if self.window < 1:
-            raise RecipeError(f"a_shape: window is {self.window}; give at least 1, the token itself.")
+        check_least(self, 1, "window")
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         return (sight.part(near_and_first(sight, self.sink, self.window)),)

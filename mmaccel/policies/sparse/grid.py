@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from mmaccel.core.errors import RecipeError, check_choice, shown
+from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
 from mmaccel.core.plan import Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_blocks
@@ -100,8 +100,7 @@ class Grid(IntraPattern):
         for name in ("window", "sink"):
             if getattr(self, name) < 0:
                 raise RecipeError(f"grid: {name} is {getattr(self, name)}; give 0 or more tokens.")
-        if self.last_q < 1:
-            raise RecipeError(f"grid: last_q is {self.last_q}; give at least 1 query.")
+        check_least(self, 1, "last_q")
         if not 0 <= self.slack < 1:
             raise RecipeError(f"grid: slack is {self.slack}; give a share from 0 to 1.")
         for name, kind in (("score", Score), ("horizontal_phase", Phase), ("estimate", Estimate)):

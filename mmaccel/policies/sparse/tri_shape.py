@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError
+from mmaccel.core.errors import RecipeError, check_least
 from mmaccel.core.plan import FAR, Part
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import near_and_first
@@ -36,8 +36,7 @@ class TriShape(IntraPattern):
         super().__post_init__()
         if self.sink < 0:
             raise RecipeError(f"tri_shape: sink is {self.sink}; give 0 or more.")
-        if self.window < 1:
-            raise RecipeError(f"tri_shape: window is {self.window}; give at least 1, the token itself.")
+        check_least(self, 1, "window")
         if self.bottom < 0:
             raise RecipeError(f"tri_shape: bottom is {self.bottom}; give 0 or more queries.")
 

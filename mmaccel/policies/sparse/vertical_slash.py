@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.lines import line_keys, strongest
-from mmaccel.core.errors import RecipeError, check_choice
+from mmaccel.core.errors import RecipeError, check_choice, check_least
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.intra import IntraPattern, Sight
@@ -59,8 +59,7 @@ class VerticalSlash(IntraPattern):
             raise RecipeError(
                 f"vertical_slash: nearest is {self.nearest}; give at least 1, the main diagonal."
             )
-        if self.last_q < 1:
-            raise RecipeError(f"vertical_slash: last_q is {self.last_q}; give at least 1 query.")
+        check_least(self, 1, "last_q")
         check_choice("vertical_slash", "estimate", self.estimate, ("head", "group"))
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from mmaccel.core.errors import RecipeError, check_choice, shown
+from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy
 from mmaccel.policies.kv._former import Former, renamed
@@ -61,8 +61,7 @@ class Clusters(IndexPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         for field, least in LEAST.items():
-            if not getattr(self, field) >= least:
-                raise RecipeError(f"clusters: {field} is {getattr(self, field)}; give at least {least}.")
+            check_least(self, least, field)
         check_choice("clusters", "first_stage", self.first_stage, ("key", "look"))
         check_choice("clusters", "splits", self.splits, ("passes", "all"))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
-from mmaccel.core.errors import RecipeError, check_choice
+from mmaccel.core.errors import check_choice, check_least
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.policy import with_base_dir
 from mmaccel.policies.kv.store.gather_sources import Sources
@@ -43,8 +43,7 @@ class HostPolicy(StreamPolicy):
         return with_base_dir(fields, folder, "folder")
 
     def __post_init__(self) -> None:
-        if self.host_bytes is not None and self.host_bytes < 0:
-            raise RecipeError(f"{self.name}: host_bytes is {self.host_bytes}; give at least 0, or null.")
+        check_least(self, 0, "host_bytes")
         check_choice(self.name, "spill", self.spill, self.spills)
 
     def store(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:

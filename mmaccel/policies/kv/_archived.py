@@ -20,8 +20,7 @@ from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
 from mmaccel.core.kv import CacheSlot, Seen, Stream, StreamPass, StreamState
 from mmaccel.core.registry import policy as built
 from mmaccel.policies.kv._evidence import Look, weigh, words_of
-from mmaccel.policies.kv._former import Former, upgraded
-from mmaccel.policies.kv._index import Found, Index, IndexPolicy
+from mmaccel.policies.kv._index import Former, Found, Index, IndexPolicy, upgraded
 from mmaccel.policies.kv._prefetch import Prefetcher, Window
 from mmaccel.policies.kv._retrieval import Asking, Chosen, EncodeRetrieval, End, Prefetch, Retriever
 from mmaccel.policies.kv._window import Angles, Asked, Bases, Pair, WindowedPolicy

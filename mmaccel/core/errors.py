@@ -100,7 +100,8 @@ class RecipeError(MmaccelError, ValueError):
 def check_choice(who: str, field: str, value: object, choices: Iterable[object]) -> None:
     """Raise `RecipeError` unless the `value` of a field is one of `choices`."""
     if value not in (choices := tuple(choices)):
-        raise RecipeError(f"{who}: {field} is {shown(value)}; give {' or '.join(map(repr, choices))}.")
+        *most, last = map(repr, choices)
+        raise RecipeError(f"{who}: {field} is {shown(value)}; give {', '.join(most)} or {last}.")
 
 
 def check_least(policy: Any, least: float, *names: str) -> None:

@@ -275,7 +275,7 @@ def test_an_endless_stream_may_pass_the_model_s_limit() -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"prefetch": "luck"}, "mosaic: prefetch is 'luck'; give 'off' or 'query' or 'projected'."),
+        ({"prefetch": "luck"}, "mosaic: prefetch is 'luck'; give 'off', 'query' or 'projected'."),
         ({"encode_by": "token"}, "mosaic: encode_by is"),
         ({"reps": -1}, "mosaic: reps is -1; give at least 0, or null."),
         ({"index": "luck"}, "luck"),

@@ -97,20 +97,20 @@ class RecipeError(MmaccelError, ValueError):
     """A field of a recipe or of a policy is wrong, or two choices exclude each other."""
 
 
-def check_choice(who: str, field: str, value: object, choices: Iterable[object]) -> None:
-    """Raise `RecipeError` unless the `value` of a field is one of `choices`."""
+def check_choice(who: str, field: str, value: object, choices: Iterable[object], why: str = "") -> None:
+    """Raise `RecipeError` unless the `value` of a field is one of `choices`; `why` ends the sentence."""
     if value not in (choices := tuple(choices)):
         *most, last = map(repr, choices)
-        raise RecipeError(f"{who}: {field} is {shown(value)}; give {', '.join(most)} or {last}.")
+        raise RecipeError(f"{who}: {field} is {shown(value)}; give {', '.join(most)} or {last}{why}.")
 
 
-def check_least(policy: Any, least: float, *names: str) -> None:
-    """Raise `RecipeError` for the first of the fields `names` of a policy that is below `least`."""
+def check_least(policy: Any, least: float, *names: str, of: str = "") -> None:
+    """Raise `RecipeError` for the first of the fields `names` of a policy that is below `least`; `of`: words behind that."""
     for name in names:
         value, kind = getattr(policy, name), str(policy.__dataclass_fields__[name].type)
         if value is not None and value < least:
             null = ", or null" if "None" in kind else ""
-            raise RecipeError(f"{policy.name}: {name} is {value}; give at least {least}{null}.")
+            raise RecipeError(f"{policy.name}: {name} is {value}; give at least {least}{of}{null}.")
 
 
 OWN = "one of your own file is known by `mmaccel --import FILE`, from Python when it is imported"

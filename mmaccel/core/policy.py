@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABCMeta
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,14 @@ def refuse_former_names(cls: type, renamed: Mapping[str, str]) -> None:
             raise RecipeError(f"{cls.__name__}: {former} is called {name} now; rename it.")
 
 
-class Policy:
+class _TakesFormerFields(ABCMeta):
+    upgrade: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        return super().__call__(*args, **cls.upgrade(fields))
+
+
+class Policy(metaclass=_TakesFormerFields):
     """A policy of any kind, as recipes see it.
 
     file   (ending, field): a file with this ending is a recipe by itself, of this policy, and `field` is its path

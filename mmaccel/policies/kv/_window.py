@@ -44,7 +44,7 @@ class WindowedPolicy(StreamPolicy):
     positions: Literal["compact", "original"] = "compact"
 
     def __post_init__(self) -> None:
-        check_least(self, 1, "window")
+        check_least(self, 1, "window", of=" frame")
         if not 0 <= self.local <= self.window:
             raise RecipeError(
                 f"{self.name}: local is {self.local}; give 0 to window, which is {self.window}."

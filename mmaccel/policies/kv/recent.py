@@ -33,7 +33,7 @@ class Recent(WindowedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, 1, "local")
+        check_least(self, 1, "local", of=" frame")
 
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device

@@ -30,7 +30,7 @@ class AShape(IntraPattern):
         super().__post_init__()
         if self.sink < 0:
             raise RecipeError(f"a_shape: sink is {self.sink}; give 0 or more.")
-        check_least(self, 1, "window")
+        check_least(self, 1, "window", of=", the token itself")
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:
         return (sight.part(near_and_first(sight, self.sink, self.window)),)

@@ -100,7 +100,7 @@ class Grid(IntraPattern):
         for name in ("window", "sink"):
             if getattr(self, name) < 0:
                 raise RecipeError(f"grid: {name} is {getattr(self, name)}; give 0 or more tokens.")
-        check_least(self, 1, "last_q")
+        check_least(self, 1, "last_q", of=" query")
         if not 0 <= self.slack < 1:
             raise RecipeError(f"grid: slack is {self.slack}; give a share from 0 to 1.")
         for name, kind in (("score", Score), ("horizontal_phase", Phase), ("estimate", Estimate)):

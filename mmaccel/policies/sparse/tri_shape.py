@@ -36,7 +36,7 @@ class TriShape(IntraPattern):
         super().__post_init__()
         if self.sink < 0:
             raise RecipeError(f"tri_shape: sink is {self.sink}; give 0 or more.")
-        check_least(self, 1, "window")
+        check_least(self, 1, "window", of=", the token itself")
         if self.bottom < 0:
             raise RecipeError(f"tri_shape: bottom is {self.bottom}; give 0 or more queries.")
 

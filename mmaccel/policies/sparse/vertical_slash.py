@@ -59,7 +59,7 @@ class VerticalSlash(IntraPattern):
             raise RecipeError(
                 f"vertical_slash: nearest is {self.nearest}; give at least 1, the main diagonal."
             )
-        check_least(self, 1, "last_q")
+        check_least(self, 1, "last_q", of=" query")
         check_choice("vertical_slash", "estimate", self.estimate, ("head", "group"))
 
     def parts(self, sight: Sight) -> tuple[Part, ...]:

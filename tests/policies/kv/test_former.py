@@ -26,7 +26,7 @@ def test_fields_of_earlier_versions_are_read() -> None:
     with pytest.warns(
         MmaccelWarning, match="init, visual, semantic, buffer moved to the index; write index: {"
     ):
-        assert policy("kv", {"name": "mosaic", **OLD}) == Mosaic()
+        assert policy("kv", {"name": "mosaic", **OLD}) == Mosaic(**OLD) == Mosaic()
     changed = {**OLD, "visual": 8, "prefetch": False, "batch_layers": False}
     with pytest.warns(MmaccelWarning, match="name: clusters, .*visual: 8"):
         found = policy("kv", {"name": "mosaic", **changed})

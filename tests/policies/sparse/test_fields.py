@@ -15,7 +15,7 @@ from mmaccel.policies.sparse import AShape, Boundary2D, Dense, Grid, QBoundary
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("dense", dict(block=48), "block is 48"),
     ("a_shape", dict(sink=-1), "sink is -1"),
-    ("a_shape", dict(window=0), "window is 0"),
+    ("a_shape", dict(window=0), "window is 0; give at least 1, the token itself"),
     ("a_shape", dict(windows=5), "did you mean 'window'"),
     ("vertical_slash", dict(vertical=-1), "vertical is -1"),
     ("vertical_slash", dict(slash=0), "slash is 0"),
@@ -26,7 +26,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("grid", dict(min_stride=1), "min_stride 1"),
     ("grid", dict(min_stride=9, max_stride=8), "no range"),
     ("grid", dict(horizontal=False, vertical=False, slash=False), "turn one on"),
-    ("grid", dict(last_q=0), "last_q is 0"),
+    ("grid", dict(last_q=0), "last_q is 0; give at least 1 query"),
     ("grid", dict(window=-1), "window is -1; give 0 or more tokens"),
     ("grid", dict(sink=-1), "sink is -1; give 0 or more tokens"),
     ("grid", dict(slack=1.0), "slack is 1.0"),

@@ -44,7 +44,8 @@ class HostPolicy(StreamPolicy):
 
     def __post_init__(self) -> None:
         check_least(self, 0, "host_bytes")
-        check_choice(self.name, "spill", self.spill, self.spills)
+        why = "" if "drop_oldest" in self.spills else ", for it keeps everything"
+        check_choice(self.name, "spill", self.spill, self.spills, why)
 
     def store(self, stream: Stream, geometry: Geometry, device: torch.device) -> HostStore:
         """An empty store of a stream's units."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mmaccel.contract.draft import check_draft
-from mmaccel.contract.kv import check_memory
-from mmaccel.contract.prune import check_pruner
-from mmaccel.contract.sparse import check_pattern
+from mmaccel.contract.memory import check_memory
+from mmaccel.contract.prefill import check_pattern, check_pruner
 from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.kv import KVPolicy

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmaccel.contract.prompts import check_counters, promise
 from mmaccel.core.adapter import Geometry, ModelAdapter, ModelView
 from mmaccel.core.draft import DraftStrategy, Prompt
-from mmaccel.core.errors import RecipeError
 from mmaccel.core.generate import speculate
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import TokenLayout
@@ -150,40 +150,43 @@ RULE = bigram(torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(
 
 def check_draft(strategy: DraftStrategy) -> None:
     """Raise `RecipeError` where the contract is broken, on a toy target of six tokens, decoded greedily."""
-    who = f"draft {strategy.name!r}"
-    if not strategy.needs <= {"rollback", "memory", "prompt"}:
-        raise RecipeError(
-            f"{who}: needs is {sorted(strategy.needs)}; give some of 'memory', 'prompt' and 'rollback'."
-        )
-    if strategy.place not in ("same", "stream", "process"):
-        raise RecipeError(f"{who}: place is {strategy.place!r}; give 'same', 'stream' or 'process'.")
-    if strategy.lookback < 0 or (strategy.lookback > 0) != ("rollback" in strategy.needs):
-        raise RecipeError(
-            f"{who}: lookback is {strategy.lookback} and needs {sorted(strategy.needs)}; name 'rollback' in needs where "
-            "lookback is more than 0, and there alone."
-        )
-    if "memory" in strategy.needs:
-        # The toy has no memory to read: models alone can try this one.
-        return
+    who, needs, lookback = f"draft {strategy.name!r}", strategy.needs, strategy.lookback
+    promise(
+        needs <= {"rollback", "memory", "prompt"},
+        f"{who}: needs is {sorted(needs)}; give some of 'memory', 'prompt' and 'rollback'.",
+    )
+    promise(
+        strategy.place in ("same", "stream", "process"),
+        f"{who}: place is {strategy.place!r}; give 'same', 'stream' or 'process'.",
+    )
+    promise(
+        lookback >= 0 and (lookback > 0) == ("rollback" in needs),
+        f"{who}: lookback is {lookback} and needs {sorted(needs)}; name 'rollback' in needs where lookback is more than 0, "
+        "and there alone.",
+    )
+    if "memory" in needs:
+        return  # the toy has no memory to read: models alone can try this one
     draft = strategy.open(view(RULE, VOCAB))
     said, target, meter = prompt([3, 1], max_new_tokens=TOKENS - 2), ToyRunner(RULE), Meter()
     draft.begin(said)
     ids = speculate(
         target, draft, said, target.prefill(said.inputs), stop=lambda ids: ids.shape[1] >= TOKENS, meter=meter
     )
-    if meter.failures:
-        raise RecipeError(f"{who}: it fails with {meter.failures[0].rstrip('.')}; fix it.")
-    if ids[0].tolist() != alone(RULE, [3, 1], lambda ids: ids.shape[1] >= TOKENS):
-        raise RecipeError(f"{who}: the text is not the target's own; leave what the target holds as it was.")
+    for failure in meter.failures:
+        promise(False, f"{who}: it fails with {failure.rstrip('.')}; fix it.")
+    promise(
+        ids[0].tolist() == alone(RULE, [3, 1], lambda ids: ids.shape[1] >= TOKENS),
+        f"{who}: the text is not the target's own; leave what the target holds as it was.",
+    )
     most = max((proposed for proposed, _ in meter.rounds), default=0)
-    if most and most + 1 > strategy.lookback:
-        raise RecipeError(
-            f"{who}: {most} tokens were proposed and lookback is {strategy.lookback}; give one more than the most proposed."
-        )
-    told = draft.counters()
-    if not all(isinstance(value, float) for value in told.values()):
-        raise RecipeError(f"{who}: counters gives {told}; give a float for each name.")
+    promise(
+        not most or most + 1 <= lookback,
+        f"{who}: {most} tokens were proposed and lookback is {lookback}; give one more than the most proposed.",
+    )
+    check_counters(who, draft.counters())
     notes = draft.notes()
-    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
-        raise RecipeError(f"{who}: notes gives {notes!r}; give a list of sentences.")
+    promise(
+        isinstance(notes, list) and all(isinstance(note, str) for note in notes),
+        f"{who}: notes gives {notes!r}; give a list of sentences.",
+    )
     draft.close()  # a second time does no harm

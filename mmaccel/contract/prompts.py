@@ -1,16 +1,30 @@
-"""Made-up prompts: interleaved modalities, ragged frames, islands of one token, padding, and signals of them."""
+"""What policies are tried on: prompts of mixed modalities, ragged frames, islands of one token; and how a fault is told."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from random import Random
 
 import torch
 from torch import Tensor
 
+from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.prune import Signals, Stage, observers
 
 FIELDS = ("modality", "segment", "frame", "row", "column")
+
+
+def promise(kept: object, sentence: str) -> None:
+    """Raise `RecipeError` with the sentence unless the promise is `kept`."""
+    if not kept:
+        raise RecipeError(sentence)
+
+
+def check_counters(who: str, counters: Mapping[str, object]) -> None:
+    """Raise `RecipeError` unless all figures for the report are floats."""
+    floats = all(isinstance(value, float) for value in counters.values())
+    promise(floats, f"{who}: counters gives {counters}; give a float for each name.")
 
 
 def layout(rng: Random, length: int, batch: int = 1) -> TokenLayout:

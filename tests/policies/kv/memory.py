@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from mmaccel.contract.kv import CPU, GEOMETRY, GROUPS, LAYERS, SIZE, written
+from mmaccel.contract.memory import CPU, GEOMETRY, GROUPS, LAYERS, SIZE, written
 from mmaccel.core.kv import KVPolicy, KVState, KVView
 
 __all__ = ["CPU", "GEOMETRY", "GROUPS", "LAYERS", "SIZE", "open_state", "read", "seen", "visible", "written"]

@@ -85,8 +85,11 @@ def test_a_former_spelling_that_disagrees_is_refused(fields: dict[str, Any]) -> 
         ({"kv": {"name": "mosaic", "initt": 3}}, "did you mean 'init', of its index"),
         ({"kv": {"name": "mosaic", "first_stag": 3}}, "did you mean 'first_stage', of its index"),
         ({"kv": {"name": "mosaic", "fames": 3}}, r"did you mean 'frames'\?"),
-        ({"kv": {"name": "offload", "spill": "x"}}, "give 'refuse' or 'disk'[.]"),
-        ({"kv": {"name": "offload", "spill": "drop_oldest"}}, "give 'refuse' or 'disk'[.]"),
+        ({"kv": {"name": "offload", "spill": "x"}}, "give 'refuse' or 'disk', for it keeps everything[.]"),
+        (
+            {"kv": {"name": "offload", "spill": "drop_oldest"}},
+            "give 'refuse' or 'disk', for it keeps everything[.]",
+        ),
         ({"kv": {"name": "rekv", "spill": "x"}}, "or 'drop_oldest'[.]"),
         ({"prune": "uv"}, r"as \{draft: \{name: parallel, prune: uv\}\}, or"),
     ],

@@ -9,7 +9,7 @@ import torch
 
 import mmaccel.policies.kv  # noqa: F401 - fills the registry
 from mmaccel import check_policy
-from mmaccel.contract.kv import step
+from mmaccel.contract.memory import step
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.registry import registry

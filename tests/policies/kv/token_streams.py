@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.contract.stream import GEOMETRY, GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, Wheel, draw
+from mmaccel.contract.memory import GEOMETRY, GROUPS, HEAD, HEADS, LAYERS, SIZE, TOKENS, Wheel, draw
 from mmaccel.core.kv import KVView, Stream, StreamPass, StreamPolicy
 from mmaccel.core.positions import PositionIds
 from mmaccel.policies.kv._tokens import TokenMemory

@@ -13,7 +13,7 @@ import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
 from mmaccel import check_policy
 from mmaccel.backends import reference
 from mmaccel.backends.ops.dense_attend import dense_attend
-from mmaccel.contract.sparse import check_plan
+from mmaccel.contract.prefill import check_plan
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TEXT, VIDEO

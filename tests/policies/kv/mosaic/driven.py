@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.contract.stream import Wheel
+from mmaccel.contract.memory import Wheel
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.kv import KVView, Stream, StreamPass
 from mmaccel.core.positions import PositionIds

@@ -1,0 +1,297 @@
+"""What a memory promises of sequences and of streams.
+
+B batch, G key/value heads, n columns, D head size; P tokens a unit of a stream, E hidden size.
+"""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmaccel.contract.prompts import check_counters, promise
+from mmaccel.core.adapter import Geometry
+from mmaccel.core.errors import ModelError
+from mmaccel.core.kv import KVPolicy, KVState, KVView, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.positions import PositionIds
+
+LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD = 3, 4, 2, 8, 6, 3
+GEOMETRY = Geometry(layers=LAYERS, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, hidden=32, vocab=9)
+CPU = torch.device("cpu")
+UNITS = 120
+"""Longer than the windows that memories have by default."""
+
+
+def check_memory(policy: KVPolicy) -> None:
+    """Raise `RecipeError` where the contract is broken."""
+    who, reach = f"kv {policy.name!r}", policy.reach
+    promise(
+        not policy.exact or reach is None,
+        f"{who}: exact is True and reach {reach}; a memory that keeps all can roll all back.",
+    )
+    promise(
+        reach is None or reach >= 0,
+        f"{who}: reach is {reach}; give a number of columns, 0 or more, or None for all.",
+    )
+    if isinstance(policy, StreamPolicy):
+        check_stream(policy)
+    if policy.sequences:
+        check_lengths(policy)
+        check_cuts(policy)
+        check_beams(policy)
+
+
+# Sequences. Every column is a serial number that its keys tell, and a query sees a set of them.
+
+
+def check_lengths(policy: KVPolicy) -> None:
+    """Columns in, rolled back, a window's accepted ones kept; counts after each."""
+    state, who = policy.open(GEOMETRY, None, CPU), f"kv {policy.name!r}"
+    _count(who, state, 0, "when it is opened")
+    step(who, state, 0, 50)
+    _count(who, state, 50, "after 50 columns")
+    for serial in range(50, 90):
+        step(who, state, serial, 1)
+    back = 30 if policy.reach is None else min(policy.reach, 30)
+    state.truncate(90 - back)
+    _count(who, state, 90 - back, f"after 90 columns and truncate({90 - back})")
+    step(who, state, 200, 7)
+    state.accept(3)
+    _count(who, state, 93 - back, "after 7 more and accept(3)")
+    step(who, state, 300, 5)
+    state.accept(torch.tensor([0, 2, 4]))
+    _count(who, state, 96 - back, "after 5 more and accept of three of them")
+    promise(
+        0 < state.held() <= state.length() and state.nbytes() > 0,
+        f"{who}: held is {state.held()} and nbytes {state.nbytes()}; count columns and bytes that are held.",
+    )
+    check_counters(who, state.counters())
+    for name in ("truncate", "accept"):
+        with suppress(ModelError):
+            getattr(state, name)(1000)
+            promise(False, f"{who}: {name}(1000) of fewer columns is taken; raise ModelError.")
+    state.reset()
+    _count(who, state, 0, "after reset")
+    step(who, state, 0, 4)
+
+
+def check_cuts(policy: KVPolicy) -> None:
+    """What comes after a cut is as if what was cut had never been; a question that breaks off in a pass is cut too."""
+    who = f"kv {policy.name!r}"
+    plain, cut, broken = (policy.open(GEOMETRY, None, CPU) for _ in range(3))
+    for state in (plain, cut):
+        step(who, state, 0, 40)
+    step(who, cut, 500, 6)
+    cut.accept(0)
+    with cut.question_scope():
+        step(who, cut, 600, 100)
+        step(who, cut, 700, 1)
+    ours, theirs = step(who, cut, 40, 3), step(who, plain, 40, 3)
+    same = torch.equal(ours.key, theirs.key) and torch.equal(ours.value, theirs.value)
+    promise(
+        same and cut.length() == 43,
+        f"{who}: columns that were taken back leave a trace; let accept and question_scope drop them.",
+    )
+    step(who, broken, 0, 10)
+    with suppress(ZeroDivisionError), broken.question_scope():
+        broken.append(0, *written([[10, 11]], 0))
+        raise ZeroDivisionError
+    _count(who, broken, 10, "after a question that broke off")
+    step(who, broken, 10, 2)
+
+
+def check_beams(policy: KVPolicy) -> None:
+    """Rows are reordered, multiplied and dropped."""
+    state, who = policy.open(GEOMETRY, None, CPU), f"kv {policy.name!r}"
+    for layer in range(LAYERS):
+        state.append(layer, *written([[1, 2], [3, 4]], layer))
+    state.reorder(torch.tensor([1, 1, 0]))
+    for layer in range(LAYERS):
+        state.append(layer, *written([[5], [6], [7]], layer))
+        seen = state.view(layer, torch.empty(3, HEADS, 1, SIZE))
+        promise(
+            torch.equal(seen.key, written([[3, 4, 5], [3, 4, 6], [1, 2, 7]], layer)[0]),
+            f"{who}: reorder([1, 1, 0]) gives other rows; take those rows of every layer.",
+        )
+    state.reorder(torch.tensor([2]))
+    step(who, state, 8, 1)
+
+
+def written(serials: list[list[int]], layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, G, n, D] whose numbers tell serial, layer, group and place in the head; values are negative."""
+    base = 1000.0 * torch.tensor(serials, dtype=torch.float64)[:, None, :, None] + 100 * layer
+    key = base + 10 * torch.arange(GROUPS)[None, :, None, None] + torch.arange(SIZE)
+    return key, -key - 0.5
+
+
+def step(who: str, state: KVState, first: int, count: int) -> KVView:
+    """One run of columns with serials from `first` on; the view of the last layer."""
+    for layer in range(LAYERS):
+        newest, values = written([list(range(first, first + count))], layer)
+        state.append(layer, newest, values)
+        view = state.view(layer, torch.empty(1, HEADS, count, SIZE))
+        promise(
+            torch.equal(view.key[:, :, -count:], newest) and torch.equal(view.value[:, :, -count:], values),
+            f"{who}: a view lacks the columns of its queries; put the newest last.",
+        )
+        columns = view.key.shape[2:3] if view.column is None else view.column.shape
+        promise(
+            view.key.shape == view.value.shape and columns == view.key.shape[2:3],
+            f"{who}: key, value and column of a view are of different lengths; give one for each key.",
+        )
+    return view
+
+
+def _count(who: str, state: KVState, want: int, when: str) -> None:
+    length, held = state.length(), state.held()
+    promise(
+        length == want and (want or not held),
+        f"{who}: length is {length} and held {held} {when}; length is to be {want}.",
+    )
+
+
+# Streams: places of rows, questions that leave no trace, the way back to a checkpoint.
+
+
+class Wheel:
+    """A model that only turns: pairs (i, i + D/2) by the position on the first axis, the last pair by the last axis."""
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        axes = positions if positions.ndim == 2 else positions[None].expand(3, -1)
+        speed = 10.0 ** -torch.arange(SIZE // 2, dtype=torch.float64)
+        angle = axes[0].double()[:, None] * speed
+        angle[:, -1] = axes[-1].double() * 0.3
+        both = torch.cat([angle, angle], -1)[None, None]
+        return both.cos().to(dtype), both.sin().to(dtype)
+
+    def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        half = torch.cat([-x[..., SIZE // 2 :], x[..., : SIZE // 2]], -1)
+        return x * angles[0] + half * angles[1]
+
+    def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+        x.copy_(self.turn(x, angles))
+
+    def norm(self, layer: int, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def query(self, layer: int, rows: Tensor) -> Tensor:
+        return rows.unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
+
+
+def check_stream(policy: StreamPolicy) -> None:
+    """Raise `RecipeError` where the contract is broken, on a stream of made-up keys."""
+    who = f"kv {policy.name!r}"
+    promise(
+        policy.needs <= {"hidden", "look", "proxy"},
+        f"{who}: needs is {sorted(policy.needs)}; give some of 'hidden', 'look' and 'proxy'.",
+    )
+    if policy.keeps == "frames":
+        return  # no pass goes through it: a session alone can try it
+    head, unit = torch.arange(HEAD)[None], HEAD + torch.arange(TOKENS)[None]
+    places = PositionIds(head, unit, lambda n: TOKENS * torch.arange(n), HEAD + TOKENS, TOKENS, 10**6)
+    stream = Stream(unit=TOKENS, head=HEAD, pace=1, places=places, dtype=torch.float64)
+    model: Any = Wheel()
+    state = policy.stream(stream, GEOMETRY, model, CPU)
+    trial = _Trial(who, state, policy.needs)
+    trial.run(StreamPass(kind="head", rows=HEAD))
+    trial.watch(UNITS)
+    first = trial.ask()
+    trial.same(
+        first, trial.ask(), "a question leaves a trace; let question_scope drop all that was appended in it"
+    )
+    mark = state.checkpoint()
+    trial.watch(2)
+    state.restore(mark)
+    units = state.units()
+    promise(
+        units == UNITS,
+        f"{who}: after restore there are {units} units; give back the {UNITS} of the checkpoint.",
+    )
+    trial.same(first, trial.ask(), "what came after a checkpoint leaves a trace; let restore take it back")
+    check_counters(who, state.counters())
+    state.close()
+
+
+class _Trial:
+    """A memory, and passes through it as a session makes them."""
+
+    def __init__(self, who: str, state: StreamState, needs: frozenset[str]) -> None:
+        self.who, self.state, self.needs = who, state, needs
+
+    def run(self, piece: StreamPass, name: int = 0) -> list[KVView]:
+        """One pass: the views of all layers."""
+        state, views = self.state, []
+        state.begin_pass(piece)
+        for layer in range(LAYERS):
+            query, key, value = (
+                draw((piece.kind, piece.first, name, layer, i), 1, h, piece.rows, SIZE)
+                for i, h in enumerate((HEADS, GROUPS, GROUPS))
+            )
+            if "hidden" in self.needs:
+                state.ahead(layer, query.transpose(1, 2).flatten(2))
+            state.append(layer, key, value.clone())
+            view = state.view(layer, query)
+            promise(
+                view.query is not None and view.query.shape == query.shape,
+                f"{self.who}: a view has no queries of its pass; turn them, and give them as query.",
+            )
+            promise(
+                torch.equal(view.value[:, :, -piece.rows :], value),
+                f"{self.who}: a view lacks the columns of its queries; put the newest last.",
+            )
+            views.append(view)
+        state.end_pass()
+        return views
+
+    def watch(self, count: int) -> None:
+        """Units as a session passes them on, eight at a time."""
+        end = self.state.units() + count
+        while (first := self.state.units()) < end:
+            n = self.state.fit(first, min(8, end - first))
+            look = draw(("look", first), n, 32).float() if "look" in self.needs else None
+            times = tuple(float(t) for t in range(first, first + n))
+            self.run(StreamPass(kind="units", rows=n * TOKENS, first=first, count=n, times=times, look=look))
+            if "proxy" in self.needs:
+                self.run(StreamPass(kind="proxy", rows=2))
+            units = self.state.units()
+            promise(
+                units == first + n,
+                f"{self.who}: units is {units} after {first + n} came; count those taken in.",
+            )
+        self.state.idle()
+
+    def ask(self) -> list[KVView]:
+        """The views of a question, copied; a token of the answer follows it."""
+        state, before = self.state, self.state.length()
+        with state.question_scope():
+            views = self.run(StreamPass(kind="question", rows=5, words=(1, 4), room=4))
+            seen = [KVView(view.key.clone(), view.value.clone(), query=view.query) for view in views]
+            self.run(StreamPass(kind="answer", rows=1), name=1)
+            length = state.length()
+            promise(
+                length == before + 6,
+                f"{self.who}: length is {length} in a turn; count its 6 tokens after {before}.",
+            )
+            for unit in state.evidence():
+                promise(
+                    0 <= unit < state.units(),
+                    f"{self.who}: evidence names unit {unit}; name units of the stream.",
+                )
+        length = state.length()
+        promise(length == before, f"{self.who}: length is {length} after a turn; it was {before} before.")
+        return seen
+
+    def same(self, one: list[KVView], other: list[KVView], told: str) -> None:
+        """Raise unless two questions have seen the same."""
+        for a, b in zip(one, other, strict=True):
+            # `equal` of tensors of two shapes is False.
+            promise(torch.equal(a.key, b.key) and torch.equal(a.value, b.value), f"{self.who}: {told}.")
+
+
+def draw(name: tuple[Any, ...], *shape: int) -> Tensor:
+    """Numbers that follow from a name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr(name).encode()))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)

@@ -1,0 +1,182 @@
+"""What is promised of a prefill: by a sparse pattern of its plans, by a token pruner of the columns that it keeps.
+
+Letters as in `mmaccel.core.plan`: B batch, H query heads, P rows of a part, N keys of a span, M query blocks.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+from torch import Tensor
+
+from mmaccel.contract.prompts import layout, promise, signals_for
+from mmaccel.core.layout import TokenLayout
+from mmaccel.core.plan import ABSENT, FULL, AttentionPlan, KeySpan, Part, check_sizes
+from mmaccel.core.prune import TokenPruner, checked_columns, checked_stages, thin
+from mmaccel.core.sparse import SparsePattern
+
+LENGTHS = (20, 60, 100, 150, 300, 600)
+DEPTH = 32
+
+
+def check_pattern(pattern: SparsePattern, rounds: int, seed: int) -> None:
+    """Raise `RecipeError` for the first plan that breaks the contract, of `rounds` prompts."""
+    for n in range(rounds):
+        rng, g = Random(seed * 1000 + n), torch.Generator().manual_seed(seed * 1000 + n)
+        keys = layout(rng, LENGTHS[n % len(LENGTHS)], batch=1 + n % 2)
+        start = int(keys.length * rng.choice((0, 0, 0.2, 0.43, 0.98)))
+        heads, groups = rng.choice(((4, 2), (2, 2), (3, 1)))
+        query, key = (torch.randn(keys.batch, h, keys.length, 16, generator=g) for h in (heads, groups))
+        check_plan(pattern, query[:, :, start:], key, keys.take(slice(start, None)), keys)
+        promise(
+            len(pattern.per_head(heads)) == heads,
+            f"sparse {pattern.name!r}: per_head({heads}) names not {heads} patterns; name one a head.",
+        )
+
+
+def check_plan(
+    pattern: SparsePattern, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+) -> AttentionPlan | None:
+    """The plan of `pattern`; raises `RecipeError` where it breaks the contract. For small sizes."""
+    who = f"sparse {pattern.name!r}"
+    plan = pattern.plan_layer(query, key, key, q_layout, k_layout)
+    if plan is None:
+        return None
+    check_sizes(plan, pattern.name, query, key, whole=not k_layout.padded)
+    _rows(plan, who, q_layout)
+    listed = torch.zeros(plan.batch, plan.heads, dtype=torch.long)
+    for part in plan.parts:
+        for span in part.spans:
+            _lists(plan, who, part, span)
+            listed[:, part.of(plan.heads)] += span.lists.count.sum(-1)
+    _pairs(plan, who, q_layout, k_layout)
+    bound, most = pattern.max_blocks_total(plan.n_query, plan.n_key), int(listed.max())
+    promise(
+        most <= bound,
+        f"{who}: max_blocks_total is {bound} blocks for {plan.n_query} rows over {plan.n_key} keys, and {most} are listed; "
+        "give the most there can be.",
+    )
+    return plan
+
+
+def _rows(plan: AttentionPlan, who: str, queries: TokenLayout) -> None:
+    """Rows stand in one part, unless parts are declared to overlap; padding stands in none."""
+    served = torch.zeros(plan.batch, plan.heads, plan.n_query + 1, dtype=torch.long)
+    for part in plan.parts:
+        own = served[:, part.of(plan.heads)]
+        q_row = part.q_row.expand(*own.shape[:2], -1).long()
+        promise(
+            int(q_row.max()) < plan.n_query and int(q_row.min()) >= -1,
+            f"{who}: q_row holds {int(q_row.max())} of {plan.n_query} rows; give rows, and -1 for none.",
+        )
+        own.scatter_add_(2, torch.where(q_row >= 0, q_row, plan.n_query), torch.ones_like(q_row))
+    served = served[..., :-1]
+    promise(
+        not bool((served * ~queries.valid[:, None]).any()),
+        f"{who}: q_row holds a row that is padding; put -1 in its place (`natural` does).",
+    )
+    promise(
+        plan.overlap or int(served.max()) <= 1,
+        f"{who}: a row stands in two parts; give the second another merge_group, or each row one part.",
+    )
+
+
+def _lists(plan: AttentionPlan, who: str, part: Part, span: KeySpan) -> None:
+    """Lists hold each block once, and a kind promises no more than is true of its block."""
+    h = len(range(plan.heads)[part.of(plan.heads)])
+    bq, bk, n = plan.block_q, plan.block_k, span.k_row.shape[-1] // plan.block_k
+    keys = plan.n_key if span.key is None else span.key.shape[2]
+    promise(
+        int(span.k_row.max()) < keys and int(span.k_row.min()) >= -1,
+        f"{who}: k_row holds {int(span.k_row.max())} of {keys} keys; give rows, and -1 for none.",
+    )
+    b, t = span.lists.row.shape[:2]
+    promise(
+        b in (1, plan.batch) and t in (1, h) and not bool((span.lists.count < 0).any()),
+        f"{who}: row of lists is {list(span.lists.row.shape)} or counts below 0; give [1 or B, 1 or H, M, 5].",
+    )
+    try:
+        offset, index, _ = span.lists.flat()
+        row = torch.repeat_interleave(torch.arange(offset[..., 1:].numel()), offset.diff().reshape(-1))
+        kinds = torch.isin(span.lists.kind, torch.tensor([FULL, ABSENT]))
+        known = bool(((index >= 0) & (index < n)).all()) and bool(kinds.all())
+    except IndexError:
+        known = False
+    promise(known, f"{who}: a list holds a block that is not there, or of no kind; give blocks below {n}.")
+    promise(
+        len(torch.unique(row * n + index)) == len(row),
+        f"{who}: a list holds a block twice; list each key block once for a block of queries.",
+    )
+    q_row, q_pos = (x.expand(plan.batch, h, -1)[..., :, None] for x in (part.q_row, span.q_pos))
+    k_row, k_pos = (x.expand(plan.batch, h, -1)[..., None, :] for x in (span.k_row, span.k_pos))
+    kind = span.lists.table().repeat_interleave(bq, 2).repeat_interleave(bk, 3)
+    gap = q_pos - k_pos
+    outside = ((gap < span.lo) | (gap >= span.hi)) & (q_row >= 0)
+    absent = (k_row < 0).expand_as(outside)
+    wrong = ((kind == FULL) & (absent | outside)) | ((kind == ABSENT) & outside & ~absent)
+    promise(
+        not bool(wrong.any()),
+        f"{who}: a listed block is told to need no test, and a pair of it is out of range or a key of it absent; "
+        "let `span_from_table` or `span_by_range` tell the kinds.",
+    )
+
+
+def _pairs(plan: AttentionPlan, who: str, queries: TokenLayout, keys: TokenLayout) -> None:
+    """No pair of the future or of padding, and none twice."""
+    count = plan.count_mask()
+    # Keys of a span's own have no place in the sequence.
+    own = (0, count.shape[-1] - plan.n_key)
+    ahead = torch.nn.functional.pad(keys.position[:, None] > queries.position[:, :, None], own)
+    nothing = torch.nn.functional.pad(~keys.valid[:, None], own) | ~queries.valid[:, :, None]
+    for wrong, fault in (
+        (count * (nothing[:, None]), "one of them padding; put -1 in its place (`natural` does)"),
+        (
+            count * (ahead[:, None]),
+            "which comes after it; let a query's place be that of the last key not after it, and lo 0",
+        ),
+        (torch.where(count > 1, count, 0), "twice; list each pair in one span of one part"),
+    ):
+        for b, h, q, k in wrong.nonzero()[:1].tolist():
+            place = f"query row {q} of head {h} sees key row {k}"
+            promise(False, f"{who}: {place}, {fault} (sequence {b} of a made-up prompt).")
+
+
+def check_pruner(pruner: TokenPruner, rounds: int, seed: int) -> None:
+    """Raise `RecipeError` for the first of `rounds` prompts on which the contract is broken."""
+    for n in range(rounds):
+        check_cuts(pruner, layout(Random(seed * 1000 + n), (20, 60, 150)[n % 3]), seed * 1000 + n)
+
+
+def check_cuts(pruner: TokenPruner, layout: TokenLayout, seed: int) -> None:
+    """Raise `RecipeError` where the cuts of one prompt break the contract."""
+    who, total, left = f"prune {pruner.name!r}", pruner.candidates(layout).numel(), layout
+    promise(
+        pruner.lossy == (pruner.seat != "draft"),
+        f"{who}: lossy is {pruner.lossy}; give True, unless seat is 'draft'.",
+    )
+    for stage in checked_stages(pruner, DEPTH):
+        if not total and pruner.seat != "draft":
+            return
+        signals = signals_for(left, stage, seed)
+        for name in signals.keys() - pruner.needs:
+            del signals[name]
+        kept = pruner.cut(signals, left, stage, total)
+        columns = checked_columns(pruner, kept.columns, left)
+        promise(
+            torch.equal(columns, pruner.keep(signals, left, stage, total)),
+            f"{who}: keep and cut keep different columns, or differ from call to call; let them agree.",
+        )
+        if kept.states is not None:
+            promise(
+                kept.states.shape == (len(columns), signals["hidden"].shape[-1]),
+                f"{who}: cut gives states {list(kept.states.shape)}; give a row for each of {len(columns)} columns.",
+            )
+        left = thin(left, columns)
+    at = pruner.candidates(left)
+    if pruner.glance is not None and at.numel():
+        shown = pruner.recall(torch.rand(at.numel()).softmax(0), at, None)
+        promise(
+            shown is None or (bool(torch.isin(shown, at).all()) and bool((shown[1:] > shown[:-1]).all())),
+            f"{who}: recall gives columns that are none of `columns`, or do not ascend; choose out of these.",
+        )

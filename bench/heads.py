@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
-from mmaccel.search.sample import Inside
+from mmaccel.search.measure import Inside
 
 SIZE = 128
 HEADS = 2

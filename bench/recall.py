@@ -43,12 +43,9 @@ from mmaccel.core.recipe import Recipe
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.block_topk import BlockTopK
 from mmaccel.policies.sparse.per_head import LayerHeads
-from mmaccel.search.algorithm import decided, kinds_of, levelled, scored
-from mmaccel.search.kinds import KINDS
-from mmaccel.search.measure import Bench
-from mmaccel.search.sample import Inside, frame_tokens, present
-from mmaccel.search.space import Scale, built
-from mmaccel.search.table import Ledger
+from mmaccel.search.algorithm import Ledger, decided, kinds_of, levelled, scored
+from mmaccel.search.measure import Bench, Inside, frame_tokens, present
+from mmaccel.search.space import KINDS, Scale, built
 from mmaccel_lab.eval.rivals import PRUNERS, RIVALS, level
 
 SAMPLED = 1024

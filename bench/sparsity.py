@@ -26,8 +26,8 @@ from timing import Log
 from mmaccel import load_model, load_processor
 from mmaccel.cli.answer import prompt
 from mmaccel.figure import figure, save
+from mmaccel.search.measure import Inside, watch
 from mmaccel.search.picture import CELLS, weights
-from mmaccel.search.sample import Inside, watch
 from mmaccel_lab.eval.cases import Film
 from mmaccel_lab.world import World
 

@@ -91,7 +91,7 @@ def draw(
         return
 
     from mmaccel.models.loading import outline
-    from mmaccel.search.sample import Inside, watch
+    from mmaccel.search.measure import Inside, watch
 
     figure(1, 1)  # says at once where matplotlib is missing
     if output.exists() and not output.is_dir():
@@ -126,7 +126,7 @@ def draw(
 def _named(path: str) -> tuple[Sequence[Sequence[str]], str]:
     """The names of patterns by layer and head in a file, and what is said over their map."""
     from mmaccel.policies.sparse.head_table import read_table
-    from mmaccel.search.table import labels
+    from mmaccel.search.algorithm import labels
 
     try:
         run = outside.read_json(path, f"table {shown(path, outside.PATH)}", RecipeError)

@@ -71,9 +71,9 @@ def search(
     from mmaccel.core.rows import read_rows
     from mmaccel.search import Settings
     from mmaccel.search import search as run
-    from mmaccel.search.kinds import KINDS
-    from mmaccel.search.parts import parts_of
-    from mmaccel.search.table import labels
+    from mmaccel.search.algorithm import labels
+    from mmaccel.search.run import parts_of
+    from mmaccel.search.space import KINDS
 
     named = tuple(boundaries.replace(",", " ").split()) or KINDS
     settings = Settings(
@@ -123,7 +123,7 @@ def search(
 
 def summary(table: dict[str, Any]) -> dict[str, Any]:
     """What there is to say about a table in a few figures."""
-    from mmaccel.search.table import main_pattern
+    from mmaccel.search.algorithm import main_pattern
 
     heads = [head for layer in table["layers"] for head in layer]
     return {

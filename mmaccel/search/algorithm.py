@@ -1,4 +1,4 @@
-"""The search of MMInference (Algorithm 4), split into what is measured and what follows from it.
+"""The search of MMInference (Algorithm 4), split into what is measured and what follows from it, and the table of both.
 
 For each head of a layer: in each slot of each boundary type the candidate whose output is nearest to dense attention's,
 over the slot's rows and keys (intra-modality slots, then pairs); then, with those in place, the type whose whole output is
@@ -7,18 +7,35 @@ nearest. What is chosen depends on the stored figures alone, so that a table can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import MODALITIES
 from mmaccel.policies.sparse.per_head import LayerHeads
-from mmaccel.search.kinds import KINDS, alone, composed, everywhere, slots
 from mmaccel.search.measure import Bench, brief, relative_error
-from mmaccel.search.space import Candidate, Cost, Scale, built, level, merged, rows
+from mmaccel.search.space import (
+    KINDS,
+    Candidate,
+    Cost,
+    Scale,
+    alone,
+    built,
+    composed,
+    everywhere,
+    key,
+    level,
+    merged,
+    rows,
+    slots,
+)
 
 Space = Mapping[str, Sequence[Candidate]]
 """The candidates of each boundary type."""
 Tick = Callable[[], None]
+Row = Mapping[str, Any]
 TINY = 1e-9
 SLACK, NOISE = 0.01, 1e-6
 """Errors are equal when they differ by no more than this share, or by what rounding makes."""
@@ -27,6 +44,27 @@ SLACK, NOISE = 0.01, 1e-6
 def kinds_of(wanted: Sequence[str], modalities: Sequence[int]) -> list[str]:
     """The boundary types that mean something: one modality has no boundary."""
     return [k for k in KINDS if k in wanted] if len(modalities) > 1 else ["no_boundary"]
+
+
+class Ledger:
+    """What patterns cost, in "seconds" or "pairs", over what the target does; each is measured once."""
+
+    def __init__(self, cost: str, measured: Sequence[Row], measure: Callable[[Row], dict[str, Any]]) -> None:
+        self.rows = {key(row["pattern"]): dict(row) for row in measured}
+        self.cost, self.measure = cost, measure
+
+    def __call__(self, pattern: Row) -> float:
+        name = key(pattern)
+        if name not in self.rows:
+            self.rows[name] = self.measure(pattern)
+        row = self.rows[name]
+        ratio: float = row[self.cost] / row[f"target_{self.cost}"]
+        return ratio
+
+    def share(self, pattern: Row) -> float:
+        """The share of causal pairs that a pattern lists; it was measured."""
+        share: float = self.rows[key(pattern)]["share"]
+        return share
 
 
 def levelled(
@@ -42,22 +80,22 @@ def levelled(
 
     A type whose every row stays dearer is left out (on short prompts its extra parts alone cost too much).
     """
-    found = rows(scale)
-    first = [0] * len(found)
+    table = rows(scale)
+    first = [0] * len(table)
     space = {}
     for kind in kinds:
+        whole = partial(everywhere, kind, modalities=modalities, block=scale.block)
 
-        def taken(pattern: Mapping[str, Any], kind: str = kind) -> float:
-            return cost(everywhere(kind, pattern, modalities, scale.block))
+        def taken(pattern: Row, whole: Callable[..., dict[str, Any]] = whole) -> float:
+            return cost(whole(pattern))
 
         reached: list[tuple[int, Candidate]] = []
-        for row, start in zip(found, first, strict=True):
-            reached += level([row], taken, tolerance, [start])
+        for row, start in zip(table, first, strict=True):
+            reached.append(level(row, taken, tolerance, start))
             tick()
         candidates = merged([candidate for _, candidate in reached])
         if any(one.state != "dear" for one in candidates):
-            listed = [share(everywhere(kind, one.pattern, modalities, scale.block)) for one in candidates]
-            space[kind] = [replace(one, share=kept) for one, kept in zip(candidates, listed, strict=True)]
+            space[kind] = [replace(one, share=share(whole(one.pattern))) for one in candidates]
         elif kind == kinds[0]:
             # Nothing came down to the target's cost; the target itself is what is left.
             cost(scale.target())
@@ -84,19 +122,18 @@ def scored(
     ]
     for kind, candidates in space.items():
         for slot in slots(kind, modalities):
-            found: dict[str, list[Sequence[float | None]]] = {"scores": [], "shares": []}
+            columns: dict[str, list[Sequence[float | None]]] = {"scores": [], "shares": []}
             for candidate in candidates:
                 errors: Sequence[float | None] = [None] * bench.heads
                 shares = errors
                 if candidate.state != "dear":
                     pattern = alone(kind, slot, candidate.pattern, block)
-                    wrong, kept = bench.errors(pattern, slot)
-                    errors, shares = ([brief(x) for x in one.tolist()] for one in (wrong, kept))
-                found["scores"].append(errors)
-                found["shares"].append(shares)
+                    errors, shares = (list(map(brief, t.tolist())) for t in bench.errors(pattern, slot))
+                columns["scores"].append(errors)
+                columns["shares"].append(shares)
                 tick()
-            for name, columns in found.items():
-                for head, mine in zip(heads, zip(*columns, strict=True), strict=True):
+            for name, by_candidate in columns.items():
+                for head, mine in zip(heads, zip(*by_candidate, strict=True), strict=True):
                     head[name].setdefault(kind, {})[slot.name] = list(mine)
     for kind in space:
         named = {h: built(arranged(kind, space, head, block, tolerance)[0]) for h, head in enumerate(heads)}
@@ -110,11 +147,11 @@ def scored(
 
 def ticks(space: Space, modalities: Sequence[int]) -> int:
     """How often `scored` calls its tick."""
-    return sum(len(found) * len(slots(kind, modalities)) + 1 for kind, found in space.items())
+    return sum(len(some) * len(slots(kind, modalities)) + 1 for kind, some in space.items())
 
 
 def arranged(
-    kind: str, space: Space, head: Mapping[str, Any], block: int, tolerance: float
+    kind: str, space: Space, head: Row, block: int, tolerance: float
 ) -> tuple[dict[str, Any], float]:
     """The pattern of a type with a candidate in each slot, for one head, and what it costs over the target.
 
@@ -131,34 +168,33 @@ def arranged(
         }
         for slot, errors in head["scores"][kind].items()
     }
-    chosen = {slot: _best(there, there) for slot, there in options.items()}
+    chosen = {slot: _best(some, some) for slot, some in options.items()}
 
     def cost() -> float:
         return sum(options[slot][n][1] for slot, n in chosen.items())
 
     while cost() > 1 + tolerance:
         swaps = [
-            ((there[n][0] - there[now][0]) / (there[now][1] - there[n][1]), slot, n)
-            for slot, there in options.items()
+            ((some[n][0] - some[now][0]) / (some[now][1] - some[n][1]), slot, n)
+            for slot, some in options.items()
             for now in [chosen[slot]]
-            for n in there
-            if there[n][1] < there[now][1]
+            for n in some
+            if some[n][1] < some[now][1]
         ]
         if not swaps:
             break
         _, slot, n = min(swaps)
         chosen[slot] = n
-    for slot, there in options.items():
-        room = 1 + tolerance - cost() + there[chosen[slot]][1]
-        chosen[slot] = _best(there, [n for n in there if there[n][1] <= room] or [chosen[slot]])
+    for slot, some in options.items():
+        room = 1 + tolerance - cost() + some[chosen[slot]][1]
+        chosen[slot] = _best(some, [n for n in some if some[n][1] <= room] or [chosen[slot]])
     return composed(kind, {slot: candidates[n].pattern for slot, n in chosen.items()}, block), brief(cost())
 
 
-def _best(there: Mapping[int, tuple[float, float]], among: Iterable[int]) -> int:
+def _best(options: Mapping[int, tuple[float, float]], among: Collection[int]) -> int:
     """Of some candidates (error, cost) the one of the least error, of equals the cheapest."""
-    among = list(among)
-    enough = good(there[n][0] for n in among)
-    return min((n for n in among if there[n][0] <= enough), key=lambda n: (there[n][1], n))
+    enough = good(options[n][0] for n in among)
+    return min((n for n in among if options[n][0] <= enough), key=lambda n: (options[n][1], n))
 
 
 def good(errors: Iterable[float]) -> float:
@@ -166,7 +202,7 @@ def good(errors: Iterable[float]) -> float:
     return min(errors) * (1 + SLACK) + NOISE
 
 
-def decided(space: Space, head: Mapping[str, Any], block: int, tolerance: float) -> dict[str, Any]:
+def decided(space: Space, head: Row, block: int, tolerance: float) -> dict[str, Any]:
     """What was measured for a head, with what follows from it: the boundary type, the pattern, its score, cost and share.
 
     The first of equals wins, and no boundary comes first.
@@ -177,3 +213,78 @@ def decided(space: Space, head: Mapping[str, Any], block: int, tolerance: float)
     measured = {name: head[name] for name in ("errors", "kept", "scores", "shares")}
     chosen = {"score": head["errors"][kind], "cost": cost, "share": head["kept"][kind]}
     return {"pattern": pattern, "kind": kind, **chosen, **measured}
+
+
+# --- The table --------------------------------------------------------------------------------------------------------
+
+
+def assembled(
+    about: Row, measured: Sequence[Row], space: Space, layers: Sequence[Sequence[Row]]
+) -> dict[str, Any]:
+    """The table: what it is about, what was measured, the candidates that followed, the choice for each head."""
+    choose = partial(decided, space, block=about["block"], tolerance=about["tolerance"])
+    return {
+        **about,
+        "measured": [dict(row) for row in measured],
+        "space": {kind: [_row(one) for one in some] for kind, some in space.items()},
+        "layers": [[choose(head) for head in layer] for layer in layers],
+    }
+
+
+def _row(one: Candidate) -> dict[str, Any]:
+    row = {"rows": list(one.rows), "pattern": dict(one.pattern), "cost": brief(one.cost)}
+    return {**row, "share": one.share, "state": one.state}
+
+
+def replayed(table: Row) -> dict[str, Any]:
+    """The table made again from its own costs and scores; equal to it. Raises `RecipeError` where a cost is missing."""
+
+    def missing(pattern: Row) -> dict[str, Any]:
+        raise RecipeError(f"the table holds no cost of {dict(pattern)}; search again.")
+
+    # Tables of before have the rows of Table 3 alone, and do not say so.
+    extended = table.get("extended", False)
+    scale = Scale(table["context"], table["sample"]["tokens_a_frame"], table["block"], extended)
+    ledger = Ledger(table["cost"], table["measured"], missing)
+    modalities = [m for name in table["modalities"] for m in MODALITIES if MODALITIES[m] == name]
+    space = levelled(scale, table["boundaries"], modalities, ledger, table["tolerance"], share=ledger.share)
+    return {**assembled(table, table["measured"], space, table["layers"]), "target": scale.target()}
+
+
+def narrowed(table: Row, kinds: Sequence[str]) -> dict[int, dict[int, dict[str, Any]]]:
+    """Layer -> head -> pattern: what the table's own figures choose among some of its boundary types alone."""
+    space = {
+        kind: [
+            Candidate(tuple(one["rows"]), one["pattern"], one["cost"], one["state"], one["share"])
+            for one in table["space"][kind]
+        ]
+        for kind in kinds
+    }
+    choose = partial(decided, space, block=table["block"], tolerance=table["tolerance"])
+    return {
+        number: {h: choose(head)["pattern"] for h, head in enumerate(layer)}
+        for number, layer in enumerate(table["layers"])
+    }
+
+
+def agreement(one: Row, other: Row) -> float:
+    """The share of heads to which two tables of a model give the same boundary type and the same main pattern, by name."""
+    told = [
+        [(head["kind"], main_pattern(head["pattern"])) for layer in table["layers"] for head in layer]
+        for table in (one, other)
+    ]
+    return sum(a == b for a, b in zip(*told, strict=True)) / len(told[0])
+
+
+def labels(table: Row) -> list[tuple[str, ...]]:
+    """For each layer the names of its heads' patterns, as a report has them."""
+    return [tuple(built(head["pattern"]).per_head(1)[0] for head in layer) for layer in table["layers"]]
+
+
+def main_pattern(pattern: Row) -> str:
+    """The intra-modality pattern that most of a head's pairs follow: within a boundary, that of videos, or of text."""
+    for slot in ("video", "text"):
+        inner = pattern.get(slot) or pattern.get("pairs", {}).get(f"{slot}>{slot}")
+        if inner:
+            return str(inner["name"])
+    return str(pattern["name"])

@@ -1,7 +1,9 @@
-"""What a pattern takes and what it gives at one layer: seconds, and how far its output is from dense attention's."""
+"""What enters the attention of each layer as a model reads one sample, and what a pattern takes and gives there: seconds,
+and how far its output is from dense attention's."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,21 +11,103 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmaccel.backends import select
 from mmaccel.backends.ops.dense_attend import dense_attend
+from mmaccel.core.attach import accelerate, adapter_for
+from mmaccel.core.attention import NOTE, Note
+from mmaccel.core.draft import PrefillPass, Probe
+from mmaccel.core.errors import ModelError
 from mmaccel.core.execute import attend_plan
+from mmaccel.core.layout import MODALITIES, TokenLayout
 from mmaccel.core.plan import AttentionPlan
 from mmaccel.core.sparse import SparsePattern
-from mmaccel.search.kinds import Slot
-from mmaccel.search.sample import Inside
-from mmaccel.search.space import built
+from mmaccel.search.space import Slot, built
 
 R = TypeVar("R")
 
 ROWS = 4096
 """Rows of outputs compared at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inside:
+    """The attention of one layer: query [1, H, S, D] and key, value [1, G, S, D] after rotation, and what the tokens are."""
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    layout: TokenLayout
+
+
+class _Enough(Exception):
+    """No layer further down is wanted."""
+
+
+def watch(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    visit: Callable[[Inside], None],
+    layers: set[int] | None = None,
+) -> None:
+    """Run the prompt through `model` densely and call `visit` at each layer, or at those of `layers`, on the way.
+
+    One layer is held at a time, and its tensors only while `visit` runs; nothing is cached and no logits are made. Raises
+    `ModelError` for a batch of several prompts.
+    """
+    if inputs["input_ids"].shape[0] != 1:
+        raise ModelError("input_ids: the search looks at one prompt; give a batch of one.")
+    if layers is not None and not layers:
+        return
+
+    class Visit(Probe):
+        def attending(
+            self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+        ) -> None:
+            if layers is None or layer in layers:
+                visit(Inside(layer, query, key, value, scale, run.layout))
+            if layers is not None and layer == max(layers):
+                raise _Enough
+
+    with accelerate(model, "dense"):
+        note = {NOTE: Note(probes=(Visit(),))}
+        try:
+            with torch.no_grad():
+                adapter_for(model).multimodal(model)(**inputs, **note, use_cache=False)
+        except _Enough:
+            pass
+
+
+def frame_tokens(layout: TokenLayout) -> int:
+    """Tokens of the largest frame of a prompt; 0 where there is none."""
+    return int((layout.cell.amax() + 1).item())
+
+
+def present(layout: TokenLayout) -> list[int]:
+    """The modalities that a prompt has."""
+    return [m for m in MODALITIES if layout.census[m]]
+
+
+def described(inputs: Mapping[str, Any], layout: TokenLayout) -> dict[str, Any]:
+    """What a table says of its sample: tokens of each modality, frames, and a digest of all that the model is given."""
+    digest = hashlib.sha256()
+    for name in sorted(inputs):
+        value = inputs[name]
+        digest.update(name.encode())
+        if isinstance(value, Tensor):
+            digest.update(value.detach().float().cpu().contiguous().numpy().tobytes())
+        else:
+            digest.update(repr(value).encode())
+    return {
+        "tokens": layout.length,
+        **{f"{MODALITIES[m]}_tokens": layout.census[m] for m in MODALITIES},
+        "frames": int(layout.frame.amax()) + 1,
+        "tokens_a_frame": frame_tokens(layout),
+        "digest": digest.hexdigest()[:16],
+    }
 
 
 @dataclass(eq=False)
@@ -44,24 +128,22 @@ class Bench:
 
     def attend(self, plan: AttentionPlan | None) -> Tensor:
         """[1, H, S, D]."""
-        one = self.inside
         if plan is None:
             return self.dense(None)
+        one = self.inside
         kernel = select.get(self.backend, one.query.device)
         return attend_plan(plan, one.query, one.key, one.value, one.scale, kernel)[0]
 
-    def dense(self, key: int | None) -> Tensor:
+    def dense(self, modality: int | None) -> Tensor:
         """[1, H, S, D]: exact attention over the keys of one modality, or over all."""
-        if key not in self._dense:
-            one = self.inside
-            if key is None:
-                out = dense_attend(one.query, one.key, one.value, one.scale)
-            else:
-                column = (one.layout.modality[0] == key).nonzero()[:, 0]
-                keys, values = one.key[:, :, column], one.value[:, :, column]
-                out = dense_attend(one.query, keys, values, one.scale, column=column)
-            self._dense[key] = out
-        return self._dense[key]
+        if modality not in self._dense:
+            one, column = self.inside, None
+            key, value = one.key, one.value
+            if modality is not None:
+                column = (one.layout.modality[0] == modality).nonzero()[:, 0]
+                key, value = key[:, :, column], value[:, :, column]
+            self._dense[modality] = dense_attend(one.query, key, value, one.scale, column=column)
+        return self._dense[modality]
 
     def errors(self, pattern: Mapping[str, Any], slot: Slot) -> tuple[Tensor, Tensor]:
         """[H] float64, twice: how far the output over the rows and keys of `slot` is from dense, relative to dense's size,
@@ -81,29 +163,26 @@ class Bench:
                                  None for no repeats
         index_seconds            to make the plan
         pairs, target_pairs      in listed blocks, the mean over heads
-        share                    `pairs` over all causal ones
+        share                    pairs over causal pairs
         """
         device = self.inside.query.device
-        one = built(pattern)
-        plan, index = timed(lambda: self.plan(one), device)
+        plan, index = timed(partial(self.plan, built(pattern)), device)
         plans = [plan, self.plan(built(target))]
         if device.type == "cuda" and repeats:
             for each in plans:  # the first run compiles
                 self.attend(each)
-        runs = [partial(self.attend, each) for each in plans]
-        taken = [[timed(run, device)[1] for run in runs] for _ in range(repeats)]
-        mine, its = (brief(min(column)) for column in zip(*taken, strict=True)) if taken else (None, None)
-        length = self.inside.layout.length
-        whole = length * (length + 1) / 2
-        pairs, target_pairs = (brief(float(self.kept(each).mean()) * whole) for each in plans)
+        taken = [[timed(partial(self.attend, each), device)[1] for each in plans] for _ in range(repeats)]
+        seconds = [brief(min(column)) for column in zip(*taken, strict=True)] or [None, None]
+        whole = self.inside.layout.length * (self.inside.layout.length + 1) / 2
+        pairs = [brief(float(self.kept(each).mean()) * whole) for each in plans]
         return {
             "pattern": dict(pattern),
-            "seconds": mine,
-            "target_seconds": its,
+            "seconds": seconds[0],
+            "target_seconds": seconds[1],
             "index_seconds": brief(index),
-            "pairs": pairs,
-            "target_pairs": target_pairs,
-            "share": brief(pairs / whole),
+            "pairs": pairs[0],
+            "target_pairs": pairs[1],
+            "share": brief(pairs[0] / whole),
         }
 
     def kept(self, plan: AttentionPlan | None) -> Tensor:

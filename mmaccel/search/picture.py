@@ -19,7 +19,7 @@ from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.plan import AttentionPlan, element_mask
 from mmaccel.core.registry import policy
 from mmaccel.figure import figure
-from mmaccel.search.sample import Inside, frame_tokens
+from mmaccel.search.measure import Inside, frame_tokens
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

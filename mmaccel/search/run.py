@@ -1,12 +1,16 @@
-"""The search from a model and a prompt to a table of head patterns, and the table again from its own figures."""
+"""The search from a model and a prompt to a table of head patterns; what is done lies in a file, from which a search that
+was stopped goes on."""
 
 from __future__ import annotations
 
-import dataclasses
+import fcntl
 import json
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,19 +22,29 @@ from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName
 from mmaccel.core.layout import MODALITIES
 from mmaccel.core.report import peak_bytes
-from mmaccel.core.rows import environment, write_whole
+from mmaccel.core.rows import Rows, environment, write_whole
 from mmaccel.policies.sparse.head_table import KIND, SCHEMA
-from mmaccel.search.algorithm import kinds_of, levelled, scored, ticks
-from mmaccel.search.kinds import KINDS
-from mmaccel.search.measure import Bench
-from mmaccel.search.parts import Parts, parts_of
-from mmaccel.search.sample import Inside, described, frame_tokens, present, watch
-from mmaccel.search.space import Candidate, Scale, rows
-from mmaccel.search.table import Ledger, assembled
+from mmaccel.search.algorithm import Ledger, Tick, assembled, kinds_of, levelled, scored, ticks
+from mmaccel.search.measure import Bench, Inside, described, frame_tokens, present, watch
+from mmaccel.search.space import KINDS, Candidate, Scale, rows
 
 Progress = Callable[[str, int, int | None], None]
 PACKAGES = ("mmaccel", "torch", "transformers", "triton")
 """Packages whose versions a search depends on."""
+OPTIONS = {
+    "cost": "--cost",
+    "model": "model",
+    "block": "--block",
+    "context": "--context",
+    "boundaries": "--boundaries",
+    "extended": "--extended",
+    "backend": "--backend",
+    "device": "--device",
+    "dtype": "--dtype",
+    "tolerance": "tolerance",
+    "versions": "version of a package",
+}
+"""What a user gives, by its name in what a search is about; all else there follows from these and from the sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,52 +105,75 @@ def search(
 
     Raises `RecipeError` or `ModelError` in one sentence.
     """
-    settings = settings or Settings()
-    out = Path(out)
+    settings, out = settings or Settings(), Path(out)
     if not out.parent.is_dir():
         raise RecipeError(f"the folder {out.parent} does not exist; create it first.")
     if out.is_dir():
         raise RecipeError(f"{out} is a folder; give the name of a file in it.")
-    parts = Parts(parts_of(out))
-    with parts.alone():
-        return _search(model, inputs, out, settings, parts, sample, progress)
+    with Parts(parts_of(out)).alone() as parts:
+        device = next(model.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        about, ledger, space = _levelled(model, inputs, settings, sample or {}, parts, progress)
+        depth, block, tolerance = about["model"]["layers"], settings.block, settings.tolerance
+        modalities = [m for m, name in MODALITIES.items() if name in about["modalities"]]
+        missing = set(range(depth)) - parts.layers().keys()
+        tick = _ticking(progress, "score", ticks(space, modalities) * len(missing))
+
+        def visit(inside: Inside) -> None:
+            begin = time.perf_counter()
+            heads = scored(Bench(inside, about["backend"]), space, modalities, block, tolerance, tick)
+            row = {"layer": inside.layer, "heads": heads, "seconds": time.perf_counter() - begin}
+            parts.add({**row, "peak_bytes": peak_bytes(device)})
+
+        watch(model, inputs, visit, missing)
+        layers = parts.layers()
+        seconds = sum(parts.all("spent")) + sum(row["seconds"] for row in layers.values())
+        heads = [layers[n]["heads"] for n in range(depth)]
+        table = assembled(about, list(ledger.rows.values()), space, heads)
+        table |= {
+            "seconds": round(seconds, 3),
+            "peak_bytes": max(row["peak_bytes"] for row in layers.values()),
+        }
+        write_whole(out, json.dumps(table, indent=1, allow_nan=False) + "\n")
+        parts.remove()
+        return table
 
 
-def _search(
+def _levelled(
     model: nn.Module,
     inputs: Mapping[str, Any],
-    out: Path,
     settings: Settings,
+    sample: Mapping[str, Any],
     parts: Parts,
-    sample: Mapping[str, Any] | None,
     progress: Progress | None,
-) -> dict[str, Any]:
-    """`search`, with a file of parts that is its own."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+) -> tuple[dict[str, Any], Ledger, dict[str, list[Candidate]]]:
+    """What the search is about, all costs, and the candidates at the target's cost, measured on the layer in the middle."""
+    begin, adapter = time.perf_counter(), adapter_for(model)
+    device, fingerprint = next(model.parameters()).device, adapter.fingerprint(model)
     backend = select.choose(device) if settings.backend == "auto" else settings.backend
     select.get(backend, device)
-    depth = adapter_for(model).geometry(model).layers
-    began = time.perf_counter()
+    middle: list[Inside] = []
 
-    held: list[Inside] = []
-    watch(model, inputs, lambda one: held.append(_kept(one)), {depth // 2})
-    layout = held[0].layout
+    def keep(one: Inside) -> None:
+        # Tensors of a layer are gone when the pass goes on.
+        middle.append(replace(one, query=one.query.clone(), key=one.key.clone(), value=one.value.clone()))
+
+    watch(model, inputs, keep, {fingerprint["layers"] // 2})
+    layout = middle[0].layout
     if layout.length < 2 * settings.block:
         raise ModelError(
             f"the sample has {layout.length} tokens; give a longer video, {2 * settings.block} at least."
         )
     modalities = present(layout)
-    context = settings.context or layout.length
-    scale = Scale(context, frame_tokens(layout), settings.block, settings.extended)
+    scale = Scale(settings.context or layout.length, frame_tokens(layout), settings.block, settings.extended)
     kinds = kinds_of(settings.boundaries, modalities)
     here = environment(device)
     about: dict[str, Any] = {
         "kind": KIND,
         "schema": SCHEMA,
-        "model": adapter_for(model).fingerprint(model),
-        "weights": adapter_for(model).weights_digest(model),
+        "model": fingerprint,
+        "weights": adapter.weights_digest(model),
         "block": settings.block,
         "context": scale.context,
         "target": scale.target(),
@@ -145,69 +182,129 @@ def _search(
         "extended": scale.extended,
         "boundaries": kinds,
         "modalities": [MODALITIES[m] for m in modalities],
-        "measured_layer": depth // 2,
+        "measured_layer": middle[0].layer,
         "objective": "norm of (sparse - dense) attention output over the norm of dense, over all rows of the sample",
-        "sample": {**(sample or {}), **described(inputs, layout)},
+        "sample": {**sample, **described(inputs, layout)},
         "device": here["device"],
-        "dtype": str(held[0].query.dtype).removeprefix("torch."),
+        "dtype": str(middle[0].query.dtype).removeprefix("torch."),
         "backend": backend,
         "versions": {name: here[name] for name in PACKAGES if here[name] is not None},
     }
     parts.begin(about)
-    space, measured = _levelled(held[0], scale, about, settings, parts, progress)
-    held.clear()
-    parts.spent(time.perf_counter() - began)
-
-    missing = set(range(depth)) - parts.layers().keys()
-    tell = _Counter(progress, "score", ticks(space, modalities) * len(missing))
-
-    def visit(inside: Inside) -> None:
-        start = time.perf_counter()
-        heads = scored(Bench(inside, backend), space, modalities, settings.block, settings.tolerance, tell)
-        parts.layer(inside.layer, heads, time.perf_counter() - start, peak_bytes(device))
-
-    watch(model, inputs, visit, missing)
-    done = [parts.layers()[n] for n in range(depth)]
-    table = assembled(about, measured, space, [layer["heads"] for layer in done])
-    table |= {"seconds": round(parts.seconds(), 3), "peak_bytes": max(layer["peak_bytes"] for layer in done)}
-    write_whole(out, json.dumps(table, indent=1, allow_nan=False) + "\n")
-    parts.remove()
-    return table
-
-
-def _levelled(
-    inside: Inside,
-    scale: Scale,
-    about: Mapping[str, Any],
-    settings: Settings,
-    parts: Parts,
-    progress: Progress | None,
-) -> tuple[dict[str, list[Candidate]], list[dict[str, Any]]]:
-    """The candidates at the target's cost, and all measurements, on the layer at hand."""
-    bench = Bench(inside, about["backend"])
+    bench = Bench(middle[0], backend)
 
     def measure(pattern: Mapping[str, Any]) -> dict[str, Any]:
         repeats = settings.repeats if settings.cost == "seconds" else 0
-        return parts.note(bench.cost(pattern, about["target"], repeats))
+        row = bench.cost(pattern, about["target"], repeats)
+        parts.add({"measured": row})
+        return row
 
-    ledger = Ledger(settings.cost, parts.measured(), measure)
-    kinds, modalities = about["boundaries"], present(inside.layout)
-    tell = _Counter(progress, "level", len(rows(scale)) * len(kinds))
-    space = levelled(scale, kinds, modalities, ledger, settings.tolerance, tell, ledger.share)
-    return space, list(ledger.rows.values())
-
-
-class _Counter:
-    def __init__(self, progress: Progress | None, what: str, total: int) -> None:
-        self.progress, self.what, self.total, self.done = progress, what, total, 0
-
-    def __call__(self) -> None:
-        self.done += 1
-        if self.progress is not None:
-            self.progress(self.what, self.done, self.total)
+    ledger = Ledger(settings.cost, parts.all("measured"), measure)
+    tick = _ticking(progress, "level", len(rows(scale)) * len(kinds))
+    space = levelled(scale, kinds, modalities, ledger, settings.tolerance, tick, ledger.share)
+    parts.add({"spent": time.perf_counter() - begin})
+    return about, ledger, space
 
 
-def _kept(inside: Inside) -> Inside:
-    """The same with tensors of its own: those of a layer are gone when the pass goes on."""
-    query, key, value = (t.clone() for t in (inside.query, inside.key, inside.value))
-    return dataclasses.replace(inside, query=query, key=key, value=value)
+def _ticking(progress: Progress | None, what: str, total: int) -> Tick:
+    done = count(1)
+
+    def tick() -> None:
+        if progress is not None:
+            progress(what, next(done), total)
+
+    return tick
+
+
+def parts_of(out: Path) -> Path:
+    """The file in which a search for the table `out` keeps what it has done."""
+    return out.with_name(out.name + ".parts")
+
+
+class Parts:
+    """What a search has done so far: a row of what it is about, then one of each cost, of time spent, and of each layer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: Rows
+
+    @contextmanager
+    def alone(self) -> Iterator[Parts]:
+        """Keep the file from other searches, of this process or another, and read it; `RecipeError` if one is at work on it,
+        or if it holds no search.
+
+        The lock is the system's and ends with the process, however that ends.
+        """
+        with ExitStack() as stack:
+            try:
+                handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                stack.callback(os.close, handle)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._rows = Rows(self.path, "about")
+            except BlockingIOError as error:
+                raise RecipeError(
+                    f"another search is at work in {self.path}; wait for its end, or give another --out."
+                ) from error
+            except (IsADirectoryError, ValueError) as error:
+                raise RecipeError(
+                    f"{self.path} is there and holds no search that can go on; delete it, or give another --out."
+                ) from error
+            try:
+                yield self
+            finally:
+                if not self._rows.rows:  # nothing was done
+                    self.path.unlink(missing_ok=True)
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        """Start, or go on with what is there if it is about the same; `RecipeError` if it is about something else."""
+        now = json.loads(json.dumps(about))
+        known = self.all("about")
+        if not known:
+            self.add({"about": about})
+        elif known[0] != now:
+            names = differing(known[0], now) if isinstance(known[0], dict) else ["beginning"]
+            other = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+            raise RecipeError(
+                f"{self.path} holds a search with another {other}; give what it was begun with, delete the file, or give "
+                "another --out."
+            )
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write one row at once."""
+        self._rows.add(row)
+
+    def all(self, key: str) -> list[Any]:
+        """What the rows have under `key`, in order."""
+        return [row[key] for row in self._rows.rows if key in row]
+
+    def layers(self) -> dict[int, dict[str, Any]]:
+        """The layers that are done, by number: what was measured for their heads, seconds, the most memory held."""
+        return {row["layer"]: row for row in self._rows.rows if "layer" in row}
+
+    def remove(self) -> None:
+        """The table is written: what was kept for it goes."""
+        self.path.unlink(missing_ok=True)
+        self._rows.rows.clear()
+
+
+def differing(known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two searches, as a user gives it: the videos first, then the cost, in brackets what was known."""
+    old, new = known.get("sample") or {}, now.get("sample") or {}
+    names = [
+        f"{option} ({', '.join(old.get(name, ()))})"
+        for name, option in (("videos", "--video"), ("text", "--text"))
+        if old.get(name) != new.get(name)
+    ]
+    if old != new and not names:
+        names.append("sample (what is in --video, --fps or --max-tokens)")
+    # What is not given follows the sample.
+    follows = set()
+    if known.get("context") == old.get("tokens") and now.get("context") == new.get("tokens"):
+        follows.add("context")
+    if known.get("modalities") != now.get("modalities"):
+        follows.add("boundaries")
+    for name, option in OPTIONS.items():
+        value = known.get(name)
+        if value != now.get(name) and name not in follows:
+            names.append(f"{option} ({value})" if isinstance(value, str | int | float) else option)
+    return names or [next(n for n in {**now, **known} if now.get(n) != known.get(n))]

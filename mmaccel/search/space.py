@@ -1,4 +1,4 @@
-"""The search space of MMInference (Table 3), and how its rows are brought to one measured cost (section C.5).
+"""The search space of MMInference: boundary types (section 2.3), rows (Table 3), and how these come to one cost (C.5).
 
 Rows are budgets in tokens for contexts of 64k and more. For a shorter context all budgets shrink in proportion to it
 (columns, diagonals and sinks in tokens, windows in whole frames), and so does the target, an A-shape of 1k global and 4k
@@ -18,14 +18,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from mmaccel.core.layout import MODALITIES
 from mmaccel.core.registry import policy
 from mmaccel.core.sparse import SparsePattern
 
+KINDS = ("no_boundary", "k_boundary", "q_boundary", "boundary_2d")
+"""The types of modality boundary, the simplest first."""
 LONG = 1 << 16
 """Contexts from here on take Table 3 as it is."""
 TARGET = (1024, 4096)
@@ -36,15 +39,8 @@ LOCAL, FIRST_OF_GRID = 1024, 128
 _GRIDS = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 1, 1))
 _WINDOWS = ((128, 1024), (128, 2048), (128, 4096))
 _COLUMNS = (
-    (1000, 1024),
-    (1000, 2048),
-    (2000, 2048),
-    (1000, 3096),
-    (2000, 3096),
-    (1000, 4096),
-    (2000, 4096),
-    (3500, 200),
-    (1000, 2500),
+    *((1000, 1024), (1000, 2048), (2000, 2048), (1000, 3096), (2000, 3096)),
+    *((1000, 4096), (2000, 4096), (3500, 200), (1000, 2500)),
 )
 STEP = 2 ** (1 / 16)
 """Budgets change by powers of this."""
@@ -58,6 +54,68 @@ FIRST = 7
 """First tokens that vertical-slashes keep in an extended space, as many as appendix C.3 says an A-shape has."""
 SHARES = (1.0, 0.92, 0.84, 0.76, 0.68)
 """Shares of the target's cost to which our row is brought: one tolerance and more apart."""
+_OTHERS = {"image": ("video", "text"), "video": ("image", "text"), "text": ("video", "image")}
+
+
+# --- Boundary types as slots that take an intra-modality pattern ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The queries of modality `query` over the keys of modality `key`; None stands for all."""
+
+    name: str
+    query: int | None
+    key: int | None
+
+
+def slots(kind: str, modalities: Sequence[int]) -> list[Slot]:
+    """The slots of a type in a prompt of these modalities."""
+    if kind == "no_boundary":
+        return [Slot("all", None, None)]
+    if kind == "q_boundary":
+        return [Slot(MODALITIES[m], m, None) for m in modalities]
+    if kind == "k_boundary":
+        return [Slot(MODALITIES[m], None, m) for m in modalities]
+    return [Slot(f"{MODALITIES[q]}>{MODALITIES[k]}", q, k) for q in modalities for k in modalities]
+
+
+def composed(kind: str, chosen: Mapping[str, Mapping[str, Any]], block: int) -> dict[str, Any]:
+    """The pattern of a type with a pattern in each slot, as a mapping.
+
+    Modalities that the sample lacks take the pattern of one that it has: a picture's that of videos, if there are any.
+    """
+    if kind == "no_boundary":
+        return dict(chosen["all"])
+    present = {name.partition(">")[0] for name in chosen}
+    of = {m: next(one for one in (m, *_OTHERS[m]) if one in present) for m in MODALITIES.values()}
+    if kind != "boundary_2d":
+        return {"name": kind, "block": block, **{m: dict(chosen[of[m]]) for m in of}}
+    return {
+        "name": kind,
+        "block": block,
+        "pairs": {f"{q}>{k}": dict(chosen[f"{of[q]}>{of[k]}"]) for q in of for k in of},
+    }
+
+
+def alone(kind: str, slot: Slot, pattern: Mapping[str, Any], block: int) -> dict[str, Any]:
+    """The pattern of a type with `pattern` in one slot and nothing in the others, as a mapping."""
+    if kind == "no_boundary":
+        return dict(pattern)
+    if kind == "boundary_2d":
+        return {"name": kind, "block": block, "default": None, "pairs": {slot.name: dict(pattern)}}
+    rest = dict.fromkeys(MODALITIES.values(), None)
+    return {"name": kind, "block": block, **rest, slot.name: dict(pattern)}
+
+
+def everywhere(
+    kind: str, pattern: Mapping[str, Any], modalities: Sequence[int], block: int
+) -> dict[str, Any]:
+    """The pattern of a type with `pattern` in every slot, as a mapping."""
+    return composed(kind, {slot.name: pattern for slot in slots(kind, modalities)}, block)
+
+
+# --- Rows -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,19 +143,36 @@ class Scale:
 
     def target(self) -> dict[str, Any]:
         """The A-shape whose cost is the target."""
-        sink, window = TARGET
-        return self._made("a_shape", sink=self.tokens(sink), window=self.window(window))
+        return self._a_shape(*TARGET, step=0)
+
+    def _a_shape(self, sink: int, window: int, step: int) -> dict[str, Any]:
+        return self._made("a_shape", sink=self.tokens(sink * STEP**step), window=self.window(window))
+
+    def _lines(self, lines: Sequence[int], stride: str, step: int) -> dict[str, Any]:
+        on = {line: bool(flag) for line, flag in zip(LINES, lines, strict=True)}
+        return self._made("grid", stride=stride, max_stride=1024, **on)
+
+    def _grid(self, lines: Sequence[int], stride: str, step: int) -> dict[str, Any]:
+        near = {"window": self.tokens(LOCAL * STEP**step), "sink": self.tokens(FIRST_OF_GRID)}
+        return {**self._lines(lines, stride, step), **near}
+
+    def _vertical_slash(self, vertical: int, slash: int, step: int) -> dict[str, Any]:
+        columns, diagonals = (self.tokens(n * STEP**step) for n in (vertical, slash))
+        first = {"sink": FIRST} if self.extended else {}
+        return self._made("vertical_slash", vertical=columns, slash=diagonals, **first)
+
+    def _first_and_slash(self, step: int) -> dict[str, Any]:
+        """The first block of tokens, and all else in diagonals: an A-shape whose window lies where the head looks.
+
+        A head without columns spends those of a vertical-slash of Table 3 on what its diagonals hold already, and where
+        rows before the last see the first tokens, which its last queries do not choose, these rows are wrong
+        (`VerticalSlash.sink`).
+        """
+        diagonals = self.tokens(TARGET[1] * STEP**step)
+        return self._made("vertical_slash", vertical=self.block, slash=diagonals, sink=self.block)
 
     def _made(self, name: str, **fields: Any) -> dict[str, Any]:
         return {"name": name, "block": self.block, **fields}
-
-    def grid(self, lines: Sequence[int], stride: str, step: int | None) -> dict[str, Any]:
-        """A grid of Table 3, its window `step` powers of budget larger; None: its lines alone."""
-        on = {line: bool(flag) for line, flag in zip(LINES, lines, strict=True)}
-        near = {}
-        if step is not None:
-            near = {"window": self.tokens(LOCAL * STEP**step), "sink": self.tokens(FIRST_OF_GRID)}
-        return self._made("grid", stride=stride, max_stride=1024, **on, **near)
 
 
 @dataclass(frozen=True)
@@ -117,53 +192,19 @@ def rows(scale: Scale) -> list[Row]:
     for stride in ("frame", "free"):
         for lines in _GRIDS:
             on = "+".join(line for line, flag in zip(LINES, lines, strict=True) if flag)
-            found.append(Row(f"grid ({stride}, {on})", _fixed(scale.grid(lines, stride, None))))
-            found.append(Row(f"grid ({stride}, {on}, {LOCAL})", partial(scale.grid, lines, stride)))
-    for sink, window in _WINDOWS:
-        found.append(Row(f"a_shape ({sink}, {window})", _a_shape(scale, sink, window)))
-    for vertical, slash in _COLUMNS:
-        label = f"vertical_slash ({vertical}, {slash})"
-        label = f"ours: {label}, first {FIRST}" if scale.extended else label
-        found.append(Row(label, _vertical_slash(scale, vertical, slash)))
-    if scale.extended:
-        for share in SHARES:
-            label = f"ours: first block and slash ({TARGET[1]}), {share:.0%}"
-            found.append(Row(label, _first_and_slash(scale), aim=share))
+            found.append(Row(f"grid ({stride}, {on})", partial(scale._lines, lines, stride)))
+            found.append(Row(f"grid ({stride}, {on}, {LOCAL})", partial(scale._grid, lines, stride)))
+    found += [Row(f"a_shape {each}", partial(scale._a_shape, *each)) for each in _WINDOWS]
+    for each in _COLUMNS:
+        label = f"ours: vertical_slash {each}, first {FIRST}" if scale.extended else f"vertical_slash {each}"
+        found.append(Row(label, partial(scale._vertical_slash, *each)))
+    for share in SHARES if scale.extended else ():
+        label = f"ours: first block and slash ({TARGET[1]}), {share:.0%}"
+        found.append(Row(label, scale._first_and_slash, aim=share))
     return found
 
 
-def _fixed(pattern: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
-    return lambda step: pattern
-
-
-def _a_shape(scale: Scale, sink: int, window: int) -> Callable[[int], dict[str, Any]]:
-    def make(step: int) -> dict[str, Any]:
-        return scale._made("a_shape", sink=scale.tokens(sink * STEP**step), window=scale.window(window))
-
-    return make
-
-
-def _vertical_slash(scale: Scale, vertical: int, slash: int) -> Callable[[int], dict[str, Any]]:
-    def make(step: int) -> dict[str, Any]:
-        columns, diagonals = (scale.tokens(n * STEP**step) for n in (vertical, slash))
-        first = {"sink": FIRST} if scale.extended else {}
-        return scale._made("vertical_slash", vertical=columns, slash=diagonals, **first)
-
-    return make
-
-
-def _first_and_slash(scale: Scale) -> Callable[[int], dict[str, Any]]:
-    """The first block of tokens, and all else in diagonals: an A-shape whose window lies where the head looks.
-
-    A head without columns spends those of a vertical-slash of Table 3 on what its diagonals hold already, and where rows
-    before the last see the first tokens, which its last queries do not choose, these rows are wrong (`VerticalSlash.sink`).
-    """
-
-    def make(step: int) -> dict[str, Any]:
-        first, diagonals = scale.block, scale.tokens(TARGET[1] * STEP**step)
-        return scale._made("vertical_slash", vertical=first, slash=diagonals, sink=first)
-
-    return make
+# --- Levelling --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -185,27 +226,22 @@ Cost = Callable[[Mapping[str, Any]], float]
 """What a pattern (a mapping) takes for all heads of a layer, over what the target takes."""
 
 
-def level(
-    found: Sequence[Row], cost: Cost, tolerance: float, first: Sequence[int]
-) -> list[tuple[int, Candidate]]:
-    """Each row brought to its share of the target's cost, as (steps taken, candidate), beginning at `first` steps of each.
+def level(row: Row, cost: Cost, tolerance: float, start: int = 0) -> tuple[int, Candidate]:
+    """A row brought to its share of the target's cost, and the steps taken, beginning at `start`.
 
     What a row ends as depends on the costs alone: the same costs give the same candidates.
     """
-    out = []
-    for row, start in zip(found, first, strict=True):
-        tried: dict[int, float] = {}
-        step: int | None = start
-        while step is not None:
-            tried[step] = cost(row.make(step)) / row.aim
-            near = abs(tried[step] - 1) <= tolerance
-            step = None if near or len(tried) == ROUNDS else _next(tried, row)
-        # The dearest that is not too dear; if all are, the cheapest.
-        fits = {s: t for s, t in tried.items() if t <= 1 + tolerance}
-        best = max(fits, key=lambda s: (fits[s], -s)) if fits else min(tried, key=lambda s: (tried[s], s))
-        state = "dear" if not fits else "under" if tried[best] < 1 - tolerance else "level"
-        out.append((best, Candidate((row.label,), row.make(best), tried[best] * row.aim, state)))
-    return out
+    tried: dict[int, float] = {}
+    step: int | None = start
+    while step is not None:
+        tried[step] = cost(row.make(step)) / row.aim
+        near = abs(tried[step] - 1) <= tolerance
+        step = None if near or len(tried) == ROUNDS else _next(tried, row)
+    # The dearest that is not too dear; if all are, the cheapest.
+    fits = {s: t for s, t in tried.items() if t <= 1 + tolerance}
+    best = max(fits, key=lambda s: (fits[s], -s)) if fits else min(tried, key=lambda s: (tried[s], s))
+    state = "dear" if not fits else "under" if tried[best] < 1 - tolerance else "level"
+    return best, Candidate((row.label,), row.make(best), tried[best] * row.aim, state)
 
 
 def _next(tried: Mapping[int, float], row: Row) -> int | None:
@@ -231,18 +267,14 @@ def _next(tried: Mapping[int, float], row: Row) -> int | None:
     return step if below < step < above else None
 
 
-def merged(candidates: Sequence[Candidate]) -> list[Candidate]:
+def merged(candidates: Collection[Candidate]) -> list[Candidate]:
     """Rows that came to the same pattern, as one candidate."""
-    held: dict[str, Candidate] = {}
+    known: dict[str, Candidate] = {}
     for one in candidates:
-        name = key(one.pattern)
-        known = held.get(name)
-        held[name] = (
-            one
-            if known is None
-            else Candidate((*known.rows, *one.rows), one.pattern, known.cost, known.state)
-        )
-    return list(held.values())
+        first = known.setdefault(key(one.pattern), one)
+        if first is not one:
+            known[key(one.pattern)] = replace(first, rows=(*first.rows, *one.rows))
+    return list(known.values())
 
 
 def key(pattern: Mapping[str, Any]) -> str:
@@ -252,5 +284,5 @@ def key(pattern: Mapping[str, Any]) -> str:
 
 def built(pattern: Mapping[str, Any]) -> SparsePattern:
     """The pattern of a mapping."""
-    found: SparsePattern = policy("sparse", pattern)
-    return found
+    made: SparsePattern = policy("sparse", pattern)
+    return made

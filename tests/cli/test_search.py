@@ -14,8 +14,8 @@ import pytest
 
 from mmaccel.cli import draw
 from mmaccel.search import replayed
-from mmaccel.search.parts import Parts
-from mmaccel.search.table import labels, main_pattern
+from mmaccel.search.algorithm import labels, main_pattern
+from mmaccel.search.run import Parts
 
 Call = Callable[..., tuple[int, str, str]]
 

@@ -16,14 +16,11 @@ from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.rows import read_rows
 from mmaccel.search import Settings, agreement, replayed, search
-from mmaccel.search.algorithm import decided, levelled, scored
-from mmaccel.search.kinds import KINDS, Slot
-from mmaccel.search.measure import Bench, relative_error
-from mmaccel.search.parts import differing
+from mmaccel.search.algorithm import decided, labels, levelled, scored
+from mmaccel.search.measure import Bench, Inside, frame_tokens, relative_error, watch
 from mmaccel.search.picture import orders, pooled, weights
-from mmaccel.search.sample import Inside, frame_tokens, watch
-from mmaccel.search.space import Scale
-from mmaccel.search.table import labels
+from mmaccel.search.run import differing
+from mmaccel.search.space import KINDS, Scale, Slot, alone
 from tests.models.tiny_random import BUILD, prompt
 
 PIECES = [("text", 12), ("video", 30), ("text", 40), ("video", 30), ("text", 9)]
@@ -284,8 +281,6 @@ def test_errors_of_a_slot_are_those_of_its_rows_and_keys() -> None:
         exact, near = attended(causal & keys[None, :]), attended(mine)
         expected = ((near - exact)[0, :, rows].norm(dim=(1, 2)) / exact[0, :, rows].norm(dim=(1, 2))).double()
         kind = {"text": "q_boundary", "video": "k_boundary", "text>video": "boundary_2d"}[slot.name]
-        from mmaccel.search.kinds import alone
-
         got, share = bench.errors(alone(kind, slot, pattern, 16), slot)
         assert (share >= mine[rows].sum() / causal.sum() - 1e-9).all() and share.max() < 1
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

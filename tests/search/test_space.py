@@ -9,8 +9,21 @@ import pytest
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.search.algorithm import arranged, decided, levelled
-from mmaccel.search.kinds import KINDS, alone, composed, everywhere, slots
-from mmaccel.search.space import LONG, SHARES, Scale, built, key, level, merged, rows
+from mmaccel.search.space import (
+    KINDS,
+    LONG,
+    SHARES,
+    Scale,
+    alone,
+    built,
+    composed,
+    everywhere,
+    key,
+    level,
+    merged,
+    rows,
+    slots,
+)
 
 FULL = Scale(LONG, 196, 64)
 VIDEO_AND_TEXT = (0, 2)
@@ -84,7 +97,7 @@ def test_rows_of_ours_are_there_where_that_is_wanted() -> None:
 
 def test_our_row_is_brought_to_several_shares_of_the_target() -> None:
     ours = rows(Scale(LONG, 196, 64, extended=True))[36:]
-    found = [one for _, one in level(ours, affine, 0.02, [0] * len(ours))]
+    found = [level(row, affine, 0.02)[1] for row in ours]
     assert [one.state for one in found] == ["level"] * len(SHARES)
     for one, share in zip(found, SHARES, strict=True):
         assert one.cost == pytest.approx(affine(one.pattern)) == pytest.approx(share, rel=0.02)
@@ -129,7 +142,7 @@ def test_budgets_are_changed_until_costs_are_level() -> None:
         tried.append(key(pattern))
         return affine(pattern)
 
-    candidates = [c for _, c in level(rows(FULL), cost, 0.05, [0] * 36)]
+    candidates = [level(row, cost, 0.05)[1] for row in rows(FULL)]
     states = {c.rows[0]: c.state for c in candidates}
     # Three kinds of line cost more than the target without any window; fewer cost less, and a window brings them to it.
     for name, state in states.items():
@@ -151,14 +164,14 @@ def test_budgets_are_changed_until_costs_are_level() -> None:
 
 
 def test_costs_that_never_fall_low_enough_end_as_dear() -> None:
-    flat = [c for _, c in level(rows(FULL), lambda p: 1.5, 0.05, [0] * 36)]
+    flat = [level(row, lambda p: 1.5, 0.05)[1] for row in rows(FULL)]
     assert {c.state for c in flat} == {"dear"}
-    cheap = [c for _, c in level(rows(FULL), lambda p: 0.5, 0.05, [0] * 36)]
+    cheap = [level(row, lambda p: 0.5, 0.05)[1] for row in rows(FULL)]
     assert {c.state for c in cheap} == {"under"}
 
 
 def test_rows_that_come_to_one_pattern_are_one_candidate() -> None:
-    candidates = merged([c for _, c in level(rows(FULL), affine, 0.001, [0] * 36)])
+    candidates = merged([level(row, affine, 0.001)[1] for row in rows(FULL)])
     names = [row for c in candidates for row in c.rows]
     assert sorted(names) == sorted(row.label for row in rows(FULL))
     assert len({key(c.pattern) for c in candidates}) == len(candidates) < 36

@@ -283,7 +283,7 @@ def _less(recipe: Recipe, model: str) -> dict[str, Rival]:
     from mmaccel.policies.sparse.head_table import choices as patterns
     from mmaccel.policies.sparse.head_table import read_table
     from mmaccel.policies.sparse.per_head import FILE, SHIPPED, PerHead
-    from mmaccel.search.table import narrowed
+    from mmaccel.search.algorithm import narrowed
     from mmaccel_lab.eval.rivals import ablated
 
     pattern = recipe.sparse

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import select
-from mmaccel.backends.ops.decode_attend import decode_attend
+from mmaccel.backends.ops.decode import decode_attend
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.draft import Probe
 from mmaccel.core.errors import warn

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.decode_attend import WINDOW
+from mmaccel.backends.ops.decode import WINDOW
 from mmaccel.core.attach import attached
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState

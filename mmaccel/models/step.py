@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmaccel.backends.ops.decode_attend import WINDOW, decode_attend
-from mmaccel.backends.ops.qkv_rope_cache import enter_rows, turn_rows
-from mmaccel.backends.ops.skinny_gemm import pass_rows, project_rows
+from mmaccel.backends.ops.decode import WINDOW, decode_attend, enter_rows, pass_rows, project_rows, turn_rows
 from mmaccel.core.adapter import home_of
 from mmaccel.core.attention import ForwardPass
 from mmaccel.core.kv import CacheSlot, StreamState

@@ -32,7 +32,7 @@ from mmaccel.backends.ops import operator
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.clusters import Late, Lists, Own
 from mmaccel.backends.triton import pointwise
-from mmaccel.backends.triton.decode import attention, qkv_rope_cache, rope, skinny_gemm
+from mmaccel.backends.triton.decode import attention, qkv_rope_cache, skinny_gemm
 from mmaccel.backends.triton.prefill import (
     attend,
     classes,
@@ -228,7 +228,7 @@ def entered(count: int) -> None:
 
 def turned() -> None:
     angles, cache, columns = blank(1, N, 128), blank(1, 4, N, 128), zeros(1, 2)
-    rope.turn_rows(blank(1, 2, 36 * 128), angles, angles, columns, columns, cache, cache)
+    qkv_rope_cache.turn_rows(blank(1, 2, 36 * 128), angles, angles, columns, columns, cache, cache)
 
 
 def indexed() -> None:

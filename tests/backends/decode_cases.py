@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.decode_attend import WINDOW, decode_attend
-from mmaccel.backends.ops.qkv_rope_cache import enter_rows, turn_rows
-from mmaccel.backends.ops.skinny_gemm import project_rows
+from mmaccel.backends.ops.decode import WINDOW, decode_attend, enter_rows, project_rows, turn_rows
 from mmaccel.backends.triton.decode import attention as decode
 from mmaccel.backends.triton.decode import qkv_rope_cache as enter
-from mmaccel.backends.triton.decode import rope as turning
 from mmaccel.backends.triton.decode import skinny_gemm as rows
 
 from .oracle import budget
@@ -211,7 +208,7 @@ def test_enter(size: int, B: int, n: int, biased: bool, dtype: torch.dtype) -> N
     got = enter.enter_rows(x, weight, bias, gain, None, 1e-5, turn, columns, *mine, block_k=16)
     made = rows.project_rows(x, weight, bias, gain, 1e-5, block_k=16).view(B, n, -1)
     line = torch.arange(n, device=DEVICE).expand(B, n)
-    want = turning.turn_rows(made, turn[0], turn[1], line, columns, *theirs)
+    want = enter.turn_rows(made, turn[0], turn[1], line, columns, *theirs)
     plainly = enter_rows.plain(x, weight, bias, gain, None, 1e-5, turn, columns, *said)
     wide = [w.double()[:, :, 1] for w in whole]
     normed = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
@@ -259,7 +256,7 @@ def test_turn(size: int, dtype: torch.dtype) -> None:
     whole = [drawn(B, G, 2, capacity, size, dtype=dtype, seed=i) for i in (3, 4)]
     mine, theirs = ([w.clone()[:, :, 1] for w in whole] for _ in range(2))
     places = torch.tensor([[3, 4, 4], [0, 18, 19]], device=DEVICE)
-    got = turning.turn_rows(new, cos, sin, places, columns, *mine)
+    got = enter.turn_rows(new, cos, sin, places, columns, *mine)
     want = turn_rows.plain(new, cos, sin, places, columns, *theirs)
     close = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps}
     torch.testing.assert_close(got, want, **close)
@@ -279,7 +276,7 @@ def test_tensors_that_are_views() -> None:
     new, places = drawn(1, 2, 4 * 16), torch.tensor([[3, 4]], device=DEVICE)
     cos, sin = drawn(1, 16, 9).mT, drawn(1, 9, 32, seed=1)[..., ::2]
     mine, theirs = ([torch.zeros(1, 1, 9, 16, device=DEVICE) for _ in range(2)] for _ in range(2))
-    got = turning.turn_rows(new, cos, sin, places, places, *mine)
+    got = enter.turn_rows(new, cos, sin, places, places, *mine)
     torch.testing.assert_close(got, turn_rows.plain(new, cos, sin, places, places, *theirs))
     torch.testing.assert_close(mine, theirs)
 

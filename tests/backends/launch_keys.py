@@ -27,11 +27,9 @@ from mmaccel.backends import architectures
 from mmaccel.backends import triton as backend
 from mmaccel.backends.ops import block_lists, lines, pointwise
 from mmaccel.backends.ops.classes import turned_classes
-from mmaccel.backends.ops.decode_attend import decode_attend
+from mmaccel.backends.ops.decode import decode_attend, enter_rows, pass_rows, project_rows, turn_rows
 from mmaccel.backends.ops.estimate import reduces
 from mmaccel.backends.ops.pieces import assembled
-from mmaccel.backends.ops.qkv_rope_cache import enter_rows, turn_rows
-from mmaccel.backends.ops.skinny_gemm import pass_rows, project_rows
 from mmaccel.backends.triton.prefill import (
     classes,
     estimate,

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from mmaccel.backends.ops import operator
-from mmaccel.backends.ops.decode_attend import decode_attend
-from mmaccel.backends.ops.qkv_rope_cache import enter_rows, turn_rows
-from mmaccel.backends.ops.skinny_gemm import pass_rows, project_rows
+from mmaccel.backends.ops.decode import decode_attend, enter_rows, pass_rows, project_rows, turn_rows
 
 from .test_triton import run
 
@@ -45,7 +43,7 @@ def test_float64_goes_to_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device with kernels, too: they would not compile, or round it to float32."""
     pytest.importorskip("triton")
     from mmaccel.backends.triton.decode import attention as decode
-    from mmaccel.backends.triton.decode import rope as turn
+    from mmaccel.backends.triton.decode import qkv_rope_cache as turn
 
     launched: list[torch.dtype] = []
 
@@ -71,7 +69,7 @@ def test_rows_of_types_without_products_of_ours_are_turned_by_one_kernel(
 ) -> None:
     """A step of a model in float16 has no dozen launches a layer for what is one."""
     pytest.importorskip("triton")
-    from mmaccel.backends.triton.decode import rope as kernels
+    from mmaccel.backends.triton.decode import qkv_rope_cache as kernels
 
     launched: list[torch.dtype] = []
 

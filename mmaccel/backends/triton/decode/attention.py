@@ -1,4 +1,4 @@
-"""Attention of a decode step in Triton (`ops.decode_attend.decode_attend`): the cache is read once, by the whole device.
+"""Attention of a decode step in Triton (`ops.decode.decode_attend`): the cache is read once, by the whole device.
 
 As flash-decoding does (Dao et al. 2023): the columns of each sequence and key/value head are split into as many pieces as
 keep the device busy, each program folds one piece into a partial answer, a second kernel merges them. How long the pieces
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends import architectures
-from mmaccel.backends.ops.decode_attend import WINDOW
+from mmaccel.backends.ops.decode import WINDOW
 from mmaccel.backends.triton.launch_args import lines
 
 LEAST = 2
@@ -49,15 +49,9 @@ def piece_kernel(
     scale,
     n,
     biased,
-    query_b,
-    query_h,
-    query_s,
-    key_b,
-    key_g,
-    key_s,
-    value_b,
-    value_g,
-    value_s,
+    query_lines,
+    key_lines,
+    value_lines,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -73,7 +67,7 @@ def piece_kernel(
     STAGES: tl.constexpr,
 ):
     """Rows of all heads of a key/value head, over one piece of the columns; row r is head r % GROUP of new row r // GROUP.
-    Under BIAS the first `biased` columns have one.
+    Under BIAS the first `biased` columns have one. `lines` are strides, as `launch_args.lines` gives them.
 
     part [B, H, n, SPLITS, D] and lse [B, H, n, SPLITS] (base 2) in float32; a row that sees nothing of a piece is 0, -inf.
     """
@@ -88,15 +82,11 @@ def piece_kernel(
     mine = i < n
     d, k = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     wide = d < D
-    query += b.to(tl.int64) * query_b
-    q = tl.load(
-        query + (head * query_h + i * query_s)[:, None] + d[None, :],
-        mask=mine[:, None] & wide[None, :],
-        other=0.0,
-    )
+    source = query + b.to(tl.int64) * query_lines[0] + (head * query_lines[1] + i * query_lines[2])[:, None]
+    q = tl.load(source + d[None, :], mask=mine[:, None] & wide[None, :], other=0.0)
     own = tl.load(columns + b * n + i, mask=mine, other=-1).to(tl.int32)
-    key += b.to(tl.int64) * key_b + g.to(tl.int64) * key_g
-    value += b.to(tl.int64) * value_b + g.to(tl.int64) * value_g
+    key += b.to(tl.int64) * key_lines[0] + g.to(tl.int64) * key_lines[1]
+    value += b.to(tl.int64) * value_lines[0] + g.to(tl.int64) * value_lines[1]
     bits = tl.load(sees + i, mask=mine & TREE, other=0)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -104,9 +94,8 @@ def piece_kernel(
     for tile in tl.range(first, last, num_stages=STAGES):
         at = tile * BLOCK_N + k
         held = at < length
-        keys = tl.load(
-            key + (at * key_s)[None, :] + d[:, None], mask=held[None, :] & wide[:, None], other=0.0
-        )
+        inside = held[None, :] & wide[:, None]
+        keys = tl.load(key + (at * key_lines[2])[None, :] + d[:, None], mask=inside, other=0.0)
         score = tl.dot(q, keys, input_precision=PRECISION) * (scale * 1.4426950408889634)
         if BIAS:  # noqa: SIM102 - what is constant leaves no trace
             if tile * BLOCK_N < biased:
@@ -126,9 +115,8 @@ def piece_kernel(
         shrink = tl.exp2(peak - level)
         total = total * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None]
-        values = tl.load(
-            value + (at * value_s)[:, None] + d[None, :], mask=held[:, None] & wide[None, :], other=0.0
-        )
+        inside = held[:, None] & wide[None, :]
+        values = tl.load(value + (at * value_lines[2])[:, None] + d[None, :], mask=inside, other=0.0)
         acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
         peak = top
     seen = total > 0
@@ -145,9 +133,7 @@ def merge_kernel(
     columns,
     out,
     n,
-    out_b,
-    out_h,
-    out_s,
+    out_lines,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -170,11 +156,8 @@ def merge_kernel(
     level = tl.load(lse + place + s, mask=inside, other=float("-inf"))
     share = tl.exp2(level - tl.max(level, 0))
     answer = tl.sum(share[:, None] * some, 0) / tl.sum(share, 0)
-    tl.store(
-        out + b.to(tl.int64) * out_b + head * out_h + i * out_s + d,
-        answer.to(out.dtype.element_ty),
-        mask=d < D,
-    )
+    out += b.to(tl.int64) * out_lines[0] + head * out_lines[1] + i * out_lines[2]
+    tl.store(out + d, answer.to(out.dtype.element_ty), mask=d < D)
 
 
 def decode_attend(
@@ -188,10 +171,8 @@ def decode_attend(
     *,
     splits: int | None = None,
     block_n: int | None = None,
-    warps: int = 4,
-    stages: int = 3,
 ) -> Tensor:
-    """See `ops.decode_attend.decode_attend`; at most `splits` pieces a sequence and head, of tiles of `block_n` keys."""
+    """See `ops.decode.decode_attend`; at most `splits` pieces a sequence and head, of tiles of `block_n` keys."""
     B, H, n, D = query.shape
     G = key.shape[1]
     group = H // G
@@ -201,7 +182,7 @@ def decode_attend(
     block_n = block_n or (64 if item == 2 else 16)
     while (2 * block_n * block_d + block_m * (block_d + block_n)) * item > here.shared and block_m > 16:
         block_m, block_n = (block_m, block_n // 2) if block_n > 16 else (block_m // 2, block_n)
-    stages = here.stages(stages, 2 * block_n * block_d * item, block_m * (block_d + block_n) * item)
+    stages = here.stages(3, 2 * block_n * block_d * item, block_m * (block_d + block_n) * item)
     tiles = triton.cdiv(n * group, block_m)
     splits = splits or max(1, RESIDENT * here.processors // (B * G * tiles))
     out = torch.empty(B, n, H, D, dtype=query.dtype, device=query.device).transpose(1, 2)
@@ -222,9 +203,9 @@ def decode_attend(
             scale,
             n,
             0 if bias is None else len(bias),
-            *lines(query),
-            *lines(key),
-            *lines(value),
+            lines(query),
+            lines(key),
+            lines(value),
             GROUPS=G,
             GROUP=group,
             D=D,
@@ -238,7 +219,7 @@ def decode_attend(
             WINDOW=WINDOW,
             PRECISION="ieee",
             STAGES=stages,
-            num_warps=warps,
+            num_warps=4,
         )
         merge_kernel[(n * triton.cdiv(D, MERGED), H, B)](
             part,
@@ -246,7 +227,7 @@ def decode_attend(
             columns,
             out,
             n,
-            *out.stride()[:3],
+            out.stride()[:3],
             HEADS=H,
             D=D,
             SPLITS=splits,

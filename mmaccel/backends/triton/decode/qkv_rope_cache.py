@@ -1,8 +1,7 @@
-"""What enters a layer's attention in one kernel (`qkv_rope_cache.enter_rows`): queries, keys and values are turned and
-written to where they go by the program that made them.
+"""The kernels of `enter_rows` and `turn_rows` (`ops.decode`): queries, keys and values are turned and written where they go.
 
-A program makes the two halves of a head's numbers that are turned with each other, so that it needs no other. By itself
-the turning is a kernel of some 10 KB, which takes as long as 10 MB of weights.
+In `enter_kernel` the program that made them does this: it makes the two halves of a head's numbers that are turned with each
+other, so that it needs no other. By itself the turning is a kernel of some 10 KB, which takes as long as 10 MB of weights.
 """
 
 # mypy: ignore-errors
@@ -45,12 +44,8 @@ def enter_kernel(
     rows,
     n,
     eps,
-    key_b,
-    key_g,
-    key_s,
-    value_b,
-    value_g,
-    value_s,
+    key_lines,
+    value_lines,
     K: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -65,7 +60,7 @@ def enter_kernel(
     STAGES: tl.constexpr,
 ):
     """BLOCK_O outputs of one head, half of them in its first half and half in its second, where what they are turned with
-    stands; see `ops.qkv_rope_cache.enter_rows`."""
+    stands; see `ops.decode.enter_rows`."""
     HALF: tl.constexpr = D // 2
     PAIRS: tl.constexpr = BLOCK_O // 2
     BLOCKS: tl.constexpr = (HALF + PAIRS - 1) // PAIRS
@@ -105,14 +100,62 @@ def enter_kernel(
     one, two = tl.split(halves.to(kind).to(tl.float32))
     turned_1 = one * cos_1.to(tl.float32) - two * sin_1.to(tl.float32)
     turned_2 = two * cos_2.to(tl.float32) + one * sin_2.to(tl.float32)
-    b, some = (r // n).to(tl.int64), r * (HEADS * D)
-    to = query + (some + head * D)[None, :] + d[:, None]
+    b = (r // n).to(tl.int64)
+    to = query + (r * (HEADS * D) + head * D)[None, :] + d[:, None]
     if head >= HEADS + GROUPS:
-        to = value + (b * value_b + number * value_g + column * value_s)[None, :] + d[:, None]
+        some = b * value_lines[0] + number * value_lines[1] + column * value_lines[2]
+        to = value + some[None, :] + d[:, None]
     elif head >= HEADS:
-        to = key + (b * key_b + number * key_g + column * key_s)[None, :] + d[:, None]
+        some = b * key_lines[0] + number * key_lines[1] + column * key_lines[2]
+        to = key + some[None, :] + d[:, None]
     tl.store(to, turned_1.to(kind), mask=inside)
     tl.store(to + HALF, turned_2.to(kind), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n", "count"])
+def turn_kernel(
+    rows,
+    cos,
+    sin,
+    places,
+    columns,
+    query,
+    key,
+    value,
+    n,
+    count,
+    key_lines,
+    value_lines,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One head of one new row: a query or a key is turned, and keys and values go to their column of the cache."""
+    head, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b = b.to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    wide = d < D
+    column = tl.load(columns + b * n + i)
+    source = rows + ((b * n + i) * (HEADS + 2 * GROUPS) + head) * D
+    x = tl.load(source + d, mask=wide, other=0.0)
+    if head < HEADS + GROUPS:
+        half = D // 2
+        other = tl.load(source + tl.where(d < half, d + half, d - half), mask=wide, other=0.0).to(tl.float32)
+        angle = (b * count + tl.load(places + b * n + i)) * D + d
+        turned = x.to(tl.float32) * tl.load(cos + angle, mask=wide, other=0.0).to(tl.float32)
+        turned += tl.where(d < half, -other, other) * tl.load(sin + angle, mask=wide, other=0.0).to(
+            tl.float32
+        )
+        x = turned.to(x.dtype)
+    if head < HEADS:
+        tl.store(query + ((b * n + i) * HEADS + head) * D + d, x, mask=wide)
+    elif head < HEADS + GROUPS:
+        key += b * key_lines[0] + (head - HEADS) * key_lines[1] + column * key_lines[2]
+        tl.store(key + d, x, mask=wide)
+    else:
+        value += b * value_lines[0] + (head - HEADS - GROUPS) * value_lines[1] + column * value_lines[2]
+        tl.store(value + d, x, mask=wide)
 
 
 def enter_rows(
@@ -128,7 +171,7 @@ def enter_rows(
     value: Tensor,
     block_k: int | None = None,
 ) -> Tensor:
-    """See `ops.qkv_rope_cache.enter_rows`; a program takes up `block_k` inputs at a time."""
+    """See `ops.decode.enter_rows`; a program takes up `block_k` inputs at a time."""
     rows, K = x.shape
     B, n = columns.shape
     G, D = key.shape[1], key.shape[-1]
@@ -155,8 +198,8 @@ def enter_rows(
             rows,
             n,
             eps,
-            *lines(key),
-            *lines(value),
+            lines(key),
+            lines(value),
             K=K,
             HEADS=heads,
             GROUPS=G,
@@ -170,5 +213,35 @@ def enter_rows(
             PRECISION="ieee",
             STAGES=stages,
             num_warps=warps,
+        )
+    return query.transpose(1, 2)
+
+
+def turn_rows(
+    rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    B, n, width = rows.shape
+    G, D = key.shape[1], key.shape[-1]
+    heads = width // D - 2 * G
+    query = torch.empty(B, n, heads, D, dtype=rows.dtype, device=rows.device)
+    with torch.cuda.device_of(rows):
+        turn_kernel[(heads + 2 * G, n, B)](
+            rows.contiguous(),
+            cos.contiguous(),
+            sin.contiguous(),
+            places.contiguous(),
+            columns.contiguous(),
+            query,
+            key,
+            value,
+            n,
+            cos.shape[1],
+            lines(key),
+            lines(value),
+            HEADS=heads,
+            GROUPS=G,
+            D=D,
+            BLOCK_D=triton.next_power_of_2(D),
+            num_warps=1,
         )
     return query.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Few rows through a model's layers in Triton (`ops.skinny_gemm.project_rows`): weights are read once, and that is all.
+"""Few rows through a model's layers in Triton (`ops.decode.project_rows`): weights are read once, and that is all.
 
 A product of a few rows takes as long as its weights take to read, so nothing else may take time: the gate and the residual
 after it are done by the same program, and so is what a norm after it needs; the first norm is a kernel of 2 us.
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmaccel.backends import architectures
+from mmaccel.backends.triton.pointwise import rms_norm_kernel
 
 HELD = 2048
 """Parts of sums of squares that a program holds while it makes a product."""
@@ -30,19 +31,6 @@ UNDER_WAY = ((512, 4), (512, 3), (256, 4))
 
 FEW = 16
 """Rows up to which small tiles of weights are read fastest; of more rows each tile is to serve more outputs."""
-
-
-@triton.jit
-def norm_kernel(x, gain, out, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One row over its root mean square, times `gain`; rounded as the model's own norm rounds."""
-    k = tl.arange(0, BLOCK_K)
-    inside = k < K
-    line = tl.program_id(0) * K
-    factor = tl.load(gain + k, mask=inside, other=0.0).to(tl.float32)
-    row = tl.load(x + line + k, mask=inside, other=0.0).to(tl.float32)
-    row *= tl.rsqrt(tl.sum(row * row, 0) / K + eps)
-    row = row.to(out.dtype.element_ty).to(tl.float32) * factor
-    tl.store(out + line + k, row.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -141,7 +129,7 @@ def project_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.skinny_gemm`.
+    """BLOCK_O outputs of one of up to three weights, whose outputs stand one after another; see `ops.decode`.
 
     EVEN: blocks divide the outputs. PARTS: of how many the sums of squares of `x` are made, 0 where it is not to be normed.
     AHEAD: what the norm after this needs is written, too; see `pass_rows`. BLOCKS: how many programs there are.
@@ -197,17 +185,9 @@ def project_kernel(
 
 
 def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    rows, K = x.shape
-    out = torch.empty_like(x)
-    norm_kernel[(rows,)](
-        x,
-        gain,
-        out,
-        eps,
-        K=K,
-        BLOCK_K=triton.next_power_of_2(K),
-        num_warps=8,
-    )
+    """Each row over its root mean square, times `gain`; rounded as the model's own norm rounds."""
+    (rows, K), out = x.shape, torch.empty_like(x)
+    rms_norm_kernel[(rows,)](x, gain, out, eps, E=K, BLOCK=triton.next_power_of_2(K), num_warps=8)
     return out
 
 
@@ -262,7 +242,7 @@ def project_rows(
     squares: Tensor | None = None,
     block_k: int | None = None,
 ) -> Tensor:
-    """See `ops.skinny_gemm.project_rows`; a program takes up `block_k` inputs at a time."""
+    """See `ops.decode.project_rows`; a program takes up `block_k` inputs at a time."""
     return _project(x, weight, bias, gain, eps, residual, gated, squares, None, block_k)[0]
 
 
@@ -274,7 +254,7 @@ def pass_rows(
     gain: Tensor,
     block_k: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `ops.skinny_gemm.pass_rows`; a program takes up `block_k` inputs at a time."""
+    """See `ops.decode.pass_rows`; a program takes up `block_k` inputs at a time."""
     return _project(x, [weight], bias, None, 0.0, residual, False, None, gain, block_k)
 
 

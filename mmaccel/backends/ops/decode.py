@@ -1,0 +1,188 @@
+"""The operators of a decode step, a few new rows: attention over a cache of fixed size, and what a layer does beside it.
+
+Products of a few rows are a matter of reading the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mmaccel.backends.ops.operator import operator, runs_triton, runs_triton_in_float32
+from mmaccel.backends.ops.pointwise import rms_norm
+
+WINDOW = 64
+"""Columns at the end of a sequence of which a row of a tree may see some and not others: the bits of a word."""
+
+MOST = 64
+"""Rows beyond which products are a matter of computing."""
+
+
+def _attend_shape(query: Tensor) -> Tensor:
+    B, H, n, D = query.shape
+    return query.new_empty(B, n, H, D).transpose(1, 2)
+
+
+@operator("decode.attention.decode_attend", serves=runs_triton_in_float32, fake=_attend_shape)
+def decode_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    columns: Tensor,
+    scale: float,
+    sees: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Exact attention of a few new rows over a cache of fixed size, whose new columns are written already.
+
+    query [B, H, n, D], key and value [B, G, capacity, D], H a multiple of G. columns [B, n] long, on the device: the
+    column of each new row, ascending; row i sees the columns 0 .. columns[b, i]. With sees [n] long (a tree) row i
+    sees, of the last `WINDOW` columns up to columns[b, n - 1], those whose bits are set, the oldest first, and all
+    before them. bias [m] float32 is added to the scores of the columns 0 .. m - 1. Gives [B, H, n, D]; in memory a row
+    of all heads lies together.
+    """
+    column = torch.arange(key.shape[2], device=key.device)
+    if sees is None:
+        mask = column <= columns[..., None]
+    else:
+        late = column - (columns[:, -1:] + 1 - WINDOW)
+        seen = (sees[None, :, None] >> late.clamp(0, WINDOW - 1)[:, None]) & 1
+        mask = (late < 0)[:, None] | ((seen != 0) & (late < WINDOW)[:, None])
+    cached = (column <= columns[:, -1:])[:, None, :, None]
+    key, value = (torch.where(cached, x, 0) for x in (key, value))  # what lies behind may be anything
+    grouped = query.shape[1] != key.shape[1]
+    if bias is not None:
+        added = functional.pad(bias, (0, key.shape[2] - len(bias)))
+        mask = added.masked_fill(~mask, -torch.inf).to(query.dtype)
+    out = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask[:, None], scale=scale, enable_gqa=grouped
+    )
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _turn_shape(rows: Tensor, key: Tensor) -> Tensor:
+    B, n, width = rows.shape
+    G, D = key.shape[1], key.shape[-1]
+    return rows.new_empty(B, n, width // D - 2 * G, D).transpose(1, 2)
+
+
+@operator(
+    "decode.qkv_rope_cache.turn_rows",
+    serves=runs_triton_in_float32,
+    mutates=("key", "value"),
+    fake=_turn_shape,
+)
+def turn_rows(
+    rows: Tensor, cos: Tensor, sin: Tensor, places: Tensor, columns: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Turn new queries and keys, and write keys and values to their columns of the cache; gives queries [B, H, n, D].
+
+    rows [B, n, (H + 2 G) * D]: the heads of the queries, of the keys, of the values. cos and sin [B, S, D]: the angles
+    of each place. places, columns [B, n] long: where each row stands, and where it is written. key and value [B, G,
+    capacity, D], the last dimension dense.
+    """
+    B, n, width = rows.shape
+    G, D = key.shape[1], key.shape[-1]
+    batch = torch.arange(B, device=rows.device)[:, None]
+    heads = rows.view(B, n, width // D, D)
+    angles = [table[batch, places][:, :, None] for table in (cos, sin)]
+    turned = heads[:, :, : width // D - G]
+    half = D // 2
+    turned = turned * angles[0] + torch.cat([-turned[..., half:], turned[..., :half]], -1) * angles[1]
+    query, new = turned[:, :, : width // D - 2 * G], turned[:, :, width // D - 2 * G :]
+    key.transpose(1, 2)[batch, columns] = new
+    value.transpose(1, 2)[batch, columns] = heads[:, :, width // D - G :]
+    return query.contiguous().transpose(1, 2)
+
+
+def reads_weights(x: Tensor, *rest: object) -> bool:
+    """Whether there are kernels for the products of rows `x` [R, K]."""
+    return x.dtype == torch.bfloat16 and x.shape[0] <= MOST and runs_triton(x)
+
+
+def _project_shape(x: Tensor, weight: Sequence[Tensor], gated: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight[0].shape[0] if gated else sum(w.shape[0] for w in weight))
+
+
+@operator("decode.skinny_gemm.project_rows", serves=reads_weights, fake=_project_shape)
+def project_rows(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    squares: Tensor | None = None,
+) -> Tensor:
+    """Rows through the linear layers of a transformer, with what stands before and after them.
+
+    x [R, K]; weight: one to three of [O, K], their outputs one after another; bias: none, or [O] for each. With `gain` [K]
+    the rows are normed first (RMS, `eps`). `gated`: of two weights, silu of the first's outputs times the second's.
+    `residual` [R, O'] is added. Gives [R, O'] in the type of `x`; bfloat16 rows round after the norm and at the end. With
+    `squares` [R, P] `x` and these are what `pass_rows` gave, and the outputs are those of the rows normed by `eps`.
+    """
+    if squares is not None:
+        x = (x * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)).to(x.dtype)
+    if gain is not None:
+        x = rms_norm.plain(x, gain, eps)
+    parts = [functional.linear(x, w, bias[i] if bias else None) for i, w in enumerate(weight)]
+    out = functional.silu(parts[0]) * parts[1] if gated else torch.cat(parts, -1)
+    return out if residual is None else residual + out
+
+
+def _pass_shapes(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    # How many parts the squares have is the kernel's own affair.
+    parts = torch.library.get_ctx().new_dynamic_size()
+    squares = x.new_empty(x.shape[0], parts, dtype=torch.float32)
+    return x.new_empty(residual.shape), x.new_empty(residual.shape), squares
+
+
+@operator("decode.skinny_gemm.pass_rows", serves=reads_weights, fake=_pass_shapes)
+def pass_rows(
+    x: Tensor, weight: Tensor, bias: Sequence[Tensor], residual: Tensor, gain: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [R, K] through a weight [E, K] and past it, and what the norm after them needs, so that it is no kernel of
+    its own.
+
+    bias: none, or one of [E]; residual [R, E]; gain [E]: that of the norm. Gives out [R, E], the sum; gained [R, E],
+    out times gain, in the type of `x`; and squares [R, P] in float32, whose sum over P is that of out squared: what is
+    linear in the normed rows is the same of `gained`, over the root of mean and eps.
+    """
+    out = project_rows.plain(x, [weight], bias, residual=residual)
+    return out, out * gain, out.float().pow(2).sum(-1, keepdim=True)
+
+
+def _enter_shape(x: Tensor, weight: Sequence[Tensor], columns: Tensor, key: Tensor) -> Tensor:
+    B, n = columns.shape
+    D = key.shape[-1]
+    return x.new_empty(B, n, weight[0].shape[0] // D, D).transpose(1, 2)
+
+
+@operator(
+    "decode.qkv_rope_cache.enter_rows", serves=reads_weights, mutates=("key", "value"), fake=_enter_shape
+)
+def enter_rows(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor],
+    gain: Tensor | None,
+    squares: Tensor | None,
+    eps: float,
+    turn: Tensor,
+    columns: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """`project_rows` of the weights of queries, keys and values, then `turn_rows`; gives queries [B, H, n, D].
+
+    x [B * n, K], weight [H * D, K] and two of [G * D, K]; bias: none, or one for each. `gain` and `squares` are those of
+    `project_rows`, one of them or none. turn [2, B, n, D]: cosines and sines of each row. columns, key, value as there.
+    """
+    rows = project_rows.plain(x, weight, bias, gain, eps, squares=squares).view(*columns.shape, -1)
+    places = torch.arange(columns.shape[1], device=x.device).expand_as(columns)
+    # Where the products are PyTorch's, what turns is a kernel still: one for a dozen.
+    return turn_rows.direct(rows, turn[0], turn[1], places, columns, key, value)

@@ -58,7 +58,7 @@ from mmaccel.core.attach import accelerate, adapter_for
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import shapes
-from mmaccel.models.cache import KVCache
+from mmaccel.models.attention import KVCache
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential
 from mmaccel_lab.eval import simulate

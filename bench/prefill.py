@@ -115,7 +115,7 @@ class Prompt:
 
     def call(self, fast: mmaccel.Accelerated) -> Callable[[], None]:
         """The same under a recipe that is attached."""
-        from mmaccel.models.cache import KVCache
+        from mmaccel.models.attention import KVCache
         from mmaccel.models.hf import NOTE, Note
 
         text = fast.adapter.text(self.model)

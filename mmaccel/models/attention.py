@@ -1,23 +1,28 @@
-"""The attention function that transformers calls in layers with our hooks, and arguments of `forward` that concern it."""
+"""Our attention and our cache as transformers sees them: the function that layers with our hooks call, the arguments of
+`forward` that concern it, and a `KVState` as a transformers cache."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmaccel.core.attention import ForwardPass
 from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError
+from mmaccel.core.kv import KVState
+from mmaccel.core.layout import TokenLayout
 from mmaccel.core.packed import PackedPass
 from mmaccel.core.recipe import Recipe
 
@@ -26,15 +31,6 @@ ATTENTION = "mmaccel"
 
 PLAIN = "mmaccel_plain_attention"
 """The attribute of a config under which it keeps the model's own config, for calls beside a pass of a stream."""
-
-
-FORWARD = {
-    "is_causal": "the attention of an accelerated model is causal; leave it out, or detach the recipe.",
-}
-"""Arguments of `forward` that no recipe takes."""
-
-WEIGHTS = "{part} never holds the attention weights; ask for them under the recipe 'dense'."
-"""Why a recipe refuses output_attentions, where it does not run dense attention over whole keys."""
 
 
 def attention(
@@ -52,8 +48,7 @@ def attention(
     attention that the model's config names.
     """
     if not isinstance(attention_mask, ForwardPass | PackedPass):
-        function, own = _plain(module)
-        return function(own, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+        return _plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     weights = None
     if kwargs.get("output_attentions") and not attention_mask.stream:
         attention_mask, weights = with_weights(attention_mask)
@@ -72,23 +67,27 @@ def attention(
 AttentionInterface.register(ATTENTION, attention)
 
 
-def _plain(module: nn.Module) -> tuple[Callable[..., Any], nn.Module]:
-    """The attention of a layer without our hooks, for a call beside a pass of a stream, and the module to call it with.
+def _plain(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The attention of a layer without our hooks, for a call beside a pass of a stream.
 
-    That module shares all that `module` has, but holds the model's own config: flash attention reads its variant from there.
+    It is given a module that shares all that `module` has, but holds the model's own config: flash attention reads its
+    variant from there.
     """
-    shared = getattr(
-        module.config, PLAIN, module.config
-    )  # the pass may end between the call of the layer and here
+    # The pass may end between the call of the layer and here.
+    shared = getattr(module.config, PLAIN, module.config)
     name = shared._attn_implementation  # type: ignore[union-attr]
     if name == ATTENTION:
         raise ModelError(
             "a layer of an accelerated model was called by itself; call the model, or detach the recipe first."
         )
-    own = object.__new__(type(module))
-    own.__dict__ = {**module.__dict__, "config": shared}
+    stand_in, before = object.__new__(type(module)), {**module.__dict__, "config": shared}
+    stand_in.__dict__ = dict(before)
     eager = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
-    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager), own  # type: ignore[arg-type]
+    out = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)(stand_in, *args, **kwargs)  # type: ignore[arg-type]
+    # What the function set on the module is set on the layer.
+    new = {name: x for name, x in stand_in.__dict__.items() if name not in before or before[name] is not x}
+    module.__dict__.update(new)
+    return out
 
 
 class OneWay(torch.autograd.Function):
@@ -168,17 +167,21 @@ def with_weights(run: ForwardPass | PackedPass) -> tuple[ForwardPass | PackedPas
 def check_forward(recipe: Recipe, kwargs: Mapping[str, Any]) -> None:
     """Raise `ModelError` with one sentence for an argument of `forward` that `recipe` does not take."""
     if kwargs.get("is_causal") is False:
-        raise ModelError(f"is_causal: {FORWARD['is_causal']}")
-    if kwargs.get("output_attentions"):
-        part = None
-        if not recipe.sparse.dense:
-            part = f"sparse {recipe.sparse.name!r}"
-        elif not recipe.kv.exact:
-            part = f"kv {recipe.kv.name!r}"
-        elif recipe.prune is not None:
-            part = f"prune {recipe.prune.name!r}"
-        if part is not None:
-            raise ModelError(f"output_attentions: {WEIGHTS.format(part=part)}")
+        raise ModelError(
+            "is_causal: the attention of an accelerated model is causal; leave it out, or detach the recipe."
+        )
+    if not kwargs.get("output_attentions"):
+        return
+    for kind, policy, has_weights in (
+        ("sparse", recipe.sparse, recipe.sparse.dense),
+        ("kv", recipe.kv, recipe.kv.exact),
+        ("prune", recipe.prune, recipe.prune is None),
+    ):
+        if not has_weights:
+            raise ModelError(
+                f"output_attentions: {kind} {policy.name!r} never holds the attention weights; ask for them under the "  # type: ignore[union-attr]
+                "recipe 'dense'."
+            )
 
 
 def packed_in(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Tensor | None:
@@ -196,3 +199,114 @@ def packed_in(kwargs: Mapping[str, Any], mask: Tensor | None, mrope: bool) -> Te
             return None
         positions = positions[0]
     return find_packed_sequence_indices(positions)
+
+
+@dataclass
+class Columns:
+    """What is known of the columns a cache holds: their layout, and the step from a column to its rotary position."""
+
+    layout: TokenLayout
+    delta: Tensor
+
+
+class _Layer(CacheLayerMixin):
+    """One layer of a `KVState`, as transformers wants to see it."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, state: KVState, door: SimpleNamespace, index: int) -> None:
+        super().__init__()
+        self.state, self.door, self.index = state, door, index
+        self.is_initialized = True
+
+    # [B, G, n, D], where the memory holds all columns; else None. transformers begins by setting both to None.
+    keys = property(lambda self: self._whole(0), lambda self, _: None)  # type: ignore[assignment]
+    values = property(lambda self: self._whole(1), lambda self, _: None)  # type: ignore[assignment]
+
+    def _whole(self, which: int) -> Tensor | None:
+        if not getattr(self, "is_initialized", False) or not 0 < self.state.length() == self.state.held():
+            return None
+        view = self.state.view(self.index, torch.empty(0, 0, 2, 0))
+        return (view.key, view.value)[which]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.door.open:
+            raise ModelError(
+                "past_key_values: this cache belongs to an accelerated model that is detached, or to another one; "
+                "start from a new cache."
+            )
+        self.state.append(self.index, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.state.length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.state.length() + int(query_length), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, max_length: int) -> None:
+        pass
+
+    def reset(self) -> None:
+        self.state.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        pass
+
+
+class KVCache(Cache):
+    """A `KVState` as a transformers cache. It serves the accelerated model that opened it, no other."""
+
+    def __init__(self, state: KVState, layers: int) -> None:
+        self.state = state
+        # Shared with the layers: one that knew its cache would keep the state's memory until Python looks for cycles.
+        self.door = SimpleNamespace(open=False)
+        self.sequence: Columns | None = None
+        super().__init__(layers=[_Layer(state, self.door, index) for index in range(layers)])
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Only inside may the layers be fed: elsewhere nobody would ask the memory what a query sees."""
+        self.door.open = True
+        try:
+            yield
+        finally:
+            self.door.open = False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.state.length()
+
+    def crop(self, max_length: int) -> None:
+        """Negative: forget that many columns. Positive (older callers): the length to keep."""
+        count = int(max_length)
+        if count:
+            self.state.truncate(count if count > 0 else self.state.length() + count)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the batch rows `beam_idx` [B']: keys, values and what is known of their columns."""
+        self.state.reorder(beam_idx)
+        if self.sequence is not None:
+            layout, delta = self.sequence.layout, self.sequence.delta
+            self.sequence = Columns(layout.pick(beam_idx), delta[beam_idx])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.sequence is not None:
+            rows = torch.arange(self.sequence.layout.batch, device=self.sequence.layout.device)
+            self.reorder_cache(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def reset(self) -> None:
+        self.sequence = None
+        self.state.reset()

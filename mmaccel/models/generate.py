@@ -22,7 +22,7 @@ from mmaccel.models.arguments import (
     sequences,
     wants,
 )
-from mmaccel.models.cache import KVCache
+from mmaccel.models.attention import KVCache
 from mmaccel.models.hf import Attachment
 
 

@@ -1,4 +1,4 @@
-"""The calls of an accelerated model that are wrapped on the instance (our cache: cache.py; our attention: attention.py).
+"""The calls of an accelerated model that are wrapped on the instance (our attention and cache: attention.py).
 
 Nothing global is patched. One attention name is registered for the process; it serves only models whose text modules hold
 our copy of their config. What an attached model carries is: that copy, and instance wrappers of the `forward` of the
@@ -28,11 +28,10 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.packed import PackedPass
 from mmaccel.models.arguments import end_at_positions, positions_of
-from mmaccel.models.attaching import Attaching, gate_of
-from mmaccel.models.attention import ATTENTION, check_forward, check_training, packed_in
+from mmaccel.models.attention import ATTENTION, Columns, KVCache, check_forward, check_training, packed_in
 from mmaccel.models.batches import DraftTimes
-from mmaccel.models.cache import Columns, KVCache
 from mmaccel.models.family_facts import FamilyFacts
+from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.pointwise import in_chunks, rotate_by
 from mmaccel.models.pruning import Pruning
 from mmaccel.models.signals import hear
@@ -64,9 +63,11 @@ class Attachment(Attaching):
     def _lay(self) -> None:
         model, family, recipe, hooks = self.model, self.family, self.owner.recipe, self.hooks
         # First what keeps calls waiting, then, once the others have ended, all that these would meet.
-        self.wrap(model, "generate", "generate", functools.partial(self._generate, self))
-        self.wrap(self.multimodal, "forward", "whole", self._whole)
-        hooks.refuse_copies((model, self.multimodal, self.text), self)
+        # The plain methods are noted before the wrappers are there, so that another thread finds them.
+        self.generate, self.multimodal_forward = model.generate, self.multimodal.forward
+        hooks.wrap(model, "generate", self._call, functools.partial(self._generate, self))
+        hooks.wrap(self.multimodal, "forward", self._call, self._whole)
+        self.refuse_copies(model, self.multimodal, self.text)
         self.gate.drain("accelerate", (model, self.multimodal, self.text))
         hooks.callback(self._rope_back, self.multimodal.__dict__.get("rope_deltas"))
         self.shared: Any = self.text.config
@@ -79,8 +80,8 @@ class Attachment(Attaching):
             hear(hooks, family.layers(model), recipe.draft.pruner)
         in_chunks(hooks, family.pointwise(model), family)
         rotate_by(hooks, (layer.self_attn for layer in family.layers(model)), family.rotate_function)  # type: ignore[misc]
-        self.wrap(self.text, "forward", "forward", self._forward)
-        self.generate, self.forward = self.plain["generate"], self.plain["forward"]
+        self.forward = self.text.forward
+        hooks.wrap(self.text, "forward", self._call, self._forward)
         hooks.callback(self.owner.left)
         self.owner.joined()
 
@@ -90,7 +91,7 @@ class Attachment(Attaching):
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """The multimodal model's forward."""
-        return self.plain["whole"](**self._notice(args, kwargs))
+        return self.multimodal_forward(**self._notice(args, kwargs))
 
     def cache(self) -> KVCache:
         """A fresh cache of the recipe's memory."""

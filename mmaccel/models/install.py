@@ -1,24 +1,48 @@
-"""Installs our hooks on a model, and takes them back: the only code that changes a model's instances.
+"""Installs our hooks on a model and takes them back, all or none, never during a call: the only code that changes instances.
 
-What is changed: a method of one instance, the config that modules hold, and forward hooks. Classes stay as they are.
+What is changed: a method of one instance, the config that modules hold, and forward hooks. Classes stay as they are. Each
+text model has a `Gate`. Calls enter and leave it; attaching and detaching wait until no call is inside, and new calls wait
+until they are done. Calls that began before anything was attached entered no gate: they are found on the stacks of their
+threads, so that a plain model needs no hook.
+
+A call under way may itself wait for a new call, of a helper thread. So a new call waits at most `FIRST_S` for a change that
+waits for older calls, and then runs. When all calls have ended that were under way when the wait began, it begins anew with
+those under way now, and new calls wait `LONGER` times as long: sooner or later longer than any call lasts.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, warn
 
+POLL_S = 0.002
+"""Seconds between two checks of the stacks of other threads."""
+FIRST_S, LONGER = 0.2, 8
+"""Seconds that a new call waits at first for a change that waits for older calls, and the factor by which they grow."""
+LONG_S = 60.0
+"""Seconds after which a change that waits says for which call."""
+
+_CALLS = {"_call_impl", "_wrapped_call_impl", "generate", "_call"}
+"""Names of the functions that run a module: of `nn.Module`, of generation in transformers, and of `Attaching`."""
 _ABSENT = object()
+
+_Calls = dict[object, int]
+"""Calls under way -> their threads."""
 
 
 class Hooks(ExitStack):
@@ -72,12 +96,6 @@ class Hooks(ExitStack):
         self.callback(_unregister, hook, module._forward_hooks, module._forward_hooks_with_kwargs)
         module.register_forward_hook(hook, with_kwargs=with_kwargs)
 
-    def refuse_copies(self, modules: Iterable[nn.Module], owner: Uncopied) -> None:
-        """Let copies and pickles of `modules` raise as those of `owner` do."""
-        for module in modules:
-            # Copy and pickle ask the instance, before they look at what is in it.
-            self.put(module, "__reduce_ex__", owner.__reduce_ex__)
-
 
 def _unregister(hook: Callable[..., Any], hooks: dict[int, Any], with_kwargs: dict[int, bool]) -> None:
     """Remove `hook` from a module's `hooks`, also where an error came before its handle was returned."""
@@ -87,8 +105,255 @@ def _unregister(hook: Callable[..., Any], hooks: dict[int, Any], with_kwargs: di
             with_kwargs.pop(key, None)
 
 
-class Uncopied:
-    """What is installed on a model; a wrapper that is a partial of one of its methods cannot be copied either."""
+@contextmanager
+def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None]) -> Iterator[None]:
+    """`install` while any thread is inside: the first thread to enter installs, the last one to leave takes it back."""
+    with _lock:
+        known = _shared.setdefault(module, {})
+        if name not in known:
+            with Hooks() as hooks:
+                install(hooks)
+                known[name] = [hooks.pop_all(), 0]
+        known[name][1] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            known[name][1] -= 1
+            if not known[name][1]:
+                known.pop(name)[0].close()
+
+
+def stacks() -> dict[int, FrameType]:
+    """The innermost frame of each thread, by its identifier.
+
+    The garbage collector is off meanwhile: before Python 3.12.4, one that runs within the call can block the process for
+    ever (CPython issue 106883).
+    """
+    with _lock:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
+class Gate:
+    """Any number of calls of a model may be inside; a change of the model waits until it is alone. A call within a call of
+    the same thread enters at once."""
+
+    def __init__(self) -> None:
+        self.turns = threading.RLock()
+        """The lock under which passes of streams take turns."""
+        self._state = threading.Condition()
+        self._inside: dict[int, tuple[object, int]] = {}  # thread -> its outermost call, and how many within
+        self._waiting: dict[int, Attaching | None] = {}
+        self._let_in: set[int] = set()
+        self._alone: int | None = None  # the thread that changes the model
+        self._ends: Collection[nn.Module] = ()  # whose calls without the gate it waits for
+        self.last: Callable[[], Attaching | None] = lambda: None
+        # Here and not as decorators, which load the compiler, and Triton with it, when the package is imported.
+        self.enter: Callable[..., bool] = torch.compiler.disable(self._enter)
+        self.leave: Callable[[], None] = torch.compiler.disable(self._leave)
+
+    def _enter(self, attaching: Attaching | None = None) -> bool:
+        """Begin a call; waits while the model is changed. False: the call runs plain and must not call `leave`, because
+        `attaching` is over, or because it belongs to a generation that began before, or may be what such a one waits for."""
+        me = threading.get_ident()
+        with self._state:
+            while me not in self._inside and (attaching is None or not attaching.over):
+                if self._alone is None:
+                    break
+                if self._alone == me or (self._ends and _call_of(sys._getframe(), self._ends, {"generate"})):
+                    return False
+                self._waiting[me] = attaching
+                try:
+                    self._state.wait()
+                finally:
+                    let_in = me in self._let_in
+                    del self._waiting[me]
+                    self._let_in.discard(me)
+                if let_in and self._ends:
+                    return False
+                if let_in:
+                    break
+            if attaching is not None and attaching.over and me not in self._inside:
+                return False
+            call, depth = self._inside.get(me, (object(), 0))
+            self._inside[me] = call, depth + 1
+        return True
+
+    def _leave(self) -> None:
+        """End a call that `enter` let in."""
+        me = threading.get_ident()
+        with self._state:
+            call, depth = self._inside[me]
+            self._inside[me] = call, depth - 1
+            if depth == 1:
+                del self._inside[me]
+                self._state.notify_all()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call that runs plain, such as a pass of a stream."""
+        entered = self.enter()
+        try:
+            yield
+        finally:
+            if entered:
+                self.leave()
+
+    @contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """Run the code inside while no call runs; new calls wait. Raises `ModelError` inside a call of this thread."""
+        me = threading.get_ident()
+        with self._state:
+            if me in self._inside or self._alone == me:
+                raise _within(what)
+            while self._alone is not None:
+                self._state.wait()
+            self._alone = me
+        try:
+            with self._state:
+                self._settle(what, self._entered, FIRST_S)
+            yield
+        finally:
+            with self._state:
+                self._alone, self._ends = None, ()
+                self._let_in.clear()
+                self._state.notify_all()
+
+    def drain(self, what: str, modules: Collection[nn.Module]) -> None:
+        """Wait until no other thread is inside a call of `modules` that entered no gate. Only inside `alone`."""
+        if _call_of(sys._getframe(), modules):
+            raise _within(what)
+        with self._state:
+            self._ends = modules
+            # Passes of these generations may wait already, since before it was known that they are to end.
+            self._state.notify_all()
+            self._settle(what, self._at_work, POLL_S)
+
+    def _settle(self, what: str, under_way: Callable[[], tuple[_Calls, bool]], pause: float) -> None:
+        """Wait until no call is under way, and let new ones in that wait too long. `under_way()` gives the thread of each
+        call that is known to be, and whether there may be others."""
+        older, patience, began = under_way()[0], FIRST_S, time.monotonic()
+        until, warned = began + patience, False
+        while any(found := under_way()):
+            now = found[0]
+            if now and not now.keys() & older.keys():
+                if older:
+                    patience *= LONGER
+                    until = time.monotonic() + patience
+                older = now
+            if time.monotonic() >= until:
+                until = time.monotonic() + patience
+                self._let_in |= self._waiting.keys()
+                self._state.notify_all()
+            if now and not warned and time.monotonic() > began + LONG_S:
+                warned = True
+                names = {one.ident: one.name for one in threading.enumerate()}
+                where = ", ".join(sorted({repr(names.get(thread, str(thread))) for thread in now.values()}))
+                warn(
+                    f"{what} has waited {LONG_S:g} s for a call of the model to end, in thread {where}; it waits on."
+                )
+            self._state.wait(pause)
+
+    def _entered(self) -> tuple[_Calls, bool]:
+        """The calls inside, and whether others were let in that have not entered yet."""
+        return {call: thread for thread, (call, _) in self._inside.items()}, bool(self._let_in)
+
+    def _at_work(self) -> tuple[_Calls, bool]:
+        """The calls of other threads that entered no gate, by their outermost frames, and whether there may be others."""
+        found: _Calls = {}
+        unsure = False
+        for thread, frame in stacks().items():
+            if thread == threading.get_ident() or self._stays(thread, frame):
+                continue
+            if call := _call_of(frame, self._ends):
+                found[call] = thread
+            # A frame that has returned meanwhile no longer knows who called it: then the look says nothing.
+            unsure |= stacks().get(thread) is not frame
+        return found, unsure
+
+    def _stays(self, thread: int, frame: FrameType) -> bool:
+        """Whether a thread waits to enter, and goes on waiting if it is woken now."""
+        attaching = self._waiting.get(thread)
+        waits = thread in self._waiting and not (attaching and attaching.over)
+        return waits and thread not in self._let_in and not _call_of(frame, self._ends, {"generate"})
+
+    def forked(self) -> None:
+        """In a forked process only the thread that forked goes on: nobody else is inside, waits, or holds a lock."""
+        me = threading.get_ident()
+        self.turns, self._state = threading.RLock(), threading.Condition()
+        self._inside = {thread: calls for thread, calls in self._inside.items() if thread == me}
+        self._waiting, self._let_in = {}, set()
+        if self._alone != me:
+            self._alone, self._ends = None, ()
+
+    @property
+    def attached(self) -> Attaching | None:
+        """The recipe that is attached, if there is one."""
+        attaching = self.last()
+        return None if attaching is None or attaching.over else attaching
+
+
+_shared: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
+_gates: WeakKeyDictionary[nn.Module, Gate] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for gate in list(_gates.values()):
+        gate.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def gate_of(text: nn.Module) -> Gate:
+    """The gate of a text model, which whole models may share."""
+    with _lock:
+        return _gates.setdefault(text, Gate())
+
+
+class Attaching:
+    """A recipe on a model, from `attach` to `remove`. Wrappers are partials of its methods, and cannot be copied either.
+
+    over  whether it was removed: what is left of it, inside wrappers of others, then calls the plain methods
+    """
+
+    def __init__(self, model: nn.Module, gate: Gate) -> None:
+        self.model, self.gate = model, gate
+        self.over = False
+        self.hooks = Hooks()
+
+    def attach(self, lay: Callable[[], None]) -> None:
+        """Call `lay`, which changes the model through `hooks`; after an error nothing is left."""
+        with self.gate.alone("accelerate"):
+            if (other := self.gate.attached) is not None:
+                raise ModelError(
+                    "the model is accelerated already; call detach() on what accelerate returned, then attach anew."
+                    if other.model is self.model
+                    else "the model shares its language model with one that is accelerated; detach the recipe there first."
+                )
+            self.gate.last = ref(self)
+            try:
+                lay()
+            except BaseException:
+                self.over = True
+                self.hooks.close()
+                raise
+
+    def remove(self) -> None:
+        """Restore the model once the running calls have ended; a second call does nothing."""
+        with self.gate.alone("detach"):
+            self.over = True
+            self.hooks.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises `ModelError` when a copy or pickle is made: hooks cannot be copied with the model."""
@@ -96,37 +361,38 @@ class Uncopied:
             "a model with a recipe can neither be copied nor pickled; detach the recipe, and attach it to the copy."
         )
 
+    def refuse_copies(self, *modules: nn.Module) -> None:
+        """Let copies and pickles of `modules` raise too."""
+        for module in modules:
+            # Copy and pickle ask the instance, before they look at what is in it.
+            self.hooks.put(module, "__reduce_ex__", self.__reduce_ex__)
 
-_shared: WeakKeyDictionary[nn.Module, dict[str, tuple[Hooks, list[int]]]] = WeakKeyDictionary()
-_lock = threading.Lock()
+    def _call(self, ours: Callable[..., Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method of the model that is replaced by `ours`, with the same signature."""
+        if not self.gate.enter(self):
+            return plain(*args, **kwargs)
+        try:
+            return ours(*args, **kwargs)
+        finally:
+            self.gate.leave()
 
 
-def _forked() -> None:
-    global _lock
-    _lock = threading.Lock()
+def _within(what: str) -> ModelError:
+    return ModelError(
+        f"{what}: a call of the model is under way in this thread; {what} after it has returned."
+    )
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
-
-
-@contextmanager
-def shared_hooks(module: nn.Module, name: str, install: Callable[[Hooks], None]) -> Iterator[None]:
-    """`install` while any thread is inside: the first thread to enter installs, the last one to leave takes it back."""
-    me = threading.get_ident()
-    with _lock:
-        known = _shared.setdefault(module, {})
-        if name not in known:
-            with Hooks() as hooks:
-                install(hooks)
-                known[name] = hooks.pop_all(), []
-        hooks, users = known[name]
-        users.append(me)
-    try:
-        yield
-    finally:
-        with _lock:
-            users.remove(me)
-            if not users:
-                del known[name]
-                hooks.close()
+def _call_of(
+    frame: FrameType | None, modules: Collection[nn.Module], names: Collection[str] = _CALLS
+) -> FrameType | None:
+    """The outermost of `frame` and the frames that called it which runs one of `modules` in a function of `names`."""
+    found = None
+    while frame is not None:
+        if frame.f_code.co_name in names:
+            who = frame.f_locals.get("self")
+            who = who.model if isinstance(who, Attaching) else who
+            if any(who is one for one in modules):
+                found = frame
+        frame = frame.f_back
+    return found

@@ -52,7 +52,7 @@ class HFRunner(Runner):
                     "state: a plain model keeps everything; leave state out, or accelerate the model."
                 )
             return open_runner(model, family, DynamicCache())
-        from mmaccel.models.cache import KVCache
+        from mmaccel.models.attention import KVCache
 
         state = owner.open_state() if state is None else state
         return open_runner(model, family, KVCache(state, owner.view.geometry.layers))
@@ -137,7 +137,7 @@ class HFRunner(Runner):
         return out.logits  # type: ignore[no-any-return]
 
     def resume(self, inputs: Mapping[str, Any]) -> None:
-        from mmaccel.models.cache import Columns
+        from mmaccel.models.attention import Columns
 
         inputs = _accepted(self.model, unpadded(inputs))
         positions = inputs.get("position_ids")

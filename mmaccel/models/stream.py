@@ -30,11 +30,9 @@ from mmaccel.core.positions import PositionIds
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.stream_adapter import Clip, StreamAdapter, Tail
 from mmaccel.models.arguments import positions_of
-from mmaccel.models.attaching import gate_of
-from mmaccel.models.attention import ATTENTION, PLAIN
-from mmaccel.models.cache import KVCache
+from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.family_facts import FamilyFacts
-from mmaccel.models.install import Hooks
+from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.pointwise import in_chunks, rotate_by
 from mmaccel.models.step import StreamSteps
 from mmaccel.models.vision import in_batches
@@ -270,7 +268,7 @@ class HFStreamAdapter(StreamAdapter):
     @contextmanager
     def _busy(self) -> Iterator[None]:
         with self._gate.call():
-            if self._gate.taken:
+            if self._gate.attached is not None:
                 raise ModelError(
                     "the model is accelerated; detach the recipe before a session uses it, or give the session its own copy."
                 )

@@ -20,7 +20,7 @@ from transformers import LogitsProcessor
 
 import mmaccel
 from mmaccel.core.errors import ModelError
-from mmaccel.models.attaching import Gate, gate_of
+from mmaccel.models.install import Gate, gate_of
 from mmaccel.policies.draft import Sequential
 from mmaccel.policies.prune import UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
@@ -70,9 +70,7 @@ def failing_at(step: int) -> Iterator[list[str]]:
 
     def call(frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
         path = frame.f_code.co_filename
-        inside = "/mmaccel/models/" in path and not path.endswith(
-            ("attaching.py", "install.py", "loading.py")
-        )
+        inside = "/mmaccel/models/" in path and not path.endswith(("install.py", "loading.py"))
         return line if inside and not where else None
 
     before = sys.gettrace()

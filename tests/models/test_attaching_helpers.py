@@ -16,7 +16,7 @@ from transformers import LogitsProcessor
 
 import mmaccel
 from mmaccel.core.errors import MmaccelWarning
-from mmaccel.models import attaching
+from mmaccel.models import install
 from tests import SOURCES
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
@@ -81,7 +81,7 @@ def test_calls_that_overlap_for_ever_do_not_keep_a_change_waiting(
 ) -> None:
     """Two threads, each of whose calls lasts longer than a new call waits at first."""
     inputs, model = family
-    monkeypatch.setattr(attaching, "FIRST_S", 0.01)
+    monkeypatch.setattr(install, "FIRST_S", 0.01)
     slow = model.model.language_model.layers[0].register_forward_pre_hook(lambda *_: time.sleep(0.03))
     over, running = threading.Event(), []
 
@@ -116,7 +116,7 @@ def go_on_when(go_on: threading.Event, told: list[Any]) -> None:
 
 def test_a_change_says_which_call_it_waits_for(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, model = family
-    monkeypatch.setattr(attaching, "LONG_S", 0.2)
+    monkeypatch.setattr(install, "LONG_S", 0.2)
     reached, go_on = threading.Event(), threading.Event()
 
     def hold(*_: Any) -> None:
@@ -144,7 +144,7 @@ def test_a_change_says_which_call_it_waits_for(family: Any, monkeypatch: pytest.
 
 COLLECTS = """
 import gc, threading
-from mmaccel.models.attaching import stacks
+from mmaccel.models.install import stacks
 
 stop = threading.Event()
 threads = [threading.Thread(target=stop.wait, daemon=True) for _ in range(20)]

@@ -11,7 +11,7 @@ import pytest
 
 import mmaccel
 from mmaccel.core.kv import KVState
-from mmaccel.models.cache import KVCache
+from mmaccel.models.attention import KVCache
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session
 from tests.models.tiny_random import BUILD, prompt
 

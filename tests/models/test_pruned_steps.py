@@ -47,7 +47,7 @@ def model(family: str) -> Any:
 
 def runners(fast: Any, rows: tuple[int, ...]) -> tuple[HFRunner, HFRunner]:
     """One whose steps go through the model, and one whose steps are captured where there is a device."""
-    from mmaccel.models.cache import KVCache
+    from mmaccel.models.attention import KVCache
 
     depth, family = fast.view.geometry.layers, fast.adapter
     plain, static = (KVCache(fast.open_state(), depth) for _ in range(2))

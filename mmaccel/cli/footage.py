@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from mmaccel.media import Event, Video
-    from mmaccel.media.preprocess import Pixels
 
 MAX_FRAMES = 4096
 OPTIONS = {"fps": "--fps", "frames": "--frames", "max_frames": "--max-frames", "timeout": "--timeout"}
@@ -39,6 +39,7 @@ def watch(
 ) -> Video:
     """The frames a model is to see: as asked, or at the rate of its processor, or every one."""
     from mmaccel import media
+    from mmaccel.media.preprocess import size_of
 
     if frames is not None and (fps is not None or max_frames is not None):
         raise VideoError(
@@ -48,25 +49,9 @@ def watch(
     if frames is None:
         how["max_frames"] = max_frames if max_frames is not None else processor.video.max_frames or MAX_FRAMES
         how["fps"] = fps if fps is not None else processor.video.fps
+    fit = partial(size_of, processor.video)
     with own_options():
-        return media.read(
-            path, **how, fit=fit(processor.video), progress=counter(progress, "decode", "frames")
-        )
-
-
-def fit(pixels: Pixels) -> Callable[[int, int, int], tuple[int, int]]:
-    """The size that a processor with these settings gives to (frames, height, width)."""
-    from mmaccel.media.preprocess import frame_size_of, patch_size_of
-
-    def size(frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels of what the model is given of so many frames of this size."""
-        if not pixels.do_resize:
-            return height, width
-        if pixels.merge_size is not None:
-            return patch_size_of(pixels, frames, height, width, cap=True)
-        return frame_size_of(pixels, height, width)
-
-    return size
+        return media.read(path, **how, fit=fit, progress=counter(progress, "decode", "frames"))
 
 
 @contextmanager

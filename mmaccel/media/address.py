@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import select
+import signal
 import stat
+import sys
 
 import av.error
 
@@ -99,6 +101,25 @@ def ready(number: int, seconds: float) -> bool:
     return bool(asked.poll(min(1e3 * seconds, LONGEST_MS)))
 
 
+def is_finished(file: int) -> bool:
+    """Whether no process has the file, or the pipe at its end, open for writing; False where the system cannot say."""
+    if stat.S_ISFIFO(os.fstat(file).st_mode):
+        return True
+    if sys.platform != "linux":
+        return False
+    import fcntl
+
+    try:
+        # The kernel grants a read lease on what nobody writes to. One that opens it meanwhile is told of by this signal,
+        # which is ignored where nobody listens; the default would end the process.
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    return True
+
+
 class Pipe(io.RawIOBase):
     """A named pipe opened for reading; raises `TimeoutError` where nothing comes for `timeout` seconds.
 
@@ -112,13 +133,13 @@ class Pipe(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return False
-
     def read(self, size: int = -1) -> bytes:
         # Not ready before the first writer; ready, with nothing to read, once the last has gone.
         if not ready(self._number, self._timeout):
             raise TimeoutError(f"nothing came for {self._timeout:g} s")
+        return self._data(size)
+
+    def _data(self, size: int) -> bytes:
         return os.read(self._number, size if size >= 0 else io.DEFAULT_BUFFER_SIZE)
 
     def close(self) -> None:

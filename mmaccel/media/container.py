@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from io import RawIOBase
-from types import TracebackType
 from typing import Any
 
 import av
@@ -55,10 +54,10 @@ class Source:
         timeout: float | None = None,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        where = path = address.plain(os.fspath(path))
-        self._where, self.name = where, address.named(where)
+        self._where = where = address.plain(os.fspath(path))
+        self.name = address.named(where)
         self.live = live
-        self.local = file is None and not address.is_url(path) and format is None and address.is_file(where)
+        self.local = file is None and not address.is_url(where) and format is None and address.is_file(where)
         if not self.local and timeout is None:
             timeout = PATIENCE_S
         if file is None and format is None and timeout is not None and address.is_pipe(where):
@@ -101,9 +100,7 @@ class Source:
     def __enter__(self) -> Source:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -124,7 +121,9 @@ class Source:
 
     def _pick(self) -> Any:
         container = self._container
-        videos = [stream for stream in container.streams.video if not _is_cover(stream)]
+        # Containers hold the picture of a piece of music as a video of one frame.
+        cover = av.stream.Disposition.attached_pic
+        videos = [stream for stream in container.streams.video if not stream.disposition & cover]
         if container.format.name == "concat":
             raise VideoError(f"{self.name} {address.LIST}")
         if container.format.name == "tty":
@@ -385,8 +384,3 @@ class Source:
             yield from self._stream.decode(None)
         except av.error.FFmpegError:
             return
-
-
-def _is_cover(stream: Any) -> bool:
-    """True for the picture of a piece of music, which containers hold as a video of one frame."""
-    return bool(stream.disposition & av.stream.Disposition.attached_pic)

@@ -140,19 +140,30 @@ def smart_resize(height: int, width: int, factor: int, least: int, most: int) ->
     return rows, columns
 
 
-def patch_size_of(pixels: Pixels, frames: int, height: int, width: int, cap: bool) -> tuple[int, int]:
-    """(height, width) that frames are resized to before they are cut into patches."""
-    patch, merge, temporal = _cuts(pixels)
+def size_of(pixels: Pixels, frames: int, height: int, width: int, video: bool = True) -> tuple[int, int]:
+    """(height, width) to which so many frames of this size are resized: whole, or before they are cut into patches.
+
+    `video`: the budget of a whole video bounds them too.
+    """
+    size = pixels.size
     if not pixels.do_resize:
         return height, width
-    least, most = pixels.size.get("shortest_edge"), pixels.size.get("longest_edge")
-    if not least or not most:
-        raise VideoError(f"size={dict(pixels.size)} must have 'shortest_edge' and 'longest_edge', in pixels.")
-    factor = patch * merge
-    if cap and pixels.cap_pixels_per_frame:
-        whole = int((pixels.max_video_tokens or 128000) * factor * factor * 0.9)
-        most = max(min(most, whole * temporal // frames), int(least * 1.05))
-    return smart_resize(height, width, factor, least, most)
+    least, most = size.get("shortest_edge"), size.get("longest_edge")
+    if pixels.merge_size is not None:
+        patch, merge, temporal = _cuts(pixels)
+        if not least or not most:
+            raise VideoError(f"size={dict(size)} must have 'shortest_edge' and 'longest_edge', in pixels.")
+        factor = patch * merge
+        if video and pixels.cap_pixels_per_frame:
+            whole = int((pixels.max_video_tokens or 128000) * factor * factor * 0.9)
+            most = max(min(most, whole * temporal // frames), int(least * 1.05))
+        return smart_resize(height, width, factor, least, most)
+    if size.get("height") and size.get("width"):
+        return size["height"], size["width"]
+    if least and "longest_edge" not in size:
+        longer = int(least * max(height, width) / min(height, width))
+        return (least, longer) if height <= width else (longer, least)
+    raise VideoError(f"size={dict(size)} must have 'height' and 'width', or 'shortest_edge' alone.")
 
 
 def to_patches(
@@ -174,7 +185,7 @@ def to_patches(
     patch, merge, temporal = _cuts(pixels)
     device = torch.device(device) if device is not None else frames.device
     count, _, height, width = frames.shape
-    size = patch_size_of(pixels, count, height, width, cap=video)
+    size = size_of(pixels, count, height, width, video)
     rows, columns = size[0] // patch, size[1] // patch
     if size[0] % (patch * merge) or size[1] % (patch * merge):
         raise VideoError(
@@ -210,25 +221,12 @@ def to_frames(
 ) -> Tensor:
     """Frames `[T, 3, H, W]` resized and normalised, `[T, 3, h, w]` on `device` (None: that of the frames)."""
     device = torch.device(device) if device is not None else frames.device
-    height, width = int(frames.shape[-2]), int(frames.shape[-1])
-    if pixels.do_resize:
-        height, width = frame_size_of(pixels, height, width)
-    result = torch.empty((len(frames), 3, height, width), dtype=_kept(frames, pixels, dtype), device=device)
+    size = size_of(pixels, len(frames), *frames.shape[-2:])
+    result = torch.empty((len(frames), 3, *size), dtype=_kept(frames, pixels, dtype), device=device)
     for first in range(0, len(frames), chunk):
         part = frames[first : first + chunk].to(device)
-        result[first : first + chunk] = normalise(resize(part, (height, width), pixels.resample), pixels)
+        result[first : first + chunk] = normalise(resize(part, size, pixels.resample), pixels)
     return result
-
-
-def frame_size_of(pixels: Pixels, height: int, width: int) -> tuple[int, int]:
-    """(height, width) that whole frames are resized to."""
-    size = pixels.size
-    if size.get("height") and size.get("width"):
-        return size["height"], size["width"]
-    if (edge := size.get("shortest_edge")) and "longest_edge" not in size:
-        longer = int(edge * max(height, width) / min(height, width))
-        return (edge, longer) if height <= width else (longer, edge)
-    raise VideoError(f"size={dict(size)} must have 'height' and 'width', or 'shortest_edge' alone.")
 
 
 def to_tiles(image: Tensor, pixels: Pixels, **where: Any) -> Tensor:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mmaccel.core.errors import Field, VideoError, VideoWarning, warn
 from mmaccel.media.container import Source
-from mmaccel.media.picture import Picture
 from mmaccel.media.sampling import FASTEST, TIE, Thinned, Ticks, grid, half_tick, nearest, rising, uniform
-from mmaccel.media.video import Gaps, Progress, Video, pile
+from mmaccel.media.video import Gaps, Picture, Progress, Video, stacked
 
 Stream = Iterable[tuple[float, av.VideoFrame]]
 Fit = Callable[[int, int, int], tuple[int, int]]
@@ -87,47 +86,38 @@ def read(
         _check_memory(source, picture, plan.total if plan.total is None else expected)
         thinned: Thinned[tuple[float, float, Tensor]] = Thinned(plan.most)
         ticks = Ticks(start or 0.0, plan.ticks, source.log) if plan.ticks is not None else None
-        skipped = 0
         kept = thinned.kept
         drawn: tuple[av.VideoFrame, Tensor] | None = None
-        end = 0.0
+        skipped, end = 0, 0.0
         for time, frame in plan.stream:
             if ticks is not None and ticks.again(frame) and gaps == "skip":
                 skipped += 1
                 continue
-            tick = time if ticks is None else ticks.now
-
-            def make(
-                tick: float = tick, time: float = time, frame: av.VideoFrame = frame
-            ) -> tuple[float, float, Tensor]:
-                nonlocal drawn
+            if thinned.wants_next():
                 if drawn is None or drawn[0] is not frame:
                     drawn = frame, picture.draw(frame)
-                return tick, time, drawn[1]
-
-            thinned.add(make)
+                kept.append((time if ticks is None else ticks.now, time, drawn[1]))
             end = source.until(time, frame)
-            done, told = thinned.seen, plan.total
+            done = thinned.seen
+            total = plan.total if plan.total is None or done <= plan.total else None
             if progress is not None:
-                progress(done, told if told is None or done <= told else None)
-            if (told is None or done > told) and thinned.step == 1 and done % AHEAD == 0:
+                progress(done, total)
+            if total is None and thinned.step == 1 and done % AHEAD == 0:
                 _check_memory(source, picture, AHEAD if plan.most is None else min(AHEAD, plan.most - done))
         if not kept:
             raise VideoError(*_nothing(source, start, stop))
         warn_of_loss(source, plan, thinned.seen + skipped, end, stop)
         if not fitted:
             warn_of_shrinking(source, picture)
-        times = [time for _, time, _ in kept]
-        clock = [tick for tick, _, _ in kept]
+        clock, times, drawings = (list(of) for of in zip(*kept, strict=True))
+        kept.clear()
+        drawn = None
         if ticks is None:
             clock = rising(times, 1.0 / (source.rate or 25.0))
         rate = (plan.rate or source.rate) / thinned.step or len(times) / max(end - times[0], 1e-9)
         whole = source.duration
-        drawings = [frame for _, _, frame in kept]
-        kept.clear()
-        drawn = None
         return Video(
-            frames=pile(drawings),
+            frames=stacked(drawings),
             times=torch.tensor(times, dtype=torch.float64),
             fps=float(rate),
             source_fps=source.rate,

@@ -100,14 +100,13 @@ class Thinned(Generic[Item]):
         self.seen = 0
         self.kept: list[Item] = []
 
-    def add(self, make: Callable[[], Item]) -> None:
-        """Take the next item, made only if it is kept."""
-        place, self.seen = self.seen, self.seen + 1
-        if place % self.step == 0 and len(self.kept) == self.most:
+    def wants_next(self) -> bool:
+        """Count the next item; True where the caller is to append it to `kept`."""
+        number, self.seen = self.seen, self.seen + 1
+        if number % self.step == 0 and len(self.kept) == self.most:
             del self.kept[1::2]
             self.step *= 2
-        if place % self.step == 0:
-            self.kept.append(make())
+        return number % self.step == 0
 
 
 class Log:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mmaccel.core.errors import VideoError, VideoStalled
-from mmaccel.media.address import is_file, is_pipe, is_url, plain
+from mmaccel.media.address import Pipe, is_file, is_finished, is_pipe, is_url, plain, ready
 from mmaccel.media.container import Source
-from mmaccel.media.picture import Picture
 from mmaccel.media.reader import Plan, check_arguments, warn_of_loss, warn_of_shrinking
-from mmaccel.media.reader_thread import Forked, Growing, Line, Pump, Stall
 from mmaccel.media.sampling import TIE, Log, Ticks, grid, half_tick, nearest
-from mmaccel.media.video import Event, Gaps, Progress, Video, pile
+from mmaccel.media.video import Event, Gaps, Picture, Progress, Video, stacked
 
 AHEAD = 8
 """Frames that a thread reads ahead of the caller."""
+CHECK_S = 0.05
+"""Seconds between two calls of `check` while a frame is awaited."""
+POLL_S = 0.02
+"""Seconds between two looks at a file that grows."""
+LEAVE_S = 0.5
+"""Seconds that `Clips.close`, and the end of the interpreter, wait for a thread."""
 
 
 def clips(
@@ -67,13 +75,140 @@ def clips(
     if follow and (is_url(source) or format is not None):
         raise VideoError(f"follow=True is for a file that grows, and {source} is none: leave it out.")
     follow, picture = follow or is_pipe(source), Picture(size, max_side)
-    opened = _Opened(source, fps, frames_per_clip, follow, timeout, picture, format, options, gaps, start)
-    return Clips(opened, progress, check, quiet if opened.live else None)
+    reading = _Reading(source, fps, frames_per_clip, follow, timeout, picture, format, options, gaps, start)
+    return Clips(reading, progress, check, quiet if reading.live else None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """A frame [3, H, W], None before `start`; its presentation time, its tick, and the events up to it."""
+
+    frame: torch.Tensor | None
+    time: float
+    tick: float
+    number: int
+    events: tuple[Event, ...]
+    ends: bool
+
+
+class FrameQueue:
+    """From the thread that reads `path` to the caller: at most `most` frames, what ended them, and whether it stalls.
+
+    `closed`: the caller wants no more; `taken`: frames that it got.
+    """
+
+    def __init__(self, path: str, most: int) -> None:
+        self._path, self._most, self.taken = path, most, 0
+        self._items: deque[_Taken | BaseException] = deque()
+        self._changed = threading.Condition()
+        self.closed = self._awaited = False
+        self._stall_s: float | None = None
+
+    def put(self, item: _Taken | BaseException) -> bool:
+        """Hand over, when there is room; False when the caller wants no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or len(self._items) < self._most)
+            if not self.closed:
+                self._items.append(item)
+                self._changed.notify_all()
+            return not self.closed
+
+    def get(self, check: Callable[[float], bool]) -> _Taken | None:
+        """The next frame; `check(seconds)` is called with how long it was awaited so far, and None returned once that is
+        True. Raises what `put` was given to raise, `VideoStalled`, `StopIteration` once closed, and what `check` raises."""
+        began = time.monotonic()
+        try:
+            while not self._has_some():
+                if check(time.monotonic() - began):  # without the lock: it may run anything
+                    return None
+        finally:
+            self._awaited = False
+        with self._changed:
+            if self.closed:
+                raise StopIteration
+            if not self._items and self._stall_s is not None:
+                seconds, self._stall_s = self._stall_s, None
+                raise VideoStalled(self._path, seconds, self.taken)
+            item = self._items.popleft()
+            self._changed.notify_all()
+            if isinstance(item, BaseException):
+                self.closed = True
+                raise item
+            self.taken += 1
+            return item
+
+    def _has_some(self) -> bool:
+        """Whether `get` has something to give or to raise; waits a little where it has not."""
+        with self._changed:
+            if not self._awaited:
+                self._awaited = True
+                self._changed.notify_all()
+            if not (self.closed or self._items or self._stall_s):
+                self._changed.wait(CHECK_S)
+            return bool(self.closed or self._items or self._stall_s)
+
+    def starved(self) -> bool:
+        """Whether the caller awaits a frame, or wants no more. A slow caller has frames to take: it awaits none."""
+        with self._changed:
+            return self.closed or (self._awaited and not self._items)
+
+    def wait(self, seconds: float) -> bool:
+        """Report a stall once the caller has taken all frames, and wait until it asks for more; False when it does not."""
+        with self._changed:
+            self._stall_s = seconds
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.closed or (self._stall_s is None and self._awaited))
+            return not self.closed
+
+    def close(self) -> None:
+        """Whoever waits at either end goes on."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+
+    def forked(self) -> None:
+        """In a forked process nobody reads, and nobody gives back a lock: what was read is given, and then an error."""
+        self._changed = threading.Condition()
+        message = f"{self._path} is read by the process that this one was forked from; call clips anew here."
+        self._items.append(VideoError(message))
+
+
+class Growing(Pipe):
+    """A file that is still being written: at its end `read` waits for more.
+
+    When nothing came for `timeout` seconds the file is over if nobody has it open for writing. Else, and where the system
+    does not tell, `queue.wait(timeout)` is called, and reading goes on if it returns True. A caller that still has frames
+    to take does not wait: reading then goes on at once. When the caller has left, the file is over.
+    """
+
+    def __init__(self, path: str, timeout: float, queue: FrameQueue) -> None:
+        super().__init__(path, timeout)
+        self._queue, self._over = queue, False
+
+    def read(self, size: int = -1) -> bytes:
+        patience = time.monotonic() + self._timeout
+        while not (self._over or self._queue.closed):
+            # A file is always ready; a pipe is when there is data or nobody writes any more.
+            is_ready = ready(self._number, POLL_S)
+            if is_ready and (data := self._data(size)):
+                return data
+            if time.monotonic() >= patience:
+                # FFmpeg asks several times before it believes in an end.
+                self._over = (is_ready and is_finished(self._number)) or (
+                    self._queue.starved() and not self._queue.wait(self._timeout)
+                )
+                patience = time.monotonic() + self._timeout
+            elif is_ready:
+                time.sleep(POLL_S)
+        return b""
 
 
 @dataclass(eq=False)
-class _Opened:
-    """The arguments of `clips`, and the `source` once it is open."""
+class _Reading:
+    """What the thread reads: the arguments of `clips`, the `source` once it is open, and how many ticks were `seen`.
+
+    It knows nothing of `Clips`, so that those that are dropped close the queue and end the thread.
+    """
 
     path: str
     fps: float
@@ -92,36 +227,43 @@ class _Opened:
     def live(self) -> bool:
         return self.follow or is_url(self.path) or self.format is not None
 
-    def items(self, line: Line[_Taken]) -> Iterator[_Taken]:
-        """The frames that are taken."""
+    def run(self, queue: FrameQueue) -> None:
+        """All of the thread: frames, then what ended them, into the queue."""
+        try:
+            for taken in self._frames(queue):
+                if not queue.put(taken):
+                    return
+            queue.put(StopIteration())
+        except BaseException as error:
+            queue.put(error)
+        finally:
+            _running.pop(threading.current_thread(), None)
+
+    def _frames(self, queue: FrameQueue) -> Iterator[_Taken]:
         with ExitStack() as stack:
-            source = self.source = self._open(stack, line)
+            source = self.source = self._open(stack, queue)
             ticks, taken = Ticks(0.0, self.fps, source.log), 0
-            frames = itertools.takewhile(lambda _: not line.left, source.frames())
-            ticked = nearest(frames, grid(0.0, self.fps), source.jump, source.until, half_tick(self.fps))
-            for moment, frame in ticked:
+            frames = itertools.takewhile(lambda _: not queue.closed, source.frames())
+            times = grid(0.0, self.fps)
+            for moment, frame in nearest(frames, times, source.jump, source.until, half_tick(self.fps)):
                 self.seen += 1
                 if ticks.again(frame) and self.gaps == "skip":
                     continue
                 taken += 1
-                late = ticks.now >= self.start - TIE
-                drawn = self.picture.draw(frame) if late else None
+                drawn = self.picture.draw(frame) if ticks.now >= self.start - TIE else None
                 events = source.log.give(ticks.now)
                 yield _Taken(drawn, moment, ticks.now, ticks.number, events, taken % self.length == 0)
 
-    def _open(self, stack: ExitStack, line: Line[_Taken]) -> Source:
+    def _open(self, stack: ExitStack, queue: FrameQueue) -> Source:
         path, options, enter = self.path, self.options, stack.enter_context
-        if not self.live:
-            return enter(Source(path, options=options, timeout=self.timeout))
         if not self.follow:
-            timeout, format = self.timeout, self.format
-            return enter(
-                Source(path, live=True, format=format, options=options, timeout=timeout, wait=line.wait)
-            )
+            how: dict[str, Any] = {"format": self.format, "timeout": self.timeout, "wait": queue.wait}
+            return enter(Source(path, live=self.live, options=options, **how))
         regular = is_file(path, may_be_empty=True)
         try:
-            file = enter(Growing(path, self.timeout, line))
-            return enter(Source(path, file=file, live=True, options=options))
+            return enter(
+                Source(path, file=enter(Growing(path, self.timeout, queue)), live=True, options=options)
+            )
         except VideoError as error:
             if not regular:
                 raise
@@ -129,26 +271,32 @@ class _Opened:
                 # A finished plain mp4 has its index at the end: it can be read, only not followed.
                 return enter(Source(path, options=options))
             except VideoError:
-                told = str(error).rstrip(".")
-                raise VideoError(
-                    f"{told}; only fragmented mp4, MPEG-TS and Matroska can be followed."
-                ) from error
+                why = str(error).rstrip(".")
+                message = f"{why}; only fragmented mp4, MPEG-TS and Matroska can be followed."
+                raise VideoError(message) from error
 
 
-@dataclass(frozen=True, eq=False)
-class _Taken:
-    """A frame [3, H, W], None before `start`; its presentation time, its tick, and the events up to it."""
-
-    frame: torch.Tensor | None
-    time: float
-    tick: float
-    number: int
-    events: tuple[Event, ...]
-    ends: bool
+_running: dict[threading.Thread, FrameQueue] = {}
 
 
-class _Quiet(Exception):
-    """No frame came for a while."""
+@atexit.register
+def _leave() -> None:
+    """End all reading before the interpreter goes: it ends the process where a thread comes back into torch later."""
+    running, late = list(_running.items()), time.monotonic() + LEAVE_S
+    for _, queue in running:
+        queue.close()
+    for thread, _ in running:
+        thread.join(max(0.0, late - time.monotonic()))
+
+
+def _forked() -> None:
+    for queue in list(_running.values()):
+        queue.forked()
+    _running.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Clips(Iterator[Video]):
@@ -156,93 +304,96 @@ class Clips(Iterator[Video]):
 
     def __init__(
         self,
-        opened: _Opened,
+        reading: _Reading,
         progress: Progress | None,
         check: Callable[[], None] | None,
         quiet: float | None,
     ) -> None:
-        self._opened, self._progress, self._check, self._quiet = opened, progress, check, quiet
-        self._items = Pump(opened.items, min(opened.length, AHEAD))
-        self._clip: list[_Taken] = []
-        self._log = Log()
-        self._taken = 0
+        self._reading, self._progress, self._check, self._quiet = reading, progress, check, quiet
+        self._queue = FrameQueue(reading.path, min(reading.length, AHEAD))
+        self._thread = threading.Thread(
+            target=reading.run, args=(self._queue,), name="mmaccel-media", daemon=True
+        )
+        self._clip, self._log = list[_Taken](), Log()
         self._end: Exception | None = None
         self._silent_since: float | None = None
 
     def __next__(self) -> Video:
         if self._end is None:
+            if self._thread.ident is None:
+                _running[self._thread] = self._queue
+                try:
+                    self._thread.start()
+                except RuntimeError:  # no more threads: the next call tries again
+                    del _running[self._thread]
+                    raise
             try:
-                while not self._takes(self._items.get(self._awaits)):
+                while not self._takes(self._queue.get(self._gives_up)):
                     pass
                 return self._made()
-            except _Quiet:
-                return self._made()
             except StopIteration:
-                self._end = StopIteration() if self._taken else self._nothing()
-            except (Stall, VideoError) as error:
+                nothing = VideoError(f"{self._reading.path} has no frames: nothing could be decoded from it.")
+                self._end = StopIteration() if self._queue.taken else nothing
+            except VideoError as error:
                 self._end = error
-            except Forked:
-                self._end = VideoError(
-                    f"{self._opened.path} is read by the process that this one was forked from; "
-                    "call clips anew here."
-                )
             if self._clip:
                 # The frames so far come before the error.
                 return self._made()
-        end, source = self._end, self._opened.source
-        if isinstance(end, Stall):
+        end, source = self._end, self._reading.source
+        if isinstance(end, VideoStalled):
             self._end = None
             self._silent_since = self._silent_since or time.monotonic() - end.seconds
-            raise VideoStalled(self._opened.path, end.seconds, self._taken)
+            raise end
         if source is not None and not isinstance(end, VideoError):
-            due = None
-            if source.duration is not None and not source.live:
-                due = round(source.duration * self._opened.fps)
-            warn_of_loss(source, Plan((), due, self._opened.fps, slack=1), self._opened.seen, 0.0)
-            warn_of_shrinking(source, self._opened.picture)
-        self._opened.source, self._end = None, StopIteration()
+            fps = self._reading.fps
+            due = round(source.duration * fps) if source.duration and not source.live else None
+            warn_of_loss(source, Plan((), due, fps, slack=1), self._reading.seen, 0.0)
+            warn_of_shrinking(source, self._reading.picture)
+        self._reading.source, self._end = None, StopIteration()
         raise end
 
     def close(self) -> None:
         """Stop reading, within a second; a second call does nothing. While an address is silent, the thread that reads it
         ends only when it sends something or `timeout` is over."""
-        self._opened.source, self._end = None, StopIteration()
-        self._items.close()
+        self._reading.source, self._end = None, StopIteration()
+        self._queue.close()
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join(LEAVE_S)
 
-    def _awaits(self, seconds: float) -> None:
-        """Called while a frame is awaited."""
+    def __del__(self) -> None:
+        self._queue.close()
+
+    def _gives_up(self, seconds: float) -> bool:
+        """Called while a frame is awaited: whether the frames so far are to be given as a clip."""
         if self._check is not None:
             self._check()
-        if self._clip and self._quiet is not None and seconds > self._quiet:
-            raise _Quiet
+        return bool(self._clip) and self._quiet is not None and seconds > self._quiet
 
-    def _takes(self, item: _Taken) -> bool:
-        """Take a frame; True when a clip is whole."""
+    def _takes(self, item: _Taken | None) -> bool:
+        """Take a frame; True when a clip is whole, or is given as it is (None)."""
+        if item is None:
+            return True
         if self._silent_since is not None:
             self._log.add("stall", item.tick, time.monotonic() - self._silent_since)
             self._silent_since = None
-        self._taken += 1
         if item.frame is not None:
             for one in item.events:
                 self._log.add(one.kind, one.time, one.seconds)
             self._clip.append(item)
             if self._progress is not None:
-                self._progress(self._taken, None)
+                self._progress(self._queue.taken, None)
         return item.ends and bool(self._clip)
-
-    def _nothing(self) -> VideoError:
-        return VideoError(f"{self._opened.path} has no frames: nothing could be decoded from it.")
 
     def _made(self) -> Video:
         """A clip of the frames taken since the last one."""
         taken, self._clip = self._clip, []
-        events, opened, source = self._log.give(), self._opened, self._opened.source
+        events, fps, source = self._log.give(), self._reading.fps, self._reading.source
         return Video(
-            frames=pile([one.frame for one in taken if one.frame is not None]),
+            frames=stacked([one.frame for one in taken if one.frame is not None]),
             times=torch.tensor([one.time for one in taken], dtype=torch.float64),
-            fps=float(opened.fps),
+            fps=float(fps),
             source_fps=0.0 if source is None else source.rate,
-            duration=(taken[-1].number - taken[0].number + 1) / opened.fps,
+            duration=(taken[-1].number - taken[0].number + 1) / fps,
             clock=torch.tensor([one.tick for one in taken], dtype=torch.float64),
-            events=events if opened.gaps == "mark" else (),
+            events=events if self._reading.gaps == "mark" else (),
         )

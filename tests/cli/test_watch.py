@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mmaccel.cli.console import bars
-from mmaccel.cli.footage import fit, own_options, watch
+from mmaccel.cli.footage import own_options, watch
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media import reader
-from mmaccel.media.preprocess import Pixels
+from mmaccel.media.preprocess import Pixels, size_of
 from tests.media.films import numbers, write_film
 
 SQUARE = Pixels(size={"height": 14, "width": 14})
@@ -43,7 +43,7 @@ def test_a_source_without_an_index_needs_no_option(tmp_path: Path, monkeypatch: 
     [(SQUARE, (14, 14)), (PATCHES, (28, 56)), (Pixels(size={}, do_resize=False), (64, 128))],
 )
 def test_fit_is_what_the_processor_does(pixels: Pixels, size: tuple[int, int]) -> None:
-    assert fit(pixels)(30, 64, 128) == size
+    assert size_of(pixels, 30, 64, 128) == size
 
 
 def test_a_long_film_is_shrunk_to_what_the_model_needs(

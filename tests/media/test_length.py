@@ -75,7 +75,9 @@ def test_thinning_keeps_an_even_part_of_the_whole(most: int, total: int) -> None
     thinned: Thinned[int] = Thinned(most)
     made = []
     for number in range(total):
-        thinned.add(lambda number=number: made.append(number) or number)  # type: ignore[func-returns-value]
+        if thinned.wants_next():
+            made.append(number)
+            thinned.kept.append(number)
     kept = thinned.kept
     assert kept == list(range(0, total, thinned.step))
     assert len(kept) <= most and (thinned.step == 1) == (total <= most)

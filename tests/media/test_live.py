@@ -82,7 +82,7 @@ def test_a_forked_process_is_told_that_its_parent_reads(film: Film) -> None:
     reached, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with stream._items._line._changed, other._items._line._changed:
+        with stream._queue._changed, other._queue._changed:
             reached.set()
             assert go_on.wait(20)
 

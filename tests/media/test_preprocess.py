@@ -19,8 +19,8 @@ from mmaccel.media.preprocess import (
     Pixels,
     anyres_tokens,
     normalise,
-    patch_size_of,
     resize,
+    size_of,
     smart_resize,
     through_floats,
     to_frames,
@@ -136,11 +136,11 @@ def test_the_budget_of_a_whole_video() -> None:
         }
     )
     height, width = 720, 1280
-    sizes = {count: patch_size_of(capped, count, height, width, cap=True) for count in (1, 2, 20, 200, 2000)}
+    sizes = {count: size_of(capped, count, height, width) for count in (1, 2, 20, 200, 2000)}
     for count, (rows, columns) in sizes.items():
         share = max(min(768 * 784, 900 * 784 * 2 // count), int(4 * 784 * 1.05))
         assert rows * columns <= share
-    assert sizes[1] == patch_size_of(capped, 2000, height, width, cap=False)
+    assert sizes[1] == size_of(capped, 2000, height, width, False)
     assert sizes[1] > sizes[20] > sizes[2000]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from mmaccel import media
 from mmaccel.core.errors import VideoError, VideoStalled
-from mmaccel.media.reader_thread import Growing
+from mmaccel.media.stream import Growing
 from tests.media.films import Film, numbers
 
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}

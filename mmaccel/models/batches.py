@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.draft import Warp
 from mmaccel.core.errors import DraftError, ModelError
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.core.report import Meter
@@ -115,42 +114,25 @@ def split_batch(family: FamilyFacts, model: nn.Module, inputs: Mapping[str, Any]
     return rows
 
 
-def check_processors(processors: Any, draft: str) -> None:
-    """Raise `DraftError` for `STATEFUL` ones under the draft of that name."""
-    for processor in processors or ():
-        if (field := STATEFUL.get(type(processor).__name__)) is not None:
-            raise DraftError(
-                f"{field}: it goes by the tokens asked about before, and draft {draft!r} asks about some that are taken "
-                "back; leave one of both out."
-            )
-
-
 def allowed_to(allowed: Callable[[int, Tensor], Any], number: int, _: int, ids: Tensor) -> Any:
     """What may follow `ids` of sequence `number` of a batch, which transformers takes for the only one."""
     return allowed(number, ids)
 
 
-def of_one(field: str, told: Tensor) -> Tensor:
+def of_one(field: str, verdict: Tensor) -> Tensor:
     """What the processors or criteria given as `field` say of one sequence; `DraftError` where they tell of several."""
-    if told.shape[0] != 1:
+    if verdict.shape[0] != 1:
         raise DraftError(
-            f"{field}: one tells of {told.shape[0]} sequences, and was asked about one, for here the sequences of a batch "
-            "are decoded each by itself; give prompts one by one, or leave the draft out."
+            f"{field}: one tells of {verdict.shape[0]} sequences, and was asked about one, for here the sequences of a "
+            "batch are decoded each by itself; give prompts one by one, or leave the draft out."
         )
-    return told
-
-
-def warp(processors: Any, sample: bool) -> Warp | None:
-    """(ids before [S], logits [V]) -> probabilities [V]; None when greedy decoding takes the raw maximum."""
-    if not sample and not processors:
-        return None
-
-    return Sampling(processors, sample)
+    return verdict
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What the processors make of one token's logits; a class of its own, so that it can travel to another process."""
+    """What the processors make of one token's logits: (ids before [S], logits [V]) -> probabilities [V]. A class of its own,
+    so that it can travel to another process."""
 
     processors: Any
     sample: bool

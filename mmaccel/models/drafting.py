@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -15,14 +14,15 @@ from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
 from mmaccel.core.deadline import Ended
-from mmaccel.core.draft import DraftState, DraftStrategy, Probe, Prompt, Proposal
+from mmaccel.core.draft import DraftStrategy, Probe, Prompt
 from mmaccel.core.errors import DraftError, warn
 from mmaccel.core.generate import Speculation, lockstep
 from mmaccel.core.prune import TokenPruner
+from mmaccel.core.registry import registry
 from mmaccel.core.report import SequenceMeter
-from mmaccel.models.arguments import asked, columns
-from mmaccel.models.batches import allowed_to, check_processors, of_one, split_batch, warp
+from mmaccel.models.batches import STATEFUL, Sampling, allowed_to, of_one, split_batch
 from mmaccel.models.hf import Attachment
+from mmaccel.models.prompt_layout import asked, columns
 from mmaccel.models.runner import open_runner, unpadded
 from mmaccel.models.signals import Listener
 
@@ -41,11 +41,17 @@ def generate(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     try:
         try:
             for row, generator in sequences:
-                begun.append(_begin(attachment, attachment.with_time_left(row), generator))
+                seconds = attachment.time_left()
+                row = row if seconds is None else {**row, "max_time": seconds}
+                begun.append(_Sequence(attachment, row, generator))
         except Ended:
             if not begun:
                 raise
-        _in_turns(attachment, columns(kwargs), [sequence.decoding for sequence in begun])
+        decodings = [sequence.decoding for sequence in begun]
+        began, before = time.perf_counter(), sum(one.ids.shape[1] for one in decodings)
+        lockstep(decodings)
+        tokens = sum(one.ids.shape[1] for one in decodings) - before
+        attachment.draft_times.drafted(columns(kwargs), time.perf_counter() - began, tokens)
     finally:
         for sequence in begun:
             sequence.end()
@@ -69,9 +75,9 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor
     cache = begun[0].cache if keeps is not False else None
     if len(rows) > 1 and cache is not None:
         cache = None
-        told = "past_key_values is None: under a draft each sequence of a batch has its own cache"
-        attachment.owner.attention.meter.note(f"draft: {told}")
-        warn(f"{told}; set use_cache=False, or give prompts one by one.")
+        message = "past_key_values is None: under a draft each sequence of a batch has its own cache"
+        attachment.owner.attention.meter.note(f"draft: {message}")
+        warn(f"{message}; set use_cache=False, or give prompts one by one.")
     return GenerateDecoderOnlyOutput(
         sequences=ids,  # type: ignore[arg-type]
         scores=_steps([one.scores() for one in begun], len(unread)) if options.output_scores else None,  # type: ignore[arg-type]
@@ -83,14 +89,6 @@ def _outputs(attachment: Attachment, begun: list[_Sequence], unread: list[Tensor
 def _steps(rows: list[Tensor], unread: int) -> tuple[Tensor, ...]:
     """[n, V] of each sequence as [B, V] of each step; zeros after a sequence's end, and of the last `unread` ones."""
     return torch.nn.utils.rnn.pad_sequence([*rows, *([rows[0][:0]] * unread)]).unbind(0)
-
-
-def _in_turns(attachment: Attachment, length: int, sequences: list[Speculation]) -> None:
-    """Decode, and time what a token takes on prompts of `length` columns."""
-    began, before = time.perf_counter(), sum(one.ids.shape[1] for one in sequences)
-    lockstep(sequences)
-    after = sum(one.ids.shape[1] for one in sequences)
-    attachment.draft_times.drafted(length, time.perf_counter() - began, after - before)
 
 
 def _sequences(
@@ -128,36 +126,125 @@ def _sequences(
     return [(row, torch.Generator(device).manual_seed(seed)) for row, seed in zip(rows, seeds, strict=True)]
 
 
-@dataclass(eq=False)
 class _Sequence:
-    """One prompt of the call: read by the target and told to its draft, `decoding` from there on.
+    """One prompt of the call: read by the target and told to its draft; `decoding` goes on from there.
 
-    given [1, S] is the prompt as it came, padding and all, of which `read` tokens were run; rows, where they were asked for,
-    are the logits [m, V] of each round's tokens, and processors what transformers makes scores of them with; options is the
-    generation config as transformers prepared it.
+    given    [1, S], the prompt as it came, padding and all, of which `read` tokens were run
+    rows     the logits [m, V] of each round's tokens, where they were asked for
+    options  the generation config as transformers prepared it
     """
 
     decoding: Speculation
-    runner: Any
-    draft: DraftState
-    meter: SequenceMeter
-    cache: Any
-    given: Tensor
-    read: int
-    rows: list[Tensor] | None
-    processors: Any
-    options: Any
-    listener: Any
+
+    def __init__(
+        self, attachment: Attachment, kwargs: dict[str, Any], generator: torch.Generator | None
+    ) -> None:
+        """Read the prompt, and commit its first token."""
+        self._attachment, self._generator = attachment, generator
+        if kwargs.get("past_key_values") is None:  # one of a batch, whose cache and layout are not its own
+            kwargs["past_key_values"] = attachment.cache()
+            attachment.promise(kwargs)
+        self.given = kwargs["input_ids"]
+        kwargs = attachment.limited(_without_pads(attachment, kwargs))
+        self._raw = dict(kwargs)
+        # transformers shows it the prompt, and leaves the rest to the loop
+        self._streamer = self._raw.pop("streamer", None)
+        try:
+            attachment.generate(**kwargs, custom_generate=self._prefill)
+        finally:
+            # Read by now; another sequence may have the same ids with other pixels.
+            attachment.running.layout = None
+        try:
+            # Only here: the features of the prompt's pass are gone, and a draft that reads now takes their place.
+            self.decoding.advance()
+        except BaseException:
+            self.decoding.close()
+            raise
+
+    def _prefill(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **model_kwargs: Any,
+    ) -> None:
+        """In the place of transformers' decoding loop: run the prompt, with the draft begun and listening."""
+        attachment, options = self._attachment, generation_config
+        owner, draft = attachment.owner, attachment.owner.recipe.draft
+        for processor in (logits_processor or ()) if draft.active else ():
+            if (field := STATEFUL.get(type(processor).__name__)) is not None:
+                raise DraftError(
+                    f"{field}: it goes by the tokens asked about before, and draft {draft.name!r} asks about some that "
+                    "are taken back; leave one of both out."
+                )
+        model_kwargs.pop("labels", None)  # as transformers' own loops do
+        self.cache = model_kwargs.pop("past_key_values")
+        if self.cache.get_seq_length():
+            raise DraftError(
+                f"past_key_values: draft {draft.name!r} starts from an empty cache; leave it out."
+            )
+        self.options, self.processors, self.read = options, logits_processor, input_ids.shape[1]
+        self.runner = open_runner(model, attachment.family, self.cache)
+        warped = options.do_sample or logits_processor
+        prompt = Prompt(
+            inputs=self._raw,
+            ids=input_ids,
+            warp=Sampling(logits_processor, options.do_sample) if warped else None,
+            generator=self._generator,
+            max_new_tokens=options.max_length - self.read,
+        )
+        scored = options.return_dict_in_generate and (options.output_scores or options.output_logits)
+        self.rows: list[Tensor] | None = [] if scored else None
+        self.meter = owner.attention.meter.sequence()
+        guarded = _Careful(draft, owner.view, self.meter)
+        meter, streamer = self.meter, self._streamer
+
+        def emit(tokens: Tensor) -> None:
+            meter.token(tokens.numel())
+            if streamer is not None:
+                for token in tokens.cpu().reshape(-1):
+                    streamer.put(token[None])
+
+        try:
+            guarded.begin(prompt)
+            listeners = _listeners(attachment, self._raw, guarded)
+            probes = [*guarded.probes(), *listeners]
+            first = self.runner.prefill({"input_ids": input_ids, **model_kwargs}, probes=probes)
+            for one in listeners:
+                one.close()
+            self.draft = guarded.state
+            self.decoding = Speculation(
+                self.runner,
+                self.draft,
+                prompt,
+                first,
+                stop=lambda ids: bool(of_one("stopping_criteria", stopping_criteria(ids, None)).all()),
+                emit=emit,
+                meter=self.meter,
+                rows=self.rows,
+            )
+        except BaseException:
+            guarded.state.close()
+            raise
 
     def end(self) -> None:
         """Leave cache and meter as others expect them, however the decoding ended."""
         self.decoding.close()
         self.runner.settle()
-        self._read_draft()
+        try:
+            self.meter.counters, self.meter.notes = self.draft.counters(), list(self.draft.notes())
+        except Exception as error:
+            message = (
+                f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
+            )
+            self.meter.note(f"draft: {message}")
+            warn(f"the draft failed after the answer: {message}.")
         if (state := getattr(self.cache, "state", None)) is not None:
             self.meter.kv = state.counters()
-        if self.listener is not None and self.decoding.ended:
-            self.listener.end()
+        if self._streamer is not None and self.decoding.ended:
+            self._streamer.end()
 
     def logits(self) -> Tensor:
         """[n, V] float32: the target's logits of each token generated."""
@@ -165,103 +252,8 @@ class _Sequence:
 
     def scores(self) -> Tensor:
         """[n, V] float32: these logits, processed and warped."""
-        ids, read = self.decoding.ids, self.read
-        rows = self.logits().split(1)
-        return torch.cat([self.processors(ids[:, : read + n], row) for n, row in enumerate(rows)])
-
-    def _read_draft(self) -> None:
-        """The draft's figures and notes; none, with a warning, where it cannot give them: the answer is there by now."""
-        try:
-            self.meter.counters, self.meter.notes = self.draft.counters(), list(self.draft.notes())
-        except Exception as error:
-            told = f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
-            self.meter.note(f"draft: {told}")
-            warn(f"the draft failed after the answer: {told}.")
-
-
-def _begin(attachment: Attachment, kwargs: dict[str, Any], generator: torch.Generator | None) -> _Sequence:
-    """Read the prompt of one sequence, and commit its first token."""
-    owner = attachment.owner
-    name = owner.recipe.draft.name
-    if kwargs.get("past_key_values") is None:  # one of a batch, whose cache and layout are not its own
-        kwargs["past_key_values"] = attachment.cache()
-        attachment.promise(kwargs)
-    given = kwargs["input_ids"]
-    kwargs = _without_pads(attachment, kwargs)
-    kwargs = attachment.limited(kwargs)
-    raw = dict(kwargs)
-    listener = raw.pop("streamer", None)  # transformers shows it the prompt, and leaves the rest to the loop
-
-    def decode(
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        generation_config: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        if owner.recipe.draft.active:
-            check_processors(logits_processor, name)
-        model_kwargs.pop("labels", None)  # as transformers' own loops do
-        cache = model_kwargs.pop("past_key_values")
-        if cache.get_seq_length():
-            raise DraftError(f"past_key_values: draft {name!r} starts from an empty cache; leave it out.")
-        runner = open_runner(model, attachment.family, cache)
-        sample = generation_config.do_sample
-        prompt = Prompt(
-            inputs=raw,
-            ids=input_ids,
-            warp=warp(logits_processor, sample),
-            generator=generator,
-            max_new_tokens=generation_config.max_length - input_ids.shape[1],
-        )
-        given_back = generation_config.return_dict_in_generate
-        scored = given_back and (generation_config.output_scores or generation_config.output_logits)
-        rows: list[Tensor] | None = [] if scored else None
-        meter = owner.attention.meter.sequence()
-        guarded = _Careful(owner.recipe.draft, owner.view, meter)
-
-        def emit(tokens: Tensor) -> None:
-            meter.token(tokens.numel())
-            if listener is not None:
-                for token in tokens.cpu().reshape(-1):
-                    listener.put(token[None])
-
-        try:
-            guarded.begin(prompt)
-            listeners = _listeners(attachment, raw, guarded)
-            probes = [*guarded.probes(), *listeners]
-            first = runner.prefill({"input_ids": input_ids, **model_kwargs}, probes=probes)
-            for one in listeners:
-                one.close()
-            decoding = Speculation(
-                runner,
-                guarded.state,
-                prompt,
-                first,
-                stop=lambda ids: bool(of_one("stopping_criteria", stopping_criteria(ids, None)).all()),
-                emit=emit,
-                meter=meter,
-                rows=rows,
-            )
-        except BaseException:
-            guarded.close()
-            raise
-        held = given, input_ids.shape[1], rows, logits_processor
-        return _Sequence(decoding, runner, guarded.state, meter, cache, *held, generation_config, listener)
-
-    try:
-        sequence: _Sequence = attachment.generate(**kwargs, custom_generate=decode)
-    finally:
-        # Read by now; another sequence may have the same ids with other pixels.
-        attachment.promised.held = None
-    try:
-        # Only here: the features of the prompt's pass are gone, and a draft that reads now takes their place.
-        sequence.decoding.advance()
-    except BaseException:
-        sequence.decoding.close()
-        raise
-    return sequence
+        ids, rows = self.decoding.ids, self.logits().split(1)
+        return torch.cat([self.processors(ids[:, : self.read + n], row) for n, row in enumerate(rows)])
 
 
 def _without_pads(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -293,48 +285,36 @@ def _shorten(attachment: Attachment, kwargs: dict[str, Any], count: int) -> None
             setattr(config, name, value - count)
 
 
-class _Silent(DraftState):
-    """What is left of a draft that failed before its first word."""
-
-    def begin(self, prompt: Prompt) -> None:
-        pass
-
-    def propose(self) -> Proposal:
-        return Proposal.empty()
-
-    def observe(self, committed: Tensor, kept: int) -> None:
-        pass
-
-
 class _Careful:
     """A draft up to the end of the target's prefill: one that fails is dropped, and decoding goes on without it."""
 
     def __init__(self, draft: DraftStrategy, view: ModelView, meter: SequenceMeter) -> None:
-        self.state: DraftState = _Silent()
+        self._silent = self.state = registry("draft")["off"]().open(view)
         self._meter = meter
-        self._try(lambda: setattr(self, "state", draft.open(view)))
+        with self._dropping():
+            self.state = draft.open(view)
 
     def begin(self, prompt: Prompt) -> None:
-        self._try(lambda: self.state.begin(prompt))
+        with self._dropping():
+            self.state.begin(prompt)
 
     def probes(self) -> list[Probe]:
         """What the draft reads the target's prefill with."""
-        found: list[Probe | None] = []
-        self._try(lambda: found.append(self.state.probe()))
-        return [probe for probe in found if probe is not None]
+        with self._dropping():
+            probe = self.state.probe()
+            return [] if probe is None else [probe]
+        return []
 
     def pruner(self, given: TokenPruner | None) -> TokenPruner | None:
         """What chooses the columns of the prompt that the draft reads."""
-        found: list[TokenPruner | None] = []
-        self._try(lambda: found.append(self.state.pruner(given)))
-        return None if isinstance(self.state, _Silent) else found[0]
+        with self._dropping():
+            return None if self.state is self._silent else self.state.pruner(given)
+        return None
 
     def keep(self, columns: Tensor) -> None:
-        if not isinstance(self.state, _Silent):
-            self._try(lambda: self.state.keep(columns))
-
-    def close(self) -> None:
-        self.state.close()
+        if self.state is not self._silent:
+            with self._dropping():
+                self.state.keep(columns)
 
     def fail(self, error: Exception) -> None:
         """Drop the draft for `error`, and say so."""
@@ -344,11 +324,12 @@ class _Careful:
         warn(message)
         with suppress(Exception):
             self.state.close()
-        self.state = _Silent()
+        self.state = self._silent
 
-    def _try(self, do: Callable[[], None]) -> None:
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
         try:
-            do()
+            yield
         except Exception as error:
             self.fail(error)
 

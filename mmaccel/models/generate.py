@@ -1,29 +1,100 @@
-"""`generate` of an accelerated model: its time limit, its decoding loop, and the meter around both."""
+"""`generate` of an accelerated model: the arguments that a recipe refuses, its time limit, its decoding loop, and the meter.
+
+Every other argument is honoured as transformers honours it. `tests/models/test_arguments.py` walks the installed version's
+arguments and holds both.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from mmaccel.core.deadline import Deadline, Ended
-from mmaccel.core.errors import ModelError, warn
+from mmaccel.core.errors import DraftError, ModelError, warn
+from mmaccel.core.recipe import Recipe
 from mmaccel.models import step
-from mmaccel.models.arguments import (
-    LOOPS,
-    OUTPUTS,
-    Clock,
-    asked,
-    check_generate,
-    columns,
-    sequences,
-    wants,
-)
 from mmaccel.models.attention import KVCache
 from mmaccel.models.hf import Attachment
+from mmaccel.models.prompt_layout import asked, by_name, columns
+
+NEUTRAL: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "guidance_scale": 1.0,
+    "use_cache": True,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "use_mtp": False,
+}
+"""The value of an argument that, like None, changes nothing."""
+
+LOOPS = (
+    "num_beams",
+    "assistant_model",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+    "penalty_alpha",
+    "dola_layers",
+    "constraints",
+    "force_words_ids",
+    "custom_generate",
+)
+"""Arguments of `generate` that choose a decoding loop."""
+
+_LOOP = "draft {draft!r} has a decoding loop of its own; leave one of the two out."
+_ROWS = "draft {draft!r} gives tokens, scores and logits only; leave it out, or detach the draft."
+DRAFT = {
+    **dict.fromkeys(LOOPS, _LOOP),
+    "num_beams": "draft {draft!r} decodes each sequence with one beam; set num_beams to 1.",
+    "output_attentions": _ROWS,
+    "output_hidden_states": _ROWS,
+    "inputs_embeds": "draft {draft!r} reads token ids; give input_ids.",
+    "guidance_scale": "it keeps state from earlier tokens, and draft {draft!r} scores tokens that may be rejected; "
+    "leave one of the two out.",
+}
+"""Arguments of `generate` that a draft does not take. It also refuses filled caches, and processors that remember
+(`batches.STATEFUL`)."""
+
+OUTPUTS = ("num_return_sequences", "output_scores", "output_logits", "use_cache")
+"""Arguments of `generate` that ask for more than the loop without a draft gives, beside those of `DRAFT`."""
+
+
+def wants(name: str, value: Any) -> bool:
+    """Whether argument `name` with `value` changes anything."""
+    if isinstance(value, Tensor):
+        return True
+    if name == "penalty_alpha":
+        return bool(value)
+    return value is not None and value != NEUTRAL.get(name)
+
+
+def check_generate(recipe: Recipe, kwargs: Mapping[str, Any], default: Any) -> None:
+    """Raise one sentence for an argument of `generate` that `recipe` does not take: `ModelError`, or `DraftError` where its
+    draft does not."""
+    if wants("cache_implementation", asked("cache_implementation", kwargs, default)):
+        raise ModelError(
+            "cache_implementation: an accelerated model keeps its own cache; leave it out and choose kv in the recipe."
+        )
+    chunk = asked("prefill_chunk_size", kwargs, default)
+    if chunk is not None and (type(chunk) is not int or chunk < 1):
+        raise ModelError("prefill_chunk_size: it is a number of tokens; give at least 1, or leave it out.")
+    if chunk is not None and recipe.prune is not None and recipe.prune.seat == "layer":
+        raise ModelError(
+            f"prefill_chunk_size: prune {recipe.prune.name!r} runs the prompt whole; leave it out."
+        )
+    if not recipe.draft.active:
+        return
+    for name, sentence in DRAFT.items():
+        if wants(name, asked(name, kwargs, default)):
+            raise DraftError(f"{name}: {sentence.format(draft=recipe.draft.name)}")
+    if kwargs.get("input_ids") is None and kwargs.get("inputs") is None:
+        raise DraftError(f"input_ids: draft {recipe.draft.name!r} reads token ids; give them.")
 
 
 def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
@@ -32,22 +103,18 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
     transformers looks at the time after each token. A prompt in pieces may also end between two pieces: then the result
     has no new token, a warning says so, and the caller's cache is as before.
     """
-    names = list(inspect.signature(attachment.generate).parameters)
-    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    default = attachment.model.generation_config
+    kwargs, default = by_name(attachment.generate, args, kwargs), attachment.model.generation_config
     seconds = asked("max_time", kwargs, default)
     if not seconds or seconds < 0:
         return _untimed(attachment, kwargs)
     cache = kwargs.get("past_key_values")
-    before = None
-    if isinstance(cache, KVCache) and cache.state is not None:
-        before = cache.sequence, cache.state.length()
-    outer = getattr(attachment.promised, "deadline", None)
-    attachment.promised.deadline = Deadline(seconds)
+    before = (cache.sequence, cache.state.length()) if isinstance(cache, KVCache) else None
+    outer = getattr(attachment.running, "deadline", None)
+    attachment.running.deadline = Deadline(seconds)
     try:
         return _untimed(attachment, kwargs)
     except Ended:
-        if isinstance(cache, KVCache) and before is not None and cache.state is not None:
+        if isinstance(cache, KVCache) and before is not None:
             # A memory that forgets may not reach back so far; the next call then says so itself.
             with suppress(ModelError):
                 cache.state.truncate(before[1])
@@ -57,14 +124,15 @@ def generate(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
         )
         return _nothing(kwargs, default)
     finally:
-        attachment.promised.deadline = outer
+        attachment.running.deadline = outer
 
 
 def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     """`generate`, without a deadline of its own."""
     default = attachment.model.generation_config
     check_generate(attachment.owner.recipe, kwargs, default)
-    if attachment.pruning is not None and asked("use_cache", kwargs, default) is False:
+    caches = asked("use_cache", kwargs, default) is not False
+    if attachment.pruning is not None and not caches:
         # Without a memory each token would have the prompt pruned anew, by a question that has grown.
         out = _untimed(attachment, {**kwargs, "use_cache": True})
         if not isinstance(out, Tensor):
@@ -73,14 +141,13 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
     if kwargs.get("input_ids") is None and isinstance(kwargs.get("inputs"), Tensor):
         kwargs["input_ids"] = kwargs.pop("inputs")
     ids, draft = kwargs.get("input_ids"), attachment.owner.recipe.draft.active
-    keeps = asked("use_cache", kwargs, default) is not False or draft or not isinstance(ids, Tensor)
-    if kwargs.get("past_key_values") is None and keeps:
+    if kwargs.get("past_key_values") is None and (caches or draft or not isinstance(ids, Tensor)):
         kwargs["past_key_values"] = attachment.cache()
     meter = attachment.owner.attention.meter
     meter.begin(attachment.owner.view.device)
-    cache, outer = kwargs.get("past_key_values"), dict(attachment.promised.__dict__)
+    cache, outer = kwargs.get("past_key_values"), dict(attachment.running.__dict__)
     if chunk := asked("prefill_chunk_size", kwargs, default):
-        attachment.promised.chunk, kwargs["prefill_chunk_size"] = chunk, None
+        attachment.running.chunk, kwargs["prefill_chunk_size"] = chunk, None
     if isinstance(ids, Tensor) and (cache is None or not cache.get_seq_length()):
         attachment.promise(kwargs)
     try:
@@ -93,12 +160,19 @@ def _untimed(attachment: Attachment, kwargs: dict[str, Any]) -> Any:
             kwargs["streamer"] = Clock(meter.token, kwargs.get("streamer"))
         out = attachment.generate(**attachment.limited(kwargs))
         if rests:
-            attachment.draft_times.plain(sequences(kwargs, default), columns(kwargs), meter)
+            attachment.draft_times.plain(_sequences(kwargs, default), columns(kwargs), meter)
         return out
     finally:
         # A model may be its own assistant, and be asked while it is at work.
-        attachment.promised.__dict__.update({"held": None, "chunk": None, **outer})
+        attachment.running.__dict__.update({"layout": None, "chunk": None, **outer})
         meter.end()
+
+
+def _sequences(kwargs: Mapping[str, Any], default: Any) -> int:
+    """How many sequences a call of `generate` writes."""
+    ids = kwargs.get("input_ids")
+    prompts = len(ids) if isinstance(ids, Tensor) else 1
+    return prompts * (asked("num_return_sequences", kwargs, default) or 1)
 
 
 def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
@@ -107,31 +181,28 @@ def _draft_rests(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     False where the recipe or the call needs our loop. True for a sampled batch: a measured time must not change which
     tokens are sampled.
     """
-    times = attachment.draft_times
-    owner, count = attachment.owner, sequences(kwargs, attachment.model.generation_config)
-    choice = owner.recipe.draft.in_batches
+    owner, times, default = attachment.owner, attachment.draft_times, attachment.model.generation_config
+    count, choice = _sequences(kwargs, default), owner.recipe.draft.in_batches
     if count == 1 or choice == "always":
         return False
     # A memory that counts columns takes no padding, a pruned target no batch; the rest is refused under a draft.
     ours = not owner.recipe.kv.exact or owner.recipe.prune is not None or kwargs.get("streamer") is not None
-    default = attachment.model.generation_config
     # Plain decoding without a cache reads the prompt anew at each step.
     if ours or kwargs["past_key_values"].get_seq_length() or asked("use_cache", kwargs, default) is False:
         return False
-    sampled = asked("do_sample", kwargs, default)
     if choice == "never":
         why: str | None = "in_batches is 'never'"
-    elif sampled:
+    elif asked("do_sample", kwargs, default):
         why = "tokens are sampled, and measured times must not change them"
     else:
         why = times.why_not(count, columns(kwargs))
     if why is None:
         return False
-    told = f"it does not draft in a batch of {count}: {why}"
-    owner.attention.meter.note(f"draft: {told}")
+    message = f"it does not draft in a batch of {count}: {why}"
+    owner.attention.meter.note(f"draft: {message}")
     if not times.warned and choice != "never":
         times.warned = True
-        warn(f"draft {owner.recipe.draft.name!r}: {told}; set in_batches to 'always' to have it draft.")
+        warn(f"draft {owner.recipe.draft.name!r}: {message}; set in_batches to 'always' to have it draft.")
     return True
 
 
@@ -144,8 +215,7 @@ def _captures(attachment: Attachment, kwargs: Mapping[str, Any]) -> bool:
     if not isinstance(ids, Tensor) or ids.shape[0] != 1 or cache is None or cache.get_seq_length():
         return False
     default = attachment.model.generation_config
-    ours = not any(wants(name, asked(name, kwargs, default)) for name in (*LOOPS, *OUTPUTS))
-    if not ours:
+    if any(wants(name, asked(name, kwargs, default)) for name in (*DRAFT, *OUTPUTS)):
         return False
     from mmaccel.models.decode import admits
 
@@ -163,3 +233,22 @@ def _nothing(kwargs: dict[str, Any], default: Any) -> Any:
     from transformers.generation import GenerateDecoderOnlyOutput
 
     return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
+
+
+class Clock:
+    """A streamer that calls `token` with the number of tokens that reached the host, and passes the tokens on to `inner`."""
+
+    def __init__(self, token: Callable[[int], None], inner: Any) -> None:
+        self.token, self.inner, self.prompt = token, inner, True
+
+    def put(self, value: Tensor) -> None:
+        if not self.prompt:
+            # [B] tokens of a step, or [1, n] that were guessed and verified.
+            self.token(value.shape[1] if value.ndim == 2 else 1)
+        self.prompt = False
+        if self.inner is not None:
+            self.inner.put(value)
+
+    def end(self) -> None:
+        if self.inner is not None:
+            self.inner.end()

@@ -1,4 +1,5 @@
-"""The calls of an accelerated model that are wrapped on the instance (our attention and cache: attention.py).
+"""The forward passes of an accelerated model, whose methods are wrapped on the instance (our attention and cache:
+attention.py; `generate`: generate.py).
 
 Nothing global is patched. One attention name is registered for the process; it serves only models whose text modules hold
 our copy of their config. What an attached model carries is: that copy, and instance wrappers of the `forward` of the
@@ -9,7 +10,6 @@ it there or nothing, and takes all of it away.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -19,42 +19,51 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.attention import NOTE, ForwardPass, Note
 from mmaccel.core.deadline import Deadline
-from mmaccel.core.errors import ModelError
+from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.packed import PackedPass
-from mmaccel.models.arguments import end_at_positions, positions_of
-from mmaccel.models.attention import ATTENTION, Columns, KVCache, check_forward, check_training, packed_in
+from mmaccel.models.attention import (
+    ATTENTION,
+    Columns,
+    KVCache,
+    check_forward,
+    check_training,
+    packed_in,
+)
 from mmaccel.models.batches import DraftTimes
 from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.install import Attaching, gate_of
 from mmaccel.models.pointwise import in_chunks, rotate_by
+from mmaccel.models.prompt_layout import by_name, positions_of
 from mmaccel.models.pruning import Pruning
 from mmaccel.models.signals import hear
 from mmaccel.models.vision import by_parts
 
 
 class Attachment(Attaching):
-    """A recipe laid through one model."""
+    """A recipe laid through one model.
+
+    sequences  what is known of the columns of each cache of transformers' own
+    running    of the `generate` that this thread is in: the `layout` of its prompt beside its ids, the size of a `chunk`,
+               the `deadline`
+    """
 
     def __init__(
-        self,
-        model: nn.Module,
-        family: FamilyFacts,
-        owner: Accelerated,
-        generate: Callable[..., Any],
+        self, model: nn.Module, family: FamilyFacts, owner: Accelerated, generate: Callable[..., Any]
     ) -> None:
         """`generate` is given this and the arguments of the model's own."""
-        super().__init__(model, gate_of(family.text(model)))
-        self.family, self.owner, self._generate = family, owner, generate
         self.multimodal, self.text = family.multimodal(model), family.text(model)
+        super().__init__(model, gate_of(self.text))
+        self.family, self.owner, self._generate = family, owner, generate
         self.depth = owner.view.geometry.layers
         self.sequences: WeakKeyDictionary[Cache, Columns] = WeakKeyDictionary()
-        self.promised = threading.local()
+        self.running = threading.local()
         self.draft_times = DraftTimes()
         self.opened: Any = torch.compiler.disable(owner.opened)
         self.pruning: Pruning | None = None
@@ -62,11 +71,11 @@ class Attachment(Attaching):
 
     def _lay(self) -> None:
         model, family, recipe, hooks = self.model, self.family, self.owner.recipe, self.hooks
-        # First what keeps calls waiting, then, once the others have ended, all that these would meet.
-        # The plain methods are noted before the wrappers are there, so that another thread finds them.
+        # First what keeps calls waiting, then, once the others have ended, all that these would meet. The plain methods are
+        # noted before the wrappers are there, so that another thread finds them.
         self.generate, self.multimodal_forward = model.generate, self.multimodal.forward
         hooks.wrap(model, "generate", self._call, functools.partial(self._generate, self))
-        hooks.wrap(self.multimodal, "forward", self._call, self._whole)
+        hooks.wrap(self.multimodal, "forward", self._call, self._multimodal_forward)
         self.refuse_copies(model, self.multimodal, self.text)
         self.gate.drain("accelerate", (model, self.multimodal, self.text))
         hooks.callback(self._rope_back, self.multimodal.__dict__.get("rope_deltas"))
@@ -81,7 +90,7 @@ class Attachment(Attaching):
         in_chunks(hooks, family.pointwise(model), family)
         rotate_by(hooks, (layer.self_attn for layer in family.layers(model)), family.rotate_function)  # type: ignore[misc]
         self.forward = self.text.forward
-        hooks.wrap(self.text, "forward", self._call, self._forward)
+        hooks.wrap(self.text, "forward", self._call, self._text_forward)
         hooks.callback(self.owner.left)
         self.owner.joined()
 
@@ -89,38 +98,31 @@ class Attachment(Attaching):
         if "rope_deltas" in self.multimodal.__dict__:
             self.multimodal.__dict__["rope_deltas"] = before
 
-    def _whole(self, *args: Any, **kwargs: Any) -> Any:
-        """The multimodal model's forward."""
-        return self.multimodal_forward(**self._notice(args, kwargs))
-
     def cache(self) -> KVCache:
         """A fresh cache of the recipe's memory."""
         cache = KVCache(self.owner.open_state(), self.depth)
         self.opened(cache.state, cache)
         return cache
 
-    def _notice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Before the multimodal model: note the layout of the new columns; give positions and cache explicitly."""
-        names = list(inspect.signature(type(self.multimodal).forward).parameters)[1:]
-        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-        ids = kwargs.get("input_ids")
+    def _multimodal_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The multimodal model's forward: notes the layout of the new columns, and gives positions and cache explicitly."""
+        kwargs = by_name(type(self.multimodal).forward.__get__(self.multimodal), args, kwargs)
         note: Note = kwargs.pop(NOTE, None) or Note()
-        if kwargs.get("past_key_values") is None and self._caches(kwargs):
-            kwargs["past_key_values"] = self.cache()
-        if ids is None:
-            return {**kwargs, NOTE: note}
-        cache = kwargs.get("past_key_values")
-        past = cache.get_seq_length() if cache is not None else 0
-        known = self._known(cache)
-        layout = self._promised(ids) if past == 0 else None
-        if layout is None:
-            layout = self.family.layout(self.model, kwargs)
-        if past == 0:
-            if kwargs.get("position_ids") is None:
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        if cache is None and self._caches(kwargs):
+            cache = kwargs["past_key_values"] = self.cache()
+        if ids is not None:
+            past = cache.get_seq_length() if cache is not None else 0
+            layout = self._promised(ids) if past == 0 else None
+            if layout is None:
+                layout = self.family.layout(self.model, kwargs)
+            known = self._known(cache)
+            if kwargs.get("position_ids") is None and past == 0:
                 kwargs["position_ids"] = self.family.positions(self.model, kwargs)
-        elif known is not None and kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
-        return {**kwargs, NOTE: replace(note, layout=layout)}
+            elif kwargs.get("position_ids") is None and known is not None:
+                kwargs["position_ids"] = self._continued(known, past, layout, kwargs)
+            note = replace(note, layout=layout)
+        return self.multimodal_forward(**kwargs, **{NOTE: note})
 
     def _caches(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a forward pass keeps a cache: as `use_cache` says, else as the model's config says."""
@@ -134,31 +136,34 @@ class Attachment(Attaching):
 
     def promise(self, inputs: Mapping[str, Any]) -> None:
         """Read the layout of a prompt that `generate` is about to run, while its grids are there."""
-        self.promised.held = inputs["input_ids"], self.family.layout(self.model, inputs)
+        self.running.layout = inputs["input_ids"], self.family.layout(self.model, inputs)
 
     def _promised(self, ids: Tensor) -> TokenLayout | None:
         """The layout read when `generate` was called, for each beam or sample, and with guesses behind it: by now the grids
         may be gone."""
-        held: tuple[Tensor, TokenLayout] | None = getattr(self.promised, "held", None)
-        if held is None or held[0].shape[1] > ids.shape[1] or ids.shape[0] % held[1].batch:
+        promised: tuple[Tensor, TokenLayout] | None = getattr(self.running, "layout", None)
+        if promised is None:
             return None
-        times, length = ids.shape[0] // held[1].batch, held[0].shape[1]
-        same = torch.equal(held[0].repeat_interleave(times, 0), ids[:, :length])
-        return held[1].repeat(times).extend(ids.shape[1] - length) if same else None
+        prompt, layout = promised
+        times, more = ids.shape[0] // layout.batch, ids.shape[1] - layout.length
+        if more < 0 or ids.shape[0] % layout.batch:
+            return None
+        same = torch.equal(prompt.repeat_interleave(times, 0), ids[:, : layout.length])
+        return layout.repeat(times).extend(more) if same else None
 
     def _continued(self, known: Columns, past: int, layout: TokenLayout, kwargs: Mapping[str, Any]) -> Tensor:
+        """The positions of new columns of `layout`, after `past` known ones."""
         held = known.layout.take(slice(0, past))
         start = held.position.amax(1, keepdim=True) + held.valid.any(1, keepdim=True).long() + known.delta
         if bool((layout.modality != 0).any()):
             fresh = {k: v for k, v in kwargs.items() if k != "attention_mask"}
-            new = self.family.positions(self.model, fresh)
-        else:
-            new = layout.position
-            new = new.expand(3, -1, -1) if self.family.mrope else new
-        return new + start
+            return self.family.positions(self.model, fresh) + start
+        new = layout.position
+        return (new.expand(3, -1, -1) if self.family.mrope else new) + start
 
     def limited(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `generate`, ended where the model's positions are: see `arguments.end_at_positions`."""
+        """The arguments of `generate`, with a criterion that ends each sequence where the model's positions do, if it could
+        get there. Raises `ModelError` for a prompt after which there is no position left."""
         ids, most = kwargs.get("input_ids"), positions_of(self.text.config)
         cache = kwargs.get("past_key_values")
         past, known = 0 if cache is None else cache.get_seq_length(), self._known(cache)
@@ -177,12 +182,30 @@ class Attachment(Attaching):
             if self.family.mrope and kwargs.get("position_ids") is None:
                 # transformers goes on from the last prompt that it read, which may have been another.
                 kwargs = {**kwargs, "position_ids": positions}
-        return end_at_positions(kwargs, positions, most, self.model.generation_config)
+        # An answer goes on from the last column, which after a long video is not the largest position.
+        last = positions[..., -1] if positions.ndim == 2 else positions[..., -1].amax(0)
+        top, taken = int(last.max()), int(positions.max()) + 1
+        if top + 1 >= most or taken > most:
+            raise ModelError(
+                f"input_ids: the prompt takes {taken} positions of the model's {most} (max_position_embeddings), which "
+                "leaves none for an answer; give fewer frames or a shorter text."
+            )
+        config = kwargs.get("generation_config") or self.model.generation_config
+        count = kwargs.get("max_new_tokens") or getattr(config, "max_new_tokens", None)
+        if count is not None and top + count < most:
+            return dict(kwargs)
+        padded = any(
+            kwargs.get(name) is not None or getattr(config, name, None) is not None
+            for name in ("pad_token_id", "eos_token_id")
+        )
+        end = MaxLength(ids.shape[1] + most - 1 - last.cpu(), most, padded)
+        given = list(kwargs.get("stopping_criteria") or [])
+        return {**kwargs, "stopping_criteria": StoppingCriteriaList([*given, end])}
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The text model's forward: builds the run, and goes over long prompts in chunks when the recipe says so."""
-        kwargs = dict(inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments) | kwargs
-        kwargs.pop("kwargs", None)
+    def _text_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The text model's forward: builds the pass, and goes over long prompts in chunks when the recipe says so."""
+        kwargs = by_name(self.forward, args, kwargs)
+        recipe, mask = self.owner.recipe, kwargs.pop("attention_mask", None)
         if getattr(self.text.config, "_attn_implementation", None) != ATTENTION:
             raise ModelError(
                 "attn_implementation: it was set while a recipe is attached; detach the recipe, set it, and attach again."
@@ -190,8 +213,7 @@ class Attachment(Attaching):
         check_training(self.family.layers(self.model))
         if getattr(self.shared, "output_attentions", False):
             kwargs.setdefault("output_attentions", True)
-        check_forward(self.owner.recipe, kwargs)
-        mask = kwargs.pop("attention_mask", None)
+        check_forward(recipe, kwargs)
         if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim != 2):
             raise ModelError(
                 "attention_mask: an accelerated model takes a mask of shape [batch, length]; static caches and 4-D masks "
@@ -202,43 +224,41 @@ class Attachment(Attaching):
         cache = kwargs.get("past_key_values")
         start = cache.get_seq_length() if cache is not None else 0
         note: Note = kwargs.pop(NOTE, None) or Note()
+
+        def text(columns: int, valid: Tensor | None) -> TokenLayout:
+            kinds = torch.zeros(batch, columns, dtype=torch.long, device=entry.device)
+            return TokenLayout.build(kinds, valid=valid)
+
         new = note.layout
         if new is None or new.length != count:
-            valid = None if mask is None else mask[:, -count:]
-            new = TokenLayout.build(
-                torch.zeros(batch, count, dtype=torch.long, device=entry.device), valid=valid
-            )
+            new = text(count, None if mask is None else mask[:, -count:])
         lent = cache is None
         packed = packed_in(kwargs, mask, self.family.mrope) if lent else None
-        if not self.owner.recipe.kv.exact or self.pruning is not None:
+        if not recipe.kv.exact or self.pruning is not None:
             cache = self._own(cache, kwargs, new, packed)
-        known = self._known(cache)
+        known = self._known(cache) if start else None
         if start and known is None:
             if isinstance(cache, KVCache):
                 raise ModelError(
                     "past_key_values: this cache was filled by another accelerated model; start from a new one."
                 )
-            past = torch.zeros(batch, start, dtype=torch.long, device=entry.device)
-            held = None if mask is None or mask.shape[1] < start + count else mask[:, :start]
-            known = Columns(
-                TokenLayout.build(past, valid=held),
-                torch.zeros(batch, 1, dtype=torch.long, device=entry.device),
-            )
-        layout = known.layout.take(slice(0, start)).append(new) if start and known is not None else new
+            valid = None if mask is None or mask.shape[1] < start + count else mask[:, :start]
+            known = Columns(text(start, valid), torch.zeros(batch, 1, dtype=torch.long, device=entry.device))
+        layout = new if known is None else known.layout.take(slice(0, start)).append(new)
         if cache is not None:
-            delta = (
-                known.delta
-                if start and known is not None
-                else self._delta(kwargs.get("position_ids"), layout)
-            )
+            delta = self._delta(kwargs.get("position_ids"), layout) if known is None else known.delta
             if isinstance(cache, KVCache):
                 cache.sequence = Columns(layout, delta)
             else:
                 self.sequences[cache] = Columns(layout, delta)
-        state = cache.state if isinstance(cache, KVCache) else None
-        prefill = not note.verify and (count > 1 or start == 0)
         run = ForwardPass(
-            self.owner.attention, state, layout, start, prefill, branches=note.branches, probes=note.probes
+            self.owner.attention,
+            cache.state if isinstance(cache, KVCache) else None,
+            layout,
+            start,
+            prefill=not note.verify and (count > 1 or start == 0),
+            branches=note.branches,
+            probes=note.probes,
         )
         if start == 0 or self.owner.attention.meter.prompt_tokens == 0:
             self.owner.attention.meter.enter(int(new.valid.sum()), start)
@@ -248,13 +268,6 @@ class Attachment(Attaching):
         if lent and not self._caches(kwargs):
             out.past_key_values = None
         return out
-
-    def _go(self, run: ForwardPass, kwargs: dict[str, Any]) -> Any:
-        count = run.layout.length - run.start
-        chunk = getattr(self.promised, "chunk", None) or self.owner.recipe.chunk
-        if chunk is None or count <= chunk or kwargs.get("output_attentions"):
-            return self._pass(run, kwargs)
-        return self._chunks(run, chunk, count, kwargs)
 
     def _own(self, cache: Any, kwargs: dict[str, Any], new: TokenLayout, packed: Tensor | None) -> KVCache:
         """A memory that forgets decides what is seen: it takes in every pass, and only its own cache will do. So too for one
@@ -288,21 +301,24 @@ class Attachment(Attaching):
 
     def _pass(self, run: ForwardPass | PackedPass, kwargs: dict[str, Any]) -> Any:
         cache = kwargs.get("past_key_values")
-        serving = nullcontext() if not isinstance(cache, KVCache) else cache.at_work()
-        with serving:
+        with cache.at_work() if isinstance(cache, KVCache) else nullcontext():
             return self.forward(attention_mask={"full_attention": run, "sliding_attention": run}, **kwargs)
 
-    def _chunks(self, run: ForwardPass, chunk: int, count: int, kwargs: dict[str, Any]) -> Any:
+    def _go(self, run: ForwardPass, kwargs: dict[str, Any]) -> Any:
+        """Run the text model over the new columns of `run`, in chunks where they are many."""
+        count = run.layout.length - run.start
+        chunk = getattr(self.running, "chunk", None) or self.owner.recipe.chunk
+        if chunk is None or count <= chunk or kwargs.get("output_attentions"):
+            return self._pass(run, kwargs)
         own = kwargs.get("past_key_values") is None
         if own:
             kwargs["past_key_values"] = self.cache()
             run = replace(run, state=kwargs["past_key_values"].state)
         outputs = []
         for begin in range(0, count, chunk):
-            self.check_time()
+            self.time_left()
             end = min(begin + chunk, count)
-            piece = self.family.slice(kwargs, begin, end)
-            outputs.append(self._pass(run.part(begin, end), piece))
+            outputs.append(self._pass(run.part(begin, end), self.family.slice(kwargs, begin, end)))
         whole = outputs[-1]
         whole.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
         if whole.get("hidden_states") is not None:
@@ -313,14 +329,36 @@ class Attachment(Attaching):
             whole.past_key_values = None
         return whole
 
-    def check_time(self) -> None:
-        """Raise `Ended` when the `generate` of this thread has used up its time."""
-        deadline: Deadline | None = getattr(self.promised, "deadline", None)
-        if deadline is not None:
-            deadline.check()
+    def time_left(self) -> float | None:
+        """Seconds left of the `generate` of this thread, None without a limit; raises `Ended` when they are used up."""
+        deadline: Deadline | None = getattr(self.running, "deadline", None)
+        if deadline is None:
+            return None
+        deadline.check()
+        return deadline.left()
 
-    def with_time_left(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `generate` for one sequence of a call, with the seconds left of it; raises `Ended` for none."""
-        deadline: Deadline | None = getattr(self.promised, "deadline", None)
-        self.check_time()
-        return kwargs if deadline is None else {**kwargs, "max_time": deadline.left()}
+
+class MaxLength(StoppingCriteria):
+    """Ends each sequence [B] at `ends` [B] columns, where its positions are used up, and says so once.
+
+    padded  whether there is a token to go on with after it: without one, and without an end-of-text token, transformers lets
+            a sequence of a batch run on beside the others
+    """
+
+    def __init__(self, ends: Tensor, most: int, padded: bool) -> None:
+        self._ends, self._most, self._warned = ends, most, False
+        if padded:
+            # By this name transformers knows a criterion after which a sequence is padded.
+            self.eos_token_id = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        # Beams and samples of a prompt stand next to each other.
+        ends = self._ends.repeat_interleave(input_ids.shape[0] // len(self._ends))
+        over = input_ids.shape[1] >= ends
+        if not self._warned and bool(over.any()):
+            self._warned = True
+            warn(
+                f"max_new_tokens: the model has {self._most} positions (max_position_embeddings), and the answer ends with "
+                "them; give a shorter prompt for a longer answer."
+            )
+        return over.to(input_ids.device)

@@ -1,4 +1,4 @@
-"""Reads what each token of a prompt is: frames, cells and marks of images and videos, and the words of the question.
+"""Reads a call's arguments, and what each token of a prompt is: frames, cells and marks of visuals, words of the question.
 
 The question is the words of a message with images or videos, without the chat's markup. It is found in token ids alone.
 Known are the tokens that end a message (the model ends its answers with them) and those around images and videos. A message
@@ -8,7 +8,8 @@ message begins and nothing follows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -40,6 +41,35 @@ class Grid:
     @property
     def tokens(self) -> int:
         return self.frames * self.rows * self.columns + self.marks
+
+
+def by_name(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `method` by their names."""
+    return {**dict(zip(inspect.signature(method).parameters, args, strict=False)), **kwargs}
+
+
+def asked(name: str, kwargs: Mapping[str, Any], default: Any) -> Any:
+    """What `generate` is asked as argument `name`, or None; `default` is the model's generation config."""
+    if name in kwargs:
+        return kwargs[name]
+    given = getattr(kwargs.get("generation_config"), name, None)
+    return given if given is not None else getattr(default, name, None)
+
+
+def columns(kwargs: Mapping[str, Any]) -> int:
+    """The length of the prompts of a call of `generate`, with their padding."""
+    ids = kwargs.get("input_ids")
+    return ids.shape[1] if isinstance(ids, Tensor) else 0
+
+
+def positions_of(config: Any) -> int | None:
+    """How many positions a text model of `config` has, what its rotary scaling adds included; None where it does not say."""
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    before = rope.get("original_max_position_embeddings") or most
+    return max(most, int(before * (rope.get("factor") or 1)))
 
 
 def is_given(value: Any) -> bool:

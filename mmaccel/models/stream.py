@@ -29,11 +29,11 @@ from mmaccel.core.kv import StreamState
 from mmaccel.core.positions import PositionIds
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.stream_adapter import Clip, StreamAdapter, Tail
-from mmaccel.models.arguments import positions_of
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.pointwise import in_chunks, rotate_by
+from mmaccel.models.prompt_layout import positions_of
 from mmaccel.models.step import StreamSteps
 from mmaccel.models.vision import in_batches
 

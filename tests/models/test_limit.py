@@ -12,7 +12,7 @@ import torch
 import mmaccel
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import MmaccelWarning, ModelError
-from mmaccel.models.arguments import positions_of
+from mmaccel.models.prompt_layout import positions_of
 from mmaccel.policies.draft import Off, Parallel, PromptLookup, Sequential, SparseToDense, TextOnly, Tree
 from tests.models.tiny_random import BUILD, PROMPTS, batch, prompt
 

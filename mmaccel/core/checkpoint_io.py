@@ -32,21 +32,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # The format refuses tensors that share memory.
     seen: set[int] = set()
-    for name, tensor in held.items():
-        where = tensor.untyped_storage().data_ptr()
-        if where in seen or tensor.untyped_storage().nbytes() != tensor.nbytes:
-            held[name] = tensor = tensor.clone()
-            where = tensor.untyped_storage().data_ptr()
-        seen.add(where)
+    for name, tensor in host.items():
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != tensor.nbytes:
+            host[name] = tensor.clone()
+        seen.add(storage.data_ptr())
     try:
-        save_file(held, str(path))
+        save_file(host, str(path))
     except SafetensorError as error:
         # The library tells what the system says in words alone.
-        told = re.search(r"os error (\d+)", str(error))
-        number = int(told.group(1)) if told else errno.EIO
+        code = re.search(r"os error (\d+)", str(error))
+        number = int(code.group(1)) if code else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
@@ -54,7 +53,7 @@ def read_tensors(path: Path, wanted: Wanted, device: torch.device) -> dict[str, 
     """The tensors of a file, which must be those of `wanted`; raises `ModelError` in one sentence."""
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     outside.regular(path, path.name, ModelError, fix="the file is damaged")
     try:
         with safe_open(str(path), framework="pt") as file:
@@ -63,21 +62,21 @@ def read_tensors(path: Path, wanted: Wanted, device: torch.device) -> dict[str, 
                 if name not in names:
                     raise ModelError(f"{path.name} lacks {name}; the file is damaged or of another stream.")
                 tensor = file.get_tensor(name)
-                fits = len(shape) == tensor.ndim and all(
-                    a in (-1, b) for a, b in zip(shape, tensor.shape, strict=False)
-                )
+                pairs = zip(shape, tensor.shape, strict=False)
+                fits = len(shape) == tensor.ndim and all(a in (-1, b) for a, b in pairs)
                 if not fits or tensor.dtype != dtype:
-                    told = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-                    want = f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-                    raise ModelError(
-                        f"{path.name}: {name} is {told} where {want} is wanted; it is of another stream."
+                    has, want = (
+                        f"{list(size)} {str(kind).removeprefix('torch.')}"
+                        for size, kind in ((tensor.shape, tensor.dtype), (shape, dtype))
                     )
-                found[name] = tensor.to(device)
+                    raise ModelError(
+                        f"{path.name}: {name} is {has} where {want} is wanted; it is of another stream."
+                    )
+                tensors[name] = tensor.to(device)
     except (OSError, SafetensorError, ValueError) as error:
-        raise ModelError(
-            f"{path.name} cannot be read ({_first_line(error)}); the file is damaged."
-        ) from error
-    return found
+        reason = outside.reason(error)
+        raise ModelError(f"{path.name} cannot be read ({reason}); the file is damaged.") from error
+    return tensors
 
 
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:
@@ -104,11 +103,6 @@ def numbers(value: Any, what: str, end: int, failure: type[MmaccelError] = Model
     if not isinstance(value, list) or any(type(one) is not int or not 0 <= one < end for one in value):
         raise failure(f"{what} is {shown(value)} where numbers below {end} are wanted; the file is damaged.")
     return value
-
-
-def _first_line(error: Exception) -> str:
-    told = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return str(told).splitlines()[0].rstrip(".")
 
 
 def write_private(path: Path, text: str) -> None:
@@ -138,12 +132,7 @@ def locked(place: Path) -> Iterator[None]:
     handle, late = os.open(place, os.O_RDONLY), time.monotonic() + WAIT_S
     try:
         with suppress(OSError):  # a file system without locks
-            while True:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    pass
+            while not _lock(handle):
                 if time.monotonic() > late:
                     raise ModelError(
                         f"save: another save writes to {place} and has not ended after {WAIT_S:g} s; save again later, "
@@ -153,3 +142,10 @@ def locked(place: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False

@@ -12,14 +12,13 @@ is, and the former ones go when the list is on the disk, so that a loss of power
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -78,43 +77,43 @@ def save(path: Path, seam: StreamAdapter, recipe: Recipe, live: StreamRunner) ->
     writable(path)
     # Where a link leads to: the link stays, and what it led to is what is written anew.
     place, info = path.resolve(), live.info
-    tensors = {
-        "spans": torch.tensor(info.spans, dtype=torch.long).view(-1, 2),
-        "times": torch.tensor(info.times, dtype=torch.float64),
-        "marks": info.marks,
-        **({} if info.pending is None else {"pending": info.pending}),
-    }
 
     def write(part: Path) -> dict[str, Any]:
         (part / MEMORY).mkdir()
         live.state.save(part / MEMORY)
-        checkpoint_io.write_tensors(part / FILM, tensors)
-        names = sorted(file.relative_to(place) for file in _files(part))
+        tensors = {
+            "spans": torch.tensor(info.spans, dtype=torch.long).view(-1, 2),
+            "times": torch.tensor(info.times, dtype=torch.float64),
+            "marks": info.marks,
+        }
+        checkpoint_io.write_tensors(
+            part / FILM, tensors if info.pending is None else {**tensors, "pending": info.pending}
+        )
         facts = {
             "format": FORMAT,
             "version": VERSION,
             "model": seam.signature(),
-            "dtype": str(seam.dtype).removeprefix("torch."),
+            "dtype": _name(seam.dtype),
             "recipe": _plain(recipe.to_dict()),
-            "size": list(info.size),
+            "size": info.size,
             "fps": None if info.fps is None else float(info.fps),
             "unit": info.unit,
             "timed": info.timed,
-            "raw": None if info.raw is None else list(info.raw),
+            "raw": info.raw,
             "frames": len(info.times),
             "units": len(info.spans),
             "marks": info.marks.shape[0],
             "pending": 0 if info.pending is None else info.pending.shape[0],
             "data": part.name,
-            "files": {str(name): _print_of(place, name) for name in names},
+            "files": {name: _print_of(place, Path(name)) for name in sorted(_files(place, part))},
         }
         return sealed(facts)
 
     try:
         _replace(place, write)
     except OSError as error:
-        told = outside.reason(error)
-        raise ModelError(f"save: {path} cannot be written ({told}); give a path with room.") from error
+        reason = outside.reason(error)
+        raise ModelError(f"save: {path} cannot be written ({reason}); give a path with room.") from error
 
 
 def recipe_of(path: Path) -> Recipe:
@@ -129,16 +128,16 @@ def load(where: Path, seam: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> 
     """
     left = READS
     while True:
-        before, left = _mark(where), left - 1
+        before, left = _version_of(where), left - 1
         try:
             return _load(where, seam, recipe, kv)
         except (MmaccelError, OSError) as error:
-            if left and _mark(where) != before:
+            if left and _version_of(where) != before:
                 continue
             if isinstance(error, MmaccelError):
                 raise
-            told = outside.reason(error)
-            raise ModelError(f"{where} cannot be read ({told}); save the session again.") from error
+            reason = outside.reason(error)
+            raise ModelError(f"{where} cannot be read ({reason}); save the session again.") from error
 
 
 def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,23 +146,29 @@ def sealed(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {**bare, CHECKSUM: zlib.crc32(json.dumps(bare, sort_keys=True).encode())}
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _plain(value: Any) -> Any:
     """As it is after a way through JSON."""
-    if isinstance(value, dict):
-        return {str(name): _plain(one) for name, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
-    if dataclasses.is_dataclass(value):
+
+    def refuse(one: Any) -> None:
         raise ModelError("recipe: it holds an object that cannot be saved; name its policies instead.")
-    return value
+
+    return json.loads(json.dumps(value, default=refuse))
 
 
-def _mark(where: Path) -> tuple[int, int, int] | None:
+def _version_of(where: Path) -> tuple[int, int, int] | None:
     """What another `session.json` has another of; None where there is none."""
     with suppress(OSError):
-        found = (where / FACTS).stat()
-        return found.st_ino, found.st_mtime_ns, found.st_size
+        stat = (where / FACTS).stat()
+        return stat.st_ino, stat.st_mtime_ns, stat.st_size
     return None
+
+
+def _damaged(where: Path, fault: str) -> ModelError:
+    return ModelError(f"{where}: {fault}; the session is damaged, save it again.")
 
 
 def _read(where: Path) -> dict[str, Any]:
@@ -173,26 +178,22 @@ def _read(where: Path) -> dict[str, Any]:
             f"{where} is not a saved session: it has no {FACTS}; give the folder that save wrote."
         )
     facts = checkpoint_io.read_json(where / FACTS, KINDS)
-    if facts["format"] != FORMAT or facts["version"] not in range(UNSEALED, VERSION + 1):
+    form, version, data = facts["format"], facts["version"], facts.get("data")
+    if form != FORMAT or version not in range(UNSEALED, VERSION + 1):
         raise ModelError(
-            f"{where} is {shown(facts['format'])} of version {facts['version']}; this mmaccel reads version {VERSION}."
+            f"{where} is {shown(form)} of version {version}; this mmaccel reads version {VERSION}."
         )
-    data = facts.get("data")
     if not (all(map(ours, facts["files"])) and (data is None or _is_data(data))):
-        raise _damaged(where, "the list of files")
-    if facts["version"] != UNSEALED and CHECKSUM not in facts:
-        raise ModelError(f"{where}: {FACTS} has no {CHECKSUM}; the session is damaged, save it again.")
+        raise _damaged(where, f"the list of files in {FACTS} is none")
+    if version != UNSEALED and CHECKSUM not in facts:
+        raise _damaged(where, f"{FACTS} has no {CHECKSUM}")
     if CHECKSUM in facts and facts != sealed(facts):
-        raise ModelError(f"{where}: {FACTS} is not what was written; the session is damaged, save it again.")
+        raise _damaged(where, f"{FACTS} is not what was written")
     return facts
 
 
-def _damaged(where: Path, what: str) -> ModelError:
-    return ModelError(f"{where}: {what} in {FACTS} is damaged; save the session again.")
-
-
 def _load(where: Path, seam: StreamAdapter, recipe: Recipe, kv: StreamPolicy) -> StreamRunner:
-    facts, dtype = _read(where), str(seam.dtype).removeprefix("torch.")
+    facts, dtype = _read(where), _name(seam.dtype)
     if facts["model"] != seam.signature():
         raise ModelError(f"{where} was saved from another model; load it with the model it was saved with.")
     if facts["dtype"] != dtype:
@@ -201,38 +202,38 @@ def _load(where: Path, seam: StreamAdapter, recipe: Recipe, kv: StreamPolicy) ->
             f"{where} was saved from a model in {kind} and this one is in {dtype}; load the model in {kind}."
         )
     saved = facts["recipe"].get("kv")
-    if _kept(saved_recipe(where, {"kv": saved})) != _kept(recipe):
-        told = shown(saved, 200)
-        raise ModelError(f"{where} was saved with kv {told}; open the session with the same kv and fields.")
+    if _lasting(saved_recipe(where, {"kv": saved})) != _lasting(recipe):
+        raise ModelError(
+            f"{where} was saved with kv {shown(saved, 200)}; open the session with the same kv and fields."
+        )
     # Before version 4 the files were in the folder itself.
     data = where / facts.get("data", "")
-    there = {str(file.relative_to(where)) for file in _files(data / MEMORY)}
-    if not {str((data / FILM).relative_to(where)), *there} <= set(facts["files"]):
-        raise _damaged(where, "the list of files")
+    if not {str((data / FILM).relative_to(where)), *_files(where, data / MEMORY)} <= set(facts["files"]):
+        raise _damaged(where, f"the list of files in {FACTS} is not whole")
     for name, known in facts["files"].items():
         _check_file(where, name, known)
     for name, fits in SIZES.items():
         if name not in facts or not fits(facts[name]):
-            raise _damaged(where, name)
+            raise _damaged(where, f"{name} in {FACTS} cannot be")
     live = StreamRunner(seam, kv, recipe.chunk, _read_info(data, facts, seam))
     try:
         if live.info.timed:  # earlier versions placed every unit at the first clip's rate
             live.stream.places.told(0, live.info.shown(0))
         live.state.load(data / MEMORY)
         if (units := live.state.units()) != facts["units"]:
-            raise ModelError(f"{data}: the memory holds {units} units of {facts['units']}; it is damaged.")
+            raise _damaged(data, f"the memory holds {units} units of {facts['units']}")
     except BaseException:
         live.state.close()
         raise
     return live
 
 
-def _kept(recipe: Recipe) -> dict[str, Any] | None:
+def _lasting(recipe: Recipe) -> dict[str, Any] | None:
     """The fields of a memory that matter before a question, JSON-ready."""
     if not isinstance(kv := recipe.kv, StreamPolicy):
         return None
-    fields = recipe.to_dict()["kv"].items()
-    return {name: _plain(value) for name, value in fields if name not in kv.query_time_fields}
+    fields = _plain(recipe.to_dict()["kv"]).items()
+    return {name: value for name, value in fields if name not in kv.query_time_fields}
 
 
 def _read_info(data: Path, facts: dict[str, Any], seam: StreamAdapter) -> StreamInfo:
@@ -242,20 +243,18 @@ def _read_info(data: Path, facts: dict[str, Any], seam: StreamAdapter) -> Stream
         "times": ((facts["frames"],), torch.float64),
         **({"pending": ((facts["pending"], 3, -1, -1), torch.uint8)} if facts["pending"] else {}),
     }
-    found = checkpoint_io.read_tensors(data / FILM, wanted, torch.device("cpu"))
-    spans, times = [(a, b) for a, b in found["spans"].tolist()], found["times"].tolist()
+    film = checkpoint_io.read_tensors(data / FILM, wanted, torch.device("cpu"))
+    spans, times = [(a, b) for a, b in film["spans"].tolist()], film["times"].tolist()
     ends = [0, *(first + count for first, count in spans)]
     unbroken = all(count > 0 and first == end for (first, count), end in zip(spans, ends, strict=False))
-    if not (
-        unbroken and ends[-1] <= len(times) and all(map(math.isfinite, times)) and times == sorted(times)
-    ):
-        raise ModelError(f"{data}: spans or times in {FILM} are damaged; save the session again.")
+    rising = all(map(math.isfinite, times)) and times == sorted(times)
+    if not (unbroken and rising and ends[-1] <= len(times)):
+        raise _damaged(data, f"spans or times in {FILM} cannot be")
     (height, width), raw = facts["size"], facts["raw"]
     raw = None if raw is None else (raw[0], raw[1])
-    marks, timed = found["marks"].to(seam.device), facts.get("timed") is True
-    info = StreamInfo((height, width), facts["fps"], facts["unit"], marks, timed, raw)
-    info.spans, info.times, info.pending = spans, times, found.get("pending")
-    return info
+    marks, timed = film["marks"].to(seam.device), facts.get("timed") is True
+    more = raw, spans, times, film.get("pending")
+    return StreamInfo((height, width), facts["fps"], facts["unit"], marks, timed, *more)
 
 
 def _print_of(where: Path, name: Path) -> list[int | None]:
@@ -263,25 +262,25 @@ def _print_of(where: Path, name: Path) -> list[int | None]:
     file = where / name
     if STORE in name.parts:
         return [file.stat().st_size, None]
-    total = 0
+    size = crc = 0
     with file.open("rb") as stream:
         while piece := stream.read(READ_BYTES):
-            total = zlib.crc32(piece, total)
-    return [file.stat().st_size, total]
+            size, crc = size + len(piece), zlib.crc32(piece, crc)
+    return [size, crc]
 
 
 def _check_file(where: Path, name: str, known: Any) -> None:
     """Raise `ModelError` unless the file is the one that was written."""
     if not (isinstance(known, list) and len(known) == 2 and all(type(n) is int or n is None for n in known)):
-        raise _damaged(where, "the list of files")
+        raise _damaged(where, f"the list of files in {FACTS} is none")
     file = where / name
-    there = file.stat().st_size if file.is_file() else None
-    if there == known[0] and _print_of(where, Path(name)) == known:
-        return
-    state = "is not what was written"
-    if there != known[0]:
-        state = "is missing" if there is None else f"has {there} bytes of {known[0]}"
-    raise ModelError(f"{where}: {name} {state}; the session is damaged, save it again.")
+    size = file.stat().st_size if file.is_file() else None
+    if size is None:
+        raise _damaged(where, f"{name} is missing")
+    if size != known[0]:
+        raise _damaged(where, f"{name} has {size} bytes of {known[0]}")
+    if _print_of(where, Path(name)) != known:
+        raise _damaged(where, f"{name} is not what was written")
 
 
 def writable(path: Path) -> None:
@@ -349,12 +348,10 @@ def _replace(place: Path, write: Callable[[Path], Mapping[str, Any]]) -> None:
                 write_private(place / NOTE, json.dumps(note))
                 part.mkdir(mode=0o700)
                 checkpoint_io.write_json(part / FACTS, write(part))
-                for file in _files(part):
-                    file.chmod(0o600)
-                    sync(file)
-                for root, _, _ in os.walk(part):
-                    os.chmod(root, 0o700)
-                    sync(root)
+                for root, _, files in os.walk(part):
+                    for path, mode in (*((Path(root, name), 0o600) for name in files), (Path(root), 0o700)):
+                        path.chmod(mode)
+                        sync(path)
                 for one in made:
                     sync(one.parent)
                 os.replace(part / FACTS, place / FACTS)
@@ -371,26 +368,24 @@ def _replace(place: Path, write: Callable[[Path], Mapping[str, Any]]) -> None:
 
 def _sweep(place: Path) -> None:
     """Remove what the note names and `session.json` does not list, and then the note."""
-    if note := _marked(place / NOTE):
-        left, part = _names(note), str(note.get("part"))
-        if _is_data(part):
-            left |= {str(file.relative_to(place)) for file in _files(place / part) if file.suffix in ENDINGS}
-        left -= _names(_marked(place / FACTS))
-        for path in (place / name for name in left):
-            if path.parent.resolve() == path.parent:  # and no link leads out of the folder
-                with suppress(OSError):
-                    path.unlink()
-        folders = {above for name in left for above in (place / name).parents}
-        if _is_data(part):
-            folders |= {Path(root) for root, _, _ in os.walk(place / part)}
-        for folder in sorted(folders, reverse=True):
-            if place in folder.parents and not folder.is_symlink():
-                with suppress(OSError):
-                    folder.rmdir()  # only where it is empty
+    note = _marked(place / NOTE)
+    left, part = _names(note), str(note.get("part"))
+    folders = {above for name in left for above in (place / name).parents}
+    if _is_data(part):
+        left |= {name for name in _files(place, place / part) if name.endswith(ENDINGS)}
+        folders |= {Path(root) for root, _, _ in os.walk(place / part)}
+    for path in (place / name for name in left - _names(_marked(place / FACTS))):
+        if path.parent.resolve() == path.parent:  # and no link leads out of the folder
+            with suppress(OSError):
+                path.unlink()
+    for folder in sorted(folders, reverse=True):
+        if place in folder.parents and not folder.is_symlink():
+            with suppress(OSError):
+                folder.rmdir()  # only where it is empty
     with suppress(OSError):
         (place / NOTE).unlink()
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for root, _, files in os.walk(folder):
-        yield from (Path(root, name) for name in files)
+def _files(place: Path, folder: Path) -> set[str]:
+    """The files below `folder`, as paths within `place`."""
+    return {str(Path(root, name).relative_to(place)) for root, _, files in os.walk(folder) for name in files}

@@ -2,8 +2,7 @@
 
 A message is a kind, whole numbers, and bytes. In steady work only ids and counts travel. The socket is a pair made before
 the start: no port is opened, and no process group is entered, so that a program which has one of its own is not disturbed.
-A round trip takes half of what it takes through gloo (`bench/wire.py`). NCCL moves what is on devices, and ids are wanted on
-the host: it would add a kernel on each side, and a read back.
+A round trip takes half of what it takes through gloo. NCCL would add a kernel on each side, and a read back.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mmaccel.core.errors import DraftError
-from mmaccel.core.outbox import Blob, Outbox
+
+Blob = bytes | bytearray | memoryview
 
 READY, FAILED, BEAT = 1, 2, 3
 """Kinds of message that every worker may send; a service counts its own from `OWN` on."""
@@ -42,32 +42,30 @@ _MAGIC = 0x6D6D6163
 _MOST = 1 << 34
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One message."""
 
     kind: int
-    numbers: tuple[int, ...] = ()
-    blob: bytearray = field(default_factory=bytearray)
+    numbers: tuple[int, ...]
+    blob: bytearray
 
 
 class Wire:
-    """One end of the socket. Raises `DraftError` when the other end is gone or says what is no message."""
+    """One end of the socket. Raises `DraftError` when the other end is gone or says what is no message.
 
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._lock = threading.Lock()
+    silence_s  the longest a message may take to leave, however little the other end takes; None: however long
+    begun      since when half a message has been there, by `time.monotonic`; None: none is
+    """
+
+    def __init__(self, end: socket.socket, silence_s: float | None = None) -> None:
+        self.silence_s = silence_s
+        self._end, self._lock = end, threading.Lock()
         # A message on its way in: its parts that are whole, and the one that is coming, of which `_at` bytes are there.
         self._parts: list[bytearray] = []
         self._part, self._at = bytearray(_HEAD.size), 0
         self.begun: float | None = None
-        """Since when half a message has been there, by `time.monotonic`; None: none is."""
         self.busy = False
         self.pulse: threading.Thread | None = None
-
-    def limit(self, seconds: float) -> None:
-        """The longest a message may take to leave, however little the other end takes."""
-        self._end.settimeout(seconds)
 
     def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
         """Hand a message over, whose bytes may be in pieces; returns as soon as it is on its way."""
@@ -75,8 +73,8 @@ class Wire:
         head = _HEAD.pack(_MAGIC, kind, len(numbers), size) + struct.pack(f"<{len(numbers)}q", *numbers)
         try:
             with self._lock:
-                self._end.sendall(head)
-                for piece in blob:
+                self._end.settimeout(self.silence_s)
+                for piece in (head, *blob):
                     self._end.sendall(piece)
         except OSError as error:
             raise DraftError(f"the second process cannot be reached ({error}).") from error
@@ -92,20 +90,23 @@ class Wire:
                 if self._at == len(self._part):
                     if (message := self._next_part()) is not None:
                         return message
-                elif self._waits(None if until is None else max(0.0, until - time.monotonic())):
-                    self._take()
-                else:
+                elif not self._take(None if until is None else max(0.0, until - time.monotonic())):
                     return None
         except (OSError, ValueError) as error:
             raise DraftError(f"the second process cannot be reached ({error}).") from error
 
-    def _take(self) -> None:
-        """Some bytes of the part that is coming; there are some by now."""
-        got = self._end.recv_into(memoryview(self._part)[self._at :])
-        if not got:
+    def _take(self, limit_s: float | None) -> bool:
+        """Some bytes of the part that is coming, or False where none are there within `limit_s`."""
+        poll = select.poll()  # `select.select` would refuse the files of a program that has many open
+        poll.register(self._end, select.POLLIN)
+        if not poll.poll(None if limit_s is None else 1e3 * limit_s):
+            return False
+        count = self._end.recv_into(memoryview(self._part)[self._at :])
+        if not count:
             raise DraftError("the second process has ended.")
-        self._at += got
+        self._at += count
         self.begun = self.begun or time.monotonic()
+        return True
 
     def _next_part(self) -> Message | None:
         """A part is whole: head, numbers, bytes. The message, where it was the last one."""
@@ -120,22 +121,73 @@ class Wire:
         (_, numbers, blob), self._parts, self.begun = self._parts, [], None
         return Message(kind, struct.unpack(f"<{count}q", numbers), blob)
 
-    def _waits(self, limit_s: float | None) -> bool:
-        """Whether something arrives within `limit_s`; `select` would refuse the files of a program that has many open."""
-        asked = select.poll()
-        asked.register(self._end, select.POLLIN)
-        return bool(asked.poll(None if limit_s is None else 1e3 * limit_s))
 
-    def close(self) -> None:
-        self._end.close()
+class Outbox:
+    """Messages that leave one after the other, from a thread which is there as long as any is on its way.
+
+    send   takes a message's kind, its numbers and `blob`, its bytes in pieces; see `Wire.send`
+    error  why one of them did not get through; those behind it are dropped
+    left   when the last one had left, by `time.monotonic`
+    """
+
+    def __init__(self, send: Callable[..., None]) -> None:
+        self._send, self._lock = send, threading.Lock()
+        self._queue: deque[tuple[int, tuple[int, ...], Callable[[], Sequence[Blob]]]] = deque()
+        self._thread: threading.Thread | None = None
+        self.error: DraftError | None = None
+        self.left = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a message is on its way."""
+        return self._thread is not None
+
+    def put(self, kind: int, numbers: tuple[int, ...], blob: Callable[[], Sequence[Blob]]) -> None:
+        """Send a message after those before it; its bytes are made when its turn has come."""
+        with self._lock:
+            if self.error is None:
+                self._queue.append((kind, numbers, blob))
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, daemon=True)
+                try:
+                    thread.start()
+                except BaseException:  # there is room for no more threads, or the program is ending
+                    self._queue.clear()
+                    raise
+                self._thread = thread
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Until nothing is on its way, or for `limit_s`."""
+        thread = self._thread
+        # The thread itself may be asked: the collector of garbage, which ends a process that nobody has, runs in any.
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(limit_s)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._thread = None
+                    return
+                kind, numbers, blob = self._queue.popleft()
+            try:
+                self._send(kind, *numbers, blob=blob())
+            except BaseException as error:  # raised in the caller's thread, by the next call of its worker
+                reason = str(error) if isinstance(error, DraftError) else f"{type(error).__name__}: {error}"
+                with self._lock:
+                    # Another one: the frames that this one has been through hold the prompt.
+                    self.error = DraftError(reason)
+                    self._queue.clear()
+            del blob  # nor is a prompt kept that has left
+            self.left = time.monotonic()
 
 
 class Worker:
     """A process that runs `service` ("module:function") with `options`, and is killed when this object goes.
 
     The function gets a `Wire` and the options, and serves until the wire breaks. What it raises is told and ends it.
-    `silence_s` is the longest a worker at work may say nothing: it beats twice a second while it is busy. It is also the
-    longest it may leave a message unread.
+    `wire.silence_s` is the longest a worker at work may say nothing: it beats twice a second while it is busy. It is also
+    the longest it may leave a message unread. `ready` are the numbers that came with `READY`; `close` ends the process.
     """
 
     def __init__(self, service: str, options: Mapping[str, Any], *, silence_s: float = 30.0) -> None:
@@ -144,19 +196,11 @@ class Worker:
         code = "import mmaccel; from mmaccel.core.worker import main; main()"
         # The kernel can end a child with its parent, but means the thread that started it: only the main one lasts.
         lasting = str(int(threading.current_thread() is threading.main_thread()))
-        command = [
-            sys.executable,
-            "-c",
-            code,
-            str(theirs.fileno()),
-            lasting,
-            service,
-            json.dumps(dict(options)),
-        ]
+        given = [str(theirs.fileno()), lasting, service, json.dumps(dict(options))]
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         try:
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-c", code, *given],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -165,33 +209,21 @@ class Worker:
             )
         finally:
             theirs.close()
-        self.wire = Wire(ours)
+        self.wire = Wire(ours, silence_s)
         self.ready: tuple[int, ...] = ()
-        """The numbers that came with `READY`."""
         self._outbox = Outbox(self.wire.send)
-        self.silence_s = silence_s
         self._heard = time.monotonic()
-        self._close = weakref.finalize(
-            self, _end, os.getpid(), self.process, ours, self._errors, self._outbox
-        )
-
-    @property
-    def silence_s(self) -> float:
-        return self._silence_s
-
-    @silence_s.setter
-    def silence_s(self, seconds: float) -> None:
-        self._silence_s = seconds
-        self.wire.limit(seconds)
+        held = os.getpid(), self.process, ours, self._errors, self._outbox
+        self.close = weakref.finalize(self, _end, *held)
 
     @property
     def alive(self) -> bool:
-        return self._close.alive and self.process.poll() is None
+        return self.close.alive and self.process.poll() is None
 
     def send(self, kind: int, *numbers: int, blob: Sequence[Blob] = ()) -> None:
         """See `Wire.send`; the worker is expected to say something from now on."""
         self._heard = time.monotonic()
-        busy = self._outbox.busy
+        busy = self._outbox.busy  # asked first: what was busy and broke meanwhile takes nothing more
         self._got_through()
         if busy:
             self._outbox.put(kind, numbers, lambda: blob)
@@ -204,8 +236,7 @@ class Worker:
     def post(self, kind: int, *numbers: int, blob: Callable[[], Sequence[Blob]]) -> None:
         """Send a message whose bytes are many, and made by `blob`, while the caller goes on; what is sent later comes later.
 
-        They may be those of tensors, which stay as they are until `posted` has returned. A message that does not get through
-        is told by the next call.
+        Tensors that they are of stay as they are until `posted` has returned. A failure is told by the next call.
         """
         self._heard = time.monotonic()
         self._got_through()
@@ -220,24 +251,30 @@ class Worker:
         if (error := self._outbox.error) is not None:
             self._broken(error)
 
-    def _broken(self, error: Exception) -> NoReturn:
-        """Half a message may be on its way: what follows would be nonsense."""
-        reason = self._reason()
+    def _broken(self, error: DraftError) -> NoReturn:
+        """End the process, for half a message may be on its way and what follows would be nonsense, and say why it broke."""
+        why = ""
+        if self.close.alive:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.2)
+            code = self.process.poll()
+            self._errors.seek(0)
+            text = self._errors.read().decode(errors="replace").strip()
+            lines = [line for line in text.splitlines() if "%|" not in line]  # a bar of progress is no reason
+            why = "" if code is None else f" (exit status {code})"
+            why += f" {lines[-1]}" if lines and code else ""
         self.close()
-        raise DraftError(f"{error}{reason}") from error
+        raise DraftError(f"{error}{why}") from error
 
     def drain(self) -> list[Message]:
         """What is on the wire by now, before a new task is sent: a worker that nobody reads stops working in the end."""
         self._heard = time.monotonic()
-        found = []
-        while (message := self.receive(0.0)) is not None:
-            found.append(message)
-        return found
+        return list(iter(lambda: self.receive(0.0), None))
 
     def receive(self, limit_s: float, silence_s: float | None = None) -> Message | None:
         """The next message that is no beat, or None after `limit_s`. Raises `DraftError` when there is none to come: after
         `silence_s` without a word, the worker's own if None."""
-        silence_s = self.silence_s if silence_s is None else silence_s
+        silence_s = silence_s or self.wire.silence_s or math.inf
         until = time.monotonic() + limit_s
         while True:
             self._got_through()
@@ -251,10 +288,9 @@ class Worker:
                 half = self.wire.begun
                 if time.monotonic() - min(self._heard, half or math.inf) > silence_s:
                     self.close()
-                    said = "said nothing" if half is None else "sent half a message and no more"
-                    raise DraftError(
-                        f"the second process {said} for {silence_s:g} s; raise timeout_s if it is only slow."
-                    )
+                    fault = "said nothing" if half is None else "sent half a message and no more"
+                    wait = f"for {silence_s:g} s; raise timeout_s if it is only slow"
+                    raise DraftError(f"the second process {fault} {wait}.")
                 return None
             self._heard = time.monotonic()
             if message.kind == FAILED:
@@ -266,32 +302,13 @@ class Worker:
     def wait(self, kind: int, limit_s: float) -> Message:
         """The next message, which must be of `kind`; raises `DraftError` otherwise, or after `limit_s`."""
         message = self.receive(limit_s, math.inf)
-        if message is None:
+        if message is None or message.kind != kind:
             self.close()
-            raise DraftError(f"the second process was not ready within {limit_s:g} s; raise start_s.")
-        if message.kind != kind:
-            self.close()
-            raise DraftError("the second process answered out of turn.")
+            late = f"was not ready within {limit_s:g} s; raise start_s"
+            raise DraftError(f"the second process {late if message is None else 'answered out of turn'}.")
         if kind == READY:
             self.ready = message.numbers
         return message
-
-    def _reason(self) -> str:
-        if not self._close.alive:
-            return ""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(0.2)
-        code = self.process.poll()
-        self._errors.seek(0)
-        # A bar of progress is no reason.
-        told_of = self._errors.read().decode(errors="replace").strip().splitlines()
-        lines = [line for line in told_of if "%|" not in line]
-        told = f" (exit status {code})" if code is not None else ""
-        return f"{told} {lines[-1]}" if lines and code not in (None, 0) else told
-
-    def close(self) -> None:
-        """End the process; a second call does nothing."""
-        self._close()
 
 
 def _end(
@@ -300,15 +317,11 @@ def _end(
     if os.getpid() != owner:
         end.close()
         return  # a fork of the parent has a copy of this; the process is not its own to end
-    process.kill()
-    outbox.wait(
-        END_S
-    )  # what it sends fails by now; its number may be another file's as soon as the socket is closed
-    end.close()
-    if process.stdin is not None:
-        process.stdin.close()
-    process.wait()
-    errors.close()
+    with process, errors:
+        process.kill()
+        # What it sends fails by now; its number may be another file's as soon as the socket is closed.
+        outbox.wait(END_S)
+        end.close()
 
 
 @contextlib.contextmanager
@@ -337,49 +350,29 @@ def inbox(wire: Wire) -> Iterator[Message]:
 
     They are taken off the wire while the last one is worked on: who sends a prompt does not wait for the one before.
     """
-    held: queue.SimpleQueue[Message | DraftError] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[Message | DraftError] = queue.SimpleQueue()
 
     def take() -> None:
         try:
-            while True:
-                message = wire.receive(None)
-                assert message is not None
-                held.put(message)
+            while (message := wire.receive(None)) is not None:
+                messages.put(message)
         except DraftError as error:
-            held.put(error)
+            messages.put(error)
 
     threading.Thread(target=take, daemon=True).start()
-    while True:
-        found = held.get()
-        if isinstance(found, DraftError):
-            raise found
-        yield found
+    while isinstance(message := messages.get(), Message):
+        yield message
+    raise message
 
 
 def main() -> None:
     """What the second process does: find its service and run it, and be gone when its parent is."""
     fd, lasting, service, options = sys.argv[1:5]
-    _die_with_parent(lasting == "1")
-    wire = Wire(socket.socket(fileno=int(fd)))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the terminal is the parent's to handle
-    try:
-        module, _, name = service.partition(":")
-        serve: Callable[[Wire, dict[str, Any]], None] = getattr(importlib.import_module(module), name)
-        serve(wire, json.loads(options))
-    except BaseException as error:
-        with contextlib.suppress(DraftError):
-            told = " ".join(f"{type(error).__name__}: {error}".split())
-            wire.send(FAILED, blob=[told[:400].encode()])
-        raise
-
-
-def _die_with_parent(lasting: bool) -> None:
     parent = os.getppid()
-    if lasting:
+    if lasting == "1":
+        # PR_SET_PDEATHSIG, of Linux; the threads below serve elsewhere.
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(
-                1, signal.SIGKILL
-            )  # PR_SET_PDEATHSIG, of Linux; the threads below serve elsewhere
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
     def watch_input() -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -393,3 +386,14 @@ def _die_with_parent(lasting: bool) -> None:
 
     for watch in (watch_input, watch_parent):
         threading.Thread(target=watch, daemon=True).start()
+    wire = Wire(socket.socket(fileno=int(fd)))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the terminal is the parent's to handle
+    try:
+        module, _, name = service.partition(":")
+        serve: Callable[[Wire, dict[str, Any]], None] = getattr(importlib.import_module(module), name)
+        serve(wire, json.loads(options))
+    except BaseException as error:
+        with contextlib.suppress(DraftError):
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            wire.send(FAILED, blob=[reason[:400].encode()])
+        raise

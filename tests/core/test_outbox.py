@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmaccel.core.errors import DraftError
-from mmaccel.core.outbox import Blob, Outbox
+from mmaccel.core.worker import Blob, Outbox
 
 FAR_S = 10.0
 

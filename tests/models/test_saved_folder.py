@@ -308,6 +308,6 @@ def test_a_film_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
             save_file({**film, name: film[name] + (9 if name == "spans" else float("nan"))}, path)
         (place / "session.json").write_text(json.dumps(session_io.sealed(facts)))
         resealed(place)
-        with pytest.raises(ModelError, match=f"{name}.* damaged; save the session again"):
+        with pytest.raises(ModelError, match=f"{name}.* damaged, save it again"):
             session.load(place)
         assert len(session) == 4

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from mmaccel.core.draft import Warp
 from mmaccel.core.errors import DraftError, warn
-from mmaccel.core.outbox import Blob
 from mmaccel.core.registry import registry
 from mmaccel.core.verify import UNIT_SLACK
-from mmaccel.core.worker import OWN, READY, Message, Wire, Worker, beating, inbox
+from mmaccel.core.worker import OWN, READY, Blob, Message, Wire, Worker, beating, inbox
 from mmaccel.policies.draft._decoder import (
     SUPPORT,
     DraftDecoder,

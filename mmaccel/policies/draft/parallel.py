@@ -150,7 +150,7 @@ class Parallel(PeerStrategy):
             return worker
 
         held: Worker = target.hold(f"parallel {options}", begin, lambda worker: worker.alive)
-        held.silence_s = self.timeout_s
+        held.wire.silence_s = self.timeout_s
         return held
 
 

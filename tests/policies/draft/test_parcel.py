@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mmaccel.core.errors import MmaccelWarning
-from mmaccel.core.outbox import Blob
-from mmaccel.core.worker import Message
+from mmaccel.core.worker import Blob, Message
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._remote_drafter import ALIGN, SMALL, pack, unpack
 from tests.policies.draft.toy_service import VOCAB

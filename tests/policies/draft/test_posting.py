@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from mmaccel.core.errors import DraftError, MmaccelWarning
-from mmaccel.core.outbox import Blob
-from mmaccel.core.worker import OWN, READY, Worker
+from mmaccel.core.worker import OWN, READY, Blob, Worker
 from mmaccel.policies.draft import _remote_drafter
 from mmaccel.policies.draft._remote_drafter import SLAB, packing, unpack
 from tests.core.test_generate import limit
@@ -64,7 +63,7 @@ def test_the_target_goes_on_while_its_prompt_is_on_the_way(worker: Worker) -> No
 
 def test_a_process_that_is_ended_after_the_last_token_is_told_of(worker: Worker) -> None:
     """It took nothing of its prompt, for which the end of the sequence waits, and no token was asked of it."""
-    worker.silence_s = 0.3
+    worker.wire.silence_s = 0.3
     engine = _remote_drafter.Remote(worker, VOCAB)
     stop(worker)
     engine.begin(
@@ -87,7 +86,7 @@ def test_a_prompt_that_cannot_be_made_is_told_by_the_next_call(worker: Worker) -
 
 
 def test_a_prompt_that_is_not_taken_is_told_by_the_next_call(worker: Worker) -> None:
-    worker.silence_s = 0.3
+    worker.wire.silence_s = 0.3
     stop(worker)
     worker.post(OWN, 1, 0, 0, blob=lambda: [bytes(1 << 23)])
     with pytest.raises(DraftError, match="cannot be reached"):
@@ -107,7 +106,7 @@ def test_a_process_may_be_ended_while_its_prompt_is_on_the_way(worker: Worker) -
 
 def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(worker: Worker) -> None:
     """The longest silence counts from when the last message had left, not from when it was posted."""
-    worker.silence_s = 0.5
+    worker.wire.silence_s = 0.5
 
     def slow() -> list[Blob]:
         time.sleep(0.7)
@@ -120,7 +119,7 @@ def test_a_process_is_not_blamed_for_what_took_long_to_reach_it(worker: Worker) 
 
 def test_a_prompt_that_is_not_taken_does_not_hide_why_a_sequence_ended(worker: Worker) -> None:
     """Whoever closes a sequence because of another error tells that one; the next sequence gets another process."""
-    worker.silence_s = 0.3
+    worker.wire.silence_s = 0.3
     one = _remote_drafter.Remote(worker, VOCAB)
     stop(worker)
     one.begin({"input_ids": torch.zeros(1, 1 << 20, dtype=torch.long)}, None, True, False, 0)

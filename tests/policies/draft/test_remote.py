@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 from weakref import WeakSet
 
 import pytest
@@ -219,7 +220,7 @@ def test_the_process_frees_what_it_holds_of_a_sequence_that_is_over() -> None:
     ours.shutdown(socket.SHUT_RDWR)
     process.join(10.0)
     assert not process.is_alive()
-    wire.close()
+    ours.close()
     theirs.close()
 
 
@@ -288,7 +289,7 @@ def test_a_process_that_takes_nothing_is_not_waited_for_for_ever() -> None:
     """A stopped process leaves a video's pixels on the wire: the sender must come back, and the process must go."""
     worker = Worker(SERVICE, {"model": "1"})
     worker.wait(READY, 60)
-    worker.silence_s = 0.3
+    worker.wire.silence_s = 0.3
     os.kill(worker.process.pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(DraftError, match="cannot be reached"):
@@ -326,11 +327,7 @@ def test_a_message_that_comes_in_pieces_is_whole() -> None:
     wire, other = Wire(ours), Wire(theirs)
     sent: list[bytes] = []
 
-    class Noted:
-        def sendall(self, data: bytes) -> None:
-            sent.append(bytes(data))
-
-    real, other._end = other._end, Noted()  # type: ignore[assignment]
+    real, other._end = other._end, Mock(sendall=lambda data: sent.append(bytes(data)))
     other.send(OWN, 3, -1, blob=[b"some ", b"bytes"])
     other.send(READY)
     whole = b"".join(sent)
@@ -342,7 +339,7 @@ def test_a_message_that_comes_in_pieces_is_whole() -> None:
             assert (message.kind, message.numbers, bytes(message.blob)) == (OWN, (3, -1), b"some bytes")
     real.sendall(whole[-1:])
     assert wire.receive(0.0) is not None and wire.receive(0.0) is None
-    wire.close()
+    ours.close()
     real.close()
 
 

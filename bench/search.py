@@ -24,13 +24,12 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from mmaccel.search.table import agreement
 from replayed import question
 from timing import Log
 
 from mmaccel.core.attach import adapter_for
 from mmaccel.models import shapes
-from mmaccel.search.run import Settings, search
+from mmaccel.search import Settings, agreement, search
 
 SHAPE = "qwen2.5-vl-7b"
 

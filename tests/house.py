@@ -196,7 +196,7 @@ def recipes(draft: Any) -> dict[str, dict[str, Any]]:
     heads = {0: {0: {"name": "a_shape", "sink": 16, "window": 32}, 1: "grid"}}
     found: dict[str, dict[str, Any]] = {"per_head": {"sparse": {"name": "per_head", "table": heads}}}
     for name, kind in names().items():
-        if kind == "prune" and registry("prune")[name].seat == "draft":  # type: ignore[attr-defined]
+        if kind == "prune" and registry("prune")[name].stage == "draft":  # type: ignore[attr-defined]
             found[name] = {"draft": {"name": "sequential", "model": draft, "prune": name}}
             continue
         fields = Recipe.load(name).to_dict() if name not in ("per_head", "searched") else None

@@ -249,13 +249,13 @@ def markdown() -> str:
     """What composes with what: every two policies are put into a recipe; under each table the reasons that it numbers."""
     parts = []
     for one, other in itertools.combinations(SLOTS, 2):
-        columns = [n for n in registry(other) if other != "prune" or build(other, n).seat != "draft"]
+        columns = [n for n in registry(other) if other != "prune" or build(other, n).stage != "draft"]
         title = f"{SLOTS[one]} beside {SLOTS[other]}"
         parts.append(_table(title, list(registry(one)), columns, together(one, other)))
     pruners = list(registry("prune"))
     parts.append(_table("prune of a draft (inside draft)", list(registry("draft")), pruners, inside))
     for slot, said in SLOTS.items():
-        names = [n for n in registry(slot) if slot != "prune" or build(slot, n).seat != "draft"]
+        names = [n for n in registry(slot) if slot != "prune" or build(slot, n).stage != "draft"]
         parts.append(_table(f"what a {said} serves", names, ["generate", "VideoSession"], serves(slot)))
     return "\n\n".join(parts) + "\n"
 

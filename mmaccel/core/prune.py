@@ -7,14 +7,14 @@ size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, UnknownName, shown
+from mmaccel.core.errors import RecipeError, UnknownName, shown, warn
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
 from mmaccel.core.policy import Policy
 
@@ -54,6 +54,10 @@ class Stage:
     attention: tuple[tuple[int, ...], ...] = ()
     share: float = 1.0
 
+    def count(self, at: Tensor, total: int | None) -> int:
+        """How many of the candidates `at` [m] stay, `total` being those that the prompt had before any cut (None: m)."""
+        return min(quota(self.share, at.numel() if total is None else total), at.numel())
+
 
 @dataclass(frozen=True, eq=False)
 class Kept:
@@ -67,7 +71,7 @@ class Kept:
 class TokenPruner(Policy, ABC):
     """Chooses the columns to keep, from signals it declares. Text and marks (such as LLaVA's newline) always stay.
 
-    seat    whose columns go: those of the target before its language model ("frames") or between its layers ("layer"), or
+    stage   whose columns go: those of the target before its language model ("frames") or between its layers ("layer"), or
             those of a "draft"'s prompt, by signals of the target
     needs   names of `SIGNALS` it reads
     lossy   whether the target's own output may change
@@ -77,17 +81,24 @@ class TokenPruner(Policy, ABC):
              M-RoPE's time and place stay true, and text stands where it stood
     """
 
-    seat: ClassVar[Literal["frames", "layer", "draft"]]
+    stage: ClassVar[Literal["frames", "layer", "draft"]]
     needs: ClassVar[frozenset[str]] = frozenset()
     lossy: ClassVar[bool] = False
     prunes: ClassVar[frozenset[int]] = frozenset({IMAGE, VIDEO})
 
     compact: bool = False
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "seat" in vars(cls):
+            warn(f"{cls.__name__}: seat is the former name; write stage: ClassVar = {vars(cls)['seat']!r}.")
+            cls.stage = vars(cls)["seat"]
+
     def candidates(self, layout: TokenLayout) -> Tensor:
         """[m] the columns of `layout` (batch 1) that it may drop; none: it does nothing to such a prompt."""
         at = candidates(layout)
-        return at[_of(layout.modality[0, at], self.prunes)]
+        prunes = torch.tensor(sorted(self.prunes), device=at.device)
+        return at[torch.isin(layout.modality[0, at], prunes)]
 
     @abstractmethod
     def stages(self, depth: int) -> tuple[Stage, ...]:
@@ -127,8 +138,8 @@ class TokenPruner(Policy, ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScorePruner(TokenPruner):
-    """A pruner that scores every candidate and keeps the best: authors write `score`, and `stages`.
+class QuotaPruner(TokenPruner):
+    """A pruner that keeps a share of the candidates: authors write `choose`, and `stages`.
 
     retention  the share of the candidates that stays, rounded down to a whole token
     """
@@ -139,17 +150,29 @@ class ScorePruner(TokenPruner):
         check_share(self.name, "retention", self.retention)
 
     @abstractmethod
-    def score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
-        """[m]: the worth of the candidates, which stand in columns `at` [m] of `layout`."""
+    def choose(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor, count: int) -> Tensor:
+        """[count] which of the candidates stay, by their place in `at` [m], their columns of `layout`; 0 <= count < m."""
 
     def keep(
         self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
     ) -> Tensor:
         at = candidates(layout)
-        count = min(quota(stage.share, total if total is not None else at.numel()), at.numel())
+        count = stage.count(at, total)
         if count == at.numel():
             return everything(layout)
-        return staying(layout, at[best(self.score(signals, layout, at), count)])
+        return staying(layout, at[self.choose(signals, layout, at, count)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorePruner(QuotaPruner):
+    """A pruner that scores every candidate and keeps the best: authors write `score`, and `stages`."""
+
+    @abstractmethod
+    def score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
+        """[m]: the worth of the candidates, which stand in columns `at` [m] of `layout`."""
+
+    def choose(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor, count: int) -> Tensor:
+        return best(self.score(signals, layout, at), count)
 
 
 def checked_stages(pruner: TokenPruner, depth: int) -> tuple[Stage, ...]:
@@ -158,39 +181,40 @@ def checked_stages(pruner: TokenPruner, depth: int) -> tuple[Stage, ...]:
     for name in pruner.needs:
         if name not in SIGNALS:
             raise UnknownName(f"signal in needs of {who}", str(name), SIGNALS)
-    if pruner.seat not in ("frames", "layer", "draft"):
-        raise RecipeError(f"{who}: seat is {pruner.seat!r}; give 'frames', 'layer' or 'draft'.")
+    if pruner.stage not in ("frames", "layer", "draft"):
+        raise RecipeError(f"{who}: stage is {pruner.stage!r}; give 'frames', 'layer' or 'draft'.")
     layers = [stage.layer for stage in stages]
-    if not layers or layers != sorted(set(layers)) or (pruner.seat != "layer" and len(layers) > 1):
-        many = "one stage or more, by layer, ascending" if pruner.seat == "layer" else "one stage"
+    if not layers or layers != sorted(set(layers)) or (pruner.stage != "layer" and len(layers) > 1):
+        many = "one stage or more, by layer, ascending" if pruner.stage == "layer" else "one stage"
         raise RecipeError(f"{who}: stages are at layers {layers}; give {many}.")
-    first, last = {"frames": (0, 0), "layer": (1, depth - 1), "draft": (0, depth)}[pruner.seat]
+    last = {"frames": 0, "layer": depth - 1, "draft": depth}[pruner.stage]
+    between = pruner.stage == "layer"
     for stage in stages:
-        if not first <= stage.layer <= last:
-            raise RecipeError(f"{who}: a stage is at layer {stage.layer}; give {_layers(first, last)}.")
-        low = max(stage.layer - 1, 0) if pruner.seat == "layer" else 0
-        ahead = stage.layer if pruner.seat == "layer" else min(stage.layer, depth - 1)
+        if not between <= stage.layer <= last:
+            raise RecipeError(
+                f"{who}: a stage is at layer {stage.layer}; give {_layers(int(between), last)}."
+            )
+        low = max(stage.layer - 1, 0) if between else 0
+        ahead = stage.layer if between else min(stage.layer, depth - 1)
         for field, read, least, most in (
             ("hidden", stage.hidden, 0, stage.layer),
-            ("attention", tuple(n for group in stage.attention for n in group), low, ahead),
+            ("attention", [n for group in stage.attention for n in group], low, ahead),
         ):
-            wrong = [n for n in read if not least <= n <= most]
-            if wrong:
-                raise RecipeError(
-                    f"{who}: the stage at layer {stage.layer} reads {field} of layer {wrong[0]}; "
-                    f"give {_layers(least, most)}."
-                )
+            for n in read:
+                if not least <= n <= most:
+                    raise RecipeError(
+                        f"{who}: the stage at layer {stage.layer} reads {field} of layer {n}; give {_layers(least, most)}."
+                    )
     given = {name: any(getattr(stage, name) for stage in stages) for name in ("hidden", "attention")}
     for name, is_read in given.items():
         if is_read and name not in pruner.needs:
             raise RecipeError(f"{who}: a stage reads {name!r}; put it in needs too.")
         if name in pruner.needs and not is_read:
             raise RecipeError(f"{who}: needs has {name!r}; name the layers of it in a stage too.")
-    seen = sorted(pruner.needs - given.keys()) if pruner.seat != "frames" else []
-    if seen or (given["attention"] and pruner.seat == "frames"):
-        name = seen[0] if seen else "attention"
+    absent = {"attention"} if pruner.stage == "frames" else {"vision_attention", "vision_key"}
+    for name in sorted(pruner.needs & absent):
         raise RecipeError(
-            f"{who}: needs has {name!r}, which seat {pruner.seat!r} is not given; choose another seat."
+            f"{who}: needs has {name!r}, which stage {pruner.stage!r} is not given; choose another stage."
         )
     return stages
 
@@ -210,17 +234,13 @@ def checked_columns(pruner: TokenPruner, columns: Tensor, layout: TokenLayout) -
     descends = columns[1:] <= columns[:-1]
     lost = ~stays[:-1] & ~_may_go(layout).to(columns.device)
     wrong = torch.stack([outside.any(), descends.any(), lost.any()]).tolist()
-    for fault, told in zip(
-        wrong,
-        (
-            f"gives a column that is not there; give columns below {layout.length}",
-            "gives columns that do not ascend; sort them, and give each once",
-            "drops columns that are not visual; keep every column but those of `candidates` (`staying` does)",
-        ),
-        strict=True,
-    ):
-        if fault:
-            raise RecipeError(f"{who} {told}.")
+    messages = (
+        f"gives a column that is not there; give columns below {layout.length}",
+        "gives columns that do not ascend; sort them, and give each once",
+        "drops columns that are not visual; keep every column but those of `candidates` (`staying` does)",
+    )
+    if any(wrong):
+        raise RecipeError(f"{who} {messages[wrong.index(True)]}.")
     return columns
 
 
@@ -246,10 +266,6 @@ def _may_go(layout: TokenLayout) -> Tensor:
     return (layout.modality[0] != TEXT) & celled & layout.valid[0]
 
 
-def _of(modality: Tensor, kinds: Collection[int]) -> Tensor:
-    return torch.isin(modality, torch.tensor(sorted(kinds), device=modality.device))
-
-
 def frames(layout: TokenLayout) -> list[Tensor]:
     """The candidates of each frame, in order; an image is a frame, and its finer tiles together are one more."""
     at = candidates(layout)
@@ -260,10 +276,10 @@ def frames(layout: TokenLayout) -> list[Tensor]:
 
 def alike(layout: TokenLayout) -> list[Tensor]:
     """The candidates of the frames of each size, [frames, size]: what is done with every frame is done at once."""
-    held: dict[int, list[Tensor]] = {}
+    by_size: dict[int, list[Tensor]] = {}
     for frame in frames(layout):
-        held.setdefault(len(frame), []).append(frame)
-    return [torch.stack(same) for same in held.values()]
+        by_size.setdefault(len(frame), []).append(frame)
+    return [torch.stack(same) for same in by_size.values()]
 
 
 def everything(layout: TokenLayout) -> Tensor:

@@ -160,7 +160,7 @@ def check_pairs(recipe: Recipe) -> None:
 
 
 def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
-    if prune.seat == "draft":
+    if prune.stage == "draft":
         drafts = [name for name, cls in registry("draft").items() if hasattr(cls, "prune")]
         raise RecipeError(
             f"prune {prune.name!r} chooses what a draft sees; give it to the draft, for example as {{draft: {{name: "
@@ -171,7 +171,7 @@ def _check_prune(recipe: Recipe, prune: TokenPruner) -> None:
             f"prune {prune.name!r} needs a memory that keeps what it is given, whose class says exact = True and "
             f"sequences = True, and kv {recipe.kv.name!r} is none; set kv to {DEFAULTS['kv']!r}."
         )
-    if prune.seat == "layer" and recipe.chunk is not None:
+    if prune.stage == "layer" and recipe.chunk is not None:
         raise RecipeError(
             f"prune {prune.name!r} ranks the video by what comes after it and runs the prompt whole; set chunk to null."
         )

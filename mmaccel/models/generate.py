@@ -84,7 +84,7 @@ def check_generate(recipe: Recipe, kwargs: Mapping[str, Any], default: Any) -> N
     chunk = asked("prefill_chunk_size", kwargs, default)
     if chunk is not None and (type(chunk) is not int or chunk < 1):
         raise ModelError("prefill_chunk_size: it is a number of tokens; give at least 1, or leave it out.")
-    if chunk is not None and recipe.prune is not None and recipe.prune.seat == "layer":
+    if chunk is not None and recipe.prune is not None and recipe.prune.stage == "layer":
         raise ModelError(
             f"prefill_chunk_size: prune {recipe.prune.name!r} runs the prompt whole; leave it out."
         )

@@ -71,7 +71,7 @@ class Pruning:
             if pruner.needs & {"vision_attention", "vision_key"}
             else None
         )
-        if pruner.seat == "layer":
+        if pruner.stage == "layer":
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
             for index, layer in enumerate(self.family.layers(self.model)):
                 if index >= first:

@@ -368,7 +368,7 @@ def test_every_field_comes_back() -> None:
 def test_what_core_cannot_honour_is_refused() -> None:
     class Nobody(TokenPruner):
         name = "nobody"
-        seat = "draft"
+        stage = "draft"
 
         def stages(self, depth: int) -> tuple[Stage, ...]:
             raise AssertionError

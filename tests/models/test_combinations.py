@@ -37,7 +37,7 @@ MODELS = {
     "parallel": lambda model, **more: Parallel(model=model, window=3, process=False, **more),
     "tree": lambda model, **more: Tree(model=model, **more),
 }
-OWN = [None, *sorted(name for name, cls in registry("prune").items() if cls.seat == "draft")]
+OWN = [None, *sorted(name for name, cls in registry("prune").items() if cls.stage == "draft")]
 DRAFTS = ["off", "prompt_lookup", "text_only", "sparse_to_dense", *itertools.product(MODELS, OWN)]
 
 

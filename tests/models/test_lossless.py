@@ -17,7 +17,7 @@ from mmaccel.policies.draft import Parallel, PromptLookup, Sequential, SparseToD
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 PIECES = {**PROMPTS, "long": [("text", 4), ("video", 25), ("text", 6)]}
-PRUNERS = [None, *sorted(name for name, cls in registry("prune").items() if cls.seat == "draft")]
+PRUNERS = [None, *sorted(name for name, cls in registry("prune").items() if cls.stage == "draft")]
 STRATEGIES = {
     "parallel": lambda model, window, **more: Parallel(model=model, window=window, process=False, **more),
     "sequential": lambda model, window, **more: Sequential(model=model, window=window, **more),

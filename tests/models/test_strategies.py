@@ -15,7 +15,7 @@ from mmaccel.policies.prune import UniformPrune, UVPrune
 from tests.models.tiny_random import BUILD, PROMPTS, prompt
 
 PIECES = {**PROMPTS, "many frames": [("text", 4), ("video", 30), ("text", 5)]}
-PRUNERS = sorted(name for name, cls in registry("prune").items() if cls.seat == "draft")
+PRUNERS = sorted(name for name, cls in registry("prune").items() if cls.stage == "draft")
 
 
 @pytest.fixture(scope="module", params=sorted(BUILD))

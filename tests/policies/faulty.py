@@ -184,7 +184,7 @@ class Half(TokenPruner):
     """Every second candidate; nothing is wrong with it."""
 
     name: ClassVar[str] = "half"
-    seat: ClassVar = "layer"
+    stage: ClassVar = "layer"
     lossy: ClassVar[bool] = True
     at: ClassVar[Stage] = Stage(1)
 
@@ -281,5 +281,5 @@ PRUNE = {
     "unneeded": (Unneeded, "a stage reads 'hidden'; put it in needs"),
     "later": (Later, "the stage at layer 1 reads attention of layer 2; give layers from 0 to 1."),
     "before": (BeforeTheLayers, "a stage is at layer 0; give layers from 1 to"),
-    "vision": (VisionBetween, "needs has 'vision_key', which seat 'layer' is not given"),
+    "vision": (VisionBetween, "needs has 'vision_key', which stage 'layer' is not given"),
 }

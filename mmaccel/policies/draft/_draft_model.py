@@ -110,7 +110,7 @@ def check_vocabulary(name: str, ours: int, theirs: int) -> None:
 
 
 def draft_pruner(name: str, prune: Any) -> TokenPruner | None:
-    """The pruner of a draft, from a name, a mapping or an instance; raises `RecipeError` for one of another seat."""
+    """The pruner of a draft, from a name, a mapping or an instance; raises `RecipeError` for one of another stage."""
     if prune is None:
         return None
     chosen = policy("prune", prune, f"{name}: prune")
@@ -118,7 +118,7 @@ def draft_pruner(name: str, prune: Any) -> TokenPruner | None:
         raise RecipeError(
             f"{name}: prune is {shown(prune)}; give a pruner's name, a mapping with a name, or null."
         )
-    if chosen.seat != "draft":
+    if chosen.stage != "draft":
         raise RecipeError(
             f"{name}: prune {chosen.name!r} acts on the target and changes its answers; give one for drafts, such as uv."
         )
@@ -132,7 +132,7 @@ class PeerStrategy(DraftStrategy):
     model  folder, hub or shipped name of the draft model, or the loaded module; "beside" is the folder beside the target's
            with its name and ``-draft``, the shipped draft of a shipped model; in a YAML file a folder counts from the file's
            where it is there, or begins with a dot, and anything else is a name
-    prune  a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
+    prune  a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"rollback", "prompt"})

@@ -62,7 +62,7 @@ class Parallel(PeerStrategy):
               with; so does a second process, which may be ready in time or not. Where a seed is to say the same text again,
               give a window and set `process` to false
     most      the longest measured window
-    prune     a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
+    prune     a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
     prune_when  "always"; or "measured": answer by answer the draft reads the whole video or what `prune` leaves of it,
               whichever is expected to be faster by the steps and the share kept that were measured
     process   True: a second process, which loads the model by itself; False: this one, on a CUDA device on a second stream

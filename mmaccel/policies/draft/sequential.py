@@ -30,7 +30,7 @@ class Sequential(PeerStrategy):
 
     model   folder, hub or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     window  tokens drafted a round, at least 1; fewer when fewer may still be generated
-    prune   a pruner of the "draft" seat: the draft reads only what the target's early layers find worth keeping
+    prune   a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
     """
 
     window: int = 5

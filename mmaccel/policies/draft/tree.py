@@ -37,7 +37,7 @@ class Tree(PeerStrategy):
     model  folder or shipped name of the draft model, "beside" (the target's, with -draft), or the loaded module
     shape  "static": EAGLE's 25 nodes in 5 levels; "dynamic": the `nodes` likeliest of `depth` levels of `width` nodes each
     depth, width, nodes  of a dynamic tree
-    prune  a pruner of the "draft" seat
+    prune  a pruner of stage "draft"
     """
 
     shape: str = "static"

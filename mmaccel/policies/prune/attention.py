@@ -10,22 +10,13 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import (
-    Stage,
-    TokenPruner,
-    candidates,
-    check_share,
-    everything,
-    quota,
-    spread,
-    staying,
-)
+from mmaccel.core.prune import QuotaPruner, Stage, check_share, others, spread
 from mmaccel.core.registry import register
 
 
 @register("prune", "attention")
 @dataclass(frozen=True, kw_only=True)
-class AttentionPrune(TokenPruner):
+class AttentionPrune(QuotaPruner):
     """Keep what the target's question attends to, then fill up evenly.
 
     A token's score is the attention it gets from the text after the last image or video, a mean over these rows, heads and
@@ -39,38 +30,27 @@ class AttentionPrune(TokenPruner):
     variation  score by the last layer's attention less the first layer's (ParallelVLM's ablation, Figure 9)
     """
 
-    seat: ClassVar = "draft"
+    stage: ClassVar = "draft"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
 
-    retention: float = 0.1
     mass: float = 0.4
     variation: bool = False
 
     def __post_init__(self) -> None:
-        check_share(self.name, "retention", self.retention)
+        super().__post_init__()
         check_share(self.name, "mass", self.mass)
 
     def stages(self, depth: int) -> tuple[Stage, ...]:
-        if self.variation:
-            return (Stage(depth, attention=((0,), (depth - 1,)), share=self.retention),)
-        return (Stage(depth, attention=(tuple(range(depth)),), share=self.retention),)
+        groups = ((0,), (depth - 1,)) if self.variation else (tuple(range(depth)),)
+        return (Stage(depth, attention=groups, share=self.retention),)
 
-    def keep(
-        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
-    ) -> Tensor:
-        at = candidates(layout)
-        count = min(quota(stage.share, total if total is not None else at.numel()), at.numel())
-        if count == at.numel():
-            return everything(layout)
+    def choose(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         groups = signals["attention"].float().mean(1)[:, at]
         score = groups[1] - groups[0] if self.variation else groups[0]
         ranked = score.sort(descending=True, stable=True)
         # With variation scores may be negative, and have no mass to speak of.
-        held = ranked.values.clamp(min=0).double().cumsum(0)
-        guided = min(int((held < self.mass * held[-1]).sum()) + 1, count) if self.mass < 1 else count
-        taken = ranked.indices[:guided]
-        left = torch.ones(at.numel(), dtype=torch.bool, device=at.device)
-        left[taken] = False
-        rest = at[left]
-        even = rest[spread(count - guided, rest.numel(), at.device)]
-        return staying(layout, torch.cat([at[taken], even]))
+        total = ranked.values.clamp(min=0).double().cumsum(0)
+        guided = min(int((total < self.mass * total[-1]).sum()) + 1, count) if self.mass < 1 else count
+        first = ranked.indices[:guided]
+        rest = others(first, at.numel())
+        return torch.cat([first, rest[spread(count - guided, rest.numel(), at.device)]])

@@ -32,7 +32,7 @@ class DyCoke(TokenPruner):
     code a step that does not choose anew runs unpruned; here the choice stands.
     """
 
-    seat: ClassVar = "frames"
+    stage: ClassVar = "frames"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
     lossy: ClassVar[bool] = True
     prunes: ClassVar[frozenset[int]] = frozenset({VIDEO})

@@ -24,7 +24,7 @@ class FastV(ScorePruner):
     A share r on average over a depth L needs retention = (r L - layer) / (L - layer): see `averaging`.
     """
 
-    seat: ClassVar = "layer"
+    stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
     lossy: ClassVar[bool] = True
 

@@ -28,7 +28,7 @@ class PyramidDrop(ScorePruner):
     stages_at  where the stages stand, as shares of the depth, rounded to a layer (8, 16 and 24 of 32)
     """
 
-    seat: ClassVar = "layer"
+    stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"attention"})
     lossy: ClassVar[bool] = True
 

@@ -22,7 +22,7 @@ class RandomPrune(ScorePruner):
     The draw is made on the host, so that every device and process keeps the same. Baseline of ParallelVLM (Figure 7).
     """
 
-    seat: ClassVar = "draft"
+    stage: ClassVar = "draft"
 
     seed: int = 0
 

@@ -52,7 +52,7 @@ class SparseVLM(TokenPruner):
     recycle  share of the dropped that is merged instead; 0 drops them all
     """
 
-    seat: ClassVar = "layer"
+    stage: ClassVar = "layer"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden", "attention"})
     lossy: ClassVar[bool] = True
 
@@ -108,7 +108,7 @@ class SparseVLM(TokenPruner):
         self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
     ) -> Kept:
         at = candidates(layout)
-        count = min(quota(stage.share, total if total is not None else at.numel()), at.numel())
+        count = stage.count(at, total)
         if count == at.numel():
             return Kept(everything(layout))
         score = self._score(signals, layout, at)

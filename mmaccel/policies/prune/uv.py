@@ -39,7 +39,7 @@ class UVPrune(ScorePruner):
                question together: a few of them would then take the quota of all
     """
 
-    seat: ClassVar = "draft"
+    stage: ClassVar = "draft"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
 
     layer: int | None = None

@@ -48,7 +48,7 @@ class VisionZip(TokenPruner):
     contextual  share of those that are contextual, rounded to the nearest
     """
 
-    seat: ClassVar = "frames"
+    stage: ClassVar = "frames"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden", "vision_attention", "vision_key"})
     lossy: ClassVar[bool] = True
 

@@ -137,7 +137,7 @@ def test_recipes_take_what_acts_on_the_target(name: str) -> None:
     assert Recipe(prune=name).prune == build(name)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="kv"):
         Recipe(prune=name, kv="window")  # type: ignore[arg-type]
-    if build(name).seat == "layer":
+    if build(name).stage == "layer":
         with pytest.raises(RecipeError, match="chunk"):
             Recipe(prune=name, chunk=128)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="reads the target's memory"):

@@ -18,6 +18,7 @@ from mmaccel.core.draft import DraftStrategy, Prompt
 from mmaccel.core.generate import speculate
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import TokenLayout
+from mmaccel.core.report import Rounds
 from mmaccel.core.runner import Branches, Runner
 
 Rule = Callable[[Sequence[int]], Tensor]
@@ -116,7 +117,7 @@ def view(rule: Rule, vocab: int) -> ModelView:
 
 
 @dataclass
-class Meter:
+class Meter(Rounds):
     """What the decoding loop wrote down."""
 
     rounds: list[tuple[int, int]] = field(default_factory=list)

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.draft import DraftState, Prompt, Proposal
 from mmaccel.core.errors import DraftError, warn
+from mmaccel.core.report import Rounds
 from mmaccel.core.runner import Runner
 from mmaccel.core.verify import accept, accept_tree, check
-
-
-class RoundMeter(Protocol):
-    """Where the loop writes down what happened."""
-
-    def round(self, proposed: int, accepted: int) -> None:
-        """One target step judged `proposed` tokens (0: it decoded one by itself) and agreed to `accepted` of them."""
-
-    def draft_failed(self, reason: str) -> None:
-        """The draft was dropped; decoding goes on by itself."""
 
 
 def speculate(
@@ -33,7 +23,7 @@ def speculate(
     *,
     stop: Callable[[Tensor], bool],
     emit: Callable[[Tensor], None] | None = None,
-    meter: RoundMeter,
+    meter: Rounds,
 ) -> Tensor:
     """The prompt's ids and the generated ones, [1, S + m]: see `Speculation`, of which this is one by itself."""
     sequence = Speculation(target, draft, prompt, first, stop=stop, emit=emit, meter=meter)
@@ -78,13 +68,13 @@ class Speculation:
         *,
         stop: Callable[[Tensor], bool],
         emit: Callable[[Tensor], None] | None = None,
-        meter: RoundMeter,
+        meter: Rounds,
         rows: list[Tensor] | None = None,
     ) -> None:
         self.ids, self.ended = prompt.ids, False
         self._target, self._prompt, self._meter = target, prompt, meter
         self._stop, self._emit, self._rows = stop, emit, rows
-        self._guard = _Guard(draft, meter)
+        self._draft: DraftState | None = draft
         self._first: Tensor | None = first
         self._vocab = first.shape[-1]
         self._origin = target.length() - prompt.ids.shape[1]
@@ -106,46 +96,84 @@ class Speculation:
         run = self._origin + self.ids.shape[1] - 1
         if run < self._target.length():
             self._target.truncate(run)
-        if first is not None:
+        if first is not None and self._emit is not None:
             # Before the draft hears of it: one in this process may read its prompt only now.
-            self._show(committed)
+            self._emit(committed)
         if not self.ended:
             # Before anyone reads the tokens: a draft elsewhere goes on meanwhile.
-            self._guard.observe(committed, kept)
-        if first is None:
-            self._show(committed)
+            with self._dropping() as draft:
+                if draft is not None:
+                    draft.observe(committed, kept)
+        if first is None and self._emit is not None:
+            self._emit(committed)
         if self.ended:
             self.close()
 
     def _round(self) -> tuple[Tensor, int, Tensor]:
         """What the target commits of the draft's next proposal, how many of these tokens stood in it, and the logits [m, V]
         that each was judged by, first of all."""
-        target, guard, prompt = self._target, self._guard, self._prompt
-        ids = self.ids
-        proposal = guard.propose()
+        target, ids, prompt = self._target, self.ids, self._prompt
+        proposal = Proposal.empty()
+        with self._dropping() as draft:
+            if draft is not None:
+                offered = draft.propose()
+                check(offered)
+                proposal = offered
         drafted = proposal.ids.to(ids.device)
         # A token the target does not have is refused in any case; it must only not break the embedding.
         rows = torch.cat([ids[:, -1:], drafted.clamp(0, self._vocab - 1)[None]], 1)
         if proposal.parents is not None:
             logits = target.step(rows, proposal.branches)[0]
-            committed, path = guard.accept_tree(proposal, logits, ids[0], prompt)
+            committed, path = accept_tree(proposal, logits, ids[0], prompt.warp, prompt.generator)
             taken = torch.cat([path.new_zeros(1), path + 1])
             target.accept(taken)
             self._meter.round(drafted.numel(), path.numel())
             return committed, path.numel(), logits[taken.to(logits.device)]
         logits = target.step(rows)[0]
-        whole = guard.tailed(proposal)
-        committed, kept = guard.accept(whole, logits, ids[0], prompt)
-        self._meter.round(whole.ids.numel(), kept)
+        with self._dropping() as draft:
+            if draft is not None:
+                tail = draft.tail()
+                check(tail)
+                if tail.ids.numel() > 1 or tail.parents is not None:
+                    raise DraftError(f"DraftState.tail is one token or none; it is {tail.ids.tolist()}.")
+                proposal = proposal.then(tail)
+        try:
+            committed, kept = accept(proposal, logits, ids[0], prompt.warp, prompt.generator)
+        except DraftError as error:
+            self._drop(error)
+            committed, kept = accept(Proposal.empty(), logits[:1], ids[0], prompt.warp, prompt.generator)
+        self._meter.round(proposal.ids.numel(), kept)
         return committed, kept, logits
 
-    def _show(self, committed: Tensor) -> None:
-        if self._emit is not None:
-            self._emit(committed)
+    @contextmanager
+    def _dropping(self) -> Iterator[DraftState | None]:
+        """The draft, whose failure ends the draft and not the decoding; None where it was dropped."""
+        try:
+            yield self._draft
+        except Exception as error:
+            self._drop(error)
+
+    def _drop(self, error: Exception) -> None:
+        draft, self._draft = self._draft, None
+        self._failed(error)
+        if draft is not None:
+            # It is broken already; that it cannot tidy up either is no news.
+            with suppress(Exception):
+                draft.close()
+
+    def _failed(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self._meter.draft_failed(reason)
+        warn(f"the draft failed and was dropped; decoding goes on without it ({reason}).")
 
     def close(self) -> None:
         """Close the draft, in whatever state it is; a second call does nothing."""
-        self._guard.close()
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            try:
+                draft.close()
+            except Exception as error:
+                self._failed(error)
 
 
 def _cut(ids: Tensor, committed: Tensor, stop: Callable[[Tensor], bool]) -> tuple[Tensor, bool]:
@@ -154,76 +182,3 @@ def _cut(ids: Tensor, committed: Tensor, stop: Callable[[Tensor], bool]) -> tupl
         if stop(grown[:, : ids.shape[1] + i]):
             return committed[:i], True
     return committed, False
-
-
-class _Guard:
-    """A draft whose failure ends the draft, not the decoding."""
-
-    def __init__(self, draft: DraftState, meter: RoundMeter) -> None:
-        self._draft: DraftState | None = draft
-        self._meter = meter
-
-    def observe(self, committed: Tensor, kept: int) -> None:
-        with self._dropping():
-            if self._draft is not None:
-                self._draft.observe(committed, kept)
-
-    def propose(self) -> Proposal:
-        with self._dropping():
-            if self._draft is not None:
-                proposal = self._draft.propose()
-                check(proposal)
-                return proposal
-        return Proposal.empty()
-
-    def tailed(self, proposal: Proposal) -> Proposal:
-        """`proposal` with the draft's tail behind it."""
-        with self._dropping():
-            if self._draft is not None:
-                tail = self._draft.tail()
-                check(tail)
-                if tail.ids.numel() > 1 or tail.parents is not None:
-                    raise DraftError(f"DraftState.tail is one token or none; it is {tail.ids.tolist()}.")
-                return proposal.then(tail)
-        return proposal
-
-    def accept(self, proposal: Proposal, logits: Tensor, ids: Tensor, prompt: Prompt) -> tuple[Tensor, int]:
-        try:
-            return accept(proposal, logits, ids, prompt.warp, prompt.generator)
-        except DraftError as error:
-            self._drop(error)
-            return accept(Proposal.empty(), logits[:1], ids, prompt.warp, prompt.generator)
-
-    def accept_tree(
-        self, proposal: Proposal, logits: Tensor, ids: Tensor, prompt: Prompt
-    ) -> tuple[Tensor, Tensor]:
-        return accept_tree(proposal, logits, ids, prompt.warp, prompt.generator)
-
-    def close(self) -> None:
-        draft, self._draft = self._draft, None
-        if draft is not None:
-            try:
-                draft.close()
-            except Exception as error:
-                self._tell(error)
-
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._drop(error)
-
-    def _drop(self, error: Exception) -> None:
-        draft, self._draft = self._draft, None
-        self._tell(error)
-        if draft is not None:
-            # It is broken already; that it cannot tidy up either is no news.
-            with suppress(Exception):
-                draft.close()
-
-    def _tell(self, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}"
-        self._meter.draft_failed(reason)
-        message = f"the draft failed and was dropped; decoding goes on without it ({reason})."
-        warn(message)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from statistics import fmean
@@ -71,31 +73,26 @@ class Report:
         def show(value: float | None, form: str) -> str:
             return "-" if value is None else format(value, form)
 
-        heads = counted(self.heads())
+        heads, draft = counted(self.heads()), self.draft
+        counters = [_figure(name, value) for name, value in self.kv.items() if value]
         lines = [
             f"prompt {self.prompt_tokens} tokens, {self.new_tokens} new; first token after {show(self.ttft_s, '.3f')} s, "
             f"then {show(self.tokens_per_s, '.1f')} tokens/s",
             f"attention: kept {share(self.kept)} in prefill ({heads or 'no pattern'}), backend {self.backend}",
-            ", ".join(
-                [
-                    f"memory: peak {self.peak_bytes / 2**20:.0f} MiB",
-                    *(_figure(name, value) for name, value in self.kv.items() if value),
-                ]
-            ),
+            ", ".join([f"memory: peak {self.peak_bytes / 2**20:.0f} MiB", *counters]),
         ]
         if self.backend_why.startswith("measured"):
             lines.insert(2, f"backend {self.backend}: {self.backend_why}")
-        notes = self.draft.get("notes", ())
-        if not self.draft.get("rounds") and (self.draft.get("failed") or notes):
-            lines.append("draft: none" + (f"; {self.draft['failed']}" if self.draft.get("failed") else ""))
-        if self.draft.get("rounds"):
+        notes, failed = draft.get("notes", ()), draft.get("failed")
+        if draft.get("rounds"):
             lines.append(
-                f"draft: {self.draft['accepted']} of {self.draft['proposed']} accepted in {self.draft['rounds']} rounds "
-                f"({self.accepted_length():.2f} a round), {self.draft['target_steps']} target steps"
-                + (f"; stopped drafting: {self.draft['failed']}" if self.draft["failed"] else "")
+                f"draft: {draft['accepted']} of {draft['proposed']} accepted in {draft['rounds']} rounds "
+                f"({self.accepted_length():.2f} a round), {draft['target_steps']} target steps"
+                + (f"; stopped drafting: {failed}" if failed else "")
             )
-        lines += [f"draft: {note}" for note in notes]
-        return "\n".join([*lines, *self.notes])
+        elif failed or notes:
+            lines.append("draft: none" + (f"; {failed}" if failed else ""))
+        return "\n".join([*lines, *(f"draft: {note}" for note in notes), *self.notes])
 
 
 def counted(heads: Mapping[str, int]) -> str:
@@ -119,41 +116,25 @@ def _figure(name: str, value: float) -> str:
     return f"{name} {value:g}{unit}"
 
 
-@dataclass
-class SequenceMeter:
-    """What is told of one sequence that is drafted for; it goes on to the `Meter` of the whole call."""
+@dataclass(kw_only=True)
+class Rounds:
+    """What became of a draft's proposals: of each that was not empty how many tokens it had, and how many were accepted."""
 
-    whole: Meter
     lengths: list[int] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
     target_steps: int = 0
-    new_tokens: int = 0
     failed: str | None = None
-    counters: dict[str, float] = field(default_factory=dict)
-    kv: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
     def round(self, proposed: int, accepted: int) -> None:
-        """One verification of a proposal."""
+        """One target step judged `proposed` tokens (0: it decoded one by itself) and agreed to `accepted` of them."""
         self.target_steps += 1
         if proposed:
             self.lengths.append(accepted)
             self.windows.append(proposed)
-        self.whole.round(proposed, accepted)
 
     def draft_failed(self, reason: str) -> None:
-        """The draft was dropped; decoding went on by itself."""
+        """The draft was dropped; decoding goes on by itself."""
         self.failed = reason
-        self.whole.draft_failed(reason)
-
-    def note(self, sentence: str) -> None:
-        """A sentence for the report of the whole call."""
-        self.whole.note(sentence)
-
-    def token(self, count: int) -> None:
-        """`count` new tokens of the sequence reached the host."""
-        self.new_tokens += count
-        self.whole.token(max(0, self.new_tokens - self.whole.new_tokens))
 
     def figures(self) -> dict[str, Any]:
         """As they stand in `Report.draft`."""
@@ -165,15 +146,39 @@ class SequenceMeter:
             "lengths": list(self.lengths),
             "windows": list(self.windows),
             "failed": self.failed,
-            "counters": dict(self.counters),
-            "notes": list(self.notes),
-            "new_tokens": self.new_tokens,
-            "kv": dict(self.kv),
         }
 
 
 @dataclass
-class Meter:
+class SequenceMeter(Rounds):
+    """What is told of one sequence that is drafted for; it goes on to the `Meter` of the whole call."""
+
+    whole: Meter
+    new_tokens: int = 0
+    counters: dict[str, float] = field(default_factory=dict)
+    kv: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def round(self, proposed: int, accepted: int) -> None:
+        super().round(proposed, accepted)
+        self.whole.round(proposed, accepted)
+
+    def draft_failed(self, reason: str) -> None:
+        super().draft_failed(reason)
+        self.whole.draft_failed(reason)
+
+    def token(self, count: int) -> None:
+        """`count` new tokens of the sequence reached the host."""
+        self.new_tokens += count
+        self.whole.token(max(0, self.new_tokens - self.whole.new_tokens))
+
+    def figures(self) -> dict[str, Any]:
+        own = {name: copy(getattr(self, name)) for name in ("counters", "notes", "new_tokens", "kv")}
+        return {**super().figures(), **own}
+
+
+@dataclass
+class Meter(Rounds):
     """Collects what a `Report` is made of; tensors stay on the device until the report is asked for."""
 
     listed: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -184,11 +189,6 @@ class Meter:
     started: float | None = None
     first: float | None = None
     last: float | None = None
-    lengths: list[int] = field(default_factory=list)
-    windows: list[int] = field(default_factory=list)
-    proposed: int = 0
-    target_steps: int = 0
-    failed: str | None = None
     notes: list[str] = field(default_factory=list)
     sequences: list[SequenceMeter] = field(default_factory=list)
     generating: bool = False
@@ -218,10 +218,9 @@ class Meter:
 
     def token(self, count: int = 1) -> None:
         """`count` new tokens reached the host."""
-        now = time.perf_counter()
+        self.last = time.perf_counter()
         if self.first is None:
-            self.first = now
-        self.last = now
+            self.first = self.last
         self.new_tokens += count
 
     def attention(self, layer: int, names: tuple[str, ...], listed: Tensor, causal: Tensor) -> None:
@@ -235,18 +234,6 @@ class Meter:
         """The meter of one more sequence that is drafted for."""
         self.sequences.append(SequenceMeter(self))
         return self.sequences[-1]
-
-    def round(self, proposed: int, accepted: int) -> None:
-        """One verification of a proposal."""
-        self.target_steps += 1
-        self.proposed += proposed
-        if proposed:
-            self.lengths.append(accepted)
-            self.windows.append(proposed)
-
-    def draft_failed(self, reason: str) -> None:
-        """The draft was dropped; decoding went on by itself."""
-        self.failed = reason
 
     def note(self, sentence: str) -> None:
         """A sentence for the report about what did not act as asked, beginning with its part ("draft: "); once each."""
@@ -267,24 +254,21 @@ class Meter:
         return tuple(map(tuple, torch.stack(shares).tolist()))
 
     def report(
-        self,
-        recipe: dict[str, Any],
-        backend: str,
-        kv: dict[str, float],
-        device: torch.device,
-        why: str = "",
+        self, recipe: dict[str, Any], backend: str, kv: dict[str, float], device: torch.device, why: str = ""
     ) -> Report:
         """The figures so far."""
-        rate = None
+        by_head = self.kept_by_head()
+        ttft = rate = None
+        if self.first is not None and self.started is not None:
+            ttft = self.first - self.started
         if (
-            self.first is not None
+            self.new_tokens > 1
+            and self.first is not None
             and self.last is not None
-            and self.new_tokens > 1
             and self.last > self.first
         ):
             rate = (self.new_tokens - 1) / (self.last - self.first)
-        by_head = self.kept_by_head()
-        ttft = None if self.first is None or self.started is None else self.first - self.started
+        only = self.sequences[0] if len(self.sequences) == 1 else SequenceMeter(self)
         return Report(
             recipe=recipe,
             backend=backend,
@@ -297,15 +281,9 @@ class Meter:
             tokens_per_s=rate,
             peak_bytes=peak_bytes(device),
             draft={
-                "rounds": len(self.lengths),
-                "target_steps": self.target_steps,
-                "proposed": self.proposed,
-                "accepted": sum(self.lengths),
-                "lengths": list(self.lengths),
-                "windows": list(self.windows),
-                "failed": self.failed,
-                "notes": list(self.sequences[0].notes) if len(self.sequences) == 1 else [],
-                "counters": dict(self.sequences[0].counters) if len(self.sequences) == 1 else {},
+                **self.figures(),
+                "notes": list(only.notes),
+                "counters": dict(only.counters),
                 "sequences": [sequence.figures() for sequence in self.sequences],
             },
             kv=kv,
@@ -318,8 +296,7 @@ def peak_bytes(device: torch.device) -> int:
     """Largest device memory since the last reset (CUDA), or the largest resident set of this process (CPU), in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-    import sys
+    import resource  # there is none on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -239,7 +239,7 @@ class _Sequence:
             message = (
                 f"the report lacks its counters; the answer is complete ({type(error).__name__}: {error})"
             )
-            self.meter.note(f"draft: {message}")
+            self.meter.whole.note(f"draft: {message}")
             warn(f"the draft failed after the answer: {message}.")
         if (state := getattr(self.cache, "state", None)) is not None:
             self.meter.kv = state.counters()

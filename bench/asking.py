@@ -21,6 +21,7 @@ import torch
 from happened import log_happened, noise
 from scenes import QUESTION, SHAPE, Scenes
 from timing import Log
+from transfer import CopiesEach
 from watching import HELD, Sizes, wait
 
 import mmaccel
@@ -48,7 +49,7 @@ def changed(state: Any, told: Mapping[str, Any]) -> Iterator[None]:
     retriever, store = getattr(state, "retriever", None), state.store
     parts = {"prefetch": retriever, "reps": retriever, "local": state, "budget": state}
     changes = [(parts[name], name, value) for name, value in told.items() if name in parts]
-    changes += [(store, "_default", told["way"])] if "way" in told else []
+    changes += [(store, "__class__", told["store"])] if "store" in told else []
     before = [(part, name, getattr(part, name)) for part, name, _ in changes]
     try:
         for part, name, value in changes:
@@ -70,7 +71,7 @@ def asked(
     assert live is not None
     state: Any = live.state
     if hasattr(state, "prefetcher") and not told.get("warm"):
-        state.prefetcher.cache.flush()
+        state.prefetcher.cut(0)
     with changed(state, told), scenes.asking(*kinds):
         state.idle()
         before = state.counters()
@@ -121,7 +122,7 @@ def some_questions(
 def budgets_step(options: argparse.Namespace, log: Log) -> None:
     sizes = Sizes(options)
     ways: tuple[tuple[str, str, dict[str, Any]], ...] = (
-        ("rekv, a copy a frame", "rekv", {"way": "pieces"}),
+        ("rekv, a copy a frame", "rekv", {"store": CopiesEach}),
         ("rekv, coalesced", "rekv", {}),
         ("mosaic", "mosaic", {}),
     )
@@ -149,7 +150,7 @@ def lengths_step(options: argparse.Namespace, log: Log) -> None:
         with mmaccel.VideoSession(model, processor, None, kv=sizes.kv(name)) as session:
             for length in lengths:
                 grown(session, scenes, sizes, length)
-                ways = {"rekv, a copy a frame": {"way": "pieces"}, "rekv, coalesced": {}}
+                ways = {"rekv, a copy a frame": {"store": CopiesEach}, "rekv, coalesced": {}}
                 for way, told in (ways if name == "rekv" else {name: {}}).items():
                     row = some_questions(session, scenes, sizes, max(3, sizes.questions // 2), told)
                     log.row(case="lengths", way=way, frames=length, budget=sizes.budget, **row)

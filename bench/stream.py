@@ -46,6 +46,7 @@ from happened import log_happened
 from scenes import QUESTION, SHAPE, Scenes
 from steps import Step, run_steps
 from timing import Log
+from transfer import CopiesEach
 from watching import HELD, LOCAL, Sizes, day_step, encode_step, splits_step, streams_step
 
 import mmaccel
@@ -54,7 +55,7 @@ ALONE = 10
 """Questions of a variant that is asked alone, after two that do not count."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "rekv, a copy a frame": ("rekv", {"way": "pieces"}),
+    "rekv, a copy a frame": ("rekv", {"store": CopiesEach}),
     "rekv, coalesced": ("rekv", {}),
     "rekv, 8 local frames": ("rekv", {"local": LOCAL}),
     "rekv, 1 frame": ("rekv", {"budget": 1}),

@@ -4,10 +4,10 @@
 
 Of `--frames` frames kept for `--layers` layers, `--retrieve` are asked for in runs of 1, 4 and 16 neighbours, other ones at
 each layer, as a question does; a row gives the seconds of the whole question, GB/s, and the copies it took. Ways: "pieces"
-(a copy for the keys and one for the values of each frame), "copies" (a copy for each run), "gather" (one launch a layer,
-the index from the host), "index" (the same, the index already on the device), "auto". Then layers that compute for as long
-as their transfer takes, their frames fetched ahead or not, through what mosaic fetches with. Rows are printed as JSON and
-added to `--out`. Without a CUDA device, sizes are small and figures say nothing.
+(a copy for the keys and one for the values of each frame, as ReKV has it), "gather" (one launch a layer, the index from the
+host), "index" (the same, the index already on the device). Then layers that compute for as long as their transfer takes,
+their frames fetched ahead or not, through what mosaic fetches with. Rows are printed as JSON and added to `--out`.
+Without a CUDA device, sizes are small and figures say nothing.
 """
 
 from __future__ import annotations
@@ -25,24 +25,42 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from timing import Log, compare, measure
 
-from mmaccel.policies.kv._prefetch import Prefetcher, Window
-from mmaccel.policies.kv.store import HostStore
+from mmaccel.policies.kv._prefetch import Prefetcher
+from mmaccel.policies.kv.store import HostStore, Shape
+from mmaccel.policies.kv.store.transfer import in_units
 
 RUNS = (1, 4, 16)
-WAYS = ("pieces", "copies", "gather", "index", "auto")
+WAYS = ("pieces", "gather", "index")
+
+
+class CopiesEach(HostStore):
+    """A store that brings keys and values of every unit by a copy of their own, as ReKV moves them."""
+
+    indexed = False  # type: ignore[assignment]
+
+    def fetch(
+        self, layer: int, units: Sequence[int], out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.buffer(len(units)) if out is None else out
+        view, wire = in_units(out, self.shape.tokens), self.lanes.wire
+
+        def work() -> None:
+            for at, unit in enumerate(units):
+                for side, rows in enumerate(self.entry(layer, unit)[0]):
+                    view[side, :, at].copy_(rows, non_blocking=True)
+
+        wire.wait(self.lanes.compute.mark())
+        began = wire.mark(timed=True)
+        wire.run(work)
+        self.lanes.compute.wait(self._wire._note("seconds_in", began))
+        self._wire.count(fetches=1, copies_in=2 * len(units), bytes_in=len(units) * self.shape.nbytes)
+        return out[0], out[1]
 
 
 def filled(options: argparse.Namespace) -> tuple[HostStore, float]:
     """A store that holds the stream, and the GB/s at which it went out."""
-    store = HostStore(
-        layers=options.layers,
-        groups=options.groups,
-        tokens=options.tokens,
-        size=options.size,
-        dtype=getattr(torch, options.dtype),
-        device=options.device,
-        slab_bytes=options.slab_mib * 2**20,
-    )
+    shape = Shape(options.layers, options.groups, options.tokens, options.size, getattr(torch, options.dtype))
+    store = HostStore(shape, options.device, slab_bytes=options.slab_mib * 2**20)
     rows = options.chunk * options.tokens
     key = torch.randn(options.groups, rows, options.size, device=options.device).to(store.shape.dtype)
     value = -key
@@ -68,13 +86,15 @@ def question(store: HostStore, asked: list[list[int]], way: str) -> Callable[[],
     """All layers' frames, one layer after the other, into one buffer."""
     out = store.buffer(len(asked[0]))
     index = [torch.tensor(units, device=store.device) for units in asked]
+    fetch = CopiesEach.fetch if way == "pieces" else HostStore.fetch
 
     def run() -> None:
         for layer, units in enumerate(asked):
             if way == "index":
-                store.fetch(layer, index[layer], out, way="gather")
+                store.lanes.compute.wait(store.gather(store.rows()[layer][index[layer]], out)[1])
+                store.crossed(len(units))
             else:
-                store.fetch(layer, units, out, way=way)  # type: ignore[arg-type]
+                fetch(store, layer, units, out)  # type: ignore[arg-type]
 
     return run
 
@@ -112,7 +132,7 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
     frames fetched ahead, or each when it is needed; and the share of those fetched ahead that came before they were waited
     for."""
     asked = chosen(options, 4)
-    alone = measure(question(store, asked, "auto"), warmup=1, repeats=3, device=options.device).median
+    alone = measure(question(store, asked, "gather"), warmup=1, repeats=3, device=options.device).median
     busy = torch.randn(options.work, options.work, device=options.device, dtype=torch.bfloat16)
 
     def product() -> None:
@@ -123,7 +143,6 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
     fetcher = Prefetcher(store, options.layers, options.window, room=0)
     shape = 1, options.groups, options.window * options.tokens, options.size
     pair = tuple(torch.zeros(shape, dtype=store.shape.dtype, device=options.device) for _ in range(2))
-    window = Window(options.frames, pair)  # type: ignore[arg-type]
     wanted = [torch.tensor(units, device=options.device) for units in asked]
     out = store.buffer(len(asked[0]))
 
@@ -132,7 +151,7 @@ def overlap(store: HostStore, options: argparse.Namespace) -> list[dict[str, Any
             fetcher.begin(options.frames)
             for layer, entries in enumerate(wanted):
                 code = fetcher.codes(layer, entries)
-                fetcher.bring(layer, entries, code, len(entries), out, window)
+                fetcher.bring(layer, entries, code, len(entries), out, pair)  # type: ignore[arg-type]
                 if ahead and layer + 1 < options.layers:
                     fetcher.prefetch(layer + 1, fetcher.foretell(layer + 1, wanted[layer + 1]))
                 fetcher.arrive(layer)

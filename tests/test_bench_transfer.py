@@ -51,12 +51,10 @@ def test_every_way_runs(tmp_path: Path) -> None:
     asked = {(row["way"], row["run"]): row for row in rows if row["case"] == "question"}
     for run in (1, 4, 16):
         ways = {way: row for (way, at), row in asked.items() if at == run}
-        assert set(ways) == {"pieces", "copies", "gather", "index", "auto"}
+        assert set(ways) == {"pieces", "gather", "index"}
         assert ways["pieces"]["copies"] == 2 * 32 * 2
         assert ways["gather"]["copies"] == ways["index"]["copies"] == 2
-        assert 0 < ways["copies"]["copies"] <= 2 * 32
         assert all(row["gb_s"] > 0 and row["bytes"] == 2 * 32 * 2 * 4 * 4 * 8 * 2 for row in ways.values())
-    assert asked["copies", 16]["copies"] < asked["copies", 1]["copies"]
     overlap = {row["way"]: row for row in rows if row["case"] == "overlap"}
     assert set(overlap) == {"ahead", "waiting", "computing"}
     assert overlap["ahead"]["early"] == 1, "on a CPU a transfer has ended when it is issued"

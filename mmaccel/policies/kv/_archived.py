@@ -21,7 +21,7 @@ from mmaccel.core.kv import CacheSlot, Seen, Stream, StreamPass, StreamState
 from mmaccel.core.registry import policy as built
 from mmaccel.policies.kv._evidence import Look, weigh, words_of
 from mmaccel.policies.kv._index import Former, Found, Index, IndexPolicy, upgraded
-from mmaccel.policies.kv._prefetch import Prefetcher, Window
+from mmaccel.policies.kv._prefetch import Prefetcher
 from mmaccel.policies.kv._retrieval import Asking, Chosen, EncodeRetrieval, End, Prefetch, Retriever
 from mmaccel.policies.kv._window import Angles, Asked, Bases, Pair, WindowedPolicy
 from mmaccel.policies.kv._windowed import StreamMemory
@@ -155,8 +155,7 @@ class ArchivedMemory(StreamMemory):
         self.retriever.begin(self._end, self.budget)
 
     def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
-        units = range(first, first + count)
-        lost = self.store.put(layer, units, key, value, self.index.groups(units))
+        lost = self.store.put(layer, range(first, first + count), key, value)
         if lost:
             self.index.forget(lost)
 
@@ -208,8 +207,8 @@ class ArchivedMemory(StreamMemory):
         out = raw[:, :, few:]
         if self._first:
             assert ring is not None
-            near = Window(self._first, (ring.key, ring.value))
-            self.prefetcher.bring(layer, chosen.entries, chosen.code, len(chosen.found.entries), out, near)
+            recalled, near = len(chosen.found.entries), (ring.key, ring.value)
+            self.prefetcher.bring(layer, chosen.entries, chosen.code, recalled, out, near)
         elif ring is not None:  # of the first unit all frames have come
             for side, rows in enumerate((ring.key, ring.value)):
                 in_units(out[side], unit).copy_(in_units(rows[0], unit).index_select(1, chosen.entries))
@@ -230,7 +229,7 @@ class ArchivedMemory(StreamMemory):
         def finish() -> tuple[Tensor, ...]:
             if chosen.code is not None:
                 kept = raw[:, :, few : few + len(retrieved) * self.stream.unit]
-                self.prefetcher.cache.keep(layer, retrieved, kept)
+                self.prefetcher.keep(layer, retrieved, kept)
             self.rope.apply_(raw[:1], angles)
             return ()
 
@@ -301,7 +300,7 @@ class ArchivedMemory(StreamMemory):
         self._found = {}
         self.prefetcher.drop()
         # What a broken pass brought has crossed: counted while its codes mean the places that they did.
-        self.prefetcher.sources.tally()
+        self.prefetcher.tally()
         self.index.restore(index)
         super().restore(inner)
         self.index.refresh()
@@ -315,7 +314,7 @@ class ArchivedMemory(StreamMemory):
     def _rewind(self, units: int, first: int) -> None:
         # Units that were forgotten to make room do not come back.
         self.index.cut(first)
-        self.prefetcher.cache.cut(first)
+        self.prefetcher.cut(first)
         self.store.cut(first)
 
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import RecipeError, check_choice, shown, warn
 from mmaccel.core.policy import Policy
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.store.streams import on_device
+from mmaccel.policies.kv.store.pinned_slabs import on_device
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import Geometry
@@ -176,10 +176,6 @@ class Index(ABC):
 
     def digest(self, keep: int = 0) -> None:
         """Take in what has arrived, but for the last `keep` passes."""
-
-    def groups(self, units: range) -> list[int] | None:
-        """Which of `units`, which leave the window, are to lie together in the store; None: all of them."""
-        return None
 
     def forget(self, units: Sequence[int]) -> None:
         """The keys and values of `units` are no more: they are not found again."""

@@ -13,23 +13,14 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import words
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.store import HostStore, Sources
-from mmaccel.policies.kv.store.gather_sources import WINDOW
-from mmaccel.policies.kv.store.streams import Mark, on_device
-from mmaccel.policies.kv.store.transfer import in_units
+from mmaccel.policies.kv.store import HostStore
+from mmaccel.policies.kv.store.pinned_slabs import on_device
+from mmaccel.policies.kv.store.transfer import Mark, in_units
 
 COUNTED = ("needed", "cached", "covered", "missing", "guessed", "ahead", "in_time")
-AHEAD = "ahead"
+WINDOW, CACHE, AHEAD = "window", "cache", "ahead"
 NEVER = torch.iinfo(torch.long).max
 """The number of no entry."""
-
-
-@dataclass(frozen=True, eq=False)
-class Window:
-    """The units from `first` on of a stream, of which a layer holds keys and values [1, G, n * P, D]."""
-
-    first: int
-    pair: Pair
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,61 +35,20 @@ class _Brought:
     ready: Mark
 
 
-class Cache:
-    """Keys and values of the entries that a layer last brought, of at most `room` of them, in a place of `sources` a layer.
-
-    Which entries they are is known to the device alone, where `entries` [L, room] lies.
-    """
-
-    def __init__(self, sources: Sources, layers: int, room: int) -> None:
-        self._sources, self.room = sources, room
-        with torch.inference_mode(False):
-            self.entries = torch.full((layers, room), NEVER, device=sources.store.device)
-        for layer in range(layers):
-            sources.add(("cache", layer), room)
-
-    def mark(self, tables: Tensor, first: int, begin: Tensor) -> None:
-        """Note in `tables` [L, n] where the cached entries of all layers are, those that are below `first`: codes from
-        `begin` [L, 1] on. The last place of a table is that of no entry, and holds anything after this."""
-        if self.room:
-            # Those of the window stay where they are.
-            at = torch.where(self.entries < first, self.entries, tables.shape[1] - 1)
-            tables.scatter_(1, at, begin + torch.arange(self.room, device=tables.device))
-
-    def keep(self, layer: int, entries: Tensor, rows: Tensor) -> None:
-        """Keep `entries` [k], ascending, of `rows` [2, G, k * P, D], instead of what was kept; of too many the last."""
-        count = min(self.room, len(entries))
-        if count:
-            place = self._sources.place(("cache", layer), count)
-            units = in_units(rows, self._sources.store.shape.tokens)[:, :, len(entries) - count :]
-            self._sources.store.lanes.compute.run(partial(_copy, place, units.permute(2, 0, 1, 3, 4)))
-            self.entries[layer, :count] = entries[len(entries) - count :]
-            self.entries[layer, count:].fill_(NEVER)
-
-    def cut(self, end: int) -> None:
-        """Forget entries from `end` on."""
-        # As if they were of a window: never marked.
-        self.entries.masked_fill_(self.entries >= end, NEVER)
-
-    def flush(self) -> None:
-        """Forget everything."""
-        self.entries.fill_(NEVER)
-
-
-def _copy(place: Tensor, units: Tensor) -> None:
-    place.copy_(units)
-
-
 class Prefetcher:
-    """Brings entries of a layer from the store, for one question after the other; the host knows none of them.
+    """Brings entries (units) of a layer together, for one question after the other; the host knows none of them.
 
-    A question goes: `begin`; for each layer, `codes` of what it wants and `foretell` for the next one, `bring`,
-    `prefetch`, `arrive`, and `keep` of its cache. `codes`, `foretell` and `keep` are functions of tensors that stay where
-    they are as long as `mark` does, so that they can be replayed.
+    Which are wanted is known to the device alone, and so is where they are: codes say it, the slots of the store first and
+    after them the units of three places on the device, each from where a slab of the store would begin. The places are the
+    `window`, of at most so many units; the cache, the `room` entries that each layer brought last; and what came ahead. A
+    place is a tensor [n, 2, G, P, D], laid out as the store's slots are, made when it is first written to; it stays where it
+    is. It is written on the compute lane and read on the wire's: who writes has waited for the readers.
 
-    What `prefetch` guessed wrongly is never seen, and what it left out is fetched before `bring` returns: the result does
-    not depend on the guess. All reads go one after the other on the wire's lane, so that what came ahead has been read
-    before the next layer's takes its place.
+    A question goes: `begin`; for each layer, `codes` of what it wants and `foretell` for the next one, `bring`, `prefetch`,
+    `arrive`, and `keep`. `codes`, `foretell` and `keep` are functions of tensors that stay where they are as long as `mark`
+    does, so that they can be replayed. What `prefetch` guessed wrongly is never seen, and what it left out is fetched before
+    `bring` returns: the result does not depend on the guess. All reads go one after the other on the wire's lane, so that
+    what came ahead has been read before the next layer's takes its place.
 
     counts  entries needed; of these cached, covered (fetched ahead), missing; entries guessed; entries covered by
             transfers ahead that had ended before the device came to wait for them ("in_time"); transfers ahead ("ahead");
@@ -107,16 +57,17 @@ class Prefetcher:
     """
 
     def __init__(self, store: HostStore, layers: int, window: int, room: int) -> None:
-        self._store, self.sources = store, Sources(store, window)
-        self.cache = Cache(self.sources, layers, room)
-        self.sources.add(AHEAD, 0)
-        self._window = window
+        self._store, self._first, self.room = store, 0, room
+        self._sizes = {WINDOW: window, CACHE: layers * room, AHEAD: 0}
+        self._places: dict[str, Tensor] = {}
+        self._listed: tuple[Tensor, ...] | None = None
         with torch.inference_mode(False):
-            # What the host knows: the codes from which on there are no slots, where those of what comes ahead begin, and
-            # those of each layer's cache.
-            self._known = torch.zeros(2 + layers, dtype=torch.long, device=store.device)
+            # What the host knows: the code from which on there are no slots, and where those of what comes ahead begin.
+            self._known = torch.zeros(2, dtype=torch.long, device=store.device)
             # Where the entries of each layer are; the last one is none.
             self._tables = torch.zeros(layers, 0, dtype=torch.long, device=store.device)
+            # Of each layer those that are cached.
+            self._cached = torch.full((layers, room), NEVER, device=store.device)
         self._told: list[int] = []
         self._ahead: dict[int, Mark] = {}
         self._coming: dict[int, Mark] = {}
@@ -125,34 +76,42 @@ class Prefetcher:
         self._guessed: list[Tensor] = []
         self._brought: list[_Brought] = []
         self._wanted_later = 0
+        # Codes of what was gathered, and how many of them were of the store.
+        self._crossing: list[Tensor] = []
+        self._crossed: Tensor | None = None
 
     @property
     def indexed(self) -> bool:
         """Whether entries are brought by codes."""
         return self._store.indexed
 
+    # A question.
+
     def begin(self, first: int) -> None:
         """Entries of layers will be asked for, of which those from `first` on are in the window."""
-        begins, rows = self.sources.begins(), self._store.rows()
+        self._first = first
+        begins, rows = self._begins(), self._store.rows()
         told = [self._store.slot_count, begins[AHEAD]]
-        told += [begins["cache", layer] for layer in range(len(rows))]
         if told != self._told:
             self._told = told
             self._known.copy_(on_device(told, self._store.device))
-        places = rows.shape[1] + self._window + 1
+        places = rows.shape[1] + self._sizes[WINDOW] + 1
         if self._tables.shape[1] != places:
             with torch.inference_mode(False):
                 self._tables = self._known.new_zeros(len(rows), places)
         entry, table = torch.arange(places, device=rows.device), self._tables
         held = pad(rows, (0, places - rows.shape[1]), value=-1)
         torch.where(entry < first, held, entry + (begins[WINDOW] - first), out=table)
-        self.cache.mark(table, first, self._known[2:, None])
+        if self.room:
+            # Those of the window stay where they are: what is written to the last place is overwritten.
+            at = torch.where(self._cached < first, self._cached, places - 1)
+            code = torch.arange(at.numel(), device=rows.device).view_as(at) + begins[CACHE]
+            table.scatter_(1, at, code)
         table[:, -1].fill_(-1)
 
     def mark(self) -> Hashable:
         """Where all lies that `codes`, `foretell` and `keep` read and write."""
-        kept = self._known, self._tables, self.cache.entries
-        return tuple((one.data_ptr(), one.shape) for one in kept)
+        return tuple((one.data_ptr(), one.shape) for one in (self._known, self._tables, self._cached))
 
     def codes(self, layer: int, entries: Tensor) -> Tensor:
         """[n] where `entries` [n] of a layer are."""
@@ -161,34 +120,39 @@ class Prefetcher:
     def foretell(self, layer: int, entries: Tensor) -> Tensor:
         """[n] codes of those of `entries` [n] (-1: none) that are on the host alone, to `prefetch`, -1 for the others. The
         layer's `codes` will be those of where they come to lie."""
-        return words.foretold(self._tables[layer], entries, self._known[:1], self._known[1:2])
+        return words.foretold(self._tables[layer], entries, self._known[:1], self._known[1:])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
         """Start to bring what `foretell` said of a layer."""
-        self.sources.add(AHEAD, len(wanted))
-        place = self.sources.place(AHEAD, len(wanted))
-        _, self._ahead[layer] = self.sources.gather(wanted, place.permute(1, 2, 0, 3, 4))
+        if len(wanted) > self._sizes[AHEAD]:
+            self._sizes[AHEAD], self._listed = len(wanted), None
+            old = self._places.pop(AHEAD, None)
+            if old is not None:
+                self._store.lanes.wire.uses(old)
+        place = self._place(AHEAD)[: len(wanted)]
+        _, self._ahead[layer] = self._gather(wanted, place.permute(1, 2, 0, 3, 4))
         self._guessed.append(wanted)
         self._counts["ahead"] += 1
 
     def bring(
-        self,
-        layer: int,
-        entries: Tensor,
-        code: Tensor | None,
-        recalled: int,
-        out: Tensor,
-        window: Window,
+        self, layer: int, entries: Tensor, code: Tensor | None, recalled: int, out: Tensor, window: Pair
     ) -> None:
         """Keys and values of `entries` [n], by their codes where the store is `indexed`, into `out` [2, G, n * P, D],
-        where they are after `arrive`. Those after the first `recalled` ones are not counted."""
+        where they are after `arrive`; `window` are those [1, G, n * P, D] of the window. Entries after the first `recalled`
+        ones are not counted."""
+        tokens = self._store.shape.tokens
         if code is None:
-            out.copy_(self.sources.listed(layer, entries.tolist(), window.first, window.pair))
+            self._listed_into(layer, entries.tolist(), out, window)
             return
-        self.sources.window(*window.pair)
-        asked, ready = self.sources.gather(code, out)
-        ahead = self._ahead.pop(layer, None)
-        self._brought.append(_Brought(layer, code[:recalled], ahead, asked, ready))
+        held = self._place(WINDOW)[: window[0].shape[2] // tokens]
+
+        def lay() -> None:
+            for side, rows in enumerate(window):
+                held[:, side] = in_units(rows[0], tokens).transpose(0, 1)
+
+        self._store.lanes.compute.run(lay)
+        asked, ready = self._gather(code, out)
+        self._brought.append(_Brought(layer, code[:recalled], self._ahead.pop(layer, None), asked, ready))
         self._coming[layer] = ready
 
     def recall(self, layer: int, entries: Tensor) -> Tensor:
@@ -198,7 +162,7 @@ class Prefetcher:
         if not self.indexed:
             self._store.fetch(layer, entries.tolist(), out)
             return out
-        _, ready = self.sources.gather(self.codes(layer, entries), out)
+        _, ready = self._gather(self.codes(layer, entries), out)
         self._store.lanes.compute.wait(ready)
         return out
 
@@ -208,25 +172,50 @@ class Prefetcher:
         if ready is not None:
             self._store.lanes.compute.wait(ready)
 
-    def drop(self, layer: int | None = None) -> None:
-        """Give up what was fetched ahead, for one layer or all, and never asked for."""
-        for one in list(self._ahead) if layer is None else [layer]:
-            self._ahead.pop(one, None)
+    def keep(self, layer: int, entries: Tensor, rows: Tensor) -> None:
+        """Cache `entries` [k], ascending, of `rows` [2, G, k * P, D], instead of what was cached; of too many the last."""
+        count, skip = min(self.room, len(entries)), max(0, len(entries) - self.room)
+        if count:
+            place = self._place(CACHE)[layer * self.room :][:count]
+            units = in_units(rows, self._store.shape.tokens)[:, :, skip:].permute(2, 0, 1, 3, 4)
+            self._store.lanes.compute.run(partial(_copy, place, units))
+            self._cached[layer, :count] = entries[skip:]
+            self._cached[layer, count:].fill_(NEVER)
+
+    def cut(self, end: int) -> None:
+        """Forget what is cached of the entries from `end` on."""
+        # As if they were of a window: never marked.
+        self._cached.masked_fill_(self._cached >= end, NEVER)
+
+    def drop(self) -> None:
+        """Give up what was fetched ahead and never asked for."""
+        self._ahead.clear()
         self._coming.clear()
+
+    # What happened.
+
+    def tally(self) -> None:
+        """Count on the device what was gathered: once slots are added, codes mean other places."""
+        crossing, self._crossing = self._crossing, []
+        if crossing:
+            code = torch.cat(crossing)
+            count = ((code >= 0) & (code < self._store.slot_count)).sum()
+            self._crossed = count if self._crossed is None else self._crossed + count
 
     def settle(self) -> None:
         """Count what was brought; waits for the device."""
-        self.sources.settle()
+        self.tally()
+        if self._crossed is not None:
+            self._store.crossed(int(self._crossed))
+            self._crossed = None
         guessed, brought = self._guessed, self._brought
         self._guessed, self._brought = [], []
         if guessed:
             self._counts["guessed"] += int((torch.cat(guessed) >= 0).sum())
-        if not brought:
-            return
-        codes, start = torch.cat([one.code for one in brought]).cpu(), 0
-        for one in brought:
-            self._count(one, codes[start : start + len(one.code)])
-            start += len(one.code)
+        if brought:
+            codes = torch.cat([one.code for one in brought]).cpu().split([len(one.code) for one in brought])
+            for one, code in zip(brought, codes, strict=True):
+                self._count(one, code)
 
     def counts(self) -> dict[str, float]:
         """See above; waits for the device."""
@@ -238,18 +227,16 @@ class Prefetcher:
         return self._counts["covered"] / max(1, self._wanted_later)
 
     def nbytes(self) -> int:
-        return self.sources.nbytes() + sum(
-            one.nbytes for one in (self._known, self._tables, self.cache.entries)
-        )
+        held = (self._known, self._tables, self._cached, *self._places.values())
+        return sum(one.nbytes for one in held)
 
     def _count(self, one: _Brought, code: Tensor) -> None:
-        covered = self.sources.among(AHEAD, code)
-        near = self.sources.among(WINDOW, code)
+        begins = self._begins()
         missing = int((code < self._store.slot_count).sum())
-        self._counts.update(
-            needed=len(code) - near, covered=covered, missing=missing,
-            cached=len(code) - near - covered - missing,
-        )  # fmt: skip
+        near = int(((code >= begins[WINDOW]) & (code < begins[CACHE])).sum())
+        covered = int((code >= begins[AHEAD]).sum())
+        cached = len(code) - near - covered - missing
+        self._counts.update(needed=len(code) - near, covered=covered, missing=missing, cached=cached)
         self._wanted_later += (covered + missing) * (one.layer > 0)
         begin = one.asked
         if one.ahead is not None:
@@ -265,3 +252,55 @@ class Prefetcher:
         if missing:
             one.ready.sync()
             self._seconds["waited_missing_s"] += begin.seconds(one.ready)
+
+    # Places.
+
+    def _begins(self) -> dict[str, int]:
+        """The code of the first unit of each place."""
+        begin, per, found = self._store.slot_count, self._store.slab_slots, dict[str, int]()
+        for name, units in self._sizes.items():
+            found[name] = begin
+            begin += -(-units // per) * per
+        return found
+
+    def _place(self, name: str) -> Tensor:
+        if name not in self._places:
+            self._places[name], self._listed = self._empty(self._sizes[name]), None
+        return self._places[name]
+
+    def _empty(self, units: int) -> Tensor:
+        shape = self._store.shape
+        with torch.inference_mode(False):
+            return torch.empty(units, *shape.unit, dtype=shape.dtype, device=self._store.device)
+
+    def _gather(self, code: Tensor, out: Tensor) -> tuple[Mark, Mark]:
+        """Units by codes [n] into `out` [2, G, n * P, D], on the wire's lane; the marks before and after."""
+        self._crossing.append(code)
+        # A question that breaks off gives `out` back while it is being written to.
+        self._store.lanes.wire.uses(out)
+        if not self._store.slot_count:
+            return self._store.gather(code, out, [self._places[WINDOW]])
+        if self._listed is None:
+            # What stands for a place that nothing was written to is not read.
+            blank = self._empty(1)
+            self._listed = tuple(
+                self._places.get(name, blank.expand(units, -1, -1, -1, -1))
+                for name, units in self._sizes.items()
+            )
+        return self._store.gather(code, out, self._listed)
+
+    def _listed_into(self, layer: int, units: list[int], out: Tensor, window: Pair) -> None:
+        """Ascending `units`, known to the host, into `out`: where the store is read by other ways than a gather."""
+        gone = [unit for unit in units if unit < self._first]
+        tokens, parts = self._store.shape.tokens, []
+        if gone:
+            parts.append(torch.stack(self._store.fetch(layer, gone)))
+        if len(gone) < len(units):
+            index = on_device([unit - self._first for unit in units[len(gone) :]], self._store.device)
+            rows = [in_units(side[0], tokens).index_select(1, index).flatten(1, 2) for side in window]
+            parts.append(torch.stack(rows))
+        out.copy_(torch.cat(parts, 2))
+
+
+def _copy(place: Tensor, units: Tensor) -> None:
+    place.copy_(units)

@@ -20,7 +20,7 @@ from mmaccel.core.replay import Replays
 from mmaccel.policies.kv._index import Found, Index
 from mmaccel.policies.kv._prefetch import Prefetcher
 from mmaccel.policies.kv._window import Angles, Pair, Rope
-from mmaccel.policies.kv.store.streams import on_device
+from mmaccel.policies.kv.store.pinned_slabs import on_device
 
 Prefetch = Literal["off", "query", "projected"]
 
@@ -326,7 +326,7 @@ class EncodeRetrieval:
         found, self._found = self._found, []
         if not found:
             return None
-        self._prefetcher.sources.tally()
+        self._prefetcher.tally()
         return torch.stack(found)
 
 

@@ -108,13 +108,6 @@ class ClusterIndex(Index):
                 self.tree.resolve(retrieved)
             self.tree.insert(self._window, retrieved)
 
-    def groups(self, units: range) -> list[int] | None:
-        """Units of a visual cluster lie together; buffered ones too, for what their splits go by is their mean keys."""
-        if units.stop > self.tree.units:
-            self._cluster(0)
-        owner = self.tree.visual.owner
-        return owner[0, units.start : units.stop].tolist() if self.tree.started else None
-
     def forget(self, units: Sequence[int]) -> None:
         new = [unit for unit in units if unit >= len(self.absent) or not self.absent[unit]]
         super().forget(units)

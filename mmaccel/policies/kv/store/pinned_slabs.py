@@ -1,16 +1,20 @@
-"""Large pieces of host memory, pinned where a device reads them, and files mapped into memory when it has run out."""
+"""Large pieces of host memory, pinned where a device reads them, and files mapped into memory when it has run out; and the
+table that tells in which slot of them each unit lies, on the host and on the device."""
 
 from __future__ import annotations
 
+import heapq
 import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +51,10 @@ class Shape:
         """Bytes of one unit in one layer."""
         return 2 * self.groups * self.tokens * self.size * self.dtype.itemsize
 
+    def facts(self) -> dict[str, Any]:
+        """Its fields, as a saved store tells them."""
+        return {**vars(self), "dtype": str(self.dtype).removeprefix("torch.")}
+
     def side(self, name: str, tensor: Tensor, n: int) -> Tensor:
         """`tensor` [G, n * P, D], with or without a batch of 1; refused when its units are not like these."""
         found = tensor[0] if tensor.dim() == 4 and tensor.shape[0] == 1 else tensor
@@ -57,16 +65,6 @@ class Shape:
                 f"{list(wanted)}; all units of a stream have one size."
             )
         return found.detach()
-
-    def check(self, out: Tensor, n: int) -> None:
-        """Refuse what `n` units cannot be written to."""
-        shape = 2, self.groups, n * self.tokens, self.size
-        dense = out.dim() == 4 and out.stride(3) == 1 and out.stride(2) == self.size
-        if tuple(out.shape) != shape or out.dtype != self.dtype or not dense:
-            raise StoreError(
-                f"host store: out is {out.dtype} {list(out.shape)} and should be {self.dtype} {list(shape)}, dense in its "
-                "last two dimensions."
-            )
 
 
 class Slabs:
@@ -81,7 +79,7 @@ class Slabs:
         self, shape: Shape, pinned: bool, slab_bytes: int, cap: int | None, disk: bool, folder: Path | None
     ) -> None:
         self._shape, self._pinned, self._cap, self._disk = shape, pinned, cap, disk
-        self._wanted_folder, self.folder = folder, None if folder is None else Path(folder)
+        self.folder = folder
         # Files take slabs of the same size, and should be few.
         least = min(slab_bytes, LEAST * shape.nbytes) if disk else shape.nbytes
         self._bytes = slab_bytes if cap is None else _fitting(slab_bytes, cap, least)
@@ -91,12 +89,6 @@ class Slabs:
         self.files: list[Path] = []
         self.in_memory = 0
         self._remove = weakref.finalize(self, _remove, self.files, [])
-
-    def align(self, block: int) -> int:
-        """The largest block of at most `block` slots that slabs are made of; slots beyond the last whole one go unused."""
-        block = min(block, self.per)
-        self.per -= self.per % block
-        return block
 
     def grow(self) -> bool:
         """One slab more; False when memory is used up and there is no disk. Raises `StoreError` when the disk is full."""
@@ -117,10 +109,6 @@ class Slabs:
             return False
         self.slabs.append(self._file())
         return True
-
-    def on_disk(self, slot: int) -> bool:
-        """Whether a slot is in a file."""
-        return slot // self.per >= self.in_memory
 
     def entry(self, start: int, end: int) -> Tensor:
         """[end - start, 2, G, P, D], the slots of one slab."""
@@ -291,3 +279,77 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="ascii").split("\n")[:-1]
     except OSError:
         return []
+
+
+class SlotTable:
+    """Which slot each unit of each layer has; [L, units] numbers, -1 for none, which widen with the unit numbers."""
+
+    def __init__(self, layers: int, device: torch.device) -> None:
+        self._device = device
+        self.slot = np.full((layers, 0), -1, dtype=np.int64)
+        self.size = 0
+        """Slots that there are."""
+        self.free: list[int] = []
+        """A heap of those that no unit has."""
+        self._copy: Tensor | None = None
+        self._stale = True
+
+    def grow(self, slots: int) -> None:
+        """Add `slots` slots at the end."""
+        # Behind all others: it stays a heap.
+        self.free += range(self.size, self.size + slots)
+        self.size += slots
+
+    def put(self, layer: int, units: Sequence[int]) -> list[int]:
+        """Units of a layer have slots from now on, the first that are free."""
+        slots = [heapq.heappop(self.free) for _ in units]
+        width, have = max(units) + 1, self.slot.shape[1]
+        if width > have:
+            more = np.full((len(self.slot), max(width, 2 * have) - have), -1, dtype=np.int64)
+            self.slot = np.concatenate([self.slot, more], 1)
+        self.slot[layer, units] = slots
+        self._stale = True
+        return slots
+
+    def drop(self, layer: int, units: Iterable[int]) -> None:
+        """Units of a layer have no slots; those that have none are passed over."""
+        for unit in units:
+            if self.look(layer, unit) >= 0:
+                heapq.heappush(self.free, self.look(layer, unit))
+                self.slot[layer, unit] = -1
+                self._stale = True
+
+    def look(self, layer: int, unit: int) -> int:
+        """The slot of a unit, -1 where it has none."""
+        return int(self.slot[layer, unit]) if 0 <= unit < self.slot.shape[1] else -1
+
+    def units(self, layer: int, first: int = 0) -> list[int]:
+        """The units from number `first` on that a layer holds, ascending."""
+        return [first + int(unit) for unit in np.flatnonzero(self.slot[layer, first:] >= 0)]
+
+    def held(self) -> list[int]:
+        """The units that some layer holds, ascending."""
+        return [int(unit) for unit in np.flatnonzero((self.slot >= 0).any(0))]
+
+    def rows(self) -> Tensor:
+        """The slots on the device: uploaded whole, and only when asked for after a change, for streams change in one
+        phase and are asked in another. They stay where they are until the table widens."""
+        if self._copy is None or self._copy.shape != self.slot.shape:
+            with torch.inference_mode(False):
+                self._copy = torch.empty(self.slot.shape, dtype=torch.long, device=self._device)
+            self._stale = True
+        if self._stale:
+            self._copy.copy_(on_device(torch.from_numpy(self.slot).clone(), self._device))
+            self._stale = False
+        return self._copy
+
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        return 0 if self._copy is None else self._copy.nbytes
+
+
+def on_device(numbers: list[int] | Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host, or long numbers, on `device`, without waiting for what that computes."""
+    here = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
+    pinned = device.type == "cuda" and here.numel() > 0
+    return here.pin_memory().to(device, non_blocking=True) if pinned else here.to(device)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv._prefetch import Prefetcher, Window
+from mmaccel.policies.kv._prefetch import Prefetcher
 from mmaccel.policies.kv.store import HostStore, transfer
-from mmaccel.policies.kv.store.streams import Mark, on_device
+from mmaccel.policies.kv.store.pinned_slabs import on_device
+from mmaccel.policies.kv.store.transfer import Mark
 from tests.policies.kv.store.lanes_sim import SimLane, SimLanes
 from tests.policies.kv.store.units import LAYERS, TOKENS, contents, fill, open_store
 
@@ -27,7 +28,7 @@ class Replay:
         self.prefetcher = Prefetcher(store, LAYERS, COUNT - FIRST, ROOM)
         device = store.device
         self.windows = [
-            Window(FIRST, tuple(t[None].to(device) for t in contents(layer, list(range(FIRST, COUNT)))))  # type: ignore[arg-type]
+            tuple(t[None].to(device) for t in contents(layer, list(range(FIRST, COUNT))))
             for layer in range(LAYERS)
         ]
         self.seen: list[tuple[int, list[int], Tensor]] = []
@@ -54,7 +55,7 @@ class Replay:
                     layer + 1, self.prefetcher.foretell(layer + 1, self.told([*guess, -1]))
                 )
             self.prefetcher.arrive(layer)
-            self.prefetcher.cache.keep(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])
+            self.prefetcher.keep(layer, every[: len(units)], out[:, :, : len(units) * TOKENS])
             self.read(layer, [*units, *rest], out)
         self.prefetcher.drop()
         # As a pass of the stream does, whose cache stays a question's.
@@ -63,7 +64,7 @@ class Replay:
             units = self.units(FIRST, 4)
             self.hold_up()
             self.read(layer, units, self.prefetcher.recall(layer, self.told(units)))
-        self.prefetcher.sources.tally()
+        self.prefetcher.tally()
 
     def told(self, units: list[int]) -> Tensor:
         return torch.tensor(units, dtype=torch.long, device=self.store.device)

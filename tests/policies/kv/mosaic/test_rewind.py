@@ -9,7 +9,7 @@ def test_what_a_broken_clip_pushed_out_stays_forgotten() -> None:
     unit = LAYERS * 2 * 2 * TOKENS * 8 * 8
     driven = Driven(host_bytes=unit * 24, spill="drop_oldest", frames=20)
     state = driven.state
-    driven.watch(26)
+    driven.watch(31)
     mark, before = state.checkpoint(), int(state.index.absent.sum())
     driven.watch(12)
     state.restore(mark)

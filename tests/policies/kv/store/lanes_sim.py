@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 
-from mmaccel.policies.kv.store.streams import Lane, Lanes, Mark
+from mmaccel.policies.kv.store.transfer import Lane, Lanes, Mark
 
 
 class SimMark(Mark):
@@ -14,9 +14,6 @@ class SimMark(Mark):
         self.passed = False
         self.at = 0.0
         self._sim = sim
-
-    def done(self) -> bool:
-        return self.passed
 
     def sync(self) -> None:
         self._sim.drain(until=lambda: self.passed)

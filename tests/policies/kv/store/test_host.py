@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, StoreError
-from mmaccel.policies.kv.store.streams import HostLanes
+from mmaccel.policies.kv.store.transfer import Lanes
 
 from .lanes_sim import SimLanes
 from .units import GROUPS, LAYERS, SIZE, TOKENS, UNIT_BYTES, check, contents, fill, open_store, poisoned
-
-WAYS = ("copies", "gather", "pieces", "auto")
-
 
 KINDS = (
     "put",
@@ -35,19 +32,19 @@ KINDS = (
 )
 
 
-@given(seed=st.integers(0, 10**6), extent=st.integers(1, 6), files=st.booleans())
+@given(seed=st.integers(0, 10**6), files=st.booleans())
 def test_any_order_of_calls_gives_what_a_dictionary_gives(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, extent: int, files: bool
+    tmp_path_factory: pytest.TempPathFactory, seed: int, files: bool
 ) -> None:
-    """Late lanes, blocks of every size, memory that runs over into files: what comes back is what was put."""
+    """Late lanes, memory that runs over into files: what comes back is what was put."""
     with mock.patch.object(torch, "empty", poisoned):
-        replay(tmp_path_factory.mktemp("saved") / "at", seed, extent, files)
+        replay(tmp_path_factory.mktemp("saved") / "at", seed, files)
 
 
-def replay(folder: Path, seed: int, extent: int, files: bool) -> None:
+def replay(folder: Path, seed: int, files: bool) -> None:
     lanes, draw = SimLanes(seed, eager=0.1), random.Random(seed)
     limits = dict(cap=12 * UNIT_BYTES, spill="disk") if files else {}
-    store = open_store(12, extent=extent, lanes=lanes, **limits)
+    store = open_store(12, lanes=lanes, **limits)
     plain: dict[tuple[int, int], int] = {}
     waiting: list[tuple[Tensor, Tensor]] = []
     window = torch.full((2, GROUPS, 8 * TOKENS, SIZE), -1.0)
@@ -69,19 +66,24 @@ def replay(folder: Path, seed: int, extent: int, files: bool) -> None:
         units = draw.sample(range(9), draw.randint(0, 6))
         held = [unit for unit in units if (layer, unit) in plain]
         if kind == "put":
-            group, fresh = draw.choice([None, 0, 1]), [unit for unit in units if unit not in held]
-            assert store.put(layer, fresh, *contents(layer, fresh, number % 16), group) == []
+            fresh = [unit for unit in units if unit not in held]
+            assert store.put(layer, fresh, *contents(layer, fresh, number % 16)) == []
             plain.update({(layer, unit): number % 16 for unit in fresh})
-            assert all(store.group_of(layer, unit) == group for unit in fresh)
         elif kind == "fetch":
             out = window[:, :, : len(held) * TOKENS] if draw.random() < 0.5 else None
-            found = store.fetch(layer, held, out, way=draw.choice(WAYS))  # type: ignore[arg-type]
+            found = store.fetch(layer, held, out)
             for side in (0, 1):
                 expect(found[side], layer, held, side)
         elif kind == "index" and not files and plain:
-            index = torch.full((len(units),), -5)
-            lanes.compute.run(lambda index=index, units=units: index.copy_(torch.tensor(units)))
-            expect(store.fetch(layer, index, way="gather")[1], layer, units, 1)
+            index, out, rows = (
+                torch.full((len(units),), -5),
+                store.buffer(len(units)),
+                store.rows()[layer].clone(),
+            )
+            slots = torch.nn.functional.pad(rows, (0, 10), value=-1)[torch.tensor(units, dtype=torch.long)]
+            lanes.compute.run(lambda index=index, slots=slots: index.copy_(slots))
+            lanes.compute.wait(store.gather(index, out)[1])
+            expect(out[1], layer, units, 1)
         elif kind == "drop":
             store.drop(units, layer)
             plain = {key: salt for key, salt in plain.items() if key not in [(layer, unit) for unit in units]}
@@ -103,92 +105,64 @@ def replay(folder: Path, seed: int, extent: int, files: bool) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("files", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_units_come_back_in_the_order_asked_twice_if_asked_twice(way: str, dtype: torch.dtype) -> None:
-    store = open_store(4, dtype=dtype)
+def test_units_come_back_in_the_order_asked_twice_if_asked_twice(
+    files: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    spilled = dict(cap=8 * UNIT_BYTES, spill="disk", folder=tmp_path) if files else {}
+    store = open_store(4, dtype=dtype, **spilled)
     made = {layer: torch.randn(2, GROUPS, 9 * TOKENS, SIZE).to(dtype) for layer in range(LAYERS)}
     for layer, (key, value) in made.items():
         store.put(layer, range(9), key[None], value[None])
+    assert store.indexed is not files
     order = [8, 0, 1, 2, 8, 5, 4]
     for layer, both in made.items():
         expected = both.unflatten(2, (9, TOKENS))[:, :, order].flatten(2, 3)
-        found = store.fetch(layer, order, way=way)  # type: ignore[arg-type]
+        found = store.fetch(layer, order)
         assert torch.equal(torch.stack(found), expected)
         assert found[0].is_contiguous() and found[0].dtype == dtype
         wide = torch.full((2, GROUPS, 50, SIZE), 7, dtype=dtype)
-        store.fetch(layer, order, wide[:, :, 3:38], way=way)  # type: ignore[arg-type]
+        store.fetch(layer, order, wide[:, :, 3:38])
         assert torch.equal(wide[:, :, 3:38], expected)
         assert (wide[:, :, :3] == 7).all() and (wide[:, :, 38:] == 7).all()
 
 
-def test_an_index_on_the_device_is_served_without_the_host() -> None:
-    """-1, and what is not held, gives zeros: the host cannot know, and shapes stay."""
-    store = open_store(4)
-    fill(store, [0, 1, 2, 5])
-    index = torch.tensor([5, -1, 0, 3, 77])
-    key, value = store.fetch(1, index, way="gather")
-    for found, expected in zip((key, value), contents(1, [5, 0]), strict=True):
-        units = found.unflatten(1, (5, TOKENS))
-        assert torch.equal(units[:, [0, 2]], expected.unflatten(1, (2, TOKENS)))
-        assert (units[:, [1, 3, 4]] == 0).all()
-    assert store.counters()["gathers"] == 1
-    store.drop([5])
-    assert (store.fetch(1, torch.tensor([5]), way="gather")[0] == 0).all(), "the index follows the store"
-    with pytest.raises(StoreError, match="does not hold unit 77"):
-        store.fetch(1, torch.tensor([77]), way="copies")
-
-
 def test_an_index_is_read_once_the_model_has_made_it() -> None:
+    """-1 gives zeros."""
     lanes = SimLanes(0, eager=0)
     store = open_store(lanes=lanes)
     fill(store, [0, 1, 2, 3])
     lanes.drain()
-    index = torch.full((2,), 3)
-    lanes.compute.run(lambda: index.copy_(torch.tensor([2, 0])))
+    index, out = torch.full((3,), 3), store.buffer(3)
+    lanes.compute.run(lambda: index.copy_(torch.tensor([*store.rows()[0, [2, 0]], -1])))
     with mock.patch.object(torch, "empty", poisoned):
-        key, _ = store.fetch(0, index, way="gather")
+        store.gather(index, out)
     lanes.rush()
-    assert torch.equal(key, contents(0, [2, 0])[0])
+    assert torch.equal(out[0, :, : 2 * TOKENS], contents(0, [2, 0])[0]) and not out[:, :, 2 * TOKENS :].any()
 
 
-def test_copies_bytes_and_launches_are_counted_exactly() -> None:
-    store = open_store(16, extent=4)
-    fill(store, [0, 1, 2, 3, 4, 5])
-    counted = store.counters()
-    # Each layer has two blocks of four, side by side.
-    assert counted["puts"] == 3 and counted["bytes_out"] == 18 * UNIT_BYTES
-    assert counted["copies_out"] == 3
-    for way, units, copies, gathers in (
-        ("copies", [0, 1, 2, 3, 4, 5], 1, 0),
-        ("copies", [5, 3, 4], 1, 0),
-        ("copies", [0, 2, 5], 3, 0),
-        ("gather", [0, 2, 5], 1, 1),
-        ("pieces", [0, 1, 2], 6, 0),
-        ("auto", [0, 1, 4, 5], 2, 0),
-    ):
-        before = store.counters()
-        store.fetch(0, units, way=way)  # type: ignore[arg-type]
-        after = store.counters()
-        assert after["copies_in"] - before["copies_in"] == copies, (way, units)
-        assert after["gathers"] - before["gathers"] == gathers
-        assert after["bytes_in"] - before["bytes_in"] == len(units) * UNIT_BYTES
-        assert after["fetches"] - before["fetches"] == 1
-    assert after["seconds_in"] > 0 and after["seconds_out"] > 0
-    assert after["host_bytes"] == 2 * 16 * UNIT_BYTES and after["disk_bytes"] == 0
-    assert all(isinstance(value, float) for value in after.values())
-
-
-def test_a_group_lies_together_and_comes_in_one_copy() -> None:
-    """Frames of two scenes that take turns: by groups each scene is one run, without them it is as many as frames."""
-    for grouped, copies in ((True, 1), (False, 4)):
-        store = open_store(64, extent=4)
-        for unit in range(8):
-            store.put(0, [unit], *contents(0, [unit]), group=unit % 2 if grouped else None)
-        before = store.counters()["copies_in"]
-        check(store, 0, [0, 2, 4, 6])
-        assert store.counters()["copies_in"] - before == copies
-        assert store.group_of(0, 1) == (1 if grouped else None)
+def test_copies_bytes_and_launches_are_counted_exactly(tmp_path: Path) -> None:
+    for spilled in (False, True):
+        fields = dict(cap=0, spill="disk", folder=tmp_path, slab_bytes=64 * UNIT_BYTES) if spilled else {}
+        store = open_store(16, **fields)
+        fill(store, [0, 1, 2, 3, 4, 5])
+        counted = store.counters()
+        # The units of one call lie side by side; a slab ends behind the 16th.
+        assert counted["puts"] == 3 and counted["bytes_out"] == 18 * UNIT_BYTES
+        assert counted["copies_out"] == (3 if spilled else 4)
+        for units, copies in ([0, 1, 2, 3, 4, 5], 1), ([5, 3, 4], 1), ([0, 2, 5], 3):
+            before = store.counters()
+            store.fetch(0, units)
+            after = store.counters()
+            assert after["copies_in"] - before["copies_in"] == (copies if spilled else 1), units
+            assert after["gathers"] - before["gathers"] == (not spilled)
+            assert after["disk_in"] - before["disk_in"] == len(units) * spilled
+            assert after["bytes_in"] - before["bytes_in"] == len(units) * UNIT_BYTES
+            assert after["fetches"] - before["fetches"] == 1
+        assert after["seconds_in"] > 0 and after["seconds_out"] > 0
+        assert (after["host_bytes"], after["disk_bytes"] > 0) == (0 if spilled else 32 * UNIT_BYTES, spilled)
+        assert all(isinstance(value, float) for value in after.values())
 
 
 def test_a_store_at_its_cap_refuses_and_loses_nothing() -> None:
@@ -198,7 +172,7 @@ def test_a_store_at_its_cap_refuses_and_loses_nothing() -> None:
         store.put(0, range(10, 15), *contents(0, list(range(10, 15))))
     with pytest.raises(StoreError, match="cap"):
         store.reserve(2)
-    assert store.host_bytes() <= 16 * UNIT_BYTES
+    assert store.counters()["host_bytes"] <= 16 * UNIT_BYTES
     for layer in range(LAYERS):
         assert store.units(layer) == [0, 1, 2, 3]
         check(store, layer, [3, 0, 2])
@@ -211,14 +185,11 @@ def test_a_store_at_its_cap_refuses_and_loses_nothing() -> None:
 
 
 def test_a_reserved_chunk_always_fits() -> None:
-    """Even where the layers' blocks are half empty: then they are shared."""
-    store = open_store(8, cap=24 * UNIT_BYTES, extent=8)
+    store = open_store(8, cap=24 * UNIT_BYTES)
     fill(store, [0])
     assert store.reserve(7) == []
     fill(store, [1, 2, 3])
-    store.put(0, [4, 5, 6, 7], *contents(0, [4, 5, 6, 7]), group=9)
-    for layer in (1, 2):
-        store.put(layer, [4, 5, 6, 7], *contents(layer, [4, 5, 6, 7]), group=3)
+    fill(store, [4, 5, 6, 7])
     for layer in range(LAYERS):
         check(store, layer, list(range(8)))
     with pytest.raises(StoreError):
@@ -267,13 +238,8 @@ def test_files_take_what_memory_does_not_and_go_with_the_store(tmp_path: Path) -
     assert counted["host_bytes"] == 8 * UNIT_BYTES and counted["disk_bytes"] >= 52 * UNIT_BYTES
     assert sum(file.stat().st_size for file in files) == counted["disk_bytes"]
     for layer in range(LAYERS):
-        for way in WAYS:
-            check(store, layer, [19, 0, 7, 1, 2, 18], way=way)
-    check(store, 0, [0, 19, 1, 18], way="gather")
-    mixed = store.counters()
-    assert mixed["disk_in"] > 0 and mixed["gathers"] > 0
-    index = torch.tensor([19, 0])
-    assert torch.equal(store.fetch(0, index, way="gather")[0], contents(0, [19, 0])[0])
+        check(store, layer, [19, 0, 7, 1, 2, 18])
+    assert store.counters()["disk_in"] > 0 and not store.indexed
     store.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -295,8 +261,8 @@ def test_slabs_use_the_cap_and_never_exceed_it() -> None:
             for unit in range(200):
                 store.put(0, [unit], *contents(0, [unit]))
         except StoreError:
-            assert store.host_bytes() >= 7 / 8 * cap - 8 * UNIT_BYTES
-        assert store.host_bytes() <= cap
+            assert store.counters()["host_bytes"] >= 7 / 8 * cap - 8 * UNIT_BYTES
+        assert store.counters()["host_bytes"] <= cap
         store.close()
     files = open_store(4096, cap=0, spill="disk")
     fill(files, list(range(20)))
@@ -322,11 +288,7 @@ def test_wrong_calls_are_told_and_change_nothing() -> None:
     for call in (lambda: store.fetch(0, [0, 9]), lambda: store.entry(0, 9)):
         with pytest.raises(StoreError, match="layer 0 does not hold unit 9"):
             call()
-    with pytest.raises(StoreError, match="out is"):
-        store.fetch(0, [0], torch.empty(2, GROUPS, TOKENS + 1, SIZE))
-    with pytest.raises(RecipeError, match="way is 'pigeon'"):
-        store.fetch(0, [0], way="pigeon")  # type: ignore[arg-type]
-    for field, value in (("layers", 0), ("extent", 0), ("cap", -1), ("spill", "sink"), ("way", "x")):
+    for field, value in (("layers", 0), ("slab_bytes", 0), ("cap", -1), ("spill", "sink")):
         with pytest.raises(RecipeError, match=field):
             open_store(**{field: value})
     assert store.counters()["units"] == before
@@ -355,9 +317,8 @@ def test_a_store_outlives_inference_mode() -> None:
     outside = store.buffer(1)
     with torch.inference_mode():
         fill(store, [0, 1])
-        for way in WAYS:
-            check(store, 0, [0], way=way)
-            check(store, 0, [1], way=way, out=outside)
+        check(store, 0, [0])
+        check(store, 0, [1], out=outside)
     fill(store, list(range(2, 9)))
     with torch.inference_mode():
         fill(store, [9])
@@ -365,11 +326,11 @@ def test_a_store_outlives_inference_mode() -> None:
 
 
 def test_work_is_done_at_once_without_streams() -> None:
-    lanes = HostLanes()
+    lanes = Lanes()
     done: list[int] = []
     mark = lanes.compute.mark()
     lanes.wire.wait(mark)
     lanes.wire.run(lambda: done.append(1))
     later = lanes.wire.mark(timed=True)
     lanes.wire.sync()
-    assert done == [1] and later.done() and mark.seconds(later) >= 0
+    assert done == [1] and mark.seconds(later) >= 0

@@ -41,12 +41,11 @@ def test_the_next_slab_is_there_before_it_is_needed(monkeypatch: pytest.MonkeyPa
     store, made = ahead(monkeypatch)
     for unit in range(12):
         fill(store, [unit])
-    # Each slab holds 4 units of a layer, and the blocks of one layer lie together.
     assert len(store._slabs.slabs) == 9 and len(made) == 10
     assert made[0] == "MainThread" and set(made[1:]) == {"mmaccel-slab"}
     for layer in range(LAYERS):
         check(store, layer, list(range(12)))
-    assert store.host_bytes() == 9 * 4 * UNIT_BYTES, "one that is ahead holds nothing yet"
+    assert store.counters()["host_bytes"] == 9 * 4 * UNIT_BYTES, "one that is ahead holds nothing yet"
     store.close()
     assert not store._slabs.slabs and store._slabs._ahead is None
 
@@ -58,7 +57,7 @@ def test_nobody_holds_the_slabs_that_are_given_back(
     """When PyTorch is told to keep none of the pinned memory, a gather's list of slabs would keep it."""
     store, _ = ahead(monkeypatch)
     fill(store, [0, 1, 2, 3, 4])
-    check(store, 0, [0, 4], way="gather")
+    check(store, 0, [0, 4])
     slabs, held = [weakref.ref(one) for one in store._slabs.slabs], list[bool]()
     monkeypatch.setattr(
         torch.accelerator,
@@ -105,19 +104,3 @@ def test_one_that_could_not_be_made_ahead_is_made_when_it_is_needed(
     assert store.counters()["disk_bytes"] == 0 and not list(tmp_path.iterdir())
     check(store, 0, [4, 0])
     store.close()
-
-
-def test_groups_of_one_put_lie_together_and_a_refused_one_takes_nothing() -> None:
-    store = open_store(16, cap=16 * UNIT_BYTES)
-    store.put(0, range(6), *contents(0, list(range(6))), group=[7, 7, None, 3, 3, 7])
-    assert [store.group_of(0, unit) for unit in range(6)] == [7, 7, None, 3, 3, 7]
-    check(store, 0, [5, 2, 0, 3, 1, 4])
-    copies = store.counters()["copies_in"]
-    check(store, 0, [0, 1, 5])
-    assert store.counters()["copies_in"] == copies + 1, "three of a group are one copy"
-    free = store._allotment.free
-    with pytest.raises(StoreError, match="full"):
-        store.put(0, range(6, 20), *contents(0, list(range(6, 20))), group=[0] * 5 + [1] * 9)
-    assert store._allotment.free == free and store.units(0) == list(range(6))
-    store.put(0, range(6, 16), *contents(0, list(range(6, 16))), group=[0] * 5 + [1] * 5)
-    check(store, 0, list(range(16)))

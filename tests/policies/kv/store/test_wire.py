@@ -13,8 +13,6 @@ from mmaccel.policies.kv.store import transfer
 from .lanes_sim import SimLanes
 from .units import check, fill, open_store
 
-WAYS = ("copies", "gather", "pieces", "auto")
-
 
 def test_the_device_is_told_where_every_slab_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that came after it was told before, and after all were replaced."""
@@ -30,7 +28,7 @@ def test_the_device_is_told_where_every_slab_lies(monkeypatch: pytest.MonkeyPatc
     store = open_store(8)
     for units in ([0, 1], [2, 3, 4, 5], [6, 7, 8, 9]):
         fill(store, units)
-        check(store, 2, units, way="gather")
+        check(store, 2, units)
     assert len({len(base) for base, _ in told}) == 3
     assert all(base == apart for base, apart in told)
 
@@ -56,8 +54,8 @@ def test_where_slabs_lie_is_sent_before_it_is_read(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(transfer, "on_device", send)
     monkeypatch.setattr(transfer, "gather_units", note)
-    store.fetch(0, torch.tensor([5, 0]), way="gather")
-    store.fetch(1, [3, 1], way="gather")
+    store.gather(torch.tensor([5, 0]), store.buffer(2))
+    store.fetch(1, [3, 1])
     issued = True
     lanes.rush()
     assert len(told) == 2 and len(told[0]) > 1

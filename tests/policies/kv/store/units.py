@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv.store import HostStore
+from mmaccel.policies.kv.store import HostStore, Shape
 
 LAYERS, GROUPS, TOKENS, SIZE = 3, 2, 5, 4
 UNIT_BYTES = 2 * GROUPS * TOKENS * SIZE * 4
@@ -15,8 +15,9 @@ UNIT_BYTES = 2 * GROUPS * TOKENS * SIZE * 4
 
 def open_store(slots: int = 16, **fields: Any) -> HostStore:
     """A store whose slabs hold `slots` units of a layer."""
-    sizes = dict(layers=LAYERS, groups=GROUPS, tokens=TOKENS, size=SIZE, dtype=torch.float32, device="cpu")
-    return HostStore(**{**sizes, "slab_bytes": slots * UNIT_BYTES, "extent": 4, **fields})
+    shape = dict(layers=LAYERS, groups=GROUPS, tokens=TOKENS, size=SIZE, dtype=torch.float32)
+    shape |= {name: fields.pop(name) for name in list(fields) if name in shape}
+    return HostStore(Shape(**shape), **{"device": "cpu", "slab_bytes": slots * UNIT_BYTES, **fields})  # type: ignore[arg-type]
 
 
 def contents(layer: int, units: list[int], salt: int = 0, tokens: int = TOKENS) -> tuple[Tensor, Tensor]:
@@ -36,8 +37,8 @@ def poisoned(*sizes: Any, **named: Any) -> Tensor:
     return made.fill_(torch.nan if made.is_floating_point() else 77)
 
 
-def check(store: HostStore, layer: int, units: list[int], salt: int = 0, **fields: object) -> None:
-    found = store.fetch(layer, units, **fields)  # type: ignore[arg-type]
+def check(store: HostStore, layer: int, units: list[int], salt: int = 0, out: Tensor | None = None) -> None:
+    found = store.fetch(layer, units, out)
     for ours, theirs in zip(found, contents(layer, units, salt), strict=True):
         assert torch.equal(ours, theirs)
 

@@ -7,6 +7,7 @@ squared distance to c), n size [...]. For points of unit length s2 = 1 - |c|^2.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -261,77 +262,38 @@ class Children:
     """Ids of children by (parent, layer), so that a newcomer is compared with the few clusters inside its parent alone."""
 
     def __init__(self, layers: int) -> None:
-        self._table = torch.full((0, layers, 4), -1, dtype=torch.long)
-        self._count = torch.zeros(0, layers, dtype=torch.long)
-        self._told: dict[int, Tensor] = {}
+        self._layers = layers
+        self._ids: dict[tuple[int, int], list[int]] = {}
+        self._tables: dict[int, Tensor] = {}
         """What `children` gave, of parents that have not changed since."""
 
     @classmethod
     def of_parents(cls, parent: Tensor) -> Children:
         """From the parent [L, C] of every cluster, -1 for none."""
-        nest = cls(parent.shape[0])
-        for cluster in range(parent.shape[1]):
-            layer = (parent[:, cluster] >= 0).nonzero()[:, 0]
-            if layer.numel():
-                nest.add(parent[layer, cluster], layer, torch.full_like(layer, cluster))
-        return nest
+        made, (layer, cluster) = cls(len(parent)), (parent >= 0).nonzero(as_tuple=True)
+        made.add(parent[layer, cluster], layer, cluster)
+        return made
 
     def add(self, parent: Tensor, layer: Tensor, child: Tensor) -> None:
-        """Children [b] of distinct (parent [b], layer [b])."""
-        self._forget(parent.tolist())
-        self._table = grow_buffer(self._table, 0, int(parent.max()) + 1, fill=-1, share=1.0)
-        self._count = grow_buffer(self._count, 0, len(self._table), fill=0, share=0.0)
-        at = self._count[parent, layer]
-        self._table = grow_buffer(self._table, 2, int(at.max()) + 1, fill=-1, share=1.0)
-        self._table[parent, layer, at] = child
-        self._count[parent, layer] = at + 1
+        """Children [b] of (parent [b], layer [b])."""
+        for up, at, one in zip(parent.tolist(), layer.tolist(), child.tolist(), strict=True):
+            bisect.insort(self._ids.setdefault((up, at), []), one)
+            self._tables.pop(up, None)
 
-    def extend(self, parent: int, layer: Tensor, child: Tensor) -> None:
-        """Children [b] of one parent, at layers [b] in ascending order that may occur again."""
-        many = torch.bincount(layer, minlength=self._table.shape[1])
-        rank = torch.arange(len(layer)) - (many.cumsum(0) - many)[layer]
-        for turn in range(int(many.max())):
-            now = rank == turn
-            self.add(torch.full_like(layer[now], parent), layer[now], child[now])
-
-    def move(self, old: int, new: int, layer: Tensor, child: Tensor) -> None:
-        """Children [b] of `old`, at layers [b] in ascending order that may occur again, are children of `new`."""
-        if not layer.numel():
-            return
-        row = self._table[old]
-        at, place = (row >= 0).nonzero(as_tuple=True)
-        gone = torch.zeros(len(row), max(int(row.max()), int(child.max())) + 1, dtype=torch.bool)
-        gone[layer, child] = True
-        kept = ~gone[at, row[at, place]]
-        at, left = at[kept], row[at, place][kept]
-        row.fill_(-1)
-        self._count[old] = 0
-        self._forget([old])
-        self.extend(old, at, left)
-        self.extend(new, layer, child)
-
-    def remove(self, parent: int, layer: int, child: int) -> None:
-        """`child` of `parent` at `layer` is no more; the last of its siblings takes its place."""
-        self._forget([parent])
-        row, last = self._table[parent, layer], int(self._count[parent, layer]) - 1
-        row[int((row == child).nonzero()[0])] = row[last].clone()
-        row[last] = -1
-        self._count[parent, layer] = last
+    def remove(self, parent: int, layer: Tensor, child: Tensor) -> None:
+        """Children [b] of `parent` at layers [b] are its children no more."""
+        for at, one in zip(layer.tolist(), child.tolist(), strict=True):
+            self._ids[parent, at].remove(one)
+        self._tables.pop(parent, None)
 
     def children(self, parent: int) -> Tensor:
         """[L, W] children of `parent` at each layer in ascending order, then -1; not to be written to."""
-        if parent >= len(self._table):
-            return torch.full((self._count.shape[1], 0), -1, dtype=torch.long)
-        if parent not in self._told:
-            row = self._table[parent, :, : int(self._count[parent].max())]
-            most = torch.iinfo(torch.long).max
-            row = row.masked_fill(row < 0, most).sort(1).values
-            self._told[parent] = row.masked_fill(row == most, -1)
-        return self._told[parent]
-
-    def _forget(self, parents: list[int]) -> None:
-        for parent in parents:
-            self._told.pop(parent, None)
+        if parent not in self._tables:
+            rows = [self._ids.get((parent, layer), []) for layer in range(self._layers)]
+            width = max(map(len, rows))
+            padded = [row + [-1] * (width - len(row)) for row in rows]
+            self._tables[parent] = torch.tensor(padded, dtype=torch.long).view(self._layers, width)
+        return self._tables[parent]
 
 
 class Matching:

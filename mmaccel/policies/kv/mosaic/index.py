@@ -5,7 +5,7 @@ Letters as in `_index` and `ClusterTable`; V places for visual clusters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +14,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters
+from mmaccel.core import checkpoint_io
 from mmaccel.core.buffers import LEAST, grow_buffer
+from mmaccel.core.errors import ModelError
 from mmaccel.policies.kv._index import SPARE, Found, Index, Survey
 from mmaccel.policies.kv._window import Pair
-from mmaccel.policies.kv.mosaic import save
-from mmaccel.policies.kv.mosaic.clusters import ClusterTable
-from mmaccel.policies.kv.mosaic.ingest import UnitMeans
+from mmaccel.policies.kv.mosaic.clusters import ROWS, ClusterTable
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
-from mmaccel.policies.kv.mosaic.split import Rules
+from mmaccel.policies.kv.mosaic.split import Rules, UnitMeans
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import Geometry
     from mmaccel.core.kv import Stream
 
+MOST = 1 << 53
+"""Saved counters are below this."""
+FACTS = {"units": int, "started": bool, "buffer": list, "counters": dict, "absent": list}
 STAGE = 4
 """The first stage stops when its visual clusters hold so many times what is to be retrieved."""
 FEWEST = 2
@@ -81,8 +84,6 @@ class ClusterIndex(Index):
         self._asked = torch.zeros(geometry.hidden * by_look, device=device)
         # On the device, of units: whose each is.
         self._owner = torch.zeros(layers, 0, dtype=torch.long, device=device)
-        self._visible = VisibleCounts(lambda: self.tree.semantic)
-        self._visible_looks = VisibleCounts(lambda: self.tree.visual)
         self._units = 0
 
     # The stream comes in.
@@ -95,29 +96,13 @@ class ClusterIndex(Index):
     @torch.no_grad()
     def digest(self, keep: int = 0) -> None:
         """Cluster what has arrived; the device is told later, unless it would be too far behind, or `keep` is 0."""
-        self._cluster(keep)
-        if self.tree.units - self._units > BEHIND * bool(keep):
-            self.refresh()
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _cluster(self, keep: int) -> None:
         while self.tree.means.waiting > keep:
             retrieved = self.tree.means.take()
             if retrieved is not None:
                 self.tree.resolve(retrieved)
             self.tree.insert(self._window, retrieved)
-
-    def forget(self, units: Sequence[int]) -> None:
-        new = [unit for unit in units if unit >= len(self.absent) or not self.absent[unit]]
-        super().forget(units)
-        for visible in (self._visible, self._visible_looks):
-            visible.forget(torch.tensor(new, dtype=torch.long))
-
-    def cut(self, end: int) -> None:
-        super().cut(end)
-        for visible in (self._visible, self._visible_looks):
-            visible.recount(self.absent)
+        if self.tree.units - self._units > BEHIND * bool(keep):
+            self.refresh()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -138,7 +123,6 @@ class ClusterIndex(Index):
             for name in ("key", "value", "time"):
                 setattr(self, name, grow_buffer(getattr(self, name), 1, room, fill=0, share=SPARE))
             members = level.contents(layer, cluster)
-            self._visible.changed(layer, cluster, members, self.absent)
             self._own(layer, cluster, members)
             at = self._sent(layer), self._sent(cluster)
             self.key[at] = self._sent(kept.means(kept.key, layer, members), self.key)
@@ -163,7 +147,6 @@ class ClusterIndex(Index):
         room = max(level.used, int(cluster.max()) + 1)
         self.visual_key = grow_buffer(self.visual_key, 1, room, fill=0, share=SPARE)
         units = level.contents(torch.zeros_like(cluster), cluster)
-        self._visible_looks.changed(torch.zeros_like(cluster), cluster, units, self.absent)
         at, members = self._sent(cluster), [some[some >= 0] for some in units]
         self.visual_key[:, at] = self._sent(
             torch.stack([kept.key_mean(some) for some in members], 1), self.key
@@ -204,8 +187,8 @@ class ClusterIndex(Index):
         visual = parent = None
         if tree.started:
             count, above = self.key.shape[1], self.visual_key.shape[1]
-            size = self._visible.sizes(end, tree.units, self.absent, count)
-            visual = self._fix("visual", self._visible_looks.sizes(end, tree.units, self.absent, above)[0])
+            size = self._visible(tree.semantic, end, count)
+            visual = self._fix("visual", self._visible(tree.visual, end, above)[0])
             parents = pad(tree.semantic.parent[:, :count], (0, count), value=above)[:, :count]
             parent = self._fix("parent", torch.where(size > 0, parents, above))
         else:
@@ -245,6 +228,13 @@ class ClusterIndex(Index):
             ready=tree.started,
         )
 
+    def _visible(self, level: ClusterTable, end: int, count: int) -> Tensor:
+        """[L, count] how many units of each cluster can be found: those below `end`, whose keys are still held."""
+        size = pad(level.size[:, :count], (0, max(0, count - level.size.shape[1])))
+        gone = torch.cat([self.absent[:end].nonzero()[:, 0], torch.arange(end, self.tree.units)])
+        owner = level.owner[:, gone]
+        return size.scatter_add(1, owner.clamp_min(0), -(owner >= 0).long())
+
     def _places(self) -> tuple[Tensor, ...]:
         own = self.visual_key, self.visual_look, self.tree.means.all_keys
         return *super()._places(), *own
@@ -281,62 +271,77 @@ class ClusterIndex(Index):
 
     def save(self, folder: Path) -> None:
         self.digest()
-        save.save(self.tree, self.absent, folder)
+        tree = self.tree
+        checkpoint_io.write_tensors(folder / "clusters.safetensors", tree.tensors())
+        facts = {
+            "units": tree.units,
+            "started": tree.started,
+            "buffer": tree.buffer,
+            "counters": dict(tree.counters),
+            "absent": self.absent.nonzero()[:, 0].tolist(),
+        }
+        checkpoint_io.write_json(folder / "clusters.json", facts)
 
     def load(self, folder: Path, units: int) -> None:
-        self.absent = save.load(self.tree, units, folder)
+        tree, means = self.tree, self.tree.means
+        facts = checkpoint_io.read_json(folder / "clusters.json", FACTS)
+        if facts["units"] != units or len(facts["buffer"]) != tree.layers:
+            raise ModelError(
+                f"{folder}: clusters of {facts['units']} units are beside {units} units; it is damaged."
+            )
+        layers, width = means.key.shape[1:]
+        look, work, dtype = means.look.shape[1], means.work, means.key.dtype
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "look": ((units, look), work),
+            "key": ((units, layers, width), dtype),
+            "value": ((units, layers, width), dtype),
+        }
+        if facts["started"]:
+            wanted |= {"centre_look": ((look + 1,), work), "centre_key": ((layers, width + 1), work)}
+            for name, level in (("visual", tree.visual), ("semantic", tree.semantic)):
+                for row in ROWS:
+                    own: Tensor = getattr(level, row)
+                    size = own.shape[2:] if row == "centroid" else (-1,) * (own.ndim - 2)
+                    wanted[f"{name}.{row}"] = (level.layers, -1, *size), own.dtype
+                wanted[f"{name}.owner"] = (level.layers, units), torch.long
+                wanted[f"{name}.threshold"] = (2, level.layers), work
+        found = checkpoint_io.read_tensors(folder / "clusters.safetensors", wanted, torch.device("cpu"))
+        count = found["semantic.size"].shape[1] if facts["started"] else 0
+        buffer = [checkpoint_io.numbers(ids, "clusters.json: buffer", count) for ids in facts["buffer"]]
+        checkpoint_io.numbers(list(facts["counters"].values()), "clusters.json: counters", MOST)
+        gone = checkpoint_io.numbers(facts["absent"], "clusters.json: absent", units)
+        for name in ("visual", "semantic") if facts["started"] else ():
+            if not _fits(found, name, units):
+                raise ModelError(f"{folder}: {name} clusters do not fit together; the file is damaged.")
+        tree.load(found, buffer, facts["counters"])
+        self.absent = torch.zeros(units, dtype=torch.bool)
+        self.absent[gone] = True
         self.refresh()
 
 
-class VisibleCounts:
-    """How many units of each cluster can be found: those that have left the window, and whose keys are still held.
-
-    Counted as clusters change, so that a pass of a long stream counts what it brought, and not all that there is. In what
-    is said to be `absent` [n], units from n on are not.
-    """
-
-    def __init__(self, level: Callable[[], ClusterTable]) -> None:
-        self._level = level
-        # How many of a cluster are absent.
-        self._gone = torch.zeros(level().layers, 0, dtype=torch.long)
-
-    def changed(self, layer: Tensor, cluster: Tensor, units: Tensor, absent: Tensor) -> None:
-        """The clusters (layer [b], cluster [b]) hold `units` [b, m] now; -1: none."""
-        self._gone = grow_buffer(self._gone, 1, self._level().size.shape[1], fill=0, share=1.0)
-        self._gone[layer, cluster] = 0
-        if absent.numel():
-            known = (units >= 0) & (units < len(absent))
-            held = absent[units.clamp(0, len(absent) - 1)] & known
-            self._gone[layer, cluster] = held.sum(1)
-
-    def forget(self, units: Tensor) -> None:
-        """`units` [n], which were there, are absent."""
-        gone = grow_buffer(self._gone, 1, self._level().size.shape[1], fill=0, share=1.0)
-        self._gone = self._less(gone, units, 1)
-
-    def recount(self, absent: Tensor) -> None:
-        """Other units may be absent, and in other clusters."""
-        self._gone = torch.zeros(self._level().layers, self._level().size.shape[1], dtype=torch.long)
-        self.forget(absent.nonzero()[:, 0])
-
-    def sizes(self, begin: int, end: int, absent: Tensor, count: int) -> Tensor:
-        """[L, count] how many below `begin` are there, of `end` in all."""
-        size, gone = (
-            pad(x[:, :count], (0, max(0, count - x.shape[1]))) for x in (self._level().size, self._gone)
-        )
-        late = torch.arange(begin, end)
-        here = late >= len(absent)
-        here[: max(0, len(absent) - begin)] = ~absent[begin:end]
-        return self._less(size - gone, late[here], -1)
-
-    def _less(self, counted: Tensor, units: Tensor, sign: int) -> Tensor:
-        """`counted` [L, C] and one more, or less, for each of `units` [n] where it is."""
-        owner = self._level().owner
-        units = units[units < owner.shape[1]]
-        if not counted.shape[1]:
-            return counted
-        of = owner[:, units]
-        return counted.scatter_add(1, of.clamp_min(0), sign * (of >= 0).long())
+def _fits(found: Mapping[str, Tensor], name: str, units: int) -> bool:
+    """Whether the rows of a level are of as many clusters and point to what is there, and each cluster has as many members
+    as its size says, they are its own, and it has a parent."""
+    size, members, owner = (found[f"{name}.{row}"] for row in ("size", "members", "owner"))
+    count, above = size.shape[1], found["visual.size"]
+    ends = {"owner": count, "members": units, "home": count, "parent": above.shape[1]}
+    for row, end in ends.items():
+        pointed = found[f"{name}.{row}"]
+        if bool(((pointed < -1) | (pointed >= end)).any()):
+            return False
+    if any(found[f"{name}.{row}"].shape[1] != count for row in ROWS):
+        return False
+    held = torch.arange(members.shape[2]) < size[..., None]
+    owners = owner.gather(1, members.clamp_min(0).flatten(1)).view(members.shape)
+    own = torch.arange(count)[:, None].expand(members.shape)
+    parent = found[f"{name}.parent"]
+    up = above.expand(len(parent), -1).gather(1, parent.clamp_min(0))
+    return (
+        torch.equal(held, members >= 0)
+        and torch.equal(held.sum(2), size)
+        and torch.equal(owners[held], own[held])
+        and (name == "visual" or bool(((parent >= 0) & (up > 0))[size > 0].all()))
+    )
 
 
 def _by_owner(owner: Tensor, most: int) -> Tensor:

@@ -14,10 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.policies.kv.mosaic.clusters import Children, ClusterTable, Matching, insert, merge, one_thread
-from mmaccel.policies.kv.mosaic.ingest import UnitMeans
-from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, Threshold, kmeans, refine
+from mmaccel.policies.kv.mosaic.clusters import (
+    ROWS,
+    Children,
+    ClusterTable,
+    Matching,
+    insert,
+    merge,
+    one_thread,
+)
+from mmaccel.policies.kv.mosaic.split import FLOOR, Bounds, Rules, Threshold, UnitMeans, kmeans, refine
 
+LEVELS = "visual", "semantic"
 ZERO = torch.zeros(1, dtype=torch.long)
 TOGETHER = 16
 """Units compared with all clusters at once, and units made points at once (Mosaic VII-A, batched matching)."""
@@ -68,29 +76,29 @@ class Hierarchy:
         self.means.cut(units)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What there is to save beside the means, and `units`, `buffer` and `counters`, which are numbers."""
-        if not self.started:
-            return {}
-        kept = {f"visual.{name}": value for name, value in self.visual.tensors().items()}
-        kept |= {f"semantic.{name}": value for name, value in self.semantic.tensors().items()}
-        for name, bounds in zip(("visual", "semantic"), self.bounds, strict=True):
-            kept[f"{name}.threshold"] = torch.stack([bounds.threshold.small, bounds.threshold.large])
+        """What there is to save beside `units`, `buffer` and `counters`, which are numbers."""
+        means = self.means
+        kept = {"look": means.look, "key": means.key, "value": means.value}
+        if self._bounds is not None and means.centre is not None:
+            kept |= {"centre_look": means.centre[0], "centre_key": means.centre[1]}
+            for name, level, bounds in zip(LEVELS, (self.visual, self.semantic), self._bounds, strict=True):
+                kept |= {f"{name}.{row}": value for row, value in level.tensors().items()}
+                kept[f"{name}.threshold"] = torch.stack([bounds.threshold.small, bounds.threshold.large])
         return kept
 
-    def load(
-        self, tensors: dict[str, Tensor], units: int, buffer: list[list[int]], counters: dict[str, int]
-    ) -> None:
+    def load(self, kept: dict[str, Tensor], buffer: list[list[int]], counters: dict[str, int]) -> None:
         """What `tensors` gave, into a hierarchy as it was made."""
-        self.units, self.counters = units, Counter(counters)
-        if not tensors:
-            return
         rules, made = self.rules, []
-        levels = ("visual", self.visual, rules.visual), ("semantic", self.semantic, rules.semantic)
-        for name, level, size in levels:
-            own = {key.split(".")[1]: value for key, value in tensors.items() if key.startswith(name)}
-            small, large = own.pop("threshold")
-            level.load(own)
-            made.append(Bounds(Threshold(small, large, rules.alpha), rules.smallest, rules.most(size)))
+        self.means.append(kept["look"], kept["key"], kept["value"])
+        self.units, self.counters = self.means.units, Counter(counters)
+        if "centre_look" not in kept:
+            return
+        self.means.centre = kept["centre_look"], kept["centre_key"]
+        sizes = rules.visual, rules.semantic
+        for name, level, size in zip(LEVELS, (self.visual, self.semantic), sizes, strict=True):
+            level.load({row: kept[f"{name}.{row}"] for row in (*ROWS, "owner")})
+            threshold = Threshold(*kept[f"{name}.threshold"], rules.alpha)
+            made.append(Bounds(threshold, rules.smallest, rules.most(size)))
         self._bounds = made[0], made[1]
         self.children = Children.of_parents(self.semantic.parent)
         self.buffer = [list(ids) for ids in buffer]
@@ -243,11 +251,12 @@ class Hierarchy:
             level.fill(at, piece, members.masked_fill(~gone, -1), x)
             level.fill(at, ids, members.masked_fill(gone, -1), x)
             level.set("limit", at, piece, level.limit[at, ids])
-            self.children.extend(new, at, piece)
+            self.children.add(torch.full_like(piece, new), at, piece)
             self.counters["cuts"] += at.numel()
             apart = torch.cat([at, at]), torch.cat([ids, piece])
         level.set("parent", layer[whole], cluster[whole], new)
-        self.children.move(old, new, layer[whole], cluster[whole])
+        self.children.remove(old, layer[whole], cluster[whole])
+        self.children.add(torch.full_like(layer[whole], new), layer[whole], cluster[whole])
         self._part_buffers()
         if apart is not None:
             # A part may vary more than the whole did.
@@ -371,7 +380,7 @@ class Hierarchy:
                     )
                 )
                 size = level.size[at] + level.size[other]
-                self.children.remove(int(level.parent[other]), layer, one)
+                self.children.remove(int(level.parent[other]), *other)
                 level.release(layer, one)
                 level.write(*at, both, *joined, size)
                 self.buffer[layer].remove(one)
@@ -382,9 +391,7 @@ class Hierarchy:
 
     def _nested(self, layer: Tensor, old: Tensor, new: Tensor) -> None:
         """Semantic clusters `new` [b] have been split off `old` [b]."""
-        parents = self.semantic.parent[layer, old].tolist()
-        for at, one, parent in zip(layer.tolist(), new.tolist(), parents, strict=True):
-            self.children.add(torch.tensor([parent]), torch.tensor([at]), torch.tensor([one]))
+        self.children.add(self.semantic.parent[layer, old], layer, new)
 
     def _refine(self, layer: Tensor, cluster: Tensor) -> int:
         points, rules = self.means.key_points, self.rules

@@ -35,7 +35,7 @@ class Clusters(IndexPolicy):
     Clusters are kept up to date as units come: by their centroid and variance, split when the variance passes a threshold
     that depends on the size, at once where a cluster is on the device, else when it is next retrieved (VI-B). Departures
     from the paper (arXiv 2604.10060): a cluster holds units, found by their mean keys (the paper speaks of tokens, its
-    budgets of frames); points are centred and lifted (`ingest.LIFT`); every unit is written to the host, buffered ones too.
+    budgets of frames); points are centred and lifted (`split.LIFT`); every unit is written to the host, buffered ones too.
 
     init          frames before the first clustering; until then units are retrieved one by one
     visual, semantic  units of a cluster at the start, on average, at each level
@@ -111,7 +111,7 @@ class Mosaic(ArchivedPolicy):
             name: Former(value, "it is a constant of mosaic/split.py (equation 5)")
             for name, value in SPLIT.items()
         },
-        "lift": Former(2.0, "it is the constant LIFT of mosaic/ingest.py (V-B)"),
+        "lift": Former(2.0, "it is the constant LIFT of mosaic/split.py (V-B)"),
         "threshold": Former("relaxing", "thresholds relax as clusters grow (equation 5)"),
         "deferred": Former(True, "splits are always deferred (VI-B)"),
         "reps_for": Former("all", "all clusters have summary tokens (V-C)"),

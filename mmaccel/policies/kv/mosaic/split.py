@@ -1,18 +1,27 @@
-"""When a cluster must be split, and how it is: thresholds, k-means by direction, bisection.
+"""Units as points, and when and how a cluster of them is split: their means, thresholds, k-means by direction, bisection.
 
-Deterministic, for many small sets at once. Mosaic is arXiv 2604.10060.
+Deterministic, for many small sets at once. Mosaic is arXiv 2604.10060. Letters: N units, P tokens of a unit, E size of a
+look, L layers, G kv heads, D head size, d = G * D size of a key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mmaccel.backends.ops.gather import gather_units
+from mmaccel.core.buffers import grow_buffer
+from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ClusterTable, pooled, summary
+from mmaccel.policies.kv.store.transfer import in_units
 
+LIFT = 2.0
+"""The last coordinate of a point, in root mean square lengths of the first points. Mosaic (V-B) has none (0): angles alone.
+A stream that begins with one scene would make directions of that scene's noise; with much of it angles are distances."""
 DEEPEST = 3
 """Bisections of one cluster at a time; what is too large after them is cut by time."""
 RAISED = 1.1
@@ -144,6 +153,158 @@ def refine(
         splits += layer.numel()
         layer, cluster = torch.cat([layer, layer]), torch.cat([cluster, new])
     return splits
+
+
+class UnitMeans:
+    """What is kept of every unit on the host: its look [N, E], and its mean raw key and value [N, L, d].
+
+    To be clustered they become points: less the mean of the first units, which all have in common (a model's key bias
+    is most of a key), with one more coordinate, the same for all (`LIFT`), scaled to length one. Statistics are kept in
+    float32, or in float64 where the stream is. `device` is where `key_rows` is asked for.
+    """
+
+    def __init__(
+        self, layers: int, look: int, width: int, dtype: torch.dtype, device: torch.device, lift: float = LIFT
+    ) -> None:
+        self._device, self.lift, self.units = device, lift, 0
+        self.work = torch.float64 if dtype == torch.float64 else torch.float32
+        # With room for more behind `units`; the keys are where a device can read them, which may still read the former ones.
+        self._look = torch.zeros(0, look, dtype=self.work)
+        self.all_keys = torch.zeros(0, layers, width, dtype=dtype)
+        self._value = torch.zeros(0, layers, width, dtype=dtype)
+        self._before: Tensor | None = None
+        self._inbox: deque[tuple[list[Tensor], torch.cuda.Event | None]] = deque()
+        self.centre: tuple[Tensor, Tensor] | None = None
+        """Of looks [E + 1] and of keys [L, d + 1]: the mean, and the last coordinate."""
+        self._zero: Tensor | None = None
+
+    # Units come in.
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def arrived(self, tokens: int, look: Tensor, pairs: Sequence[Pair], retrieved: Tensor | None) -> None:
+        """New units of `tokens` tokens: see `Index.arrived`. Their means leave for the host."""
+        means = [
+            torch.stack([in_units(pair[side][0].float(), tokens).mean(2) for pair in pairs])
+            for side in (0, 1)
+        ]
+        # [L, G, n, D] to [n, L, G * D].
+        key, value = (mean.permute(2, 0, 1, 3).flatten(2).to(pairs[0][0].dtype) for mean in means)
+        event, sent = None, [look, key, value] if retrieved is None else [look, key, value, retrieved]
+        if key.is_cuda:
+            sent = [t.to("cpu", non_blocking=True) for t in sent]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # The current device of the thread may be another.
+            event.record(torch.cuda.current_stream(key.device))
+        self._inbox.append((sent, event))
+
+    @property
+    def waiting(self) -> int:
+        """Passes that have arrived and are not taken in."""
+        return len(self._inbox)
+
+    def take(self) -> Tensor | None:
+        """Take in the first of the passes that are `waiting`; the units [L, k] that it retrieved, if any."""
+        (look, key, value, *rest), event = self._inbox.popleft()
+        if event is not None:
+            event.synchronize()
+        self.append(look, key, value)
+        return rest[0] if rest else None
+
+    def append(self, look: Tensor, key: Tensor, value: Tensor) -> None:
+        """Of new units: look [n, E]; key, value [n, L, d]."""
+        end, pinned = self.units + len(look), self._device.type == "cuda"
+        for name, rows in (("_look", look), ("all_keys", key), ("_value", value)):
+            held = getattr(self, name)
+            grown = grow_buffer(held, 0, end, fill=0, share=1.0, pinned=pinned and name == "all_keys")
+            if grown is not held and name == "all_keys":
+                self._before = held if pinned else None
+            grown[self.units : end] = rows.to(grown)
+            setattr(self, name, grown)
+        self.units = end
+
+    def cut(self, units: int) -> None:
+        """Forget all but the first `units` units, and those that wait."""
+        self._inbox.clear()
+        self.units = min(self.units, units)
+
+    # What there is.
+
+    @property
+    def look(self) -> Tensor:
+        return self._look[: self.units]
+
+    @property
+    def key(self) -> Tensor:
+        return self.all_keys[: self.units]
+
+    @property
+    def value(self) -> Tensor:
+        return self._value[: self.units]
+
+    def settle(self, units: int) -> None:
+        """Take the mean of the first `units` units as the origin, for good."""
+        self.centre = self._origin(self.look[:units]), self._origin(self.key[:units].to(self.work))
+
+    def _origin(self, rows: Tensor) -> Tensor:
+        mean = rows.mean(0)
+        spread = (rows - mean).square().sum(-1).mean(0).sqrt()
+        # Points that are all the same are still points of length one.
+        least = torch.finfo(self.work).tiny ** 0.5 if self.lift else 0.0
+        return torch.cat([mean, (self.lift * spread).clamp_min(least)[..., None]], -1)
+
+    @staticmethod
+    def _points(rows: Tensor, origin: Tensor) -> Tensor:
+        points = origin.new_empty(*rows.shape[:-1], origin.shape[-1])
+        torch.sub(rows, origin[..., :-1], out=points[..., :-1])
+        points[..., -1:] = origin[..., -1:]
+        return unit(points)
+
+    def looks(self, units: Tensor) -> Tensor:
+        """The points [..., E + 1] of the looks of `units` [...]."""
+        assert self.centre is not None
+        return self._points(self.look[units.clamp_min(0)], self.centre[0])
+
+    def look_points(self, layer: Tensor, units: Tensor) -> Tensor:
+        """`looks`, asked as `key_points` is."""
+        return self.looks(units)
+
+    def key_points(self, layer: Tensor, units: Tensor) -> Tensor:
+        """The points [b, m, d + 1] of `units` [b, m] at `layer` [b]; anything where a unit is -1."""
+        assert self.centre is not None
+        # Row by row, for a tensor indexed by two others is gathered number by number.
+        at = (units.clamp_min(0) * self.key.shape[1] + layer[:, None]).flatten()
+        rows = self.key.flatten(0, 1).index_select(0, at).view(*units.shape, -1)
+        return self._points(rows, self.centre[1][layer][:, None])
+
+    def means(self, rows: Tensor, layer: Tensor, units: Tensor) -> Tensor:
+        """Of `key` or `value` the mean [b, d] over `units` [b, m] (-1: none) at `layer` [b], in the working precision."""
+        # One after the other, so that what a mean is does not depend on what else is computed beside it.
+        row, col = (units >= 0).nonzero(as_tuple=True)
+        some = rows[units[row, col], layer[row]].to(self.work)
+        total = torch.zeros(len(layer), rows.shape[2], dtype=self.work).index_add_(0, row, some)
+        return total / (units >= 0).sum(1, keepdim=True).clamp_min(1)
+
+    def key_mean(self, units: Tensor) -> Tensor:
+        """[L, d]: the mean key over `units` [m] at every layer, in the working precision."""
+        return self.key[units].to(self.work).sum(0) / max(1, len(units))
+
+    def key_rows(self, layer: int, units: Tensor) -> Tensor:
+        """[n, d] float32: the mean keys at `layer` of `units` [n], which are on the device and unknown to the host."""
+        held = self.all_keys
+        if self._device.type != "cuda":
+            return held[units, layer].float()
+        # A row is gathered as its two halves are, which a unit's keys and values would be.
+        layers, width = held.shape[1:]
+        out = torch.empty(2, 1, len(units), width // 2, dtype=held.dtype, device=self._device)
+        if self._zero is None:
+            self._zero = torch.zeros(1, dtype=torch.long, device=self._device)
+        gather_units(out, [held.view(-1, 2, 1, 1, width // 2)], self._zero, units * layers + layer)
+        return out[:, 0].float().transpose(0, 1).flatten(1)
+
+    def nbytes(self) -> int:
+        """Bytes on the host."""
+        return sum(one.untyped_storage().nbytes() for one in (self._look, self.all_keys, self._value))
 
 
 def unit(x: Tensor) -> Tensor:

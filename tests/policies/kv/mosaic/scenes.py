@@ -11,9 +11,8 @@ from torch import Tensor
 from mmaccel.core.adapter import Geometry
 from mmaccel.policies.kv.mosaic.clusters import summary
 from mmaccel.policies.kv.mosaic.index import ClusterIndex
-from mmaccel.policies.kv.mosaic.ingest import UnitMeans
 from mmaccel.policies.kv.mosaic.maintain import Hierarchy
-from mmaccel.policies.kv.mosaic.split import Rules
+from mmaccel.policies.kv.mosaic.split import Rules, UnitMeans
 
 LOOK, WIDTH = 6, 8
 

@@ -60,8 +60,7 @@ class Machine(RuleBasedStateMachine):
     def reload(self) -> None:
         tree = tree_of()
         kept = {name: tensor.clone() for name, tensor in self.tree.tensors().items()}
-        tree.means.load({name: tensor.clone() for name, tensor in self.tree.means.tensors().items()})
-        tree.load(kept, self.tree.units, self.tree.buffer, dict(self.tree.counters))
+        tree.load(kept, self.tree.buffer, dict(self.tree.counters))
         self.tree, self.mark = tree, None
 
     @invariant()

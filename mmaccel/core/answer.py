@@ -11,10 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.deadline import Deadline
 from mmaccel.core.draft import DraftStrategy, Prompt
 from mmaccel.core.errors import ModelError, warn
-from mmaccel.core.generate import speculate
+from mmaccel.core.generate import Deadline, speculate
 from mmaccel.core.kv import StreamPass, StreamState
 from mmaccel.core.report import Meter
 from mmaccel.core.runner import Branches, Runner
@@ -81,10 +80,30 @@ class Answer:
 
 
 class QuestionRunner(Runner):
-    """Runs a question and its answer through the layers, on the memory of a stream: the target of the decoding loop."""
+    """A question and its answer on the memory of a stream: the target of the decoding loop.
 
-    def __init__(self, seam: StreamAdapter, state: StreamState, hidden: bool, deadline: Deadline) -> None:
+    ids       [n] of the words after the video
+    left      the tokens of an answer for which the model has positions
+    meter     counts what is decoded
+    evidence  gives the frames that the answer rests on, after the question has run
+    logits    [1, V] of the first token, set by `prefill`
+    """
+
+    logits: Tensor
+
+    def __init__(
+        self,
+        seam: StreamAdapter,
+        state: StreamState,
+        hidden: bool,
+        deadline: Deadline,
+        ids: Tensor,
+        left: int,
+        meter: Meter,
+        evidence: Callable[[], tuple[Evidence, ...]],
+    ) -> None:
         self._seam, self._state, self._hidden, self._deadline = seam, state, hidden, deadline
+        self.ids, self.left, self.meter, self.evidence = ids, left, meter, evidence
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
         """Logits [1, V] after a question; `inputs` holds its `piece` and `embeds` [n, E].
@@ -92,7 +111,8 @@ class QuestionRunner(Runner):
         Raises `Ended` when the deadline passes before the last layer.
         """
         hidden = self._pass(inputs["piece"], inputs["embeds"], self._deadline.check)
-        return self._seam.logits(hidden[-1:])
+        self.logits = self._seam.logits(hidden[-1:])
+        return self.logits
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         if branches is not None:
@@ -112,82 +132,59 @@ class QuestionRunner(Runner):
     def length(self) -> int:
         return self._state.length()
 
+    def decode(
+        self, strategy: DraftStrategy, most: int, put: Callable[[str], None] | None
+    ) -> tuple[str, tuple[int, ...], FinishReason]:
+        """Decode at most `most` tokens after the prefill: the text, its ids, and why it ends.
 
-@dataclass(frozen=True, eq=False)
-class Question:
-    """A question that has run up to its first token.
+        `put` gets new text as it comes. Warns when the answer ends with the model's positions.
+        """
+        seam, ends, tokens, shown = self._seam, self._seam.ends(), list[int](), ""
+        ids = torch.cat([seam.head(), self.ids])[None]
+        start = ids.shape[1]
+        draft = strategy.open(seam.view)
+        prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most)
+        draft.begin(prompt)
+        reason: FinishReason = "stop"
 
-    logits  [1, V] of the first token; `ids` [n] of the words after the video
-    left    the tokens of an answer for which the model has positions
-    """
+        def stop(ids: Tensor) -> bool:
+            """Whether the answer ends with the last of `ids` [1, S]; notes why."""
+            nonlocal reason
+            count, over = ids.shape[1] - start, self._deadline.over()
+            if int(ids[0, -1]) in ends:
+                return True
+            if count >= most:
+                reason = "length"
+            elif count >= self.left:
+                reason = "positions"
+            elif over is not None:
+                reason = over
+            return reason != "stop"
 
-    runner: QuestionRunner
-    logits: Tensor
-    ids: Tensor
-    meter: Meter
-    left: int
-    evidence: Callable[[], tuple[Evidence, ...]]
+        def text(whole: bool) -> str:
+            """The text so far; `put` gets what is new of it, a character of several tokens with its last one."""
+            nonlocal shown
+            text = seam.decode(torch.tensor(tokens, dtype=torch.long)) if tokens else ""
+            # Until then such a character is a replacement mark.
+            if put is not None and len(text) > len(shown) and (whole or not text.endswith("\ufffd")):
+                put(text[len(shown) :])
+                shown = text
+            return text
 
+        def emit(new: Tensor) -> None:
+            """Take in the tokens `new` [n]; those that end an answer are not part of its text."""
+            self.meter.token(new.numel())
+            tokens.extend(token for token in new.tolist() if token not in ends)
+            if put is not None:
+                text(whole=False)
 
-def decode_answer(
-    seam: StreamAdapter,
-    strategy: DraftStrategy,
-    asked: Question,
-    most: int,
-    deadline: Deadline,
-    put: Callable[[str], None] | None,
-) -> tuple[str, tuple[int, ...], FinishReason]:
-    """Decode at most `most` tokens after the prefill of a question: the text, its ids, and why it ends.
-
-    `put` gets new text as it comes. Warns when the answer ends with the model's positions.
-    """
-    ends, said, given = seam.ends(), list[int](), ""
-    ids = torch.cat([seam.head(), asked.ids])[None]
-    start = ids.shape[1]
-    draft = strategy.open(seam.view)
-    prompt = Prompt({"input_ids": ids}, ids, max_new_tokens=most)
-    draft.begin(prompt)
-    reason: FinishReason = "stop"
-
-    def stop(ids: Tensor) -> bool:
-        """Whether the answer ends with the last of `ids` [1, S]; notes why."""
-        nonlocal reason
-        count, over = ids.shape[1] - start, deadline.over()
-        if int(ids[0, -1]) in ends:
-            return True
-        if count >= most:
-            reason = "length"
-        elif count >= asked.left:
-            reason = "positions"
-        elif over is not None:
-            reason = over
-        return reason != "stop"
-
-    def text(whole: bool) -> str:
-        """The text so far; `put` gets what is new of it, a character of several tokens with its last one."""
-        nonlocal given
-        text = seam.decode(torch.tensor(said, dtype=torch.long)) if said else ""
-        # Until then such a character is a replacement mark.
-        if put is not None and len(text) > len(given) and (whole or not text.endswith("\ufffd")):
-            put(text[len(given) :])
-            given = text
-        return text
-
-    def emit(new: Tensor) -> None:
-        """Take in the tokens `new` [n]; those that end an answer are not part of its text."""
-        tokens = new.tolist()
-        asked.meter.token(len(tokens))
-        said.extend(token for token in tokens if token not in ends)
-        if put is not None:
-            text(whole=False)
-
-    speculate(asked.runner, draft, prompt, asked.logits, stop=stop, emit=emit, meter=asked.meter)
-    if reason == "positions":
-        warn(
-            "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); ask in "
-            "fewer words, or open the session with a kv that keeps less."
-        )
-    return text(whole=True).strip(), tuple(said), reason
+        speculate(self, draft, prompt, self.logits, stop=stop, emit=emit, meter=self.meter)
+        if reason == "positions":
+            warn(
+                "max_new_tokens: the answer ends early, for the model has no position left (max_position_embeddings); "
+                "ask in fewer words, or open the session with a kv that keeps less."
+            )
+        return text(whole=True).strip(), tuple(tokens), reason
 
 
 class Reply(Iterator[str]):
@@ -199,20 +196,17 @@ class Reply(Iterator[str]):
     def __init__(self, work: Callable[[Callable[[str], None]], Answer], deadline: Deadline) -> None:
         self.answer: Answer | None = None
         # The thread holds none of `self`, so that an answer nobody reads is collected, and ends.
-        pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
-        found: list[Answer] = []
-        self._pieces, self._found, self._deadline = pieces, found, deadline
+        pieces: queue.SimpleQueue[str | Answer | BaseException] = queue.SimpleQueue()
+        self._pieces, self._deadline, self._over = pieces, deadline, False
 
         def run() -> None:
             try:
-                found.append(work(pieces.put))
-                pieces.put(None)
+                pieces.put(work(pieces.put))
             except BaseException as error:  # told where the pieces are read
                 pieces.put(error)
 
         self._thread = threading.Thread(target=run, name="mmaccel-answer", daemon=True)
         self._thread.start()
-        self._over = False
 
     def __next__(self) -> str:
         if self._over:
@@ -222,9 +216,9 @@ class Reply(Iterator[str]):
             return piece
         self._over = True
         self._thread.join()
-        if piece is not None:
+        if isinstance(piece, BaseException):
             raise piece
-        self.answer = self._found[0]
+        self.answer = piece
         raise StopIteration
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, overload
 
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 
 from mmaccel.backends import select
 from mmaccel.core import session_io
-from mmaccel.core.answer import MAX_NEW_TOKENS, Answer, Reply, decode_answer
+from mmaccel.core.answer import MAX_NEW_TOKENS, Answer, Reply
 from mmaccel.core.attach import adapter_for
-from mmaccel.core.deadline import Deadline, Ended, Over
 from mmaccel.core.errors import ModelError, tell_kept, warn
+from mmaccel.core.generate import Deadline, Ended
 from mmaccel.core.recipe import Recipe, stream_policy
 from mmaccel.core.report import Meter, Report
 from mmaccel.core.stream_adapter import Clip, StreamAdapter
@@ -94,31 +93,15 @@ class VideoSession:
         if given is not None and not all(map(math.isfinite, given)):
             raise ModelError("times: some are not finite numbers; give seconds from the start of the stream.")
         deadline = Deadline(timeout, self._cancelled)
-        done, over = 0, None
-        try:
-            with self._working(deadline):
-                done, over = self._watch(video, fps, given, progress, deadline)
-        except Ended as end:
-            over = end.reason
-        if over is not None:
-            why = "it reached its timeout" if over == "timeout" else "it was cancelled"
-            warn(f"watch: {why}; it took in {done} frames and left out the rest.")
-        return done
-
-    def _watch(
-        self,
-        video: Any,
-        fps: float | None,
-        given: list[float] | None,
-        progress: Progress | None,
-        deadline: Deadline,
-    ) -> tuple[int, Over | None]:
-        """The number of frames taken in, and what ended the call early; None: nothing did."""
-        done, part, over = 0, False, None
         # Times are given for all frames of a call: all are taken in, or none.
         each, every = (self._whole, nullcontext) if given is None else (nullcontext, self._whole)
+        done, part, over = 0, False, None
         try:
-            with every(), closing(self._seam.clips(video, fps, deadline.check)) as clips:
+            with (
+                self._working(deadline),
+                every(),
+                closing(self._seam.clips(video, fps, deadline.check)) as clips,
+            ):
                 try:
                     for clip in clips:
                         with each():
@@ -137,11 +120,16 @@ class VideoSession:
                     )
                 if part:
                     self._rest()
+        except Ended as end:  # while the call waited for its turn
+            over = end.reason
         except Exception as error:
             if done and given is None:
                 tell_kept(error, done)
             raise
-        return done, over
+        if over is not None:
+            why = "it reached its timeout" if over == "timeout" else "it was cancelled"
+            warn(f"watch: {why}; it took in {done} frames and left out the rest.")
+        return done
 
     def cancel(self) -> None:
         """Ask all running and waiting calls of `watch` and `ask` to end, from any thread; return at once.
@@ -173,38 +161,31 @@ class VideoSession:
             raise
 
     def _take(
-        self,
-        clip: Clip,
-        given: list[float] | None,
-        done: int,
-        progress: Progress | None,
-        deadline: Deadline,
+        self, clip: Clip, given: list[float] | None, done: int, progress: Progress | None, deadline: Deadline
     ) -> int:
-        count = clip.frames.shape[0]
+        count, live = clip.frames.shape[0], self._live
         if not count:
             raise ModelError("watch: the clip has no frames; give at least one.")
         if clip.frames.dtype != torch.uint8:
             raise ModelError(f"watch: frames are {clip.frames.dtype}; give uint8, 0 to 255.")
         # Too many are told of before anything is taken in, where the end is known.
-        own = clip.times if given is None else given[done : done + count if clip.part else None]
-        if own is not None and len(own) != count:
-            told = "of the video " if given is None else ""
+        times = clip.times if given is None else given[done : done + count if clip.part else None]
+        if times is not None and len(times) != count:
+            whose = "of the video " if given is None else ""
             raise ModelError(
-                f"times: there are {len(own)} {told}for {count} frames; give one for each frame."
+                f"times: there are {len(times)} {whose}for {count} frames; give one for each frame."
             )
-        live = self._live
         last = live.info.times[-1] if live is not None and live.info.times else None
         rate = clip.fps if clip.fps or live is None else live.info.fps
-        shown = moments(last, own, count, rate, given is not None)
+        shown = moments(last, times, count, rate, given is not None)
         if live is None:
-            timed = own is not None or rate is not None
+            timed = times is not None or rate is not None
             parts = self._seam, self._kv, self.recipe.chunk, clip.frames, clip.fps
             live = self._live = StreamRunner.begin(*parts, timed)
-        total = None if clip.part else done + count
 
         def tell(through: int) -> None:
             if progress is not None:
-                progress(done + through, total)
+                progress(done + through, None if clip.part else done + count)
 
         taken = live.take(clip.frames, shown, tell, deadline)
         if not self.frames:
@@ -278,19 +259,20 @@ class VideoSession:
         put: Callable[[str], None] | None,
     ) -> Answer:
         try:
-            with self._working(deadline):
-                live = self._check(question)
-                with live.asked(question, most, evidence, deadline) as asked:
-                    text, ids, reason = decode_answer(
-                        self._seam, self.recipe.draft, asked, most, deadline, put
-                    )
-                    self._meter, told = asked.meter, self._told(asked.meter)
-                    drafted = {"drafted": told.draft["proposed"], "accepted": told.draft["accepted"]}
-                    counters = told.kv | (
-                        {name: float(n) for name, n in drafted.items()} if told.draft["rounds"] else {}
-                    )
-                    speed = told.ttft_s or 0.0, told.tokens_per_s
-                    return Answer(text, ids, *speed, asked.evidence(), counters, reason)
+            with (
+                self._working(deadline),
+                self._check(question).asked(question, most, evidence, deadline) as asked,
+            ):
+                text, ids, reason = asked.decode(self.recipe.draft, most, put)
+                self._meter, report = asked.meter, self._told(asked.meter)
+                counters, draft = report.kv, report.draft
+                if draft["rounds"]:
+                    counters = counters | {
+                        "drafted": float(draft["proposed"]),
+                        "accepted": float(draft["accepted"]),
+                    }
+                speed = report.ttft_s or 0.0, report.tokens_per_s
+                return Answer(text, ids, *speed, asked.evidence(), counters, reason)
         except Ended as end:
             return Answer("", (), 0.0, None, counters=self.counters(), finish_reason=end.reason)
 
@@ -338,8 +320,7 @@ class VideoSession:
     @property
     def shown(self) -> list[float]:
         """The seconds at which each step of time, a frame or what the model takes as one, began."""
-        film = None if self._live is None else self._live.info
-        return [] if film is None else [film.times[first] for first, _ in film.spans]
+        return [] if self._live is None else self._live.info.shown(0)
 
     def save(self, path: str | Path) -> None:
         """Write the stream into the folder `path` (safetensors and JSON); what was saved there gives way to a whole one."""
@@ -365,9 +346,7 @@ class VideoSession:
     def __enter__(self) -> VideoSession:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

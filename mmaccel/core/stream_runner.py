@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmaccel.core.answer import Evidence, Question, QuestionRunner
-from mmaccel.core.deadline import Deadline
+from mmaccel.core.answer import Evidence, QuestionRunner
 from mmaccel.core.errors import ModelError, warn
+from mmaccel.core.generate import Deadline
 from mmaccel.core.kv import FrameState, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.report import Meter
 from mmaccel.core.stream_adapter import StreamAdapter
@@ -96,11 +96,7 @@ class StreamRunner:
     # Frames come in.
 
     def take(
-        self,
-        frames: Tensor,
-        moments: list[float],
-        progress: Callable[[int], None] | None = None,
-        deadline: Deadline | None = None,
+        self, frames: Tensor, moments: list[float], progress: Callable[[int], None], deadline: Deadline
     ) -> int:
         """Take in frames [T, 3, H, W] shown at `moments`; calls `progress` with the number read so far. Gives the number
         taken in: when the deadline comes first, those whose passes were complete."""
@@ -109,22 +105,21 @@ class StreamRunner:
         frames = self._alike(frames)
         if info.pending is not None:
             frames = torch.cat([info.pending.to(frames.device), frames])
-        held = frames.shape[0] - len(moments)
+        pending = frames.shape[0] - len(moments)
         info.times += moments
         whole = frames.shape[0] // pace
         for first in range(0, whole, self._step):
-            if deadline is not None and deadline.over() is not None:
-                taken = max(0, first * pace - held)
+            if deadline.over() is not None:
+                taken = max(0, first * pace - pending)
                 del info.times[before + taken :]
                 info.pending = info.pending if first == 0 else None
                 return taken
             last = min(first + self._step, whole)
             self._encode(frames[first * pace : last * pace])
-            if progress is not None:
-                progress(last * pace - held)
+            progress(last * pace - pending)
         rest = frames[whole * pace :]
         info.pending = rest.clone() if len(rest) else None
-        if progress is not None and len(rest):
+        if len(rest):
             progress(len(info.times) - before)
         self._tell_of_the_end()
         return len(moments)
@@ -211,30 +206,34 @@ class StreamRunner:
     @contextmanager
     def asked(
         self, question: str, room: int, weigh: bool = True, deadline: Deadline | None = None
-    ) -> Iterator[Question]:
+    ) -> Iterator[QuestionRunner]:
         """A question run up to its first token; at exit the memory is as before. `room` tokens may follow.
 
         `weigh`: its evidence will be asked for. Raises `ModelError`, before anything is run, where the model has no
         position left for an answer, and `Ended` when the deadline comes before the first token.
         """
-        info, state, seam = self.info, self.state, self.seam
+        info, state, seam, places = self.info, self.state, self.seam, self.stream.places
         deadline = Deadline() if deadline is None else deadline
         meter = Meter(started=time.perf_counter())
-        tail = seam.tail(question)
-        waiting = state.waiting()
+        tail, waiting = seam.tail(question), state.waiting()
         pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
         before = pending + info.marks.shape[0]
-        piece = StreamPass(
-            kind="question",
-            rows=before + tail.ids.numel(),
-            pending=pending,
-            words=(before + tail.words[0], before + tail.words[1]),
-            room=room,
-            weigh=weigh,
-        )
+        rows, words = before + tail.ids.numel(), (before + tail.words[0], before + tail.words[1])
+        piece = StreamPass(kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh)
         if info.timed and not isinstance(state, FrameState):
-            self.stream.places.told(state.units(), self._pending_times(waiting))
-        left = self._left(piece)
+            # Those of the units that the memory has not taken in yet.
+            times = [] if waiting is None else [info.times[sum(info.spans[-1]) if info.spans else 0]]
+            times += [] if info.pending is None else [info.times[-info.pending.shape[0]]]
+            places.told(state.units(), times)
+        units, own = state.shown(piece)
+        last, taken = places.ends(units, pending, rows, own)
+        if not places.admits(units, pending, rows, own):
+            raise ModelError(
+                f"question: the stream and the question take {taken} of the model's {places.limit} positions "
+                "(max_position_embeddings) and leave none for an answer; ask in fewer words, or open the session with "
+                "a kv that keeps less."
+            )
+        left = places.limit - 1 - last
         piece = replace(piece, room=min(room, left))  # memory is taken for no more than there are positions
         deadline.check()
         evidence = state.evidence
@@ -245,34 +244,12 @@ class StreamRunner:
             parts.insert(0, seam.features(filled(info.pending, seam.pace), info.size)[0][0])
         if waiting is not None:
             parts.insert(0, waiting.flatten(0, 1))
-        runner = QuestionRunner(seam, state, self._hidden, deadline)
+        shown = (lambda: self._shown(evidence())) if weigh else tuple
+        runner = QuestionRunner(seam, state, self._hidden, deadline, tail.ids, left, meter, shown)
         with state.question_scope():
-            logits = runner.prefill({"piece": piece, "embeds": torch.cat(parts)})
+            runner.prefill({"piece": piece, "embeds": torch.cat(parts)})
             meter.prompt_tokens = runner.length()
-            shown = (lambda: self._shown(evidence())) if weigh else tuple
-            yield Question(runner, logits, tail.ids, meter, left, shown)
-
-    def _pending_times(self, waiting: Tensor | None) -> list[float]:
-        """The times of the units that the memory has not taken in yet."""
-        info, times = self.info, list[float]()
-        if waiting is not None:
-            times.append(info.times[sum(info.spans[-1]) if info.spans else 0])
-        if info.pending is not None:
-            times.append(info.times[-info.pending.shape[0]])
-        return times
-
-    def _left(self, piece: StreamPass) -> int:
-        """The number of positions left for an answer; raises `ModelError` when there is none."""
-        places = self.stream.places
-        units, own = self.state.shown(piece)
-        last, taken = places.ends(units, piece.pending, piece.rows, own)
-        if not places.admits(units, piece.pending, piece.rows, own):
-            raise ModelError(
-                f"question: the stream and the question take {taken} of the model's {places.limit} positions "
-                "(max_position_embeddings) and leave none for an answer; ask in fewer words, or open the session with "
-                "a kv that keeps less."
-            )
-        return places.limit - 1 - last
+            yield runner
 
     def _picked(
         self, state: FrameState, deadline: Deadline

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView
-from mmaccel.core.deadline import Ended
 from mmaccel.core.draft import DraftStrategy, Probe, Prompt
 from mmaccel.core.errors import DraftError, warn
-from mmaccel.core.generate import Speculation, lockstep
+from mmaccel.core.generate import Ended, Speculation, lockstep
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import registry
 from mmaccel.core.report import SequenceMeter

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mmaccel.core.deadline import Deadline, Ended
 from mmaccel.core.errors import DraftError, ModelError, warn
+from mmaccel.core.generate import Deadline, Ended
 from mmaccel.core.recipe import Recipe
 from mmaccel.models import step
 from mmaccel.models.attention import KVCache

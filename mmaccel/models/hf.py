@@ -24,8 +24,8 @@ from transformers.cache_utils import Cache
 
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.attention import NOTE, ForwardPass, Note
-from mmaccel.core.deadline import Deadline
 from mmaccel.core.errors import ModelError, warn
+from mmaccel.core.generate import Deadline
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.packed import PackedPass
 from mmaccel.models.attention import (

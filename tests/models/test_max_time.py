@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core import deadline
+from mmaccel.core import generate
 from mmaccel.core.errors import MmaccelWarning
 from mmaccel.policies.draft import PromptLookup, Sequential
 
@@ -20,7 +20,7 @@ class Clock:
 
     def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(deadline, "monotonic", lambda: self.now)
+        monkeypatch.setattr(generate, "monotonic", lambda: self.now)
         monkeypatch.setattr("transformers.generation.stopping_criteria.time.time", lambda: self.now)
         self.hook = model.model.language_model.layers[0].register_forward_hook(self.tick)
 

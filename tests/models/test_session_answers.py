@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mmaccel
-from mmaccel.core import deadline
+from mmaccel.core import generate
 from mmaccel.core.answer import MAX_NEW_TOKENS
 from mmaccel.core.errors import MmaccelWarning, ModelError
 from tests.models.streams import FPS, QUESTION, every_stream, film, open_session, pair
@@ -155,7 +155,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(deadline, "monotonic", lambda: made.now)
+    monkeypatch.setattr(generate, "monotonic", lambda: made.now)
     return made
 
 

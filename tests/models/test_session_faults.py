@@ -268,7 +268,10 @@ def test_a_closed_session_serves_nothing(tmp_path: Path) -> None:
         ({"kv": {"name": "rekv", "frames": 0}}, "frames is 0; give at least 1"),
         ({"kv": {"name": "rekv", "window": 4, "local": 5}}, "local is 5"),
         ({"kv": {"name": "recent", "local": 0}}, "local is 0"),
-        ({"kv": {"name": "offload", "spill": "drop_oldest"}}, "give 'refuse' or 'disk'[.]"),
+        (
+            {"kv": {"name": "offload", "spill": "drop_oldest"}},
+            "give 'refuse' or 'disk', for it keeps everything[.]",
+        ),
         ({"kv": {"name": "no_cache", "kept": 64}}, "at least twice"),
     ],
 )

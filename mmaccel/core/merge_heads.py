@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import pieces
+from mmaccel.backends.ops import block_lists
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import (
     ABSENT,
@@ -122,18 +122,18 @@ class TensorPacker:
     _sources: list[Tensor] = field(default_factory=list)
     _fills: list[int] = field(default_factory=list)
     _puts: list[int] = field(default_factory=list)
-    _ends: list[int] = field(default_factory=lambda: [0] * len(pieces.KINDS))
+    _ends: list[int] = field(default_factory=lambda: [0] * len(block_lists.KINDS))
     _tiles: list[int] = field(default_factory=lambda: [0, 0])
     _made: list[Tensor] = field(default_factory=list)
 
     def add(self, shape: tuple[int, ...], value: int, dtype: torch.dtype) -> Slice:
         """A tensor of `shape` [b, h, n], or of lists [b, h, n, 5], that is `value` wherever nothing is put."""
-        kind = pieces.KINDS.index(dtype)
+        kind = block_lists.KINDS.index(dtype)
         to = Slice(kind, self._ends[kind], shape)
         self._ends[kind] += to.size + -to.size % ALIGNED
         if to.size:
             tiles = self._next(0, 1, to.size)
-            # In the order of `pieces.FIELDS`, as below.
+            # In the order of `block_lists.FIELDS`, as below.
             self._fills += (tiles, to.begin, kind, 0, 0, 1, 1, to.size, -1, 0, 0, 0, value, 0, 0)
         return to
 
@@ -145,8 +145,8 @@ class TensorPacker:
         In lists `more` is added to where each begins, and `shift` to its last number.
         """
         of_row = len(to.shape) > 3
-        size = t.shape[2] * (pieces.ROW if of_row else 1)
-        dense = t.stride(-1) == 1 and (not of_row or t.stride(2) == pieces.ROW)
+        size = t.shape[2] * (block_lists.ROW if of_row else 1)
+        dense = t.stride(-1) == 1 and (not of_row or t.stride(2) == block_lists.ROW)
         if not size or not t.shape[0] * t.shape[1]:
             return
         t = t if dense else t.contiguous()
@@ -162,22 +162,22 @@ class TensorPacker:
             if from_h and at:
                 source = len(self._sources)
                 self._sources.append(t[:, at:end])
-            target = to.begin + slots[at] * to.line + begin * (pieces.ROW if of_row else 1)
+            target = to.begin + slots[at] * to.line + begin * (block_lists.ROW if of_row else 1)
             lead = target, to.kind, to.shape[1] * to.line, to.line, end - at, to.shape[0], size
-            tail = source, pieces.KINDS.index(t.dtype), from_b, from_h, more, int(of_row), shift
+            tail = source, block_lists.KINDS.index(t.dtype), from_b, from_h, more, int(of_row), shift
             self._puts += (self._next(1, (end - at) * to.shape[0], size), *lead, *tail)
             at = end
 
     def _next(self, phase: int, lines: int, size: int) -> int:
         """The tiles of a phase so far, to which those of a piece are added."""
         before = self._tiles[phase]
-        self._tiles[phase] += lines * -(-size // pieces.TILE)
+        self._tiles[phase] += lines * -(-size // block_lists.TILE)
         return before
 
     def flush(self) -> None:
         """Make all tensors."""
-        fills = len(self._fills) // len(pieces.FIELDS)
-        self._made = pieces.assembled(self._sources, [*self._fills, *self._puts], fills, self._ends)
+        fills = len(self._fills) // len(block_lists.FIELDS)
+        self._made = block_lists.assembled(self._sources, [*self._fills, *self._puts], fills, self._ends)
 
     def tensor(self, of: Slice) -> Tensor:
         """The tensor of a slice, after `flush`."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import clusters as plain
-from mmaccel.backends.ops import words as plain_words
 from mmaccel.backends.ops.clusters import Late, Lists, Own, preceding
 from mmaccel.backends.triton.stream import clusters
 
@@ -151,9 +150,7 @@ def test_means_of_words(dtype: torch.dtype, heads: int, rows: int, words_: int |
     x[:, words_ or rows :] = torch.nan
     for groups in {1, heads // 2 or 1}:
         found = clusters.folded(there(x), None if count is None else there(count), groups)
-        torch.testing.assert_close(
-            found.cpu(), plain_words.folded.plain(x, count, groups), atol=1e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(found.cpu(), plain.folded.plain(x, count, groups), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -163,7 +160,7 @@ def test_words_are_moved(dtype: torch.dtype, shown: bool) -> None:
     x, count = torch.randn(24, 100).to(dtype), torch.tensor([19])
     known, before, seen = torch.randn(3, 100)
     mine = [there(one.clone()) for one in (known, before, seen)]
-    wanted = plain_words.moved.plain(x, count, known, before, seen if shown else None)
+    wanted = plain.moved.plain(x, count, known, before, seen if shown else None)
     found = clusters.moved(there(x), there(count), *mine[:2], mine[2] if shown else None)
     assert torch.equal(found.cpu(), wanted)
     for one, other in zip(mine, (known, before, seen), strict=True):
@@ -178,6 +175,6 @@ def test_what_comes_ahead(count: int) -> None:
     entries = torch.randperm(999, generator=rng)[:count]
     entries[count // 2 :][::3] = -1
     mine, limits = there(table.clone()), (torch.tensor([400]), torch.tensor([5000]))
-    wanted = plain_words.foretold.plain(table, entries, *limits)
+    wanted = plain.foretold.plain(table, entries, *limits)
     found = clusters.foretold(mine, there(entries), *map(there, limits))
     assert torch.equal(found.cpu(), wanted) and torch.equal(mine.cpu()[:-1], table[:-1])

@@ -33,20 +33,8 @@ from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part
 from mmaccel.backends.ops.clusters import Late, Lists, Own
 from mmaccel.backends.triton import pointwise
 from mmaccel.backends.triton.decode import attention, qkv_rope_cache, skinny_gemm
-from mmaccel.backends.triton.prefill import (
-    attend,
-    classes,
-    estimate,
-    estimate_grid,
-    hopper_launch,
-    lists,
-    pieces,
-    runs,
-    slashes,
-    split_k_schedule,
-    strides,
-    strongest,
-)
+from mmaccel.backends.triton.prefill import attend, estimate, grid, hopper_launch, lists, split_k_schedule
+from mmaccel.backends.triton.prefill import lines as line_kernels
 from mmaccel.backends.triton.stream import clusters, gather
 
 PROCESSORS, MEMORY = 132, 140 << 30
@@ -239,30 +227,30 @@ def indexed() -> None:
     row, begin, few = numbers[0], zeros(1, C + 1, dtype=INT), zeros(1, 64, dtype=INT)
     estimate.line_sums(query, key, None, at, None, N, False)
     order = row, begin, few, torch.zeros(1, 1024)
-    estimate_grid.class_phases(query, key, None, at, None, N, False, *order, at[0, :1], "contrast", False)
+    grid.class_phases(query, key, None, at, None, N, False, *order, at[0, :1], "contrast", False)
     scores = torch.zeros(1, 28, N)
-    strongest.strongest(scores, scores, at[:, 0], 1000, 1024)
-    strides.stride_scores(torch.zeros(2, 1, 28, N), at[:, 0], 8, 1024, "contrast")
+    line_kernels.strongest(scores, scores, at[:, 0], 1000, 1024)
+    grid.stride_scores(torch.zeros(2, 1, 28, N), at[:, 0], 8, 1024, "contrast")
     lines, told = zeros(1, 28, 1000), zeros(1, 28, 9, 5)
-    slashes.line_keys(row, lines, lines, N, 64)
+    line_kernels.line_keys(row, lines, lines, N, 64)
     split_k_schedule.Work.even([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, 264, N)
     lists.listed_area(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
     lists.reach(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
-    runs.paired(told)
-    runs.unsure(few[None].to(torch.int8))
+    lists.paired(told)
+    lists.unsure(few[None].to(torch.int8))
     kept, nine = zeros(1, 28, N + 1, dtype=torch.bool)[..., :-1], zeros(1, 9, dtype=INT)
-    slashes.slash_runs(
+    line_kernels.slash_runs(
         kept, zeros(3, 3, dtype=INT), few, few, zeros(3, 1, 64, dtype=INT), nine, zeros(1, 9, 2, 2, dtype=INT), nine, 64
     )  # fmt: skip
-    classes.turned_classes(numbers, begin, numbers, begin, at[0, :1], of, of, of, 64, False, 64, 64)
+    grid.turned_classes(numbers, begin, numbers, begin, at[0, :1], of, of, of, 64, False, 64, 64)
 
 
 def assembled() -> None:
     """Tables of a plan's pieces: one that fills, and one that comes after it."""
-    table = [0] * len(pieces.FIELDS)
+    table = [0] * len(lists.FIELDS)
     for name in ("heads", "batch", "size"):
-        table[pieces.FIELDS.index(name)] = 1
-    pieces.assembled([zeros(8)], table * 2, 1, [8, 8, 8])
+        table[lists.FIELDS.index(name)] = 1
+    lists.assembled([zeros(8)], table * 2, 1, [8, 8, 8])
 
 
 def clustered() -> None:

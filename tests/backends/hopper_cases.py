@@ -10,8 +10,7 @@ from torch import Tensor
 
 from mmaccel.backends.ops.block_attend import BlockLists, KeySpan
 from mmaccel.backends.triton.prefill.block_iter import FIELDS
-from mmaccel.backends.triton.prefill.hopper_launch import fields, numbered, viewed
-from mmaccel.backends.triton.prefill.tma_staging import BOX, FAR, Homes
+from mmaccel.backends.triton.prefill.hopper_launch import BOX, FAR, Homes, fields, numbered, viewed
 
 from .triton_cases import DEVICE
 
@@ -86,7 +85,7 @@ def test_what_is_known_to_stand_in_order_is_not_looked_for(n: int, monkeypatch: 
         copied = int((found.home[0] < -1).sum()) + sum(int((home < -1).sum()) for home in found.home[1:])
         assert torch.equal(told.keys[:copied], found.keys[:copied])
     if n < S:
-        monkeypatch.setattr("mmaccel.backends.triton.prefill.tma_staging.home_kernel", None)
+        monkeypatch.setattr("mmaccel.backends.triton.prefill.hopper_launch.home_kernel", None)
         assert len(Homes.of(key, value, [span(known, pos[..., :n], n)], HEADS, 1 << 30).keys) == 0
 
 

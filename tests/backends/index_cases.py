@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import lines, operator
-from mmaccel.backends.triton.prefill import estimate_grid, slashes, strides, strongest
+from mmaccel.backends.triton.prefill import grid
+from mmaccel.backends.triton.prefill import lines as kernels
 from mmaccel.backends.triton.prefill.estimate import line_sums, row_totals
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.sparse import SparsePattern
@@ -99,7 +100,7 @@ def test_line_keys(columns: int) -> None:
     for width in (48, 30):
         arguments = row, chosen.contiguous(), diagonal
         want = lines.line_keys.plain(*arguments, width, 16)
-        got = slashes.line_keys(*(t.to(DEVICE) for t in arguments), width, 16)
+        got = kernels.line_keys(*(t.to(DEVICE) for t in arguments), width, 16)
         for mine, its in zip(got, want, strict=True):
             assert mine.dtype == its.dtype and torch.equal(mine.cpu(), its)
 
@@ -146,7 +147,7 @@ def test_classes_of_more_keys_than_a_tile(
     padded: bool, pooled: bool, score: Score, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their tiles that every query sees are not tested; the lines and the phases are those of the plain way."""
-    monkeypatch.setattr(estimate_grid, "KEYS", 16)
+    monkeypatch.setattr(grid, "KEYS", 16)
     long = sequence([(TEXT, [5]), (VIDEO, [5] * 40), (TEXT, [20])])
     other = sequence([(TEXT, [3]), (VIDEO, [4] * 45), (TEXT, [9])]) if padded else long
     scene = Scene((long, other), heads=8, groups=2, size=16, seed=5)
@@ -159,7 +160,7 @@ def test_classes_of_more_keys_than_a_tile(
         last, frames = sight.last(24, pooled), Frames.of(sight, search)
         # Each class has a whole tile before the first of these queries.
         sizes = torch.stack([(frames.number[..., :150] == c).sum(-1) for c in range(4)])
-        assert int(last.at.min()) > 150 and int(sizes.min()) >= estimate_grid.KEYS
+        assert int(last.at.min()) > 150 and int(sizes.min()) >= grid.KEYS
         return frame_phases(last, frames, search)
 
     want = found("cpu")
@@ -178,7 +179,7 @@ def test_strides(score: Score, low: int, high: int) -> None:
     there = (torch.arange(400) <= at[:, None])[None, :, None]
     masked = value.double().masked_fill(~there, 0.0)
     want = torch.stack([_heaviest(masked, there, s, score) for s in range(low, high + 1)], -1)
-    got = strides.stride_scores(value.to(DEVICE), at.to(DEVICE), low, high, score).cpu()
+    got = grid.stride_scores(value.to(DEVICE), at.to(DEVICE), low, high, score).cpu()
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -186,17 +187,17 @@ def test_strides(score: Score, low: int, high: int) -> None:
     ("n", "count", "tile"), [(300, 20, 64), (300, 1000, 512), (300, 90, 16), (77, 5, 8192)]
 )
 def test_strongest(n: int, count: int, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strongest, "TILE", tile)
-    monkeypatch.setattr(strongest, "PIECES", 4)
+    monkeypatch.setattr(kernels, "TILE", tile)
+    monkeypatch.setattr(kernels, "PIECES", 4)
     rng = torch.Generator().manual_seed(n)
     scores, last = torch.rand(2, 3, 2, n, generator=rng) ** 8, torch.tensor([n - 1, 9, -1])
     for vertical, slash in ((count, count // 2), (0, count)):
         want = lines.strongest.plain(*scores, last, vertical, slash)
-        got = strongest.strongest(*scores.to(DEVICE), last.to(DEVICE), vertical, slash)
+        got = kernels.strongest(*scores.to(DEVICE), last.to(DEVICE), vertical, slash)
         assert all(torch.equal(mine.cpu(), its) for mine, its in zip(got, want, strict=True))
     # Of equal scores any may be chosen.
     scores = (scores * 4).round()
-    found = strongest.strongest(*scores.to(DEVICE), last.to(DEVICE), count, count)
+    found = kernels.strongest(*scores.to(DEVICE), last.to(DEVICE), count, count)
     for score, got, its in zip(
         scores, found, lines.strongest.plain(*scores, last, count, count), strict=True
     ):

@@ -26,20 +26,10 @@ from torch import Tensor
 from mmaccel.backends import architectures
 from mmaccel.backends import triton as backend
 from mmaccel.backends.ops import block_lists, lines, pointwise
-from mmaccel.backends.ops.classes import turned_classes
 from mmaccel.backends.ops.decode import decode_attend, enter_rows, pass_rows, project_rows, turn_rows
 from mmaccel.backends.ops.estimate import reduces
-from mmaccel.backends.ops.pieces import assembled
-from mmaccel.backends.triton.prefill import (
-    classes,
-    estimate,
-    estimate_grid,
-    lists,
-    pieces,
-    slashes,
-    strides,
-    strongest,
-)
+from mmaccel.backends.triton.prefill import estimate, grid, lists
+from mmaccel.backends.triton.prefill import lines as line_kernels
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
@@ -130,23 +120,25 @@ def recorded(architecture: str = "sm_90") -> Iterator[Keys]:
     with ExitStack() as stack:
         held = {
             LastQueries: dict(fused=True),
-            pieces: dict(assembled=_filled(pieces.assembled, assembled.plain)),
             lists: dict(
+                assembled=_filled(lists.assembled, block_lists.assembled.plain),
                 reach=_filled(lists.reach, block_lists.reach.plain),
                 listed_area=_filled(lists.listed_area, block_lists.listed_area.plain),
             ),
-            strongest: dict(strongest=_filled(strongest.strongest, lines.strongest.plain)),
-            slashes: dict(
-                line_keys=_filled(slashes.line_keys, lines.line_keys.plain),
-                slash_runs=_filled(slashes.slash_runs, lines.slash_runs.plain),
+            line_kernels: dict(
+                strongest=_filled(line_kernels.strongest, lines.strongest.plain),
+                line_keys=_filled(line_kernels.line_keys, lines.line_keys.plain),
+                slash_runs=_filled(line_kernels.slash_runs, lines.slash_runs.plain),
             ),
-            classes: dict(turned_classes=_filled(classes.turned_classes, turned_classes.plain)),
             estimate: dict(
                 row_totals=_drawn(estimate.row_totals, Tensor.zero_),
                 line_sums=_drawn(estimate.line_sums, Tensor.uniform_),
             ),
-            estimate_grid: dict(class_phases=_drawn(estimate_grid.class_phases, Tensor.zero_)),
-            strides: dict(stride_scores=_drawn(strides.stride_scores, Tensor.uniform_)),
+            grid: dict(
+                turned_classes=_filled(grid.turned_classes, lines.turned_classes.plain),
+                class_phases=_drawn(grid.class_phases, Tensor.zero_),
+                stride_scores=_drawn(grid.stride_scores, Tensor.uniform_),
+            ),
         }
         for target, some in held.items():
             stack.enter_context(mock.patch.multiple(target, **some))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.pieces import FIELDS, assembled
-from mmaccel.backends.triton.prefill.pieces import assembled as launched
+from mmaccel.backends.ops.block_lists import FIELDS, assembled
+from mmaccel.backends.triton.prefill.lists import assembled as launched
 from mmaccel.core.merge_heads import Slice, TensorPacker
 
 from .triton_cases import DEVICE

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmaccel.backends.ops import lines
-from mmaccel.backends.ops.classes import turned_classes
+from mmaccel.backends.ops.lines import turned_classes
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.policies.sparse import Grid
 from mmaccel.policies.sparse.intra import Layer

@@ -20,8 +20,8 @@ def test_a_new_length_compiles_nothing(architecture: str, kernel: str) -> None:
     seen = {
         kernel,
         "split_k_schedule.work_kernel",
-        "slashes.gaps_kernel",
-        "pieces.pieces_kernel",
+        "lines.gaps_kernel",
+        "lists.pieces_kernel",
         "attention.piece_kernel",
     }
     assert seen <= set(new) and len(new) > 25

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from mmaccel.backends.ops.pieces import FIELDS, assembled
+from mmaccel.backends.ops.block_lists import FIELDS, assembled
 from mmaccel.core.merge_heads import TensorPacker
 
 from .test_triton import run

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel.backends import architectures
-from mmaccel.backends.triton.prefill import attend, runs
+from mmaccel.backends.triton.prefill import attend, lists
 from mmaccel.backends.triton.prefill import split_k_schedule as working
-from mmaccel.backends.triton.prefill.runs import paired, unsure
+from mmaccel.backends.triton.prefill.lists import paired, unsure
 from mmaccel.backends.triton.prefill.split_k_schedule import MOST_PIECES, WAVES, Work
 from mmaccel.core.plan import FULL, AttentionPlan, Part, span_by_range
 
@@ -140,7 +140,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pyte
         on.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", noted)
-    for module, name in ((runs, "paired_kernel"), (working, "work_kernel"), (attend, "merge_kernel")):
+    for module, name in ((lists, "paired_kernel"), (working, "work_kernel"), (attend, "merge_kernel")):
         monkeypatch.setattr(module, name, Watched(getattr(module, name), on, seen))
     place = torch.arange(96, dtype=torch.int32)[None, None]
     span = span_by_range(place, place, place, place, 0, 96, 16, 16)

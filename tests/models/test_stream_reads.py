@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmaccel.backends.ops import clusters, words
+from mmaccel.backends.ops import clusters
 from mmaccel.core.attach import adapter_for
 from mmaccel.policies.kv.mosaic.index import ClusterIndex
 from tests.models.streams import FPS, film, open_session, pair
@@ -22,7 +22,7 @@ MEMORIES: dict[str, tuple[dict[str, Any], int]] = {
     "rekv": ({"name": "rekv", "frames": 4, "window": 6}, 200),
 }
 """Each with the launches of a pass at most."""
-KERNELS = [(clusters, name) for name in ("scored", "outside", "ordered", "selected")] + [(words, "folded")]
+KERNELS = [(clusters, name) for name in ("scored", "outside", "ordered", "selected", "folded")]
 
 
 def unseen(work: Any) -> Any:

@@ -58,7 +58,7 @@ def line_sums(
     return columns, torch.empty_like(columns)
 
 
-@_kernel("estimate_grid.class_phases")
+@_kernel("grid.class_phases")
 def class_phases(
     query: Tensor,
     key: Tensor,
@@ -88,7 +88,7 @@ def class_phases(
     return line, torch.empty_like(line), query.new_empty(spread, dtype=torch.float32)
 
 
-@_kernel("strides.stride_scores")
+@_kernel("grid.stride_scores")
 def stride_scores(value: Tensor, at: Tensor, low: int, high: int, score: str) -> Tensor:
     """[B, H, high - low + 1] float32: what the heaviest class of lines of each stride weighs under `score`, over the kinds.
 

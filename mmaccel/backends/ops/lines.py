@@ -1,9 +1,10 @@
-"""The strongest columns and diagonals of each head, and the key blocks that they touch."""
+"""Lines of heads: the strongest columns and diagonals, the key blocks that these touch, the order of a grid's classes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmaccel.backends.ops.block_attend import ABSENT, FULL
 from mmaccel.backends.ops.block_lists import packed
@@ -15,7 +16,7 @@ def _strongest_shapes(columns: Tensor, vertical: int, slash: int) -> tuple[Tenso
     return tuple(columns.new_empty(B, H, min(k, n), dtype=torch.int64) for k in (vertical, slash))
 
 
-@operator("prefill.strongest.strongest", fake=_strongest_shapes)
+@operator("prefill.lines.strongest", fake=_strongest_shapes)
 def strongest(
     columns: Tensor, diagonals: Tensor, last: Tensor, vertical: int, slash: int
 ) -> tuple[Tensor, Tensor]:
@@ -44,7 +45,7 @@ def _line_shapes(row: Tensor, columns: Tensor, block: int) -> tuple[Tensor, ...]
     return left, kind, left.new_empty(B, H, N, dtype=torch.bool), k_row, torch.empty_like(k_row)
 
 
-@operator("prefill.slashes.line_keys", fake=_line_shapes)
+@operator("prefill.lines.line_keys", fake=_line_shapes)
 def line_keys(
     row: Tensor, columns: Tensor, diagonals: Tensor, width: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -67,8 +68,8 @@ def line_keys(
     kind = torch.where(whole, FULL, ABSENT).to(torch.int8)
     there, more = columns < width, (0, max(K + -K % block, block) - K)
     own = row[:, None].expand(B, H, N).gather(2, columns.clamp(max=N - 1))
-    k_row = torch.nn.functional.pad(torch.where(there, own, -1), more, value=-1)
-    k_place = torch.nn.functional.pad(torch.where(there, columns, 0), more).to(torch.int32)
+    k_row = pad(torch.where(there, own, -1), more, value=-1)
+    k_place = pad(torch.where(there, columns, 0), more).to(torch.int32)
     return left, kind, marked(diagonals).contiguous(), k_row, k_place
 
 
@@ -81,7 +82,7 @@ def _run_shapes(
     return row, kept.new_empty(room, dtype=torch.int32)
 
 
-@operator("prefill.slashes.slash_runs", fake=_run_shapes)
+@operator("prefill.lines.slash_runs", fake=_run_shapes)
 def slash_runs(
     kept: Tensor,
     shape: Tensor,
@@ -104,7 +105,7 @@ def slash_runs(
     # Place offset + l of the block, l < length, meets key block -t on the diagonals of a run of distances.
     least = (t * block + offset[:, None] - block + 1).clamp(0, N)
     past = (t * block + (offset + length)[:, None]).clamp(0, N)
-    before = torch.nn.functional.pad(kept.cumsum(2, dtype=torch.int32), (1, 0))
+    before = pad(kept.cumsum(2, dtype=torch.int32), (1, 0))
     lead = (sequence[:, None] * H + torch.arange(H, device=kept.device))[..., None] * (N + 1)
     flat = before.flatten()
     steps = flat[lead + past[:, None]] > flat[lead + least[:, None]]
@@ -122,7 +123,7 @@ def slash_runs(
         return row, index
     own, listed = _jumping(before, broken, runs, sure, block, index.numel())
     # The last block of queries takes what is no block.
-    wide = torch.nn.functional.pad(row, (0, 0, 0, 1))
+    wide = pad(row, (0, 0, 0, 1))
     wide.scatter_(2, broken.long()[:, None, :, None].expand_as(own), own)
     return wide[:, :, :-1].contiguous(), torch.cat([index, listed])
 
@@ -149,3 +150,86 @@ def _jumping(
     sure = sure.long().clamp(max=blocks)[:, None, :, None].expand(-1, H, -1, -1)
     none = torch.zeros_like(first)
     return torch.stack([first, upto[..., -1], none, upto.gather(3, sure)[..., 0], none], -1), index
+
+
+def _class_shapes(queries: Tensor, line: Tensor, wide: bool, columns: int, rows: int) -> list[Tensor]:
+    B, H = line.shape[:2]
+    kind = torch.int64 if wide else torch.int32
+    P, N = (B, H, queries.shape[2]), (B, H, columns)
+    out = [queries.new_empty(P), queries.new_empty(P, dtype=kind)]
+    if columns:
+        out += [queries.new_empty(n, dtype=d) for n, d in ((P, kind), (N, torch.int32), (N, kind))]
+    return out + [queries.new_empty(B, H, rows) for _ in range(2 if rows else 0)]
+
+
+@operator("prefill.grid.turned_classes", fake=_class_shapes)
+def turned_classes(
+    queries: Tensor,
+    q_begin: Tensor,
+    keys: Tensor,
+    k_begin: Tensor,
+    stride: Tensor,
+    line: Tensor,
+    shift: Tensor,
+    dense: Tensor,
+    room: int,
+    wide: bool,
+    columns: int,
+    rows: int,
+) -> list[Tensor]:
+    """The order (class, position) of the queries and keys of each head of a grid, from the one that all heads share.
+
+    queries [3, B, P] int32: row, place and class of each query by (class, place), those without a place last; keys [3,
+    B, N] int32: row, place and class by (class, place). q_begin, k_begin [B, C + 1] int32: where each class begins, and
+    the last ends. stride [B] long: the classes there are; line, shift, dense [B, H, 1] long: the class of the vertical
+    lines, the phase of the slashes and the class of the horizontal lines. room: no class has more keys; wide: places
+    are told in 64 bits.
+
+    Gives, each [B, H, P], [B, H, columns] or [B, H, rows]: the rows of the queries by the class they pair with, -1 for
+    those of the `dense` class, and their places for the slashes: class * (2 * room) + rank, of the last key of the
+    paired class that is not after the query, and a rank of -1 where there is none. With `columns`, no fewer than any
+    class has keys, the places of the queries, and the rows and places of the keys, for the vertical lines: slashes then
+    lead to none of these keys, and the rank of queries that pair with their class is -1. With `rows` the rows and
+    places of the queries of the dense class.
+    """
+    (B, P), N, H = queries.shape[1:], keys.shape[2], line.shape[1]
+    kind = torch.int64 if wide else torch.int32
+    base, s = N + 1, stride[:, None, None]
+    code = (keys[2].long() * base + keys[1]).contiguous()
+    starts = k_begin.long()[:, None].expand(B, H, -1)
+
+    def ranks(number: Tensor, at: Tensor) -> Tensor:
+        """How many keys of class `number` are not after `at`, minus one."""
+        wanted = (number * base + at).flatten(1)
+        end = torch.searchsorted(code, wanted, right=True).view(at.shape)
+        return end - starts.gather(2, number.expand_as(at)) - 1
+
+    i = torch.arange(P, device=keys.device)
+    served = q_begin.long().gather(1, stride[:, None])[..., None]
+    turn = q_begin.long()[:, None].expand(B, H, -1).gather(2, shift)
+    source = torch.where(i < served, (i + turn) % served.clamp(min=1), i)
+    row, at, own = (t[:, None].expand(B, H, P).gather(2, source) for t in queries)
+    row = row.masked_fill(i >= served, -1)
+    pair = (own.long() - shift) % s
+    if rows:
+        row = row.masked_fill(own == dense, -1)
+    there, rank = row >= 0, ranks(pair, at)
+    if columns:
+        rank = rank.masked_fill(pair == line, -1)
+    out = [row, torch.where(there, pair * (2 * room) + rank, -1).to(kind)]
+    if columns:
+        begin, end = (starts.gather(2, line + more) for more in (0, 1))
+        place = torch.arange(columns, device=keys.device).expand(B, H, columns)
+        mine = begin + place < end
+        line_row = keys[0][:, None].expand(B, H, N).gather(2, (begin + place).clamp(max=N - 1))
+        out += [torch.where(there, ranks(line, at), -1).to(kind), torch.where(mine, line_row, -1)]
+        out.append(torch.where(mine, place, 0).to(kind))
+    if rows:
+        begin, end = (q_begin.long()[:, None].expand(B, H, -1).gather(2, dense + more) for more in (0, 1))
+        source = begin + torch.arange(rows, device=keys.device)
+        there, source = source < end, source.clamp(max=P - 1)
+        out += [
+            torch.where(there, t[:, None].expand(B, H, P).gather(2, source), -1).contiguous()
+            for t in queries[:2]
+        ]
+    return out

@@ -99,7 +99,6 @@ def angles_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `mmaccel.backends.ops.pointwise.rms_norm`."""
     x = x.contiguous()
     out = torch.empty_like(x)
     E = x.shape[-1]
@@ -112,7 +111,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_times_(gate: Tensor, up: Tensor) -> None:
-    """See `mmaccel.backends.ops.pointwise.silu_times_`."""
     if not (gate.is_contiguous() and up.is_contiguous()):
         raise ValueError("silu_times_: gate and up are to be contiguous")
     if gate.numel():
@@ -123,7 +121,6 @@ def silu_times_(gate: Tensor, up: Tensor) -> None:
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """See `mmaccel.backends.ops.pointwise.rotate_`."""
     B, H, n, D = x.shape
     if x.stride(-1) != 1:
         raise ValueError("rotate_: the numbers of a head are to lie side by side")
@@ -147,7 +144,6 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def angles(places: Tensor, pace: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.ops.pointwise.angles`."""
     n, half = len(places), len(pace)
     out = torch.empty(2, n, 2 * half, dtype=dtype, device=places.device)
     if n:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends.ops import words
+from mmaccel.backends.ops import clusters
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store import HostStore
 from mmaccel.policies.kv.store.pinned_slabs import on_device
@@ -120,7 +120,7 @@ class Prefetcher:
     def foretell(self, layer: int, entries: Tensor) -> Tensor:
         """[n] codes of those of `entries` [n] (-1: none) that are on the host alone, to `prefetch`, -1 for the others. The
         layer's `codes` will be those of where they come to lie."""
-        return words.foretold(self._tables[layer], entries, self._known[:1], self._known[1:])
+        return clusters.foretold(self._tables[layer], entries, self._known[:1], self._known[1:])
 
     def prefetch(self, layer: int, wanted: Tensor) -> None:
         """Start to bring what `foretell` said of a layer."""

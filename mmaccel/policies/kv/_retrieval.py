@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops import clusters, words
+from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.kv import Stream
 from mmaccel.core.positions import PositionIds
@@ -154,7 +154,7 @@ class Retriever:
                 entering = self.prediction.next(layer, hidden, numbers[:1])
                 if not last:
                     # A mean goes through the projection as its rows do.
-                    predicted = words.folded(self._model.norm(layer + 1, entering), numbers[:1], 1)
+                    predicted = clusters.folded(self._model.norm(layer + 1, entering), numbers[:1], 1)
             mean = self.folded(query, numbers[:1])
             late = clusters.Late(numbers[1:2], 1, more)
             found, ahead = self._search(layer, mean, predicted, budget, 0 if last else wide, late)
@@ -237,7 +237,7 @@ class Retriever:
     def folded(self, query: Tensor, count: Tensor | None = None) -> Tensor:
         """[d]: the mean of raw queries [H, n, D] of the first `count` [1] rows, or of all, against keys of all heads: the
         heads of a group summed, for they share their keys."""
-        return words.folded(query, count, self.geometry.kv_heads)
+        return clusters.folded(query, count, self.geometry.kv_heads)
 
     def _search(
         self, layer: int, mean: Tensor, predicted: Tensor | None, budget: int, wide: int, late: clusters.Late
@@ -364,7 +364,7 @@ class QueryPrediction:
         """The hidden states that will enter the next layer, about, for those [1, n, E] of rows entering this one, of which
         the first `count` [1] are a question's words. Notes what this layer shows of the one before."""
         seen = self._seen[layer - 1] if layer else None
-        return words.moved(rows[0], count, self._known[layer], self._before, seen)[None]
+        return clusters.moved(rows[0], count, self._known[layer], self._before, seen)[None]
 
     def entered(self, layer: int) -> None:
         """The states that enter a layer are given to `next`, or to what replays it."""

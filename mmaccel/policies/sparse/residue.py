@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.classes import turned_classes
+from mmaccel.backends.ops.lines import turned_classes
 from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.policies.sparse.intra import Sight
 from mmaccel.policies.sparse.orders import Order, whole_blocks

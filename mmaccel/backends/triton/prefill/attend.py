@@ -17,7 +17,7 @@ from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part, empty_o
 from mmaccel.backends.triton.launch_args import encode_ints, lead, lines
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.backends.triton.prefill.kernel import attend_kernel, merge_kernel
-from mmaccel.backends.triton.prefill.runs import paired
+from mmaccel.backends.triton.prefill.lists import paired
 from mmaccel.backends.triton.prefill.split_k_schedule import LEAST_CHUNK, Work, places_on
 from mmaccel.core.errors import RecipeError
 

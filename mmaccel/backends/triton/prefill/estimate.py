@@ -258,7 +258,6 @@ def shape_of(query: Tensor, key: Tensor, row: Tensor | None) -> dict[str, Any]:
 
 
 def row_totals(query: Tensor, key: Tensor, row: Tensor | None, at: Tensor, width: int) -> Tensor:
-    """See `mmaccel.backends.ops.estimate.row_totals`."""
     B, H, L, D = query.shape
     shape, at = shape_of(query, key, row), at.contiguous()
     piece = max(LEAST_PIECE, -(-width // SPLITS))
@@ -289,7 +288,6 @@ def line_sums(
     width: int,
     pooled: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.ops.estimate.line_sums`."""
     B, H, L, D = query.shape
     shape, at = shape_of(query, key, row), at.contiguous()
     if total is None:

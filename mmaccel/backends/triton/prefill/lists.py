@@ -1,11 +1,13 @@
-"""Lists of key blocks made by three small kernels, where PyTorch needs some forty: see `ops.block_lists.reach`,
-`ops.block_lists.listed_area`."""
+"""Lists of key blocks (`ops.block_lists`) made by a few small kernels, where PyTorch needs some forty; for `attend` and the
+kernels for Hopper also the runs of two neighbours as one, and how many blocks need a test.
+"""
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -13,12 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmaccel.backends.ops import block_attend
+from mmaccel.backends.ops import block_attend, block_lists
+from mmaccel.backends.ops.block_lists import FIELDS, KINDS, TILE
+from mmaccel.backends.triton.launch_args import lead
 
 FULL, ABSENT = tl.constexpr(block_attend.FULL), tl.constexpr(block_attend.ABSENT)
 
-BEYOND = tl.constexpr(1 << 60)
-"""More than any place: wide places exceed 32 bits."""
+WIDTH, ROW = tl.constexpr(len(FIELDS)), tl.constexpr(block_lists.ROW)
+
+BEYOND = tl.constexpr(block_lists.BEYOND)
+
+NEVER = tl.constexpr(1 << 62)
+"""Beyond every block."""
 
 TOKENS = 1024
 """Tokens that a program looks at together."""
@@ -273,7 +281,6 @@ def reach(
     block_q: int,
     block_k: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.block_lists.reach`."""
     q_row, k_row, q_place, k_place = (
         t if t.stride(-1) == 1 else t.contiguous() for t in (q_row, k_row, q_place, k_place)
     )
@@ -356,3 +363,146 @@ def _step(leads: tuple[int, int]) -> tuple[int, int]:
 def _lead(*tensors: Tensor) -> Sequence[int]:
     """Strides of the sequence and the head of each; 0 where all share one."""
     return tuple(t.stride(i) if t.shape[i] > 1 else 0 for t in tensors for i in (0, 1))
+
+
+@triton.jit(do_not_specialize=["row_b", "row_h", "M", "pairs"])
+def paired_kernel(row, row_b, row_h, OUT, M, pairs, TILE: tl.constexpr):
+    """Some pairs of lists of one head: the kernel of `paired`."""
+    h, b = tl.program_id(1), tl.program_id(2)
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    first, last = tl.full([TILE], NEVER, tl.int64), tl.full([TILE], -NEVER, tl.int64)
+    near, end = tl.full([TILE], -NEVER, tl.int64), tl.full([TILE], NEVER, tl.int64)
+    alone = at < 0
+    for which in tl.static_range(2):
+        mine = 2 * at + which
+        told = row + b * row_b + h.to(tl.int64) * row_h + mine.to(tl.int64) * 5
+        inside = mine < M
+        count = tl.load(told + 1, mask=inside, other=0)
+        begin = tl.load(told, mask=inside, other=0) + tl.load(told + 4, mask=inside, other=0)
+        some = count > 0
+        alone = alone | (some == 0)
+        first = tl.minimum(first, tl.where(some, begin, NEVER))
+        last = tl.maximum(last, tl.where(some, begin + count, -NEVER))
+        near = tl.maximum(near, begin + tl.load(told + 2, mask=inside, other=0))
+        end = tl.minimum(end, begin + tl.load(told + 3, mask=inside, other=0))
+    length = tl.maximum(last - first, 0)
+    first = tl.where(length > 0, first, 0)
+    # Rows of a block without a list see nothing of their neighbour's.
+    head = tl.minimum(tl.where(alone, length, tl.maximum(near - first, 0)), length)
+    tail = tl.minimum(tl.where(alone, length, tl.maximum(end - first, 0)), length)
+    to = OUT + ((b * tl.num_programs(1) + h).to(tl.int64) * pairs + at) * 5
+    inside = at < pairs
+    tl.store(to, first, mask=inside)
+    tl.store(to + 1, length, mask=inside)
+    tl.store(to + 2, head, mask=inside)
+    tl.store(to + 3, tail, mask=inside)
+    tl.store(to + 4, tl.zeros_like(first), mask=inside)
+
+
+def paired(row: Tensor) -> Tensor:
+    """[b, h, ceil(M / 2), 5]: the lists of two neighbours as one, of lists [b, h, M, 5] that are runs of blocks in order.
+
+    What one of them reaches and the other does not is tested pair by pair, and no pair of it passes.
+    """
+    b, h, M, _ = row.shape
+    pairs = -(-M // 2)
+    out = row.new_empty(b, h, pairs, 5)
+    paired_kernel[(triton.cdiv(pairs, 256), h, b)](row, *lead(row), out, M, pairs, TILE=256)
+    return out
+
+
+@triton.jit(do_not_specialize=["kind_b", "kind_h", "n"])
+def unsure_kernel(kind, kind_b, kind_h, OUT, n, FULL: tl.constexpr, STEP: tl.constexpr):
+    """The kernel of `unsure`, of one head."""
+    h, b = tl.program_id(0), tl.program_id(1)
+    told, to = (
+        kind + b * kind_b + h.to(tl.int64) * kind_h,
+        OUT + (b * tl.num_programs(0) + h).to(tl.int64) * (n + 1),
+    )
+    tl.store(to, 0)
+    before = tl.zeros([], tl.int32)
+    for begin in range(0, n, STEP):
+        at = begin + tl.arange(0, STEP)
+        one = (tl.load(told + at, mask=at < n, other=FULL) != FULL).to(tl.int32)
+        tl.store(to + 1 + at, before + tl.cumsum(one, 0), mask=at < n)
+        before += tl.sum(one)
+
+
+def unsure(kind: Tensor) -> Tensor:
+    """int32 [b, h, N + 1]: how many of the blocks before each, and in the end of all, are not FULL; kind [b, h, N], or [N]
+    without heads."""
+    n = kind.shape[-1]
+    out = torch.empty(*kind.shape[:-1], n + 1, dtype=torch.int32, device=kind.device)
+    b, h = kind.shape[:2] if kind.dim() == 3 else (1, 1)
+    unsure_kernel[(h, b)](kind, *lead(kind), out, n, FULL=FULL, STEP=2048, num_warps=8)
+    return out
+
+
+@triton.jit(do_not_specialize=["table", "n", "steps"])
+def pieces_kernel(table, narrow, wide, small, n, steps, TILE: tl.constexpr):
+    """Some elements of one of n pieces, whose `source` is an address, 0 for none."""
+    tile = tl.program_id(0)
+    low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + n
+    for _ in range(steps):
+        # The last piece that begins no later: it has tiles, those before it that begin as early have none.
+        middle = (low + high) // 2
+        below = (middle < high) & (tl.load(table + tl.minimum(middle, n - 1) * WIDTH) <= tile)
+        high = tl.where(below, high, tl.minimum(middle, high))
+        low = tl.where(below, middle + 1, low)
+    told = table + (low - 1) * WIDTH
+    local = tile - tl.load(told).to(tl.int32)
+    kind, heads, size = tl.load(told + 2), tl.load(told + 5), tl.load(told + 7)
+    tiles = (size + TILE - 1) // TILE
+    line, at = local // tiles, (local % tiles) * TILE + tl.arange(0, TILE)
+    b, h = line // heads, line % heads
+    inside = at < size
+    source, more = tl.load(told + 8), tl.load(told + 12)
+    value = tl.zeros([TILE], tl.int64)
+    if source != 0:
+        first = b * tl.load(told + 10) + h * tl.load(told + 11)
+        from_kind = tl.load(told + 9)
+        if from_kind == 0:
+            value = tl.load(source.to(tl.pointer_type(tl.int32)) + first + at, mask=inside, other=0).to(
+                tl.int64
+            )
+        elif from_kind == 1:
+            value = tl.load(source.to(tl.pointer_type(tl.int64)) + first + at, mask=inside, other=0)
+        else:
+            value = tl.load(source.to(tl.pointer_type(tl.int8)) + first + at, mask=inside, other=0).to(
+                tl.int64
+            )
+    if tl.load(told + 13) != 0:
+        column = at % ROW
+        value += tl.where(column == 0, more, 0) + tl.where(column == ROW - 1, tl.load(told + 14), 0)
+    else:
+        value += more
+    to = tl.load(told + 1) + b * tl.load(told + 3) + h * tl.load(told + 4) + at
+    if kind == 0:
+        tl.store(narrow + to, value.to(tl.int32), mask=inside)
+    elif kind == 1:
+        tl.store(wide + to, value, mask=inside)
+    else:
+        tl.store(small + to, value.to(tl.int8), mask=inside)
+
+
+def assembled(
+    sources: Sequence[Tensor], table: Sequence[int], fills: int, sizes: Sequence[int]
+) -> list[Tensor]:
+    """See `ops.block_lists.assembled`; the table is sent to the device, and nothing waits for it."""
+    device = sources[0].device
+    out = [torch.empty(n, dtype=kind, device=device) for n, kind in zip(sizes, KINDS, strict=True)]
+    told, width = array("q", table), len(FIELDS)
+    address = [*(t.data_ptr() for t in sources), 0]
+    at = FIELDS.index("source")
+    told[at::width] = array("q", [address[source] for source in told[at::width]])
+    tiles = [0, 0]
+    for first in range(0, len(told), width):
+        lines = told[first + FIELDS.index("heads")] * told[first + FIELDS.index("batch")]
+        tiles[first >= fills * width] += lines * -(-told[first + FIELDS.index("size")] // TILE)
+    rows = torch.frombuffer(told, dtype=torch.int64).view(-1, width)
+    sent = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
+    with torch.cuda.device_of(sources[0]):
+        for some, count in zip((sent[:fills], sent[fills:]), tiles, strict=True):
+            if count:
+                pieces_kernel[(count,)](some, *out, len(some), len(some).bit_length(), TILE=TILE, num_warps=8)
+    return out

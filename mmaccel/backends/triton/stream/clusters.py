@@ -1,4 +1,4 @@
-"""The kernels of `ops.clusters`, which put clusters in order by comparing each with all, and those of `ops.words`."""
+"""The kernels of `ops.clusters`, which put clusters in order by comparing each with all; and those that read words."""
 
 # mypy: ignore-errors
 
@@ -395,7 +395,6 @@ def foretold_kernel(TABLE, ENTRY, SLOTS, BEGIN, OUT, n, last, BLOCK: tl.constexp
 
 
 def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
-    """See `mmaccel.backends.ops.clusters.scored`."""
     R, C, D = key.shape
     out = torch.empty(R, C, device=key.device)
     if C:
@@ -408,7 +407,6 @@ def scored(key: Tensor, query: Tensor, cosine: bool) -> Tensor:
 
 
 def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
-    """See `mmaccel.backends.ops.clusters.outside`."""
     R, V = score.shape
     out = torch.empty(R, V, dtype=torch.bool, device=score.device)
     if V:
@@ -422,7 +420,6 @@ def outside(score: Tensor, size: Tensor, limit: int, fewest: int) -> Tensor:
 def ordered(
     score: Tensor, size: Tensor, parent: Tensor | None, without: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.ops.clusters.ordered`."""
     R, C = score.shape
     out, before = torch.empty_like(score), torch.empty(R, C, dtype=torch.long, device=score.device)
     staged = parent is not None and without is not None
@@ -439,7 +436,6 @@ def ordered(
 def selected(
     before: Tensor, lists: Lists, budget: int, ahead: int, own: Own, late: Late | None
 ) -> tuple[Tensor, Tensor | None]:
-    """See `mmaccel.backends.ops.clusters.selected`."""
     R, C = before.shape
     device, D, more = before.device, own.keys.shape[2], 0 if late is None else late.entries
     out = torch.empty(budget + more, dtype=torch.long, device=device)
@@ -471,7 +467,6 @@ def stand_ins(
     left: Tensor | None,
     tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `mmaccel.backends.ops.clusters.stand_ins`."""
     (C,), count, D, (key, value) = score.shape, out.shape[2], out.shape[3], rows
     times = torch.empty(count, dtype=time.dtype, device=time.device)
     added = torch.empty(head + count, device=score.device)
@@ -486,7 +481,6 @@ def stand_ins(
 
 
 def folded(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
-    """See `mmaccel.backends.ops.words.folded`."""
     H, n, D = rows.shape
     out = torch.empty(groups * D, device=rows.device)
     with torch.cuda.device_of(rows):
@@ -498,7 +492,6 @@ def folded(rows: Tensor, count: Tensor | None, groups: int) -> Tensor:
 
 
 def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Tensor | None) -> Tensor:
-    """See `mmaccel.backends.ops.words.moved`."""
     n, E = words.shape
     out = torch.empty(n, E, dtype=words.dtype, device=words.device)
     with torch.cuda.device_of(words):
@@ -510,7 +503,6 @@ def moved(words: Tensor, count: Tensor, known: Tensor, before: Tensor, seen: Ten
 
 
 def foretold(table: Tensor, entries: Tensor, slots: Tensor, begin: Tensor) -> Tensor:
-    """See `mmaccel.backends.ops.words.foretold`."""
     out = torch.empty_like(entries)
     if len(entries):
         with torch.cuda.device_of(table):

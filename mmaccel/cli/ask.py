@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from rich.console import Group
+from rich.progress import Progress
+from rich.table import Column, Table
+from rich.text import Text
+from torch import nn
+from typer import Argument, Option
 
 from mmaccel.cli import choices
+from mmaccel.cli.answer import Answer, prompt
+from mmaccel.cli.answer import ask as answer
+from mmaccel.cli.choices import MAX_FRAMES, Device, Draft, Dtype, Fps, Frames, Json, Longest, Model, Timeout
 from mmaccel.cli.console import bars, columns, cut_short, many, number, out, print_json, size
-from mmaccel.cli.footage import MAX_FRAMES, Timeout, watch
 from mmaccel.core import outside
 from mmaccel.core.answer import MAX_NEW_TOKENS
+from mmaccel.core.attach import adapter_for
 from mmaccel.core.errors import RecipeError, VideoError
+from mmaccel.core.prune import candidates, quota
+from mmaccel.core.recipe import Recipe
+from mmaccel.core.report import counted, share
 
 if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.progress import Progress
-    from torch import nn
-
-    from mmaccel.cli.answer import Answer
-    from mmaccel.core.recipe import Recipe
     from mmaccel.media import Video
 
 ATTENTION = ("self_attn", "attn")
@@ -32,35 +37,23 @@ LABELS, COLUMN = 32, 24
 
 BY_HEAD = "layer by layer: the same with --json > FILE, then mmaccel draw FILE --out heads.svg"
 
-Model = Annotated[str, typer.Option("--model", help="A shipped model's name, a folder, or a hub name.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-Draft = Annotated[str | None, typer.Option("--draft", help="Folder or name of the draft model.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
-
 
 def ask(
-    video: Annotated[str, typer.Argument(help="A video file or URL.")],
-    question: Annotated[str, typer.Argument(help="What to ask about it.")],
+    video: Annotated[str, Argument(help="A video file or URL.")],
+    question: Annotated[str, Argument(help="What to ask about it.")],
     model: Model = "tiny-ov",
     recipe: Annotated[
-        list[str] | None,
-        typer.Option("--recipe", help="A name, a YAML file or a table; several stand side by side."),
+        list[str] | None, Option(help="A name, a YAML file or a table; several stand side by side.")
     ] = None,
     draft: Draft = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Dense first, the recipe beside it.")] = False,
+    compare: Annotated[bool, Option("--compare", help="Dense first, the recipe beside it.")] = False,
     as_json: Json = False,
-    fps: Annotated[float | None, typer.Option("--fps", help="Frames a second to look at.")] = None,
-    frames: Annotated[int | None, typer.Option("--frames", help="So many frames, evenly spaced.")] = None,
+    fps: Fps = None,
+    frames: Frames = None,
     max_frames: Annotated[
-        int | None,
-        typer.Option(
-            "--max-frames", help=f"At most so many frames (the model's own bound, or {MAX_FRAMES})."
-        ),
+        int | None, Option(help=f"At most so many frames (the model's own bound, or {MAX_FRAMES}).")
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")
-    ] = MAX_NEW_TOKENS,
+    max_new_tokens: Longest = MAX_NEW_TOKENS,
     timeout: Timeout = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -78,17 +71,15 @@ def ask(
                 "or name a preset beside --draft."
             )
         chosen = {"dense": dense, **chosen}
-    place, kind = choices.where(device), choices.dtype(dtype)
     for one in chosen.values():
-        choices.check(one, model, place)
+        choices.check(one, model, device)
     processor = choices.processor(model)
     with bars() as progress:
-        seen = watch(
-            video, processor, progress, fps=fps, frames=frames, max_frames=max_frames, timeout=timeout
-        )
-        loaded = choices.load(model, place, kind)
+        how = {"fps": fps, "frames": frames, "max_frames": max_frames, "timeout": timeout}
+        seen = choices.read_video(video, processor, progress, **how)
+        loaded = choices.load(model, device, dtype)
         answers, tokens = compared(loaded, processor, seen, question, chosen, progress, max_new_tokens)
-    facts = {"model": model, "video": video, "question": question, "frames": len(seen), "device": place}
+    facts = {"model": model, "video": video, "question": question, "frames": len(seen), "device": device}
     if as_json:
         print_json(as_object(answers, facts, tokens, compare))
     else:
@@ -108,11 +99,6 @@ def compared(
 
     A short run goes ahead so that the first one pays for no warm-up.
     """
-    from mmaccel.cli.answer import ask as answer
-    from mmaccel.cli.answer import prompt
-    from mmaccel.core.attach import adapter_for
-    from mmaccel.core.prune import candidates
-
     text = {"type": "text", "text": question}
     if len(recipes) > 1:
         few = prompt(processor, [{"type": "video", "video": video.cut(0, min(8, len(video)))}, text], model)
@@ -156,49 +142,35 @@ def _layers(model: nn.Module, recipe: Recipe, progress: Progress, most: int) -> 
     A bar shows while its layers run. Of a long prompt one layer's attention is one call that can take most of a minute, so
     that what is under way is told beside what is done.
     """
-    from torch.nn import ModuleList
+    adapter, streamer = adapter_for(model), _Counted(progress, most)
+    inside = set(adapter.text(model).modules())
+    modules = (m for m in adapter.multimodal(model).modules() if m not in inside)
+    vision = max((m for m in modules if isinstance(m, nn.ModuleList)), key=len, default=())
 
-    from mmaccel.core.attach import adapter_for
-
-    adapter = adapter_for(model)
-    text = adapter.text(model)
-    inside = set(text.modules())
-    stacks = [m for m in adapter.multimodal(model).modules() if isinstance(m, ModuleList) and m not in inside]
-    vision = list(max(stacks, key=len, default=()))
-    streamer = _Counted(progress, most)
-    hooks, tasks = [], []
-    for name, layers in (("encode", vision), ("prefill", list(adapter.layers(model)))):
-        whole = len(layers) if recipe.chunk is None or name == "encode" else None
-        task = progress.add_task(name, total=whole, unit="layers", visible=False)
-        tasks.append(task)
-
-        def begin(told: str, task: Any = task) -> Callable[..., None]:
-            def show(*_: Any) -> None:
-                if streamer.task is None:
-                    progress.update(task, visible=True, unit=f"layers, {told}")
-
-            return show
-
-        def step(*_: Any, task: Any = task) -> None:
+    def updates(task: Any, **change: Any) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
             if streamer.task is None:
-                progress.advance(task)
+                progress.update(task, **change)
 
-        for place, layer in enumerate(layers, 1):
-            entered = begin(f"in layer {place}")
-            hooks.append(layer.register_forward_pre_hook(entered))
-            for part, block in layer.named_children():
-                if part in ATTENTION:
-                    attending = begin(f"in the attention of layer {place}")
-                    hooks.append(block.register_forward_pre_hook(attending))
-                    hooks.append(block.register_forward_hook(entered))
-            hooks.append(layer.register_forward_hook(step))
-    try:
+        return hook
+
+    with ExitStack() as stack:
+        for name, layers in (("encode", list(vision)), ("prefill", list(adapter.layers(model)))):
+            whole = len(layers) if recipe.chunk is None or name == "encode" else None
+            task = progress.add_task(name, total=whole, unit="layers", visible=False)
+            stack.callback(progress.remove_task, task)
+            for number, layer in enumerate(layers, 1):
+                entered = updates(task, visible=True, unit=f"layers, in layer {number}")
+                attends = updates(task, visible=True, unit=f"layers, in the attention of layer {number}")
+                hooks = [layer.register_forward_pre_hook(entered)]
+                for part, block in layer.named_children():
+                    if part in ATTENTION:
+                        hooks.append(block.register_forward_pre_hook(attends))
+                        hooks.append(block.register_forward_hook(entered))
+                hooks.append(layer.register_forward_hook(updates(task, advance=1)))
+                for hook in hooks:
+                    stack.enter_context(hook)
         yield streamer
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for task in tasks:
-            progress.remove_task(task)
 
 
 def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens: int) -> Group:
@@ -206,12 +178,6 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
 
     tokens  video tokens of the prompt
     """
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    from mmaccel.core.report import counted, share
-
     prompt = next(iter(answers.values())).report.prompt_tokens
     head = Text(
         f"{facts['question']}\n{facts['model']}, {many(facts['frames'], 'frame')}, {many(prompt, 'token')}",
@@ -233,10 +199,7 @@ def side_by_side(answers: Mapping[str, Answer], facts: Mapping[str, Any], tokens
     )
     tables = []
     for names in columns(list(answers), room=out().width - LABELS, wide=COLUMN):
-        table = Table()
-        table.add_column("")
-        for name in names:
-            table.add_column(name, overflow="fold")
+        table = Table("", *(Column(name, overflow="fold") for name in names))
         for label, show in rows:
             cells = [show(answers[name]) for name in names]
             if any(cells):
@@ -257,8 +220,6 @@ def _cache(answer: Answer) -> str:
 
 def video_tokens(answer: Answer, whole: int) -> dict[str, int]:
     """Video tokens: the `whole` of the prompt, what a pruner left from which layer on, what a draft's pruner left it."""
-    from mmaccel.core.prune import quota
-
     told = {"prompt": whole}
     for name, count in answer.report.kv.items():
         if name.startswith("visual "):

@@ -2,97 +2,84 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Annotated, Any
 
-import typer
+import torch
+from torch import Tensor
+from typer import Argument, Option
 
-from mmaccel.cli import choices
-from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model
+from mmaccel.cli import acceptance, choices
+from mmaccel.cli.acceptance import Drafted
+from mmaccel.cli.answer import ends_of, finish_reason, prompt
+from mmaccel.cli.choices import Device, Draft, Dtype, Fps, Frames, Json, Model, Timeout
 from mmaccel.cli.console import bars, cut_short, many, number, out, print_json
-from mmaccel.cli.footage import Timeout, watch
+from mmaccel.core.attach import accelerate
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import registry
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mmaccel.cli.acceptance import Drafted
+from mmaccel.models.shipped import CAPTION_REQUEST
 
 
 def caption(
-    video: Annotated[str, typer.Argument(help="A video file or URL.")],
-    request: Annotated[str | None, typer.Option("--request", help="What to ask for.")] = None,
+    video: Annotated[str, Argument(help="A video file or URL.")],
+    request: Annotated[str | None, Option(help="What to ask for.")] = None,
     model: Model = "tiny-ov",
-    recipe: Annotated[
-        str, typer.Option("--recipe", help="A name or a YAML file of a recipe that drafts.")
-    ] = "parallelvlm",
+    recipe: Annotated[str, Option(help="A name or a YAML file of a recipe that drafts.")] = "parallelvlm",
     draft: Draft = None,
-    compare: Annotated[
-        bool,
-        typer.Option("--compare/--no-compare", help="Decode without the draft too, to tell the speed-up."),
-    ] = True,
+    compare: Annotated[bool, Option(help="Decode without the draft too, to tell the speed-up.")] = True,
     as_json: Json = False,
-    fps: Annotated[float | None, typer.Option("--fps", help="Frames a second to look at.")] = None,
-    frames: Annotated[int | None, typer.Option("--frames", help="So many frames, evenly spaced.")] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=2, help="Longest description.")
-    ] = 512,
+    fps: Fps = None,
+    frames: Frames = None,
+    max_new_tokens: Annotated[int, Option(min=2, help="Longest description.")] = 512,
     timeout: Timeout = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Describe a video at length; the text streams, then the speed-up, the accepted lengths, and the floor below both."""
-    from mmaccel.cli import acceptance
-    from mmaccel.cli.answer import ends_of, finish_reason, prompt
-    from mmaccel.core.attach import accelerate
-    from mmaccel.models.shipped import CAPTION_REQUEST
-
     chosen = choices.recipe(recipe, draft)
     if not chosen.draft.active:
         raise RecipeError(f"recipe {recipe!r} drafts nothing; name one that does, such as parallelvlm.")
-    place, kind = choices.where(device), choices.dtype(dtype)
-    choices.check(chosen, model, place)
+    choices.check(chosen, model, device)
     processor = choices.processor(model)
     with bars() as progress:
-        seen = watch(video, processor, progress, fps=fps, frames=frames, timeout=timeout)
-        loaded = choices.load(model, place, kind)
+        seen = choices.read_video(video, processor, progress, fps=fps, frames=frames, timeout=timeout)
+        loaded = choices.load(model, device, dtype)
     text = {"type": "text", "text": request or CAPTION_REQUEST}
     inputs = prompt(processor, [{"type": "video", "video": seen}, text], loaded)
-    streamer = Words(processor.decode, None if as_json else _say)
+    show = partial(print, end="", flush=True)
+    streamer = Words(processor.decode, (lambda piece: None) if as_json else show)
     with bars() as progress:
         drafting = choices.attach(loaded, chosen, progress)
     with drafting as fast:
-        # Without a reference the draft is held against itself: speed and sameness are then not told.
         ids, report = acceptance.generate(fast, inputs, max_new_tokens, streamer=streamer)
-        plain = acceptance.Plain(ids, None, None)
-        told = acceptance.summed(ids, report, plain)
+    # Without a reference the draft is held against itself: speed and sameness are then not told.
+    plain = acceptance.Plain(ids, None, None)
     if compare:
         # A draft changes nothing of what its recipe would say without it; a sparse pattern or a pruner may.
         with accelerate(loaded, replace(chosen, draft=registry("draft").build("off"))) as bare:
             plain = acceptance.alone(bare, inputs, max_new_tokens)
-        told = acceptance.summed(ids, report, plain)
+    told = acceptance.summed(ids, report, plain)
     certificate = None
     if compare and not told.same and chosen.sparse.dense and chosen.prune is None:
         window = max(report.draft["windows"], default=1) + 1
         certificate = acceptance.certify(loaded, inputs, ids, plain.ids, window)
-    rate = acceptance.read_rate(place)
+    rate = acceptance.read_rate(device)
     floor = acceptance.floor_s(loaded, report.kv.get("bytes", 0.0), rate)
     facts = {
         "model": model,
         "recipe": recipe,
         "video": video,
         "frames": len(seen),
-        "device": place,
+        "device": device,
         "prompt_tokens": report.prompt_tokens,
         "finish_reason": finish_reason(ids.tolist(), ends_of(loaded, processor.tokenizer), max_new_tokens),
         "floor_tokens_per_s": 1 / floor,
         "read_bytes_per_s": rate,
     }
     if as_json:
-        proof = None if certificate is None else {"holds": certificate.holds, **certificate.__dict__}
+        proof = None if certificate is None else {"holds": certificate.holds, **asdict(certificate)}
         figures = told.to_dict()
         # "kept" is a share of attention everywhere else; this is the accepted length of the field.
         figures["accepted_length"] = figures.pop("kept")
@@ -112,22 +99,22 @@ def caption(
 
 def lines(told: Drafted, facts: dict[str, Any], compare: bool) -> list[str]:
     """What people read below the text."""
-    counters = told.counters
+    speed = f"speed   {number(told.tokens_per_s, '.1f', ' tokens/s')}"
+    first = f"first   {number(told.ttft_s, '.2f', ' s')}"
+    if compare:
+        plain = number(told.plain_per_s, ".1f", " tokens/s")
+        speed += f", {number(told.speedup, '.2f')} x plain decoding ({plain})"
+        first += f", plain {number(told.plain_ttft_s, '.2f', ' s')}"
+    floor = f"{facts['floor_tokens_per_s']:.0f} tokens/s"
     found = [
         f"{facts['model']}, {many(facts['frames'], 'frame')}, {many(facts['prompt_tokens'], 'token')}; "
         f"{many(told.tokens, 'token')} said in {many(told.steps, 'target step')}",
-        f"speed   {number(told.tokens_per_s, '.1f', ' tokens/s')}"
-        + (
-            f", {number(told.speedup, '.2f')} x plain decoding ({number(told.plain_per_s, '.1f', ' tokens/s')})"
-            if compare
-            else ""
-        )
-        + f"; a plain step that only read weights and cache would give {facts['floor_tokens_per_s']:.0f} tokens/s",
-        f"first   {number(told.ttft_s, '.2f', ' s')}"
-        + (f", plain {number(told.plain_ttft_s, '.2f', ' s')}" if compare else ""),
+        f"{speed}; a plain step that only read weights and cache would give {floor}",
+        first,
         f"accepted {told.kept:.2f} tokens a round, {told.a_step:.2f} a target step, {told.streak:.1f} in a row, "
         f"{told.share:.0%} of what was judged",
     ]
+    counters = told.counters
     if {"window", "target_step_s", "draft_step_s"} <= counters.keys():
         found.append(
             f"window  {many(round(counters['window']), 'token')}; a target step takes "
@@ -144,40 +131,27 @@ def lines(told: Drafted, facts: dict[str, Any], compare: bool) -> list[str]:
 class Words:
     """A streamer that shows text as tokens come. A piece is shown when the next one has begun: tokens may join."""
 
-    def __init__(self, decode: Callable[[Tensor], str], show: Callable[[str], None] | None) -> None:
-        self._decode, self._show = decode, show
+    def __init__(self, decode: Callable[[Tensor], str], show: Callable[[str], object]) -> None:
+        self._decode, self._show, self._prompt = decode, show, True
         self._ids: list[int] = []
-        self._prompt = True
         self.text = ""
 
     def put(self, value: Tensor) -> None:
         if self._prompt:
             self._prompt = False
             return
-        import torch
-
         self._ids += value.reshape(-1).tolist()
-        whole = self._decode(torch.tensor(self._ids))
+        text = self._decode(torch.tensor(self._ids))
         # What ends in half a character waits for its rest.
-        if not whole.endswith("\N{REPLACEMENT CHARACTER}") and whole.startswith(self.text):
-            self._tell(whole)
-
-    def _tell(self, whole: str) -> None:
-        if self._show is not None:
-            self._show(whole[len(self.text) :])
-        self.text = whole
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._add(text)
 
     def end(self) -> None:
-        import torch
-
         # Half a character that nothing followed is shown as it is.
-        whole = self._decode(torch.tensor(self._ids, dtype=torch.long))
-        if whole.startswith(self.text):
-            self._tell(whole)
-        if self._show is not None:
-            self._show("\n")
+        self._add(self._decode(torch.tensor(self._ids, dtype=torch.long)))
+        self._show("\n")
 
-
-def _say(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
+    def _add(self, text: str) -> None:
+        if text.startswith(self.text):
+            self._show(text[len(self.text) :])
+            self.text = text

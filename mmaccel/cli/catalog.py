@@ -6,15 +6,20 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
-from importlib import resources
+from importlib import import_module, resources
 from typing import Annotated, Any
 
-import typer
+import torch
+from rich.table import Table
+from typer import Argument, Option
 
-from mmaccel.cli.console import out, print_json
+from mmaccel.backends import select
+from mmaccel.cli.console import out, print_json, say
 from mmaccel.core.errors import RecipeError, UnknownName
 from mmaccel.core.recipe import Recipe, check_sequences, presets, stream_policy
 from mmaccel.core.registry import KINDS, policy, registry
+from mmaccel.models import shipped
+from mmaccel.models.shapes import SHAPES
 
 RECIPE = "recipe"
 """The word for what a recipe holds."""
@@ -23,29 +28,21 @@ DESCRIBED = tuple(kind for kind in KINDS if kind != "model")
 
 def catalogue() -> dict[str, Any]:
     """Kind -> names; of a backend, whether it can run here (None) or why not."""
-    import torch
-
-    from mmaccel.backends import select
-    from mmaccel.models import shipped
-    from mmaccel.models.shapes import SHAPES
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict[str, Any] = {kind: list(registry(kind)) for kind in DESCRIBED}
-    found["recipe"] = list(presets())
-    found["model"] = list(shipped.NAMES)
-    found["family"] = list(registry("model"))
-    found["shape"] = sorted(SHAPES)
-    found["backend"] = select.usable(device)
-    return found
+    return {
+        **{kind: list(registry(kind)) for kind in DESCRIBED},
+        "recipe": list(presets()),
+        "model": list(shipped.NAMES),
+        "family": list(registry("model")),
+        "shape": sorted(SHAPES),
+        "backend": select.usable("cuda" if torch.cuda.is_available() else "cpu"),
+    }
 
 
 def list_names(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object: kind -> names.")] = False,
-    pairs: Annotated[bool, typer.Option("--pairs", help="What composes with what, as Markdown.")] = False,
+    as_json: Annotated[bool, Option("--json", help="One JSON object: kind -> names.")] = False,
+    pairs: Annotated[bool, Option("--pairs", help="What composes with what, as Markdown.")] = False,
 ) -> None:
     """What there is to choose from, or what of it composes."""
-    from rich.table import Table
-
     if pairs:
         print(markdown(), end="")
         return
@@ -64,59 +61,62 @@ def list_names(
 def describe(
     name: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A policy, a preset, a model, a shape, a backend, a word of a policy, or recipe: what one holds."
         ),
     ],
 ) -> None:
     """What a name stands for: its text, its fields with types and defaults, or its YAML."""
     found = catalogue()
-    told = [_preset(name)] if name in found["recipe"] else []
-    told += [_recipe()] if name == RECIPE else []
-    told += [_class(kind, name) for kind in DESCRIBED if name in registry(kind)]
-    told += [_class("model", name)] if name in registry("model") else []
-    told += [_other(kind, name) for kind in ("model", "shape", "backend") if name in found[kind]]
-    told = told or _words(name)
-    if not told:
+    kinds = [kind for kind in DESCRIBED if name in registry(kind)]
+    texts = []
+    if name in found["recipe"]:
+        text = resources.files("mmaccel").joinpath("recipes", f"{name}.yaml").read_text()
+        both = f"; there is a {' and a '.join(kinds)} of this name too, below" if kinds else ""
+        texts.append(f"{name} (recipe: what `--recipe {name}` is{both})\n\n{text.rstrip()}")
+    texts += [_recipe()] if name == RECIPE else []
+    texts += [_class(kind, name) for kind in [*kinds, "model"] if name in registry(kind)]
+    texts += [_other(kind, name) for kind in ("model", "shape", "backend") if name in found[kind]]
+    texts = texts or _words(name)
+    if not texts:
         known = {one: kind for kind in found for one in found[kind]}
         raise UnknownName("name", name, known, known, own=True)
-    console = out()
-    console.print("\n\n".join(told), markup=False, highlight=False, soft_wrap=True)
-
-
-def _preset(name: str) -> str:
-    text = resources.files("mmaccel").joinpath("recipes", f"{name}.yaml").read_text()
-    kinds = [kind for kind in DESCRIBED if name in registry(kind)]
-    both = f"; there is a {' and a '.join(kinds)} of this name too, below" if kinds else ""
-    return f"{name} (recipe: what `--recipe {name}` is{both})\n\n{text.rstrip()}"
+    say("\n\n".join(texts))
 
 
 def _recipe() -> str:
     """The fields of a recipe, from its class."""
-    shown = []
+    lines = [
+        f"{RECIPE} (what a YAML file or `accelerate` sets)",
+        "",
+        inspect.getdoc(Recipe) or "",
+        "",
+        "defaults",
+    ]
     for name, value in Recipe().to_dict().items():
         default = value["name"] if isinstance(value, dict) else "null" if value is None else value
-        shown.append(f"  {name} = {default}")
-    return "\n".join(
-        [
-            f"{RECIPE} (what a YAML file or `accelerate` sets)",
-            "",
-            inspect.getdoc(Recipe) or "",
-            "",
-            "defaults",
-            *shown,
-        ]
-    )
+        lines.append(f"  {name} = {default}")
+    return "\n".join(lines)
 
 
 def _class(kind: str, name: str) -> str:
     cls = registry(kind)[name]
     lines = [f"{name} ({'family' if kind == 'model' else kind})", "", inspect.getdoc(cls) or ""]
     if dataclasses.is_dataclass(cls):
-        fields = [f for f in dataclasses.fields(cls) if f.init]
-        shown = [f"  {f.name}: {_type(f)} = {_default(f)}" for f in fields]
-        lines += ["", "fields", *(shown or ["  none"])]
+        fields = [_field(one) for one in dataclasses.fields(cls) if one.init]
+        lines += ["", "fields", *(fields or ["  none"])]
     return "\n".join(lines)
+
+
+def _field(field: dataclasses.Field[Any]) -> str:
+    # A string, unless the file of the class has its annotations evaluated.
+    kind = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
+    default = "(required)"
+    if field.default is not dataclasses.MISSING:
+        default = repr(field.default)
+    elif field.default_factory is not dataclasses.MISSING:
+        default = repr(field.default_factory())
+    return f"  {field.name}: {kind} = {default}"
 
 
 def _words(word: str) -> list[str]:
@@ -154,33 +154,16 @@ def _field_texts(cls: type) -> dict[str, str]:
     return found
 
 
-def _type(field: dataclasses.Field[Any]) -> str:
-    # A string, unless the file of the class has its annotations evaluated.
-    return field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
-
-
-def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default is not dataclasses.MISSING:
-        return repr(field.default)
-    return "(required)" if field.default_factory is dataclasses.MISSING else repr(field.default_factory())
-
-
 def _other(kind: str, name: str) -> str:
     if kind == "shape":
-        from mmaccel.models.shapes import SHAPES
-
         sizes = "\n".join(f"  {key}: {value}" for key, value in dataclasses.asdict(SHAPES[name]).items())
-        return f"{name} (shape)\n\nA published configuration with random weights, for benchmarks.\n\n{sizes}"
-    if kind == "backend":
-        from importlib import import_module
-
-        from mmaccel.backends.select import BACKENDS
-
-        return f"{name} (backend)\n\n{inspect.getdoc(import_module(BACKENDS[name])) or ''}"
-    from mmaccel.models import shipped
-
-    card = shipped.path(name) / "README.md"
-    return f"{name} (model)\n\n{card.read_text(encoding='utf-8') if card.is_file() else shipped.path(name)}"
+        text = f"A published configuration with random weights, for benchmarks.\n\n{sizes}"
+    elif kind == "backend":
+        text = inspect.getdoc(import_module(select.BACKENDS[name])) or ""
+    else:
+        card = shipped.path(name) / "README.md"
+        text = card.read_text(encoding="utf-8") if card.is_file() else str(shipped.path(name))
+    return f"{name} ({kind})\n\n{text}"
 
 
 SLOTS = {"sparse": "sparse", "kv": "memory (kv)", "draft": "draft", "prune": "prune"}

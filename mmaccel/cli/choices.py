@@ -1,24 +1,60 @@
-"""From the words of a command line to a model, a processor and recipes."""
+"""From the words of a command line to a model, a processor, recipes and a video; the options that several commands take."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mmaccel.core.errors import RecipeError, UnknownName
+import torch
+from rich.progress import Progress
+from torch import nn
+from typer import Option
+
+from mmaccel.backends import select
+from mmaccel.cli.console import counter
+from mmaccel.core.attach import Accelerated, accelerate, family_of
+from mmaccel.core.errors import RecipeError, UnknownName, VideoError, VideoWarning
 from mmaccel.core.kv import StreamPolicy
 from mmaccel.core.recipe import Recipe, endings, fields_of, names, stream_policy
 from mmaccel.core.registry import registry
+from mmaccel.models import loading
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-    from torch import nn
-
-    from mmaccel.core.attach import Accelerated
+    from mmaccel.media import Video
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+MAX_FRAMES = 4096
+READ_OPTIONS = {"fps": "--fps", "frames": "--frames", "max_frames": "--max-frames", "timeout": "--timeout"}
+"""The options of a command that give arguments of `media.read`."""
+
+
+def where(device: str) -> str:
+    """A device that is there: "auto" is the first CUDA device, or else the CPU."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return str(loading.there(device, "--device"))
+
+
+def dtype(name: str) -> str:
+    """A known dtype's name; raises `UnknownName` for another."""
+    if name not in DTYPES:
+        raise UnknownName("dtype", name, DTYPES)
+    return name
+
+
+Model = Annotated[str, Option(help="A shipped model's name, a folder, or a hub name.")]
+Device = Annotated[str, Option(callback=where, help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, Option(callback=dtype, help="auto, float32, bfloat16 or float16.")]
+Draft = Annotated[str | None, Option(help="Folder or name of the draft model.")]
+Json = Annotated[bool, Option("--json", help="One JSON object on standard output, nothing else.")]
+Fps = Annotated[float | None, Option(help="Frames a second to look at.")]
+Frames = Annotated[int | None, Option(help="So many frames, evenly spaced.")]
+Timeout = Annotated[float | None, Option(help="Seconds that an address or a pipe may be silent (30).")]
+Longest = Annotated[int, Option("--max-new-tokens", min=1, help="Longest answer.")]
 
 
 def recipe(text: str, draft: str | None = None) -> Recipe:
@@ -31,10 +67,10 @@ def recipe(text: str, draft: str | None = None) -> Recipe:
         return Recipe.load(fields)
     wanted = fields.get("draft")
     chosen: dict[str, Any] = dict(wanted) if isinstance(wanted, dict) else {"name": wanted or "off"}
-    name = chosen.get("name")
+    name, drafts = chosen.get("name"), registry("draft")
     if name == "off":
         chosen = {"name": "sequential", "model": draft}
-    elif isinstance(name, str) and name in registry("draft") and _takes_model(name):
+    elif isinstance(name, str) and name in drafts and "model" in drafts[name].__dataclass_fields__:
         chosen["model"] = draft
     return Recipe.load({**fields, "draft": chosen})
 
@@ -62,43 +98,27 @@ def memory(text: str) -> Recipe:
 
 def check(recipe: Recipe, model: str, device: str) -> None:
     """Raise `RecipeError` where `recipe` cannot serve prompts of `model` on `device`, which is known unloaded."""
-    from mmaccel.backends import select
-    from mmaccel.models.loading import check_recipe
-
     if recipe.backend != "auto":
         select.get(recipe.backend, device)
-    check_recipe(recipe, model)
-
-
-def _takes_model(name: str) -> bool:
-    return "model" in {f.name for f in dataclasses.fields(registry("draft")[name])}
+    loading.check_recipe(recipe, model)
 
 
 def processor(model: str) -> Any:
     """Our processor for a model's name or folder; raises `ModelError` for a family that is not supported."""
-    from mmaccel.core.attach import family_of
-    from mmaccel.models.loading import load_processor
-
-    found = load_processor(model)
+    found = loading.load_processor(model)
     family_of(found.model_type)
     return found
 
 
 def load(model: str, device: str, dtype: str) -> nn.Module:
     """The model on a device, in a dtype ("auto": float32 on a CPU, the checkpoint's own elsewhere)."""
-    import torch
-
-    from mmaccel.models.loading import load_model
-
-    if dtype == "auto":
-        return load_model(model, dtype=torch.float32 if device == "cpu" else "auto", device=device)
-    return load_model(model, dtype=getattr(torch, dtype), device=device)
+    if dtype == "auto" and device == "cpu":
+        dtype = "float32"
+    return loading.load_model(model, "auto" if dtype == "auto" else getattr(torch, dtype), device)
 
 
 def attach(model: nn.Module, recipe: Recipe, progress: Progress) -> Accelerated:
     """The model under a recipe; a bar shows while the draft's model loads, or its process starts."""
-    from mmaccel.core.attach import accelerate
-
     if not recipe.draft.active:
         return accelerate(model, recipe)
     task = progress.add_task("draft", total=1, unit="started")
@@ -108,19 +128,42 @@ def attach(model: nn.Module, recipe: Recipe, progress: Progress) -> Accelerated:
         progress.remove_task(task)
 
 
-def dtype(name: str) -> str:
-    """A known dtype's name; raises `UnknownName` for another."""
-    if name not in DTYPES:
-        raise UnknownName("dtype", name, DTYPES)
-    return name
+def read_video(
+    path: str,
+    processor: Any,
+    progress: Progress,
+    *,
+    fps: float | None = None,
+    frames: int | None = None,
+    max_frames: int | None = None,
+    timeout: float | None = None,
+) -> Video:
+    """The frames a model is to see: as asked, or at the rate of its processor, or every one."""
+    from mmaccel import media
+    from mmaccel.media.preprocess import size_of
+
+    if frames is not None and (fps is not None or max_frames is not None):
+        raise VideoError(
+            "--frames says how many frames, --fps and --max-frames bound them; give one or the other."
+        )
+    how: dict[str, Any] = {"frames": frames, "timeout": timeout, "faster": fps is None}
+    if frames is None:
+        how["max_frames"] = max_frames if max_frames is not None else processor.video.max_frames or MAX_FRAMES
+        how["fps"] = fps if fps is not None else processor.video.fps
+    fit = partial(size_of, processor.video)
+    with own_options():
+        return media.read(path, **how, fit=fit, progress=counter(progress, "decode", "frames"))
 
 
-def where(device: str) -> str:
-    """A device that is there: "auto" is the first CUDA device, or else the CPU."""
-    import torch
-
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    from mmaccel.models.loading import there
-
-    return str(there(device, "--device"))
+@contextmanager
+def own_options() -> Iterator[None]:
+    """Errors and warnings of `media.read` inside name the command's options in place of its arguments."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", VideoWarning)
+        try:
+            yield
+        except VideoError as error:
+            raise VideoError(error.said(READ_OPTIONS)) from error
+    for one in caught:
+        told = one.message.said(READ_OPTIONS) if isinstance(one.message, VideoWarning) else one.message
+        warnings.warn(told, one.category, stacklevel=3)

@@ -34,9 +34,14 @@ def err() -> Console:
     return Console(stderr=True)
 
 
-def remark(told: str) -> None:
+def say(text: str) -> None:
+    """Lines on standard output, as they are."""
+    out().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def remark(text: str) -> None:
     """A line on standard error, as it is."""
-    err().print(told, markup=False, highlight=False, soft_wrap=True)
+    err().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_json(result: Mapping[str, Any]) -> None:
@@ -109,11 +114,11 @@ def _lines(progress: Progress) -> Iterator[None]:
     """What the bars would show, as lines."""
     over, begin = threading.Event(), time.monotonic()
 
-    def tell() -> None:
+    def show() -> None:
         while not over.wait(EVERY_S):
             print(_line(progress.tasks, time.monotonic() - begin), file=sys.stderr, flush=True)
 
-    thread = threading.Thread(target=tell, name="mmaccel-progress", daemon=True)
+    thread = threading.Thread(target=show, name="mmaccel-progress", daemon=True)
     thread.start()
     try:
         yield
@@ -124,14 +129,13 @@ def _lines(progress: Progress) -> Iterator[None]:
 
 def _line(tasks: Sequence[Task], seconds: float) -> str:
     """The tasks that are under way, and the seconds since `bars` opened."""
-    told = []
+    shown = []
     for task in tasks:
         if task.visible and not task.finished:
-            whole = "" if task.total is None else f"/{task.total:.0f}"
-            told.append(
-                f"{task.description.strip()} {task.completed:.0f}{whole} {task.fields['unit']}".rstrip()
-            )
-    return f"{', '.join(told) or 'at work'}; {seconds:.0f} s"
+            total = "" if task.total is None else f"/{task.total:.0f}"
+            done = f"{task.description.strip()} {task.completed:.0f}{total}"
+            shown.append(f"{done} {task.fields['unit']}".rstrip())
+    return f"{', '.join(shown) or 'at work'}; {seconds:.0f} s"
 
 
 def counter(
@@ -160,13 +164,11 @@ def steps(progress: Progress, unit: str = "frames") -> Callable[[str, int, int |
 
 def columns(names: Sequence[str], room: int, wide: int) -> Iterator[Sequence[str]]:
     """Names in groups of one table each: a column wants `wide` of the `room` characters; groups are as even as can be."""
-    most = max(1, room // wide)
-    tables = -(-len(names) // most)
-    begin = 0
+    begin, tables = 0, -(-len(names) // max(1, room // wide))
     for number in range(tables):
-        count = (len(names) - begin) // (tables - number)
-        yield names[begin : begin + count]
-        begin += count
+        end = begin + (len(names) - begin) // (tables - number)
+        yield names[begin:end]
+        begin = end
 
 
 def many(count: int, thing: str) -> str:

@@ -9,9 +9,13 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+import torch
+from typer import Option
 
-from mmaccel.cli.console import out, print_json
+from mmaccel.backends import architectures, select
+from mmaccel.backends.cost import Store
+from mmaccel.cli.console import print_json, say
+from mmaccel.models import shipped
 
 PACKAGES = {
     "torch": "torch",
@@ -32,32 +36,44 @@ DENSE = {"flash_4": "flash-attn-4", "flash_3": "flash-attn-3", "flash_2": "flash
 
 
 def examine() -> dict[str, Any]:
-    """All that `mmaccel doctor --json` prints. What cannot be found out is None, and said under "problems"."""
+    """All that `mmaccel doctor --json` prints. What cannot be found out is None, and said under "problems".
+
+    kernels, video  by what they are: why one is not used here; None where it is
+    costs           where "auto" keeps what it measured, and how many measurements there are
+    """
     problems: list[str] = []
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        versions = {
-            "mmaccel": _version("mmaccel"),
-            "python": platform.python_version(),
-            **_packages(problems),
-        }
+        versions = {"mmaccel": _version("mmaccel"), "python": platform.python_version()}
+        versions |= {name: _version(name) for name in PACKAGES}
+        for name, module in PACKAGES.items():
+            try:
+                # Each is imported, since one that was built for another PyTorch cannot be.
+                if versions[name] is not None:
+                    import_module(module)
+            except Exception as error:  # whatever a broken package raises
+                problems.append(f"{name} {versions[name]} cannot be imported: {_line(error)}")
         device = _device(problems)
     # PyTorch warns of a driver that is too old or a device that it cannot use.
     problems += [_line(one.message) for one in heard if "CUDA" in str(one.message)]
     problems += _unmet("mmaccel") + _unmet("torch")
+    broken, store = next((one for one in problems if one.startswith("av ")), None), Store()
     return {
         "problems": list(dict.fromkeys(problems)),
         "versions": versions,
         "device": device,
         "backends": _backends(device["type"], problems),
         "kernels": _kernels(device["type"], versions),
-        "video": _decoders(versions["av"], problems),
-        "lab": _lab(),
-        "costs": _costs(),
+        "video": {
+            "PyAV": "it is not installed" if versions["av"] is None else broken,
+            "NVDEC": "mmaccel decodes on the CPU",
+        },
+        "lab": _version(shipped.LAB),
+        "costs": {"file": str(store.path), "measured": len(store)},
     }
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+def doctor(as_json: Annotated[bool, Option("--json", help="One JSON object.")] = False) -> None:
     """What is installed and what runs on this machine: device, versions, backends, and why one is not used."""
     found = examine()
     if as_json:
@@ -83,7 +99,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object
     lines = []
     for title, rows in sections.items():
         lines += [title, *(f"  {name:{wide}}  {text}".rstrip() for name, text in rows.items()), ""]
-    out().print("\n".join(lines[:-1]), markup=False, highlight=False, soft_wrap=True)
+    say("\n".join(lines[:-1]))
 
 
 def _version(distribution: str) -> str | None:
@@ -93,52 +109,25 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _packages(problems: list[str]) -> dict[str, str | None]:
-    """The versions of what is installed; each is imported, since one that was built for another PyTorch cannot be."""
-    found: dict[str, str | None] = {}
-    for distribution, module in PACKAGES.items():
-        found[distribution] = _version(distribution)
-        if found[distribution] is None:
-            continue
-        try:
-            import_module(module)
-        except Exception as error:  # whatever a broken package raises
-            problems.append(f"{distribution} {found[distribution]} cannot be imported: {_line(error)}")
-    return found
-
-
 def _device(problems: list[str]) -> dict[str, Any]:
     """The GPU that PyTorch takes first, or the CPU and why there is no GPU."""
-    import torch
-
     found: dict[str, Any] = {"type": "cpu", "name": platform.processor() or platform.machine(), "why": None}
     built = {"cuda": torch.version.cuda, "hip": torch.version.hip}
     try:
         if torch.cuda.is_available():
-            from mmaccel.backends import architectures
-
             device = torch.device("cuda")
-            here, row, has = (
-                torch.cuda.get_device_properties(device),
-                architectures.of(device),
-                architectures.resources(device),
-            )
+            here, row = torch.cuda.get_device_properties(device), architectures.of(device)
+            has = architectures.resources(device)
             found |= {"type": "cuda", "name": here.name, "gpus": torch.cuda.device_count()}
-            found |= {
-                "architecture": row.name,
-                "tried": "run and timed" if row.run else "compiled for it, never run",
-            }
+            found["architecture"] = row.name
+            found["tried"] = "run and timed" if row.run else "compiled for it, never run"
             if built["hip"] is None:
                 found["compute_capability"] = f"{row.name[3:-1]}.{row.name[-1]}"
-            found |= {
-                "memory_bytes": has.memory,
-                "shared_memory_bytes": has.shared,
-                "multiprocessors": has.processors,
-            }
-        elif built["cuda"] is None and built["hip"] is None:
-            found["why"] = "this PyTorch is built for CPUs alone"
+            found |= {"memory_bytes": has.memory, "shared_memory_bytes": has.shared}
+            found["multiprocessors"] = has.processors
         else:
-            found["why"] = "PyTorch sees no GPU"
+            cpus = built["cuda"] is None and built["hip"] is None
+            found["why"] = "this PyTorch is built for CPUs alone" if cpus else "PyTorch sees no GPU"
     except Exception as error:  # a driver may fail in ways of its own
         problems.append(f"the GPU cannot be used: {_line(error)}")
         found |= {"type": "cpu", "why": "the GPU cannot be used"}
@@ -158,33 +147,23 @@ def _driver() -> str | None:
 
 def _backends(device: str, problems: list[str]) -> dict[str, dict[str, Any]]:
     """Of each backend whether "auto" takes it, or measures it, and why."""
-    from mmaccel.backends import select
-
     reasons = select.usable(device)
     for name in reasons:
         reasons[name] = reasons[name] or next((one for one in problems if one.startswith(f"{name} ")), None)
     able = [name for name in select.PREFERENCE[device] if reasons[name] is None]
     found: dict[str, dict[str, Any]] = {}
     for name, why in reasons.items():
-        auto = name in able and (
-            name == able[0] if device == "cpu" else name != "reference" or len(able) == 1
-        )
-        if auto:
-            why = (
-                f"the first of {', '.join(able)}"
-                if device == "cpu"
-                else "measured for each model; the fastest serves"
-            )
+        if device == "cpu":
+            auto, reason = name == able[0], f"the first of {', '.join(able)}"
+        else:
+            auto = name in able and (name != "reference" or len(able) == 1)
+            reason = "measured for each model; the fastest serves"
+        why = reason if auto else why
         found[name] = {"auto": auto, "why": why or f"{able[0]} comes before it"}
     return found
 
 
 def _kernels(device: str, versions: dict[str, str | None]) -> dict[str, str | None]:
-    """By what they are: why kernels do not run here; None where they do."""
-    import torch
-
-    from mmaccel.backends import architectures
-
     found = {}
     for name, what in architectures.KERNELS.items():
         why = architectures.why_not(name, torch.device(device))
@@ -195,49 +174,23 @@ def _kernels(device: str, versions: dict[str, str | None]) -> dict[str, str | No
     return found
 
 
-def _decoders(av: str | None, problems: list[str]) -> dict[str, str | None]:
-    """By name: why a decoder is not used; None where it is."""
-    broken = next((one for one in problems if one.startswith("av ")), None)
-    return {"PyAV": "it is not installed" if av is None else broken, "NVDEC": "mmaccel decodes on the CPU"}
-
-
-def _lab() -> str | None:
-    from mmaccel.models import shipped
-
-    return _version(shipped.LAB)
-
-
-def _costs() -> dict[str, Any]:
-    """Where "auto" keeps what it measured, and how many measurements there are."""
-    from mmaccel.backends.cost import Store
-
-    store = Store()
-    return {"file": str(store.path), "measured": len(store)}
-
-
 def _unmet(distribution: str) -> list[str]:
     """What an installed distribution requires and does not find."""
     from packaging.requirements import Requirement
 
-    try:
-        wanted = [Requirement(text) for text in metadata.requires(distribution) or ()]
-    except metadata.PackageNotFoundError:
-        return []
     found = []
-    for need in wanted:
-        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
-            continue
-        here = _version(need.name)
-        if here is None or not need.specifier.contains(here, prereleases=True):
-            there = "it is not installed" if here is None else f"{here} is installed"
-            found.append(f"{distribution} needs {need.name}{need.specifier}; {there}")
+    needs = (metadata.requires(distribution) or ()) if _version(distribution) is not None else ()
+    for need in map(Requirement, needs):
+        if need.marker is None or need.marker.evaluate({"extra": ""}):
+            here = _version(need.name)
+            if here is None or not need.specifier.contains(here, prereleases=True):
+                there = "it is not installed" if here is None else f"{here} is installed"
+                found.append(f"{distribution} needs {need.name}{need.specifier}; {there}")
     return found
 
 
 def _line(error: object) -> str:
-    """The first line of an error or a warning."""
-    lines = str(error).strip().splitlines()
-    name = (
-        f"{type(error).__name__}: " if isinstance(error, Exception) and not isinstance(error, Warning) else ""
-    )
-    return name + (lines[0] if lines else "")
+    """The first line of an error, with its kind, or of a warning."""
+    has_kind = isinstance(error, Exception) and not isinstance(error, Warning)
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {line}" if has_kind else line

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from torch import Tensor
+from typer import Argument, Option
 
 from mmaccel.cli import choices
-from mmaccel.cli.ask import Device, Dtype, Model
-from mmaccel.cli.console import bars, many, out, steps
-from mmaccel.cli.search import Fps, Most, Texts, Videos, check_videos, sample
+from mmaccel.cli.choices import Device, Dtype, Fps, Model
+from mmaccel.cli.console import bars, many, say, steps
+from mmaccel.cli.search import Most, Texts, Videos, check_videos, sample
 from mmaccel.core import outside
+from mmaccel.core.answer import Evidence
 from mmaccel.core.errors import ModelError, RecipeError, UnknownName, WorldError, shown
+from mmaccel.core.recipe import stream_policy
 from mmaccel.core.registry import registry
+from mmaccel.core.session import VideoSession
+from mmaccel.core.session_io import recipe_of
+from mmaccel.figure import figure, save
+from mmaccel.models.loading import outline
+from mmaccel.policies.sparse.head_table import read_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from torch import Tensor
-
-    from mmaccel.core.answer import Evidence
 
 HEADS = "heads"
 FORMATS = ("png", "svg", "pdf")
@@ -36,32 +42,27 @@ LANES = 40
 def draw(
     what: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A table that `mmaccel search` wrote, what `mmaccel ask --json` printed, the word: heads, the name of a "
             "pattern, or a session that `mmaccel watch` saved."
         ),
     ],
     output: Annotated[
-        Path,
-        typer.Option("--out", help="The picture of a table or pattern; a folder for heads and sessions."),
+        Path, Option("--out", help="The picture of a table or pattern; a folder for heads and sessions.")
     ],
     model: Model = "tiny-ov",
     video: Videos = None,
     text: Texts = None,
-    layer: Annotated[list[int] | None, typer.Option("--layer", min=0, help="Layers to draw.")] = None,
-    head: Annotated[
-        list[int] | None, typer.Option("--head", min=0, help="Heads to draw, of each layer.")
-    ] = None,
+    layer: Annotated[list[int] | None, Option(min=0, help="Layers to draw.")] = None,
+    head: Annotated[list[int] | None, Option(min=0, help="Heads to draw, of each layer.")] = None,
     question: Annotated[
-        list[str] | None,
-        typer.Option("--question", help="To the session: the frames it retrieves are drawn."),
+        list[str] | None, Option(help="To the session: the frames it retrieves are drawn.")
     ] = None,
     truth: Annotated[
-        Path | None,
-        typer.Option("--truth", help="Of the session's video, as `mmaccel-lab world --truth` wrote it."),
+        Path | None, Option(help="Of the session's video, as `mmaccel-lab world --truth` wrote it.")
     ] = None,
-    form: Annotated[str, typer.Option("--format", help="png, svg or pdf, for heads and sessions.")] = "png",
-    resolution: Annotated[int, typer.Option("--resolution", min=16, help="Cells along a side.")] = 256,
+    form: Annotated[str, Option("--format", help="png, svg or pdf, for heads and sessions.")] = "png",
+    resolution: Annotated[int, Option(min=16, help="Cells along a side.")] = 256,
     max_tokens: Most = 25_000,
     fps: Fps = None,
     device: Device = "auto",
@@ -73,39 +74,40 @@ def draw(
     pairs it computes on a small prompt, as the tokens stand and as its plan orders them. Of a saved session that clusters:
     which cluster what it watched is in (timeline), and the frames that its questions retrieve (retrieved).
     """
-    from mmaccel.figure import figure, save
+    from mmaccel.search.measure import Inside, watch
     from mmaccel.search.picture import head_picture, plan_picture, table_map
 
     if form not in FORMATS:
         raise UnknownName("format", form, FORMATS)
-    if Path(what).is_dir():
-        _session(Path(what), output, model, layer, question or [], truth, form, device, dtype)
-        return
-    if what != HEADS:
-        pattern = not Path(what).exists() and what in registry("sparse")
-        layers, title = ([], "") if pattern else _named(what)
+    is_session = Path(what).is_dir()
+    if what != HEADS and not is_session:
+        is_pattern = not Path(what).exists() and what in registry("sparse")
+        layers, title = ([], "") if is_pattern else _named(what)
         if not output.parent.is_dir():
             raise RecipeError(f"--out: the folder {output.parent} does not exist; create it first.")
-        save(plan_picture(what) if pattern else table_map(layers, title), output)
-        out().print(str(output), markup=False, highlight=False, soft_wrap=True)
+        save(plan_picture(what) if is_pattern else table_map(layers, title), output)
+        say(str(output))
         return
-
-    from mmaccel.models.loading import outline
-    from mmaccel.search.measure import Inside, watch
-
     figure(1, 1)  # says at once where matplotlib is missing
     if output.exists() and not output.is_dir():
         raise RecipeError(f"--out: {output} is a file; give a folder for the pictures.")
+    if is_session:
+        stream_policy(recipe_of(Path(what)))
+        known = None if truth is None else Truth.read(truth)
+        loaded = choices.load(model, device, dtype)
+        with VideoSession.resume(loaded, choices.processor(model), Path(what)) as session:
+            for path in _session(session, Path(what), output, form, layer or [0], question or [], known):
+                say(str(path))
+        return
     check_videos(video)
-    place, kind = choices.where(device), choices.dtype(dtype)
     shape = outline(model).geometry
     wanted = _wanted(layer, head, shape.layers, shape.heads)
     processor = choices.processor(model)
     with bars() as progress:
-        loaded = choices.load(model, place, kind)
+        loaded = choices.load(model, device, dtype)
         inputs, _ = sample(loaded, processor, video or [], text or [], max_tokens, fps, progress)
         output.mkdir(parents=True, exist_ok=True)
-        tell, done = steps(progress, "heads"), 0
+        tell, done, whole = steps(progress, "heads"), 0, sum(map(len, wanted.values()))
 
         def visit(inside: Inside) -> None:
             nonlocal done
@@ -113,19 +115,17 @@ def draw(
                 path = output / f"layer{inside.layer:02d}-head{one:02d}.{form}"
                 save(head_picture(inside, one, resolution), path)
                 done += 1
-                tell("draw", done, sum(map(len, wanted.values())))
+                tell("draw", done, whole)
 
         watch(loaded, inputs, visit, set(wanted))
-    whole = shape.layers * shape.heads
-    told = f"{output}: {many(done, 'head')}"
-    if not layer and not head and done < whole:
-        told += f" of {whole}, evenly spread; --layer and --head name others"
-    out().print(told, markup=False, highlight=False, soft_wrap=True)
+    message = f"{output}: {many(done, 'head')}"
+    if not layer and not head and done < shape.layers * shape.heads:
+        message += f" of {shape.layers * shape.heads}, evenly spread; --layer and --head name others"
+    say(message)
 
 
 def _named(path: str) -> tuple[Sequence[Sequence[str]], str]:
     """The names of patterns by layer and head in a file, and what is said over their map."""
-    from mmaccel.policies.sparse.head_table import read_table
     from mmaccel.search.algorithm import labels
 
     try:
@@ -140,57 +140,31 @@ def _named(path: str) -> tuple[Sequence[Sequence[str]], str]:
 
 
 def _session(
+    session: VideoSession,
     saved: Path,
     output: Path,
-    model: str,
-    layers: list[int] | None,
-    questions: list[str],
-    truth: Path | None,
     form: str,
-    device: str,
-    dtype: str,
-) -> None:
-    from mmaccel.core.recipe import stream_policy
-    from mmaccel.core.session import VideoSession
-    from mmaccel.core.session_io import recipe_of
-    from mmaccel.figure import figure, save
-
-    figure(1, 1)
-    if output.exists() and not output.is_dir():
-        raise RecipeError(f"--out: {output} is a file; give a folder for the pictures.")
-    stream_policy(recipe_of(saved))
-    known = None if truth is None else Truth.of(_truth(truth))
-    place, kind = choices.where(device), choices.dtype(dtype)
-    with VideoSession.resume(choices.load(model, place, kind), choices.processor(model), saved) as session:
-        clusters, shown, made = session.clusters(), session.shown, []
-        answers = [(text, session.ask(text)) for text in questions]
-        if not clusters and not answers:
-            raise RecipeError(f"{saved}: its memory has no clusters to draw; give --question.")
-        output.mkdir(parents=True, exist_ok=True)
-        for one in sorted(set(layers or [0])) if clusters else ():
-            depth = max(len(rows) for rows in clusters.values())
-            if one >= depth:
-                raise ModelError(f"--layer: there is no {one}; the model has 0 to {depth - 1}.")
-            made.append(output / f"timeline-layer{one:02d}.{form}")
-            save(timeline(clusters, shown, one, known), made[-1])
-        if answers:
-            made.append(output / f"retrieved.{form}")
-            told = [(text, answer.text, answer.evidence) for text, answer in answers]
-            save(retrieved(told, session.seconds, known), made[-1])
-    for path in made:
-        out().print(str(path), markup=False, highlight=False, soft_wrap=True)
-
-
-def _truth(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = outside.read_json(path, str(path), WorldError)
-        if {"fps", "scenes", "questions"} <= found.keys():
-            return found
-    except (WorldError, AttributeError):
-        pass
-    raise WorldError(
-        f"--truth: {path} holds no truth of a world; give a file that mmaccel-lab world --truth wrote."
-    )
+    layers: list[int],
+    questions: list[str],
+    truth: Truth | None,
+) -> list[Path]:
+    """Draw the clusters of a session, by layer, and what `questions` retrieve; the files that were written."""
+    clusters, made = session.clusters(), []
+    answers = [(text, session.ask(text)) for text in questions]
+    if not clusters and not answers:
+        raise RecipeError(f"{saved}: its memory has no clusters to draw; give --question.")
+    output.mkdir(parents=True, exist_ok=True)
+    for layer in sorted(set(layers)) if clusters else ():
+        depth = max(len(rows) for rows in clusters.values())
+        if layer >= depth:
+            raise ModelError(f"--layer: there is no {layer}; the model has 0 to {depth - 1}.")
+        made.append(output / f"timeline-layer{layer:02d}.{form}")
+        save(timeline(clusters, session.shown, layer, truth), made[-1])
+    if answers:
+        made.append(output / f"retrieved.{form}")
+        said = [(text, answer.text, answer.evidence) for text, answer in answers]
+        save(retrieved(said, session.seconds, truth), made[-1])
+    return made
 
 
 def _wanted(
@@ -216,16 +190,29 @@ class Truth:
     """What is known of a stream, in seconds: scenes (begin, end, name), and the moments that each question rests on, by its
     `words`."""
 
-    scenes: tuple[tuple[float, float, str], ...] = ()
-    questions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    scenes: tuple[tuple[float, float, str], ...]
+    questions: Mapping[str, tuple[float, ...]]
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Truth:
+    def of(cls, truth: Mapping[str, Any]) -> Truth:
         """From a world's own truth (`World.truth`)."""
-        fps = told["fps"]
-        scenes = tuple((one["start"] / fps, one["stop"] / fps, one["scene"]) for one in told["scenes"])
-        asked = {words(one["text"]): tuple(n / fps for n in one["frames"]) for one in told["questions"]}
+        fps = truth["fps"]
+        scenes = tuple((one["start"] / fps, one["stop"] / fps, one["scene"]) for one in truth["scenes"])
+        asked = {words(one["text"]): tuple(n / fps for n in one["frames"]) for one in truth["questions"]}
         return cls(scenes, asked)
+
+    @classmethod
+    def read(cls, path: Path) -> Truth:
+        """From the file that `mmaccel-lab world --truth` writes; raises `WorldError` for another."""
+        try:
+            found: dict[str, Any] = outside.read_json(path, str(path), WorldError)
+            if {"fps", "scenes", "questions"} <= found.keys():
+                return cls.of(found)
+        except (WorldError, AttributeError):
+            pass
+        raise WorldError(
+            f"--truth: {path} holds no truth of a world; give a file that mmaccel-lab world --truth wrote."
+        )
 
     def moments(self, question: str) -> tuple[float, ...]:
         """What a question rests on, however it is capitalised and punctuated; nothing for one that is not known."""
@@ -241,10 +228,10 @@ def runs(cluster: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
     """Of each cluster, in order of its first entry, the runs (begin, end) of entries that follow one another."""
     found: dict[int, list[tuple[int, int]]] = {}
     begin = 0
-    for at in range(1, len(cluster) + 1):
-        if at == len(cluster) or cluster[at] != cluster[begin]:
-            found.setdefault(cluster[begin], []).append((begin, at))
-            begin = at
+    for name, run in groupby(cluster):
+        end = begin + sum(1 for _ in run)
+        found.setdefault(name, []).append((begin, end))
+        begin = end
     return found
 
 
@@ -256,8 +243,6 @@ def timeline(
     clusters  [L or 1, N] by level (`VideoSession.clusters`); of the levels that differ by layer, `layer` is drawn
     shown     seconds of each step of time, of which the N entries are equal parts
     """
-    from mmaccel.figure import figure
-
     end = shown[-1] + (shown[-1] - shown[0]) / max(1, len(shown) - 1)
     owners = {name: rows[min(layer, len(rows) - 1)].tolist() for name, rows in clusters.items()}
     lanes = {name: _lanes(runs(owner)) for name, owner in owners.items()}
@@ -289,8 +274,6 @@ def retrieved(
 
     What the question rests on, where `truth` knows it, is marked by a line.
     """
-    from mmaccel.figure import figure
-
     drawn = figure(9.0, 0.7 + 0.9 * len(answers))
     plots = drawn.subplots(len(answers), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (question, said, evidence) in zip(plots, answers, strict=True):

@@ -14,21 +14,19 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType
 
-import typer
+from typer import Exit
 
 from mmaccel.cli.console import many, remark, sentence
 from mmaccel.cli.stopping import INTERRUPTED, shielded
 from mmaccel.core import outside
 from mmaccel.core.checkpoint_io import sync, write_private
 from mmaccel.core.errors import MmaccelError
+from mmaccel.core.session import VideoSession
 from mmaccel.core.session_io import FACTS
-
-if TYPE_CHECKING:
-    from mmaccel.core.session import VideoSession
 
 EVERY_S = 300.0
 """Seconds between two saves, unless saving takes more than a tenth of them."""
@@ -69,8 +67,8 @@ class Point:
 
 def journal_of(folder: Path) -> Path:
     """The journal of a session saved to `folder`."""
-    place = folder.resolve()
-    return place.with_name(f".{place.name}.mmaccel-journal")
+    folder = folder.resolve()
+    return folder.with_name(f".{folder.name}.mmaccel-journal")
 
 
 def point_of(folder: Path, reading: Reading) -> Point | None:
@@ -111,42 +109,24 @@ def _of_session(folder: Path) -> Point | None:
 
 def _points(folder: Path) -> list[Point]:
     """The lines of a journal; none of a damaged one."""
-    found = []
-    place = journal_of(folder)
+    path, points = journal_of(folder), list[Point]()
     try:
-        for line in outside.read_text(place, place.name, MmaccelError, most=LIMIT).splitlines():
-            told = json.loads(line)
-            found.append(Point(**told | {"reading": Reading(**told["reading"])}))
+        for line in outside.read_text(path, path.name, MmaccelError, most=LIMIT).splitlines():
+            facts = json.loads(line)
+            points.append(Point(**facts | {"reading": Reading(**facts["reading"])}))
     except (MmaccelError, ValueError, TypeError, KeyError, RecursionError):
         return []
-    return found if all(map(_is_sound, found)) else []
+    return points if all(map(_is_sound, points)) else []
 
 
 def _is_sound(point: Point) -> bool:
     """Whether each value is of its kind, and the times are some."""
-    kinds: dict[str, Any] = {
-        "str": str,
-        "bool": bool,
-        "int": int,
-        "float": int | float,
-        "int | None": int | None,
-    }
-    values = [(one.type, getattr(part, one.name)) for part in (point, point.reading) for one in fields(part)]
-    right = all(
-        isinstance(value, kinds[str(kind)]) and (kind == "bool" or not isinstance(value, bool))
-        for kind, value in values
-        if kind != "Reading"
-    )
+    text, number, count = {str}, {int, float}, {int, NoneType}
+    reading = [(point.reading.video, text), (point.reading.gaps, text), (point.reading.bytes, count)]
+    times = [(point.reading.fps, number), (point.until, number), (point.shift, number)]
+    counts = [(point.frames, {int}), (point.session, count), (point.whole, {bool})]
+    right = all(type(value) in kinds for value, kinds in [*reading, *times, *counts])
     return right and 0 <= point.until < math.inf and math.isfinite(point.shift)
-
-
-def _write(folder: Path, points: list[Point]) -> None:
-    place = journal_of(folder)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    part = place.with_name(f"{place.name}-part")
-    write_private(part, "".join(json.dumps(asdict(one)) + "\n" for one in points))
-    os.replace(part, place)
-    sync(place.parent)
 
 
 @contextmanager
@@ -160,7 +140,7 @@ def opening(folder: Path | None) -> Iterator[None]:
         is_there = (folder / FACTS).is_file()
         what = f"the session in {folder} is as it was" if is_there else f"nothing was saved to {folder}"
         remark(f"stopped before the first frame; {what}.")
-        raise typer.Exit(INTERRUPTED) from None
+        raise Exit(INTERRUPTED) from None
 
 
 class Keeper:
@@ -182,8 +162,7 @@ class Keeper:
         self._session, self._folder, self._reading = session, folder, reading
         self._every, self._last, self._cost = every, time.monotonic(), 0.0
         self._begun, self._until = len(session), 0.0 if point is None else point.until
-        self._told = False
-        self._saved = 0
+        self._told, self._saved = False, 0
         self.shift: float | None = None if point is None else point.shift
 
     def now_and_then(self) -> None:
@@ -206,16 +185,14 @@ class Keeper:
         if folder is None or not len(session):
             return False
         with shielded():
-            before = _of_session(folder)
-            point = self._point(whole)
+            before, point = _of_session(folder), self._point(whole)
             if point is not None:
-                self._note(folder, [one for one in (point, before) if one is not None])
+                self._note(folder, point, before)
             session.save(folder)
             self._saved = len(session)
-            sealed = (
-                None if point is None else replace(point, session=zlib.crc32((folder / FACTS).read_bytes()))
-            )
-            self._note(folder, [] if sealed is None else [sealed])
+            if point is not None:
+                point = replace(point, session=zlib.crc32((folder / FACTS).read_bytes()))
+            self._note(folder, point)
         return True
 
     def saved(self) -> str:
@@ -228,13 +205,19 @@ class Keeper:
             return f"the first {many(self._saved, 'frame')} are saved to {self._folder}, the rest is not"
         return f"saved to {self._folder}"
 
-    def _note(self, folder: Path, points: list[Point]) -> None:
+    def _note(self, folder: Path, *points: Point | None) -> None:
         """Write the journal, or remove it where there is nothing to say; a session is saved without one too."""
+        path = journal_of(folder)
+        lines = [json.dumps(asdict(one)) + "\n" for one in points if one is not None]
         try:
-            if points:
-                _write(folder, points)
-            else:
-                journal_of(folder).unlink(missing_ok=True)
+            if not lines:
+                path.unlink(missing_ok=True)
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"{path.name}-part")
+            write_private(part, "".join(lines))
+            os.replace(part, path)
+            sync(path.parent)
         except OSError as error:
             if not self._told:
                 self._told = True

@@ -5,57 +5,54 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+import torch
+from rich.progress import Progress
+from torch import Tensor, nn
+from typer import Argument, Exit, Option
 
+from mmaccel.backends import select
 from mmaccel.cli import choices
-from mmaccel.cli.ask import Device, Dtype, Json
-from mmaccel.cli.console import bars, many, out, print_json, size, steps
-from mmaccel.cli.footage import watch
+from mmaccel.cli.answer import prompt
+from mmaccel.cli.choices import Device, Dtype, Fps, Json
+from mmaccel.cli.console import bars, many, print_json, say, size, steps
+from mmaccel.cli.stopping import INTERRUPTED
 from mmaccel.core.errors import ModelError, RecipeError
+from mmaccel.core.report import counted, share
+from mmaccel.core.rows import read_rows
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-    from torch import Tensor, nn
-
     from mmaccel.media import Video
 
 REQUEST = "Describe the video."
 """What is asked of the sample unless told otherwise."""
 
-Videos = Annotated[list[str] | None, typer.Option("--video", help="A video of the sample; several in order.")]
-Texts = Annotated[list[str] | None, typer.Option("--text", help="Text after each video, in order.")]
-Most = Annotated[int, typer.Option("--max-tokens", min=256, help="The longest sample; frames are left out.")]
-Fps = Annotated[float | None, typer.Option("--fps", help="Frames a second to look at.")]
+Videos = Annotated[list[str] | None, Option("--video", help="A video of the sample; several in order.")]
+Texts = Annotated[list[str] | None, Option("--text", help="Text after each video, in order.")]
+Most = Annotated[int, Option("--max-tokens", min=256, help="The longest sample; frames are left out.")]
 
 
 def search(
-    model: Annotated[str, typer.Argument(help="A shipped model's name, a folder, or a hub name.")],
-    output: Annotated[Path, typer.Option("--out", help="The table to write, JSON.")],
+    model: Annotated[str, Argument(help="A shipped model's name, a folder, or a hub name.")],
+    output: Annotated[Path, Option("--out", help="The table to write, JSON.")],
     video: Videos = None,
     text: Texts = None,
     max_tokens: Most = 25_000,
     context: Annotated[
         int | None,
-        typer.Option(
-            "--context",
-            help="The length the table is for; budgets shrink below 65536 (default: the sample's).",
-        ),
+        Option(help="The length the table is for; budgets shrink below 65536 (default: the sample's)."),
     ] = None,
     boundaries: Annotated[
-        str, typer.Option("--boundaries", help="Boundary types to consider, with commas; default: all four.")
+        str, Option(help="Boundary types to consider, with commas; default: all four.")
     ] = "",
-    block: Annotated[int, typer.Option("--block", help="Tokens of a block.")] = 64,
-    backend: Annotated[str, typer.Option("--backend", help="The backend whose costs count.")] = "auto",
-    cost: Annotated[
-        str, typer.Option("--cost", help="What is levelled: seconds (measured) or pairs (counted).")
-    ] = "seconds",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed runs of each measurement.")] = 3,
-    extended: Annotated[
-        bool, typer.Option("--extended", help="Consider rows of ours beside the paper's.")
-    ] = False,
+    block: Annotated[int, Option(help="Tokens of a block.")] = 64,
+    backend: Annotated[str, Option(help="The backend whose costs count.")] = "auto",
+    cost: Annotated[str, Option(help="What is levelled: seconds (measured) or pairs (counted).")] = "seconds",
+    repeats: Annotated[int, Option(min=1, help="Timed runs of each measurement.")] = 3,
+    extended: Annotated[bool, Option("--extended", help="Consider rows of ours beside the paper's.")] = False,
     fps: Fps = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -66,9 +63,6 @@ def search(
     The table serves `sparse: {name: per_head, table: FILE}`; as heads.json in the model's folder it is the preset
     "searched".
     """
-    from mmaccel.backends import select
-    from mmaccel.core.report import counted, share
-    from mmaccel.core.rows import read_rows
     from mmaccel.search import Settings
     from mmaccel.search import search as run
     from mmaccel.search.algorithm import labels
@@ -90,35 +84,35 @@ def search(
     if output.is_dir():
         raise RecipeError(f"--out: {output} is a folder; give the name of a file in it.")
     check_videos(video)
-    place, kind = choices.where(device), choices.dtype(dtype)
     if backend != "auto":
-        select.get(backend, place)
+        select.get(backend, device)
     processor = choices.processor(model)
     parts = parts_of(output)
     try:
         with bars() as progress:
-            loaded = choices.load(model, place, kind)
+            loaded = choices.load(model, device, dtype)
             inputs, told = sample(loaded, processor, video or [], text or [], max_tokens, fps, progress)
             table = run(loaded, inputs, output, settings, sample=told, progress=steps(progress, "steps"))
     except KeyboardInterrupt:
-        layers = sum("layer" in row for row in read_rows([parts])) if parts.is_file() else 0
-        whole = many(layers, "whole layer")
-        kept = f"the costs and {whole} are kept in {parts}; the same command goes on with the next layer, from its beginning"
-        print(f"stopped: {kept if parts.is_file() else 'nothing was measured yet'}.", file=sys.stderr)
-        raise typer.Exit(130) from None
+        message = "nothing was measured yet"
+        if parts.is_file():
+            layers = many(sum("layer" in row for row in read_rows([parts])), "whole layer")
+            goes_on = "the same command goes on with the next layer, from its beginning"
+            message = f"the costs and {layers} are kept in {parts}; {goes_on}"
+        print(f"stopped: {message}.", file=sys.stderr)
+        raise Exit(INTERRUPTED) from None
     facts = summary(table)
     if as_json:
         print_json({"out": str(output), **facts})
         return
     heads = counted(Counter(name for layer in labels(table) for name in layer))
-    lines = [
-        f"{output}: {many(facts['layers'], 'layer')}, {many(facts['heads'], 'head')} on {facts['tokens']} tokens",
-        f"heads: {heads}",
+    layers, count = many(facts["layers"], "layer"), many(facts["heads"], "head")
+    say(f"{output}: {layers}, {count} on {facts['tokens']} tokens")
+    say(f"heads: {heads}")
+    say(
         f"kept {share(facts['kept'])}, mean error {facts['error']:.3f}, {facts['seconds']:.0f} s, "
-        f"peak memory {size(facts['peak_bytes'])} on {table['device']}",
-    ]
-    for line in lines:
-        out().print(line, markup=False, highlight=False, soft_wrap=True)
+        f"peak memory {size(facts['peak_bytes'])} on {table['device']}"
+    )
 
 
 def summary(table: dict[str, Any]) -> dict[str, Any]:
@@ -158,12 +152,9 @@ def sample(
 
     Frames are left out evenly until the prompt has at most `most` tokens.
     """
-    from mmaccel.cli.answer import prompt
-
-    seen = [watch(path, processor, progress, fps=fps) for path in videos]
+    seen = [choices.read_video(path, processor, progress, fps=fps) for path in videos]
     asked = list(texts) or [REQUEST]
-    if len(asked) < len(seen):
-        asked = [*[""] * (len(seen) - len(asked)), *asked]
+    asked = [""] * (len(seen) - len(asked)) + asked
     for _ in range(4):
         content: list[dict[str, Any]] = []
         for n, one in enumerate(asked):
@@ -180,10 +171,6 @@ def sample(
 
 def _fewer(video: Video, share: float) -> Video:
     """Evenly spaced frames of a video, about `share` of them and fewer than there are."""
-    from dataclasses import replace
-
-    import torch
-
     count = max(1, min(int(len(video) * share * 0.99), len(video) - 1))
     chosen = torch.linspace(0, len(video) - 1, count).round().long()
     fps = video.fps * count / len(video)

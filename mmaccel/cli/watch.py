@@ -3,81 +3,62 @@
 from __future__ import annotations
 
 import os
-import queue
-import stat
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from mmaccel.cli import choices
-from mmaccel.cli.ask import Device, Dtype, Json, Model
-from mmaccel.cli.console import bars, counter, err, many, print_json, remark, sentence
-from mmaccel.cli.evidence import ask_and_show
-from mmaccel.cli.footage import described, ended, rated, until_broken
+from mmaccel.cli.choices import Device, Dtype, Json, Longest, Model
+from mmaccel.cli.console import bars, counter, many, print_json, remark, sentence
 from mmaccel.cli.journal import EVERY_S, Keeper, Reading, opening, point_of
-from mmaccel.cli.stopping import shielded
-from mmaccel.core import outside
+from mmaccel.cli.questions import INPUT, Asked, Typed, ask_and_show, parsed, piped
+from mmaccel.cli.stopping import INTERRUPTED, shielded
 from mmaccel.core.answer import MAX_NEW_TOKENS
-from mmaccel.core.errors import ModelError, RecipeError, VideoError, shown
+from mmaccel.core.errors import ModelError, RecipeError, VideoError, VideoStalled
+from mmaccel.core.session import VideoSession
+from mmaccel.core.session_io import recipe_of, writable
 
 if TYPE_CHECKING:
-    from mmaccel.core.session import VideoSession
     from mmaccel.media import Video
 
 RECIPE = "mosaic"
-INPUT = "-"
-"""In the place of a question: those on standard input."""
-
-PATIENCE_S = 1.0
-"""Seconds after which a standard input that does not end is told of."""
-
-Asked = tuple[float | None, str]
-"""A question, and the seconds after which it is asked; None: at the end."""
 
 
 def watch(
     video: Annotated[
-        str | None, typer.Argument(help="A video file, URL or camera; none asks what --load holds.")
+        str | None, Argument(help="A video file, URL or camera; none asks what --load holds.")
     ] = None,
     model: Model = "tiny-ov",
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", help=f"A memory's name or a YAML file ({RECIPE}).")
-    ] = None,
-    fps: Annotated[float, typer.Option("--fps", help="Frames a second to look at.")] = 0.5,
+    recipe: Annotated[str | None, Option(help=f"A memory's name or a YAML file ({RECIPE}).")] = None,
+    fps: Annotated[float, Option(help="Frames a second to look at.")] = 0.5,
     question: Annotated[
         list[str] | None,
-        typer.Option(
-            "--question", help="QUESTION@SECONDS, or QUESTION for the end; - reads standard input; several."
-        ),
+        Option(help="QUESTION@SECONDS, or QUESTION for the end; - reads standard input; several."),
     ] = None,
-    load: Annotated[Path | None, typer.Option("--load", help="Go on from a saved session.")] = None,
-    save: Annotated[Path | None, typer.Option("--save", help="Save the session to this folder.")] = None,
-    clip: Annotated[int, typer.Option("--clip", min=1, help="Frames taken in at a time.")] = 16,
-    follow: Annotated[bool, typer.Option("--follow", help="The file is still being written.")] = False,
-    format: Annotated[str | None, typer.Option("--format", help="Of a device, such as v4l2.")] = None,
+    load: Annotated[Path | None, Option(help="Go on from a saved session.")] = None,
+    save: Annotated[Path | None, Option(help="Save the session to this folder.")] = None,
+    clip: Annotated[int, Option(min=1, help="Frames taken in at a time.")] = 16,
+    follow: Annotated[bool, Option("--follow", help="The file is still being written.")] = False,
+    format: Annotated[str | None, Option(help="Of a device, such as v4l2.")] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", help="Seconds of silence after which a live source has stalled.")
+        float, Option(help="Seconds of silence after which a live source has stalled.")
     ] = 10.0,
     gaps: Annotated[
-        str, typer.Option("--gaps", help="A frame that stands: hold (taken again), skip, mark (and listed).")
+        str, Option(help="A frame that stands: hold (taken again), skip, mark (and listed).")
     ] = "hold",
     every: Annotated[
-        float, typer.Option("--save-every", min=0, help="Seconds between two saves; 0 saves at the end.")
+        float, Option("--save-every", min=0, help="Seconds between two saves; 0 saves at the end.")
     ] = EVERY_S,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")
-    ] = MAX_NEW_TOKENS,
+    max_new_tokens: Longest = MAX_NEW_TOKENS,
     evidence: Annotated[
         int,
-        typer.Option(
-            "--evidence",
+        Option(
             min=0,
             help="How many of the moments that an answer rests on to show, best first; 0 computes none.",
         ),
@@ -95,8 +76,6 @@ def watch(
     same file behind the last frame that was saved.
     """
     from mmaccel import media
-    from mmaccel.core.session import VideoSession
-    from mmaccel.core.session_io import recipe_of, writable
     from mmaccel.media.address import is_url
 
     if video is None and load is None:
@@ -108,7 +87,6 @@ def watch(
         writable(save)
     with opening(save):
         chosen = choices.memory(recipe or RECIPE) if load is None else recipe_of(load)
-        place, kept_in = choices.where(device), choices.dtype(dtype)
         processor = choices.processor(model)
         clips: Iterator[Video] = iter(())
         reading, point, broken = None, None, list[VideoError]()
@@ -123,8 +101,7 @@ def watch(
             if point is None or not point.whole:
                 clips = media.clips(video, fps=fps, frames_per_clip=clip, start=start, **how)
             # Of a camera, or of a file that grows, the rate is a guess.
-            clips = rated(clips, video, fps, guess=follow or format is not None, quiet=as_json)
-            clips = until_broken(clips, broken)
+            clips = sound(clips, video, fps, broken, guess=follow or format is not None, quiet=as_json)
             if not live and not follow:
                 # Opened before a model is loaded.
                 clips = chain([one for one in [next(clips, None)] if one is not None], clips)
@@ -133,16 +110,15 @@ def watch(
         if video is None and not asked and not terminal:
             raise ModelError("--load without a video: there is no question; give one with --question.")
         asked.sort(key=lambda one: float("inf") if one[0] is None else one[0])
-        session = VideoSession(choices.load(model, place, kept_in), processor, chosen)
+        session = VideoSession(choices.load(model, device, dtype), processor, chosen)
         if load is not None:
             session.load(load)
     typed = Typed(terminal)
     stopped, kept, whole, failed = False, False, False, list[Exception]()
     with session:
         keeper = Keeper(session, save, reading, point, every)
-        work = Watching(
-            session, asked, fps, partial(ask_and_show, session, max_new_tokens, evidence, as_json)
-        )
+        ask = partial(ask_and_show, session, max_new_tokens, evidence, as_json)
+        work = Watching(session, asked, fps, ask)
         try:
             with bars() as progress:
                 seen = counter(progress, "watch", "frames")
@@ -151,13 +127,13 @@ def watch(
                         keeper.shift = work.shift(part)
                     work.take(replace(part, clock=part.clock + keeper.shift), seen)
                     keeper.now_and_then()
-                    work.typed(typed.so_far())
+                    work.typed(typed.read())
             # What was seen before a stall or a fault is asked about all the same.
             whole = not broken
             if whole and point is not None and not (point.whole or len(session) > work.had):
                 remark(f"nothing of {video} is left to watch behind {point.until:g} s.")
             work.answer(asked, last=True)
-            work.typed(typed.rest())
+            work.typed(typed.read(waits=True))
         except KeyboardInterrupt:
             stopped = True
         except Exception as error:
@@ -171,7 +147,11 @@ def watch(
             stopped = True
         except Exception as error:
             failed.append(error)
-        events, left, told = work.uneven.give(), work.left, work.told
+        events, left = work.uneven.give(), work.left
+        # How a watch that nobody stopped ended; another error than the source's is no end of it.
+        ended = "error" if failed else "end"
+        if broken:
+            ended = "stall" if isinstance(broken[0].__cause__, VideoStalled) else "fault"
         facts: dict[str, Any] = {
             "video": video,
             "model": model,
@@ -182,26 +162,24 @@ def watch(
             "counters": session.counters(),
             "saved": str(save) if kept else None,
             "complete": not stopped and not failed,
-            "ended": "stopped" if stopped else ended(broken, failed),
+            "ended": "stopped" if stopped else ended,
             "events": [asdict(one) for one in events],
             "error": " ".join(map(in_words, failed)) or None,
             "unanswered": [{"question": text, "at": at} for at, text in left],
+            "answers": work.told,
         }
         saved = keeper.saved()
     frames = many(facts["frames"], "frame")
     if as_json:
-        print_json({**facts, "answers": told})
+        print_json(facts)
     else:
         for one in events:
-            remark(described(one))
+            remark(f"{one.kind} at {one.time:g} s" + (f", {one.seconds:.3g} s" if one.seconds else ""))
         if left:
-            remark(
-                "not answered: "
-                + ", ".join(f"{text!r}" + ("" if at is None else f" (for {at:g} s)") for at, text in left)
-            )
+            named = (f"{text!r}" + ("" if at is None else f" (for {at:g} s)") for at, text in left)
+            remark(f"not answered: {', '.join(named)}")
         if not failed:
-            end = "stopped after" if stopped else "watched"
-            closing = f"{end} {frames}, {facts['seconds']:.0f} s"
+            closing = f"{'stopped after' if stopped else 'watched'} {frames}, {facts['seconds']:.0f} s"
             closing += "; the source is over" if follow and not stopped else ""
             remark(closing + (f"; {saved}" if saved else ""))
     if failed:
@@ -211,7 +189,7 @@ def watch(
             remark(f"error: {in_words(another)}")
         raise failed[0]
     if stopped:
-        raise typer.Exit(130)
+        raise Exit(INTERRUPTED)
 
 
 class Watching:
@@ -252,10 +230,12 @@ class Watching:
     def answer(self, due: list[Asked], last: bool = False) -> None:
         """Answer questions that are due, or the `last` ones; says where a time lies outside of what was watched."""
         for at, text in due:
-            if last and at is not None and at > self._session.seconds + 1 / self._fps:
-                asked_there(text, f"{at:g} s, past the last frame at {self._session.seconds:g} s")
+            end = self._session.seconds
+            if last and at is not None and at > end + 1 / self._fps:
+                remark(f"{text!r} is for {at:g} s, past the last frame at {end:g} s; it is asked there.")
             elif not last and at is not None and self.begin is not None and at < self.begin:
-                asked_there(text, f"{at:g} s, before the saved session's end at {self.begin:g} s")
+                when = f"{at:g} s, before the saved session's end at {self.begin:g} s"
+                remark(f"{text!r} is for {when}; it is asked there.")
             self.told.append(self.ask(text, at))
             self.left.remove((at, text))
 
@@ -268,70 +248,6 @@ class Watching:
 def in_words(error: Exception) -> str:
     """An error in a sentence; what nobody foresaw by its name."""
     return sentence(error) or f"{type(error).__name__}: {error}"
-
-
-def parsed(text: str, source: str = "--question") -> Asked:
-    """A question and when it is asked; `source` names in an error where it came from."""
-    outside.words(text, source)
-    words, at, when = text.rpartition("@")
-    try:
-        seconds = float(when) if at else None
-    except ValueError:
-        if when.split() == [when]:
-            raise VideoError(
-                f"{source}: {shown(when)} after the @ of {shown(text)} is not a time; give seconds from the start, such as "
-                "@12.5, or put a space after an @ that belongs to the question."
-            ) from None
-        words, seconds = text, None
-    words = words if at and seconds is not None else text
-    if not words.strip():
-        raise ModelError(f"{source}: {shown(text)} has no question; give QUESTION@SECONDS.")
-    if seconds is not None and not 0 <= seconds < float("inf"):
-        raise VideoError(f"{source}: {seconds:g} is not a time in a video; give seconds from its start.")
-    return seconds, words.strip()
-
-
-def piped(given: Sequence[str]) -> list[Asked]:
-    """The questions that a pipe or a file holds on standard input, to its end; `given` are those of the options.
-
-    Beside questions of options it is read only when one of them is ``-``: it may be meant for another command.
-    """
-    if INPUT not in given:
-        try:
-            mode = os.fstat(sys.stdin.fileno()).st_mode
-        except (AttributeError, OSError, ValueError):
-            return []  # closed, or none
-        if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
-            return []
-        if given:
-            err().print(
-                "standard input is not read beside --question; --question - reads it.", highlight=False
-            )
-            return []
-    slow = threading.Timer(
-        PATIENCE_S,
-        lambda: err().print("questions are read from standard input until it ends.", highlight=False),
-    )
-    slow.daemon = True
-    slow.start()
-    try:
-        # Not as text: a locale may let bytes through that are none.
-        data = b"" if sys.stdin is None else sys.stdin.buffer.read(outside.TEXT_BYTES + 1)
-    finally:
-        slow.cancel()
-    lines = outside.decoded(data, "standard input", ModelError, fix="give one question a line, in UTF-8")
-    found = [parsed(line, "standard input") for line in lines.replace("\r", "\n").split("\n") if line.strip()]
-    timed = sum(at is not None for at, _ in found)
-    err().print(
-        f"{many(len(found), 'question')} from standard input: {timed} at a time, {len(found) - timed} at the end.",
-        highlight=False,
-    )
-    return found
-
-
-def asked_there(text: str, when: str) -> None:
-    """Say that a question is not asked at its time."""
-    remark(f"{text!r} is for {when}; it is asked there.")
 
 
 def cut(part: Video, asked: list[Asked]) -> Iterator[tuple[Video | None, list[Asked]]]:
@@ -350,40 +266,54 @@ def cut(part: Video, asked: list[Asked]) -> Iterator[tuple[Video | None, list[As
         start = max(start, stop)
 
 
-class Typed:
-    """Questions that are typed while the command works on something else."""
+def sound(
+    clips: Iterator[Video], video: str, fps: float, broken: list[VideoError], *, guess: bool, quiet: bool
+) -> Iterator[Video]:
+    """The same clips up to a stall or fault, which goes to `broken`; before the first clip it is raised.
 
-    def __init__(self, listen: bool) -> None:
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._over = not listen
-        if listen:
-            err().print("type a question and press return; Ctrl-D ends.", highlight=False)
-            threading.Thread(target=self._read, daemon=True).start()
+    Prints before the first how many frames a second are read, and how many the source has. Raises `VideoError` where `fps`
+    is more than both the source's mean rate and `FASTEST`; `guess`: that rate is unknown.
+    """
+    from mmaccel.media.sampling import FASTEST
 
-    def _read(self) -> None:
-        try:
-            for line in sys.stdin:
-                try:
-                    self._lines.put(outside.words(line.strip(), "this question"))
-                except ModelError as error:
-                    remark(str(error))
-        except UnicodeDecodeError:
-            err().print("what was typed is not UTF-8 text; no more questions are read.", highlight=False)
-        finally:
-            self._lines.put(None)
+    begun = False
+    try:
+        for part in clips:
+            if not begun:
+                own = None if guess or not part.source_fps > 0 else part.source_fps
+                if fps > max(FASTEST, 1.001 * (own or 0.0)):
+                    raise VideoError(
+                        f"--fps: {fps:g} is more than the {max(FASTEST, own or 0.0):g} frames a second that can be read "
+                        f"of {video}; give no more."
+                    )
+                if not quiet:
+                    remark(rate(fps, own))
+            begun = True
+            yield part
+    except VideoError as error:
+        told = error
+        if isinstance(error, VideoStalled):
+            name, frames = str(error).partition(" stalled:")[0], many(error.frames, "frame")
+            told = VideoError(
+                f"{name} stalled: nothing came for {error.seconds:g} s after {frames}, and it has not ended; "
+                "raise --timeout."
+            )
+            told.__cause__ = error
+        if not begun:
+            raise told from told.__cause__
+        broken.append(told)
 
-    def so_far(self) -> Iterator[str]:
-        """What was typed since the last time."""
-        while not self._over and not self._lines.empty():
-            yield from self._next()
 
-    def rest(self) -> Iterator[str]:
-        """What is typed from now on, until it ends."""
-        while not self._over:
-            yield from self._next()
-
-    def _next(self) -> Iterator[str]:
-        line = self._lines.get()
-        self._over = line is None
-        if line:
-            yield line
+def rate(fps: float, own: float | None) -> str:
+    """The line on the rate; `own` is the mean rate of the source, None where unknown."""
+    if own is not None and fps > 1.001 * own:
+        return (
+            f"reads {fps:g} frames a second (--fps); the source has {own:g} on average, and what stands is taken as --gaps "
+            "says."
+        )
+    if own is not None and fps > 0.999 * own:
+        return f"reads every frame, {own:g} a second (--fps)."
+    of = "" if own is None else f" of {own:g}"
+    return (
+        f"reads {fps:g}{of} frames a second (--fps); what is shown for less than {1 / fps:g} s may be missed."
+    )

@@ -17,9 +17,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from mmaccel.cli import footage
 from mmaccel.cli import watch as command
-from mmaccel.cli.evidence import below, evidence_table
+from mmaccel.cli.questions import Typed, below, evidence_table, parsed
 from mmaccel.core.answer import Answer, Evidence
 from mmaccel.core.errors import MmaccelError, ModelError, VideoError
 from mmaccel.media import Video
@@ -38,13 +37,13 @@ Call = Callable[..., tuple[int, str, str]]
     ],
 )
 def test_a_question_may_have_a_time(text: str, want: tuple[float | None, str]) -> None:
-    assert command.parsed(text) == want
+    assert parsed(text) == want
 
 
 @pytest.mark.parametrize("text", ["@4", "  ", "now@-1", "now@inf", "now@nan", "@abc", "now@soon", "now@1:30"])
 def test_questions_that_cannot_be_are_one_sentence(text: str) -> None:
     with pytest.raises(MmaccelError, match=r"^--question: .*\.$"):
-        command.parsed(text)
+        parsed(text)
 
 
 def test_questions_are_due_after_the_last_frame_before_them() -> None:
@@ -216,8 +215,8 @@ def test_a_saved_session_is_asked_without_a_video(call: Call, clip: str, ov: str
 
 
 def test_a_rate_is_told_for_what_it_is() -> None:
-    assert footage.rate(25.0, 25.0) == "reads every frame, 25 a second (--fps)."
-    assert footage.rate(0.5, None).startswith(
+    assert command.rate(25.0, 25.0) == "reads every frame, 25 a second (--fps)."
+    assert command.rate(0.5, None).startswith(
         "reads 0.5 frames a second (--fps); what is shown for less than 2 s"
     )
 
@@ -348,7 +347,7 @@ def test_what_is_typed_and_is_no_text_is_left_out(
 ) -> None:
     typed = io.TextIOWrapper(io.BytesIO(b"first ?\n\xff ?\nsecond ?\n"), "utf-8", errors="surrogateescape")
     monkeypatch.setattr("sys.stdin", typed)
-    assert list(command.Typed(True).rest()) == ["first ?", "second ?"]
+    assert list(Typed(True).read(waits=True)) == ["first ?", "second ?"]
     assert "has bytes that are not UTF-8; write it in UTF-8." in capsys.readouterr().err
 
 
@@ -356,4 +355,4 @@ def test_what_is_typed_and_is_no_text_ends_the_questions(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         "sys.stdin", io.TextIOWrapper(io.BytesIO(b"first ?\n" + b"x" * 9000 + b"\n\xff\n"), "utf-8")
     )
-    assert next(iter(list(command.Typed(True).rest()))) == "first ?"
+    assert next(iter(list(Typed(True).read(waits=True)))) == "first ?"

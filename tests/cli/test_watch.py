@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from mmaccel.cli.choices import own_options, read_video
 from mmaccel.cli.console import bars
-from mmaccel.cli.footage import own_options, watch
 from mmaccel.core.errors import VideoError, VideoWarning
 from mmaccel.media import reader
 from mmaccel.media.preprocess import Pixels, size_of
@@ -28,13 +28,13 @@ PATCHES = Pixels(
 
 def look(path: object, pixels: Pixels = SQUARE, **how: Any) -> Any:
     with bars() as progress:
-        return watch(str(path), SimpleNamespace(video=pixels), progress, **how)
+        return read_video(str(path), SimpleNamespace(video=pixels), progress, **how)
 
 
 def test_a_source_without_an_index_needs_no_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_film(tmp_path / "bare.h264", 60, format="h264")
     assert numbers(look(path).frames) == list(range(60))
-    monkeypatch.setattr("mmaccel.cli.footage.MAX_FRAMES", 8)
+    monkeypatch.setattr("mmaccel.cli.choices.MAX_FRAMES", 8)
     assert numbers(look(path).frames) == list(range(0, 60, 8))
 
 

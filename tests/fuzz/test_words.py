@@ -8,7 +8,7 @@ import random
 import pytest
 
 import mmaccel
-from mmaccel.cli.watch import parsed
+from mmaccel.cli.questions import parsed
 from mmaccel.models import chat
 from tests.fuzz.trial import Case, try_apart, try_here
 from tests.fuzz.values import odd

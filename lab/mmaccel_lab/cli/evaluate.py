@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.ask import Device, Draft, Dtype, Json, Model
+from mmaccel.cli.choices import Device, Draft, Dtype, Json, Model
 from mmaccel.cli.console import bars, err, number, out, print_json, steps
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.cli.arguments import GO_ON, Seed, Videos, check_segments, kinds_of, lengths_of, tell_stop
@@ -57,10 +57,9 @@ def needle(
     lengths = lengths_of(frames)
     check_segments(lengths, segments if documents else 1)
     chosen = choices.recipe(recipe, draft)
-    place, kept_in = choices.where(device), choices.dtype(dtype)
-    choices.check(chosen, model, place)
+    choices.check(chosen, model, device)
     processor = choices.processor(model)
-    loaded = choices.load(model, place, kept_in)
+    loaded = choices.load(model, device, dtype)
     tally = Tally(recipe)
     for length in lengths:
         tally.expect(length, asked, samples)
@@ -137,11 +136,10 @@ def caption(
 
     checked_seed(seed)
     chosen = choices.recipe(recipe)
-    place, kept_in = choices.where(device), choices.dtype(dtype)
-    choices.check(chosen, model, place)
+    choices.check(chosen, model, device)
     processor = choices.processor(model)
-    loaded = choices.load(model, place, kept_in)
-    second = choices.load(draft, place, kept_in) if draft is not None else None
+    loaded = choices.load(model, device, dtype)
+    second = choices.load(draft, device, dtype) if draft is not None else None
     rows: list[dict[str, int]] = []
     stopped = False
     with bars() as progress, Film(videos, steps(progress)) as film:
@@ -203,10 +201,9 @@ def table(
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise WorldError(f"--out: {output} is not a place for a file; name a file in a folder that exists.")
     chosen = choices.recipe(recipe)
-    place, kept_in = choices.where(device), choices.dtype(dtype)
-    choices.check(chosen, model, place)
+    choices.check(chosen, model, device)
     partner = draft or (f"{model}-draft" if f"{model}-draft" in NAMES else None)
-    load = partial(_load, model, partner, place, kept_in)
+    load = partial(_load, model, partner, device, dtype)
     entries = [entry for entry in ENTRIES if entry.tokens <= most_tokens]
     begun = _begun(output, {"model": model, "recipe": recipe, "draft": partner, "seed": seed})
     lines = list(begun)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.ask import Device, Dtype, Json, Model
+from mmaccel.cli.choices import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, many, number, out, print_json, steps
 from mmaccel.core.errors import UnknownName, WorldError
 from mmaccel.core.recipe import Recipe
@@ -147,7 +147,7 @@ class _Run:
         checked_seed(seed)
         self.model, self.depths, self.samples, self.seed = model, depths, samples, seed
         self.documents = documents
-        self.place, self.dtype = choices.where(device), choices.dtype(dtype)
+        self.place, self.dtype = device, dtype
         self.methods = methods_of(model, self.place, recipes, rivals, level, compress)
         self.level = self.methods.yardstick
         self.asked: dict[int, list[tuple[int, Case]]] = {}

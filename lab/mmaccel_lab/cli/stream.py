@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.ask import Device, Dtype, Json, Model
+from mmaccel.cli.choices import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, out, print_json
 from mmaccel.core import outside
 from mmaccel.core.errors import RecipeError, WorldError, shown
@@ -77,11 +77,10 @@ def stream(
         raise WorldError(str(error).replace("--frames", "--budgets", 1)) from error
     names = list(memory or MEMORIES)
     chosen = [memory_of(name) for name in names]
-    place, kept_in = choices.where(device), choices.dtype(dtype)
     entries(chosen, sizes, window, tokens=1)  # what is wrong with a memory is told before anything is loaded
     processor = choices.processor(model)
     compared = memories_for(processor, chosen, sizes, window)
-    loaded = choices.load(model, place, kept_in)
+    loaded = choices.load(model, device, dtype)
     films = worlds_of(frames, worlds, seed)
     found: list[Shot] = []
     stopped, whole = False, False

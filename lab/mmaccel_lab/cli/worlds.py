@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmaccel.cli import choices
-from mmaccel.cli.ask import Device, Dtype, Json, Model, compared, side_by_side
+from mmaccel.cli.ask import compared, side_by_side
+from mmaccel.cli.choices import Device, Dtype, Json, Model
 from mmaccel.cli.console import bars, columns, counter, err, many, number, out, print_json, steps
-from mmaccel.cli.footage import watch
 from mmaccel.core.errors import WorldError
 from mmaccel_lab.cli.arguments import kinds_of, tell_stop
 
@@ -79,12 +79,11 @@ def demo(
     checked_seed(seed0)
     asked = kinds_of(kinds, KINDS)
     chosen = choices.recipes(["dense", *(recipe or ["a_shape-short", "grid"])])
-    place, kept_in = choices.where(device), choices.dtype(dtype)
     for one in chosen.values():
-        choices.check(one, model, place)
+        choices.check(one, model, device)
     todo = _todo(seed0, worlds, frames, asked)
     processor = choices.processor(model)
-    loaded = choices.load(model, place, kept_in)
+    loaded = choices.load(model, device, dtype)
     seen: list[Judged] = []
     tallies = {name: Tally(name) for name in chosen}
     console = out()
@@ -93,9 +92,9 @@ def demo(
         with bars() as progress, Film(progress=steps(progress)) as film:
             first = todo[0]
             film.watch(first.world)
-            video = watch(str(film.path(first.world)), processor, progress)
+            video = choices.read_video(str(film.path(first.world)), processor, progress)
             answers, tokens = compared(loaded, processor, video, first.question, chosen, progress, 8)
-            facts = {"model": model, "question": first.question, "frames": len(video), "device": place}
+            facts = {"model": model, "question": first.question, "frames": len(video), "device": device}
             if not as_json:
                 console.print(side_by_side(answers, facts, tokens))
                 console.print(f"the truth: {first.answer} (world {first.world.seed})\n", highlight=False)

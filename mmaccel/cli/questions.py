@@ -1,0 +1,183 @@
+"""Questions to a stream: where they come from, when they are asked, and their answers with what they rest on."""
+
+from __future__ import annotations
+
+import os
+import queue
+import stat
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from mmaccel.cli.console import cut_short, many, number, out, remark
+from mmaccel.core import outside
+from mmaccel.core.answer import Answer
+from mmaccel.core.errors import ModelError, VideoError, shown
+from mmaccel.core.session import VideoSession
+
+INPUT = "-"
+"""In the place of a question: those on standard input."""
+PATIENCE_S = 1.0
+"""Seconds after which a standard input that does not end is told of."""
+HEADS = (
+    "rests on",
+    "shown at",
+    "layers that saw it",
+    "layers that retrieved it",
+    "part of what reached the answer",
+)
+"""Seen is retrieved, or in the local window, which is seen without being looked for. What reaches an answer is estimated by
+attention from layer to layer (`Evidence.score`); blank where the memory does not tell it."""
+
+Asked = tuple[float | None, str]
+"""A question, and the seconds after which it is asked; None: at the end."""
+
+
+def parsed(text: str, source: str = "--question") -> Asked:
+    """A question and when it is asked; `source` names in an error where it came from."""
+    outside.words(text, source)
+    words, at, when = text.rpartition("@")
+    try:
+        seconds = float(when) if at else None
+    except ValueError:
+        if when.split() == [when]:
+            raise VideoError(
+                f"{source}: {shown(when)} after the @ of {shown(text)} is not a time; give seconds from the start, such as "
+                "@12.5, or put a space after an @ that belongs to the question."
+            ) from None
+        words, seconds = text, None
+    words = words if at and seconds is not None else text
+    if not words.strip():
+        raise ModelError(f"{source}: {shown(text)} has no question; give QUESTION@SECONDS.")
+    if seconds is not None and not 0 <= seconds < float("inf"):
+        raise VideoError(f"{source}: {seconds:g} is not a time in a video; give seconds from its start.")
+    return seconds, words.strip()
+
+
+def piped(given: Sequence[str]) -> list[Asked]:
+    """The questions that a pipe or a file holds on standard input, to its end; `given` are those of the options.
+
+    Beside questions of options it is read only when one of them is ``-``: it may be meant for another command.
+    """
+    if INPUT not in given:
+        try:
+            mode = os.fstat(sys.stdin.fileno()).st_mode
+        except (AttributeError, OSError, ValueError):
+            return []  # closed, or none
+        if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
+            return []
+        if given:
+            remark("standard input is not read beside --question; --question - reads it.")
+            return []
+    slow = threading.Timer(PATIENCE_S, remark, ["questions are read from standard input until it ends."])
+    slow.daemon = True
+    slow.start()
+    try:
+        # Not as text: a locale may let bytes through that are none.
+        data = b"" if sys.stdin is None else sys.stdin.buffer.read(outside.TEXT_BYTES + 1)
+    finally:
+        slow.cancel()
+    lines = outside.decoded(data, "standard input", ModelError, fix="give one question a line, in UTF-8")
+    found = [parsed(line, "standard input") for line in lines.replace("\r", "\n").split("\n") if line.strip()]
+    timed = sum(at is not None for at, _ in found)
+    questions = many(len(found), "question")
+    remark(f"{questions} from standard input: {timed} at a time, {len(found) - timed} at the end.")
+    return found
+
+
+class Typed:
+    """Questions that are typed while the command works on something else."""
+
+    def __init__(self, listen: bool) -> None:
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._over = not listen
+        if listen:
+            remark("type a question and press return; Ctrl-D ends.")
+            threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            for line in sys.stdin:
+                try:
+                    self._lines.put(outside.words(line.strip(), "this question"))
+                except ModelError as error:
+                    remark(str(error))
+        except UnicodeDecodeError:
+            remark("what was typed is not UTF-8 text; no more questions are read.")
+        finally:
+            self._lines.put(None)
+
+    def read(self, waits: bool = False) -> Iterator[str]:
+        """What was typed since the last time; `waits`: also what is typed from now on, until it ends."""
+        while not self._over and (waits or not self._lines.empty()):
+            line = self._lines.get()
+            self._over = line is None
+            if line:
+                yield line
+
+
+def ask_and_show(
+    session: VideoSession, most: int, moments: int, quiet: bool, text: str, at: float | None = None
+) -> dict[str, Any]:
+    """Ask, show the answer as it comes and the best `moments` it rests on, unless `quiet`; gives all of it JSON-ready."""
+    if not len(session):
+        raise VideoError(f"--question: nothing was seen before {text!r} is asked; ask it later.")
+    if quiet:
+        answer = session.ask(text, most, evidence=moments > 0)
+    else:
+        console = out()
+        console.print(f"[{session.seconds:.1f} s] {text}", markup=False, highlight=False)
+        reply = session.ask(text, most, stream=True, evidence=moments > 0)
+        for piece in reply:
+            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+        console.print()
+        assert reply.answer is not None
+        answer = reply.answer
+        if answer.evidence:
+            console.print(evidence_table(answer, moments))
+        for line in below(answer, moments):
+            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    return {
+        "question": text,
+        "at": at,
+        "asked_at": session.seconds,
+        "frames": len(session),
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "ttft_s": answer.ttft_s,
+        "tokens_per_s": answer.tokens_per_s,
+        "evidence": [asdict(one) for one in answer.top(moments)],
+        "moments": len(answer.evidence),
+        "counters": answer.counters,
+    }
+
+
+def evidence_table(answer: Answer, moments: int) -> Table:
+    """The best `moments` that an answer rests on, in the order of `Answer.top`."""
+    table = Table(box=None, pad_edge=False)
+    for head in HEADS:
+        table.add_column(head, justify="left" if head == HEADS[0] else "right")
+    for one in answer.top(moments):
+        first, last = one.frames
+        span = f"frame {first}" if first == last else f"frames {first}-{last}"
+        shares = f"{one.share:.0%}", f"{one.recalled:.0%}", "" if one.score is None else f"{one.score:.1%}"
+        table.add_row(span, f"{one.seconds:.0f} s", *shares)
+    return table
+
+
+def below(answer: Answer, moments: int) -> list[str]:
+    """What people read below the table: where the answer was cut off, what the table leaves out, how fast it was."""
+    left = len(answer.evidence) - moments
+    lines = [cut_short(answer.finish_reason, len(answer.ids))]
+    if moments and not answer.evidence:
+        lines.append("rests on no moment")
+    if left > 0:
+        lines.append(f"and on {left} more")
+    if answer.evidence and all(one.score is None for one in answer.evidence):
+        lines.append("these were seen; which of them the answer rests on this memory does not tell")
+    lines.append(f"first token {answer.ttft_s:.3f} s, then {number(answer.tokens_per_s, '.1f', ' tokens/s')}")
+    return [line for line in lines if line]

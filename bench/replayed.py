@@ -25,10 +25,10 @@ from transformers import DynamicCache
 sys.path.insert(0, str(Path(__file__).parent))
 from held import answering, counting
 
+from mmaccel.core.adapter import Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.draft import DraftState, Prompt
 from mmaccel.core.generate import Speculation, lockstep
-from mmaccel.core.runner import Runner
 from mmaccel.core.worker import READY, Wire, Worker
 from mmaccel.models import decode as decoding
 from mmaccel.models import drafting, runner, shapes

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.contract.prompts import check_counters, promise
-from mmaccel.core.adapter import Geometry, ModelAdapter, ModelView
+from mmaccel.core.adapter import Branches, Geometry, ModelAdapter, ModelView, Runner
 from mmaccel.core.draft import DraftStrategy, Prompt
 from mmaccel.core.generate import speculate
 from mmaccel.core.kv import KVPolicy
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.report import Rounds
-from mmaccel.core.runner import Branches, Runner
 
 Rule = Callable[[Sequence[int]], Tensor]
 

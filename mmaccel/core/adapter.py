@@ -1,4 +1,4 @@
-"""The model-adapter contract: all that the rest of the package may ask of a vision-language model."""
+"""The contracts of a model: all that the rest of the package may ask of it, and of one sequence at work on it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.errors import ModelError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,50 @@ def home_of(model: nn.Module) -> torch.device:
             if device is not None:
                 return torch.device(device)
     return first
+
+
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """Rows of a tree, run in one pass after the columns that were run before.
+
+    sees [n, m] bool: whether new row i sees column j of the last m columns, the n new ones included; all before it sees.
+    depth [n] long: the place of each row, counted from the first of those m columns.
+    """
+
+    sees: Tensor
+    depth: Tensor
+
+
+class Runner(ABC):
+    """One sequence at work on one model: prefill once, then step and roll back; positions are explicit. No gradients."""
+
+    @abstractmethod
+    def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
+        """Run the whole prompt (ids, pixels, grids; batch 1); logits [1, V] of its last token.
+
+        keep [n] runs only those columns, the last one among them, each at its own rotary position; with `compact` they are
+        numbered anew.
+        """
+
+    @abstractmethod
+    def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
+        """Run `ids` [1, n] after what was run; logits [1, n, V]. They are a chain, or the rows of a tree."""
+
+    def resume(self, inputs: Mapping[str, Any]) -> None:
+        """Go on after the prompt of `inputs`, which the memory holds already."""
+        raise ModelError(f"{type(self).__name__} cannot go on from a memory that another filled.")
+
+    def accept(self, path: Tensor) -> None:
+        """Of the columns of the last `step` keep those at `path` [k] ascending, one after the other."""
+        raise ModelError(f"{type(self).__name__} cannot take one branch of many; propose chains.")
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` columns."""
+
+    @abstractmethod
+    def length(self) -> int:
+        """Columns run and not rolled back."""
 
 
 class ModelAdapter(ABC):
@@ -131,10 +175,6 @@ class ModelAdapter(ABC):
         """[B, H, n, D] queries of `layer` for rows [B, n, E] of `norm`, before rotation; linear but for a constant."""
 
     @abstractmethod
-    def rotate(self, model: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
-        """`x` [B, heads, n, D] rotated to `positions` [B, n] or [3, B, n]."""
-
-    @abstractmethod
     def angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines [1, 1, n, D] of `positions` [n] or [3, n], as the model makes them for `dtype`."""
 
@@ -178,7 +218,10 @@ class ConfigOnlyModel(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class ModelView:
-    """The narrow handle on a model that policies get; of a `ConfigOnlyModel` they say whether they can serve it."""
+    """The narrow handle on a model that policies get; of a `ConfigOnlyModel` they say whether they can serve it.
+
+    What `ModelAdapter` has too is that, asked of this model.
+    """
 
     model: nn.Module
     adapter: ModelAdapter
@@ -197,22 +240,18 @@ class ModelView:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """See `ModelAdapter.fingerprint`."""
         return self.adapter.fingerprint(self.model)
 
     @property
     def weights_digest(self) -> str | None:
-        """See `ModelAdapter.weights_digest`."""
         return self.adapter.weights_digest(self.model)
 
     @property
     def own_heads(self) -> range:
-        """See `ModelAdapter.own_heads`."""
         return self.adapter.own_heads(self.model)
 
     @property
     def folder(self) -> Path | None:
-        """See `ModelAdapter.folder`."""
         return self.adapter.folder(self.model)
 
     @property
@@ -220,31 +259,21 @@ class ModelView:
         return home_of(self.model)
 
     def norm(self, layer: int, hidden: Tensor) -> Tensor:
-        """See `ModelAdapter.norm`."""
         return self.adapter.norm(self.model, layer, hidden)
 
     def query(self, layer: int, rows: Tensor) -> Tensor:
-        """See `ModelAdapter.query`."""
         return self.adapter.query(self.model, layer, rows)
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """See `ModelAdapter.rotate`."""
-        return self.adapter.rotate(self.model, x, positions)
-
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """See `ModelAdapter.angles`."""
         return self.adapter.angles(self.model, positions, dtype)
 
     def turn(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """See `ModelAdapter.turn`."""
         return self.adapter.turn(x, angles)
 
     def turn_(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> None:
-        """See `ModelAdapter.turn_`."""
         self.adapter.turn_(x, angles)
 
     def frames(self, inputs: Mapping[str, Any]) -> Tensor:
-        """See `ModelAdapter.frames`."""
         return self.adapter.frames(self.model, inputs)
 
     def runner(self) -> Runner:

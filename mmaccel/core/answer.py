@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.draft import DraftStrategy, Prompt
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.generate import Deadline, speculate
 from mmaccel.core.kv import StreamPass, StreamState
 from mmaccel.core.report import Meter
-from mmaccel.core.runner import Branches, Runner
 from mmaccel.core.stream_adapter import StreamAdapter
 
 MAX_NEW_TOKENS = 128

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mmaccel.backends import select
-from mmaccel.core.adapter import ConfigOnlyModel, ModelAdapter, ModelView, unwrapped
+from mmaccel.core.adapter import ConfigOnlyModel, ModelAdapter, ModelView, Runner, unwrapped
 from mmaccel.core.attention import AttentionConfig
 from mmaccel.core.errors import ModelError, RecipeError
 from mmaccel.core.kv import KVState
@@ -24,7 +24,6 @@ from mmaccel.core.prune import checked_stages
 from mmaccel.core.recipe import Recipe, check_sequences
 from mmaccel.core.registry import registry
 from mmaccel.core.report import Report
-from mmaccel.core.runner import Runner
 from mmaccel.core.stream_adapter import StreamAdapter
 from mmaccel.core.thinned import ThinnedState
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from mmaccel.backends import select
 from mmaccel.backends.ops.decode import decode_attend
 from mmaccel.backends.ops.dense_attend import dense_attend
+from mmaccel.core.adapter import Branches
 from mmaccel.core.draft import Probe
 from mmaccel.core.errors import warn
 from mmaccel.core.execute import attend_plan, window_plan
@@ -24,7 +25,6 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import AttentionPlan, check_sizes, numbered
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.report import Meter
-from mmaccel.core.runner import Branches
 
 ELSEWHERE = 2
 """A prompt this many times longer or shorter than the searched one gives a warning: budgets are numbers of tokens."""

@@ -11,13 +11,12 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import ModelView
+from mmaccel.core.adapter import Branches, ModelView
 from mmaccel.core.errors import DraftError, RecipeError
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.policy import Policy
 from mmaccel.core.prune import TokenPruner
-from mmaccel.core.runner import Branches
+from mmaccel.core.registry import Policy
 
 # (ids [S] before the token, its raw logits [V]) -> the probabilities [V] it is drawn from; one-hot where processors decide.
 Warp = Callable[[Tensor, Tensor], Tensor]
@@ -178,7 +177,7 @@ class DraftState(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftStrategy(Policy, ABC):
+class DraftStrategy(Policy, ABC, kind="draft"):
     """A choice of draft; `open` gives the state for one sequence.
 
     needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `lookback` columns,

@@ -7,6 +7,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 SHOWN = 60
@@ -211,8 +212,14 @@ OURS = ("mmaccel", "torch", "transformers", "contextlib", "functools")
 """Packages whose lines no warning names: the user did not write them."""
 
 
+QUIET: ContextVar[bool] = ContextVar("QUIET", default=False)
+"""Set while something is read again whose warnings were heard the first time."""
+
+
 def warn(message: str | MmaccelWarning, category: type[MmaccelWarning] = MmaccelWarning) -> None:
     """Warn at the line of the user's code: that of the innermost frame outside the packages of `OURS`."""
+    if QUIET.get():
+        return
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
         frame, level = frame.f_back, level + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -14,7 +14,7 @@ from mmaccel.backends import select
 from mmaccel.backends.ops.block_attend import empty_output, prepare, remember
 from mmaccel.backends.ops.dense_attend import dense_attend
 from mmaccel.core.errors import RecipeError
-from mmaccel.core.merge_heads import joined
+from mmaccel.core.merge_heads import adjacent, joined
 from mmaccel.core.plan import (
     FAR,
     AttentionPlan,
@@ -81,11 +81,11 @@ def attend_plan(
             if out is None:
                 out, lse = empty_output(query, value, n, n)
             assert lse is not None
-            for begin, end in _adjacent([head for head in heads if head not in written]):
+            for begin, end in adjacent([head for head in heads if head not in written]):
                 here = slice(begin - part.of(0).start, end - part.of(0).start)
                 out[:, begin:end], lse[:, begin:end] = other[:, here], other_lse[:, here]
             again = [head for head in heads if head in written]
-            for begin, end in _adjacent(again, max(1, MERGED // other[:, 0].numel())):
+            for begin, end in adjacent(again, max(1, MERGED // other[:, 0].numel())):
                 here = slice(begin - part.of(0).start, end - part.of(0).start)
                 both, total = merge(out[:, begin:end], lse[:, begin:end], other[:, here], other_lse[:, here])
                 out[:, begin:end], lse[:, begin:end] = both.to(out.dtype), total
@@ -127,15 +127,6 @@ def _same_rows(one: Part, other: Part) -> bool:
     if one.head_range is None or other.head_range is None:
         return True
     return bool({*one.head_range.heads} & {*other.head_range.heads})
-
-
-def _adjacent(heads: Sequence[int], most: int = 1 << 30) -> Iterator[tuple[int, int]]:
-    """Runs begin .. end of adjacent heads, of `most` at most."""
-    begin = 0
-    for at in range(1, len(heads) + 1):
-        if at == len(heads) or heads[at] != heads[at - 1] + 1 or at - begin == most:
-            yield heads[begin], heads[at - 1] + 1
-            begin = at
 
 
 def _attend_dense(

@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mmaccel.core.adapter import Runner
 from mmaccel.core.draft import DraftState, Prompt, Proposal
 from mmaccel.core.errors import DraftError, ModelError, shown, warn
 from mmaccel.core.report import Rounds
-from mmaccel.core.runner import Runner
 from mmaccel.core.verify import accept, accept_tree, check
 
 Over = Literal["timeout", "cancelled"]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import ModelError, RecipeError
-from mmaccel.core.policy import Policy, refuse_former_names
 from mmaccel.core.positions import PositionIds
+from mmaccel.core.registry import Policy, refuse_former_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ class KVState(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVPolicy(Policy, ABC):
+class KVPolicy(Policy, ABC, kind="kv"):
     """A choice of memory; `open` gives a state that lives as long as one sequence or stream.
 
     exact     answers equal those of a model that keeps everything

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, UnknownName, shown, warn
 from mmaccel.core.layout import IMAGE, TEXT, VIDEO, TokenLayout
-from mmaccel.core.policy import Policy
+from mmaccel.core.registry import Policy
 
 SIGNALS = ("hidden", "attention", "vision_attention", "vision_key")
 """What a pruner may need; all float, without a batch axis.
@@ -68,7 +68,7 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenPruner(Policy, ABC):
+class TokenPruner(Policy, ABC, kind="prune"):
     """Chooses the columns to keep, from signals it declares. Text and marks (such as LLaVA's newline) always stay.
 
     stage   whose columns go: those of the target before its language model ("frames") or between its layers ("layer"), or

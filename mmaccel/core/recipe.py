@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ import yaml
 from mmaccel.backends import select
 from mmaccel.core import outside
 from mmaccel.core.draft import DraftStrategy
-from mmaccel.core.errors import ModelError, RecipeError, UnknownName, shown
+from mmaccel.core.errors import QUIET, ModelError, RecipeError, UnknownName, shown
 from mmaccel.core.kv import KVPolicy, StreamPolicy
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import BASES, DEFAULTS, policy, registry
@@ -91,51 +89,42 @@ class Recipe:
 
         Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError`.
         """
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in choices:
-            if name not in known:
-                raise UnknownName("recipe field", name, known)
-        if isinstance(source, Recipe):
-            return dataclasses.replace(source, **choices) if choices else source
-        if source is None:
-            fields: dict[str, Any] = {}
-        elif isinstance(source, Mapping):
+        fields: dict[str, Any] = {}
+        if isinstance(source, Mapping):
             fields = dict(source)
-        else:
+        elif source is not None and not isinstance(source, Recipe):
             fields = fields_of(source)
-        for name in fields:
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in (*choices, *fields):
             if name not in known:
                 raise UnknownName("recipe field", name if isinstance(name, str) else shown(name), known)
+        if isinstance(source, Recipe):
+            return dataclasses.replace(source, **choices) if choices else source
         return cls(**{**fields, **choices})
 
     def to_dict(self) -> dict[str, Any]:
         """A mapping that `load` turns back into an equal recipe; a loaded model given from Python is told by its class."""
-        out: dict[str, Any] = {}
-        for f in dataclasses.fields(self):
-            value: Any = getattr(self, f.name)
-            out[f.name] = _plain(value)
-        return out
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def to_yaml(self) -> str:
         """The recipe as YAML text."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
 
-def saved_recipe(where: Path, saved: Mapping[str, Any]) -> Recipe:
-    """The recipe of the session in folder `where`; raises `ModelError` where it cannot be opened."""
-    kv = saved.get("kv")
+def saved_recipe(where: Path, saved: Mapping[str, Any], again: bool = False) -> Recipe:
+    """The recipe of the session in folder `where`; raises `ModelError` where it cannot be opened.
+
+    Fields of earlier versions warn, unless it is read `again`.
+    """
+    token = QUIET.set(again)
     try:
-        return Recipe.load({**saved, "kv": _saved_kv(json.dumps(kv))})
+        return Recipe.load({**saved, "kv": saved.get("kv")})
     except RecipeError as error:
         raise ModelError(
-            f"{where} was saved with kv {shown(kv, 200)}, and its recipe cannot be opened: {error}"
+            f"{where} was saved with kv {shown(saved.get('kv'), 200)}, and its recipe cannot be opened: {error}"
         ) from error
-
-
-@functools.lru_cache
-def _saved_kv(text: str) -> Any:
-    """Built once, so that fields of earlier versions warn once, however often a session is read."""
-    return policy("kv", json.loads(text))
+    finally:
+        QUIET.reset(token)
 
 
 def check_pairs(recipe: Recipe) -> None:
@@ -199,7 +188,9 @@ def stream_policy(recipe: Recipe) -> StreamPolicy:
     """The memory of a recipe that can serve a stream; raises `RecipeError` for one that cannot."""
     kv, draft = recipe.kv, recipe.draft
     if not isinstance(kv, StreamPolicy):
-        streams = registry("kv").names(lambda cls: issubclass(cls, StreamPolicy))
+        streams = " or ".join(
+            repr(name) for name, cls in registry("kv").items() if issubclass(cls, StreamPolicy)
+        )
         raise RecipeError(f"kv {kv.name!r} cannot hold a stream; set kv to {streams}.")
     if not recipe.sparse.dense:
         raise RecipeError(

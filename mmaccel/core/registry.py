@@ -1,4 +1,4 @@
-"""Names to classes: one record a name, loud errors, nothing else.
+"""What policies of every kind declare about themselves, and names to classes: one record a name, loud errors.
 
 A policy is registered by its file::
 
@@ -13,16 +13,74 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
-from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import RecipeError, UnknownName, shown
-from mmaccel.core.kv import KVPolicy
-from mmaccel.core.prune import TokenPruner
-from mmaccel.core.sparse import SparsePattern
 
 C = TypeVar("C", bound=type)
+
+
+def refuse_former_names(cls: type, renamed: Mapping[str, str]) -> None:
+    """Raise `RecipeError` for a class that defines a member by a name of an earlier version, which nothing calls now."""
+    for former, name in renamed.items():
+        if former in vars(cls):
+            raise RecipeError(f"{cls.__name__}: {former} is called {name} now; rename it.")
+
+
+class _TakesFormerFields(ABCMeta):
+    upgrade: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        return super().__call__(*args, **cls.upgrade(fields))
+
+
+class Policy(metaclass=_TakesFormerFields):
+    """A policy of any kind, as recipes see it. The contract of a kind names it: ``class KVPolicy(Policy, kind="kv")``.
+
+    file   (ending, field): a file with this ending is a recipe by itself, of this policy, and `field` is its path
+    words  names that users take for a policy of this kind and that mean something else: name -> what it means, as the end
+           of a sentence that says what to give
+    """
+
+    name: ClassVar[str]
+    file: ClassVar[tuple[str, str] | None] = None
+    words: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        super().__init_subclass__()
+        refuse_former_names(cls, {"placed": "with_base_dir"})
+        if kind is not None:
+            BASES[kind] = cls
+
+    @classmethod
+    def upgrade(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields as an earlier version wrote them, under their present names; warns of those that moved.
+
+        Raises `RecipeError` for a value that nothing has any more.
+        """
+        return fields
+
+    @classmethod
+    def with_base_dir(cls, fields: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+        """The fields that a file in `folder` gives, with their relative paths resolved against `folder`."""
+        return fields
+
+
+def with_base_dir(fields: Mapping[str, Any], folder: Path, name: str) -> Mapping[str, Any]:
+    """`fields` with the path in field `name` resolved against `folder`; any other value stays."""
+    path = fields.get(name)
+    return {**fields, name: str(folder / path)} if isinstance(path, str) and path else fields
+
+
+BASES: dict[str, type[Policy]] = dict.fromkeys(("sparse", "kv", "draft", "prune"), Policy)
+"""The kinds of policy, each a field of a recipe, and the contract of each, once it is imported."""
+DEFAULTS = {"sparse": "dense", "kv": "full", "draft": "off"}
+"""The policies of a recipe that names none: the plain model."""
+KINDS = (*BASES, "index", "model")
+"""Besides: "index", a part of stream memories that archive, and "model", the families."""
 
 
 class Registry(Mapping[str, type]):
@@ -60,17 +118,13 @@ class Registry(Mapping[str, type]):
         found = (getattr(cls, "words", {}).get(name) for cls in self._classes.values())
         return next((words for words in found if words is not None), None)
 
-    def names(self, fits: Callable[[Any], bool]) -> str:
-        """The names of the classes that `fits` admits, quoted, for an error that says what to give."""
-        return " or ".join(repr(name) for name in self if fits(self[name]))
-
     def build(self, name: str, fields: Mapping[str, Any] | None = None) -> Any:
         """An instance of class `name`, its dataclass fields set from `fields`.
 
         Raises `UnknownName` for an unknown name or field and `RecipeError` for a value out of range.
         """
         cls = self[name]
-        given = dict(cls.upgrade(fields or {})) if hasattr(cls, "upgrade") else dict(fields or {})
+        given = dict(cls.upgrade(fields or {}) if issubclass(cls, Policy) else fields or {})
         known = [f.name for f in dataclasses.fields(cls) if f.init]
         for field in given:
             if field not in known:
@@ -103,17 +157,6 @@ def _check_types(who: str, cls: type, given: Mapping[str, Any]) -> None:
             raise RecipeError(f"{who}: {field} is {text}{shown(value)}; give {wanted}.")
 
 
-BASES: dict[str, type] = {
-    "sparse": SparsePattern,
-    "kv": KVPolicy,
-    "draft": DraftStrategy,
-    "prune": TokenPruner,
-}
-"""The kinds of policy, each a field of a recipe, and what those of a kind are."""
-DEFAULTS = {"sparse": "dense", "kv": "full", "draft": "off"}
-"""The policies of a recipe that names none: the plain model."""
-KINDS = (*BASES, "index", "model")
-"""Besides: "index", a part of stream memories that archive, and "model", the families."""
 _registries = {kind: Registry(kind) for kind in KINDS}
 
 

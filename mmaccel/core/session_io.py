@@ -202,7 +202,7 @@ def _load(where: Path, seam: StreamAdapter, recipe: Recipe, kv: StreamPolicy) ->
             f"{where} was saved from a model in {kind} and this one is in {dtype}; load the model in {kind}."
         )
     saved = facts["recipe"].get("kv")
-    if _lasting(saved_recipe(where, {"kv": saved})) != _lasting(recipe):
+    if _lasting(saved_recipe(where, {"kv": saved}, again=True)) != _lasting(recipe):
         raise ModelError(
             f"{where} was saved with kv {shown(saved, 200)}; open the session with the same kv and fields."
         )

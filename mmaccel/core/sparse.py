@@ -12,7 +12,7 @@ from mmaccel.core.adapter import ModelView
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import AttentionPlan, HeadRun
-from mmaccel.core.policy import Policy, refuse_former_names
+from mmaccel.core.registry import Policy, refuse_former_names
 
 BLOCK = 256
 """The largest block: kernels hold a block's places at once."""
@@ -29,7 +29,7 @@ MOST = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparsePattern(Policy, ABC):
+class SparsePattern(Policy, ABC, kind="sparse"):
     """Which key blocks each block of queries attends to in prefill.
 
     Subclasses are frozen keyword dataclasses: parameters are fields, ranges are checked at birth, nothing on a device is

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.backends.ops.decode import WINDOW
+from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import attached
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState
 from mmaccel.core.replay import Replays
-from mmaccel.core.runner import Branches
 from mmaccel.core.thinned import ThinnedState
 from mmaccel.models import pipeline_parallel, step
 from mmaccel.models.pipeline_parallel import MoveInputs

@@ -10,12 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, unwrapped
+from mmaccel.core.adapter import ConfigOnlyModel, Geometry, ModelAdapter, Runner, unwrapped
 from mmaccel.core.attach import Accelerated
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.runner import Runner
 from mmaccel.core.stream_adapter import StreamAdapter
 from mmaccel.models.family_facts import FamilyFacts
 

@@ -263,10 +263,6 @@ class FamilyFacts(ModelFamily):
         shape = self.geometry(model)
         return out.view(*out.shape[:2], shape.heads, shape.head_dim).transpose(1, 2)
 
-    def rotate(self, model: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.rotary(model)(x, positions)
-        return self.turn(x, (cos[:, None], sin[:, None]))
-
     def angles(self, model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         rotary: Any = self.rotary(model)
         plain = type(rotary).__name__ in self.plain_rotary and getattr(rotary, "rope_type", None) == "default"

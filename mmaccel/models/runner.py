@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mmaccel.core.adapter import Branches, Runner
 from mmaccel.core.attach import attached
 from mmaccel.core.attention import NOTE, Note
 from mmaccel.core.draft import Probe
@@ -18,7 +19,6 @@ from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.registry import registry
-from mmaccel.core.runner import Branches, Runner
 from mmaccel.models import decode
 from mmaccel.models.vision import in_parts
 

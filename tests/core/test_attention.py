@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import select
+from mmaccel.core.adapter import Branches
 from mmaccel.core.attention import MIN_ROWS, AttentionConfig, ForwardPass
 from mmaccel.core.kv import KVView
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.runner import Branches
 
 HEADS, GROUPS, SIZE = 4, 2, 16
 SINK, WINDOW, BLOCK = 16, 24, 16

@@ -7,11 +7,11 @@ from transformers import DynamicCache
 
 import mmaccel
 from mmaccel.core import replay
+from mmaccel.core.adapter import Branches
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.draft import Proposal
 from mmaccel.core.errors import ModelError
 from mmaccel.core.generate import speculate
-from mmaccel.core.runner import Branches
 from mmaccel.models import decode, step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Off, Sequential, Tree

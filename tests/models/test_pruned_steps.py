@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import mmaccel
+from mmaccel.core.adapter import Branches
 from mmaccel.core.draft import Proposal
-from mmaccel.core.runner import Branches
 from mmaccel.models import step
 from mmaccel.models.runner import HFRunner
 from mmaccel.policies.draft import Sequential

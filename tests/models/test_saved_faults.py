@@ -101,9 +101,10 @@ def test_a_saved_memory_that_cannot_be_opened_is_told_with_its_folder(tmp_path: 
             VideoSession.resume(*pair(NAME), path.parent)
     facts["recipe"]["kv"] = {**kept, "copies": "frame"}
     path.write_text(json.dumps(session_io.sealed(facts)))
-    with pytest.warns(MmaccelWarning, match="copies is gone") as warned:
-        VideoSession.resume(*pair(NAME), path.parent).close()
-    assert len(warned) == 1
+    for _ in range(2):  # each resume warns, and once
+        with pytest.warns(MmaccelWarning, match="copies is gone") as warned:
+            VideoSession.resume(*pair(NAME), path.parent).close()
+        assert len(warned) == 1
 
 
 @pytest.mark.parametrize(

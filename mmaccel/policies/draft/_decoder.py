@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import ModelView
+from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.draft import Warp
-from mmaccel.core.runner import Runner
 from mmaccel.core.verify import draw
 
 SUPPORT = 1024

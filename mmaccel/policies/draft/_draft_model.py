@@ -11,14 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.adapter import ModelView
+from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
 from mmaccel.core.layout import TEXT
-from mmaccel.core.policy import with_base_dir
 from mmaccel.core.prune import TokenPruner
-from mmaccel.core.registry import policy
-from mmaccel.core.runner import Runner
+from mmaccel.core.registry import policy, with_base_dir
 
 PADDING = 1024
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import ModelView
+from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.draft import DraftState, Prompt, Proposal
 from mmaccel.core.errors import DraftError, check_least
 from mmaccel.core.registry import register
-from mmaccel.core.runner import Runner
 from mmaccel.core.verify import draw, resize
 from mmaccel.policies.draft._draft_model import PeerStrategy, PrunedReader, Reader, moved
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import ModelView
+from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.attach import adapter_for
 from mmaccel.core.draft import DraftState, DraftStrategy, PrefillPass, Probe, Prompt, Proposal
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, check_least, shown
@@ -17,7 +17,6 @@ from mmaccel.core.kv import KVState, KVView
 from mmaccel.core.layout import VIDEO
 from mmaccel.core.prune import best, observers, quota
 from mmaccel.core.registry import register
-from mmaccel.core.runner import Runner
 
 FEWEST = 1
 

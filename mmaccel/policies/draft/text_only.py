@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmaccel.core.adapter import ModelView
+from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.draft import DraftState
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.registry import register
-from mmaccel.core.runner import Runner
 from mmaccel.policies.draft._draft_model import Reader, TextReader, open_peer
 from mmaccel.policies.draft.sequential import Drafter, Sequential
 

@@ -14,8 +14,7 @@ from mmaccel.core.errors import RecipeError, shown, warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.merge_heads import Share, merge_plans
 from mmaccel.core.plan import AttentionPlan, head_runs
-from mmaccel.core.policy import with_base_dir
-from mmaccel.core.registry import policy, register
+from mmaccel.core.registry import policy, register, with_base_dir
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.dense import Dense
 from mmaccel.policies.sparse.head_table import choices, difference, read_table

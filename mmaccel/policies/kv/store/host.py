@@ -20,7 +20,7 @@ from torch import Tensor
 from mmaccel.core import checkpoint_io, outside
 from mmaccel.core.errors import RecipeError, StoreError, check_choice, check_least, shown
 from mmaccel.core.kv import StreamPolicy
-from mmaccel.core.policy import with_base_dir
+from mmaccel.core.registry import with_base_dir
 from mmaccel.policies.kv.store.pinned_slabs import SLAB_BYTES, Shape, Slabs, SlotTable
 from mmaccel.policies.kv.store.transfer import CudaLanes, Lanes, Mark, Wire, in_units
 

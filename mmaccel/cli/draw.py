@@ -25,7 +25,7 @@ from mmaccel.core.session import VideoSession
 from mmaccel.core.session_io import recipe_of
 from mmaccel.figure import figure, save
 from mmaccel.models.loading import outline
-from mmaccel.policies.sparse.head_table import read_table
+from mmaccel.policies.sparse.per_head import read_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,7 +23,7 @@ from mmaccel.core.errors import ModelError, RecipeError, UnknownName
 from mmaccel.core.layout import MODALITIES
 from mmaccel.core.report import peak_bytes
 from mmaccel.core.rows import Rows, environment, write_whole
-from mmaccel.policies.sparse.head_table import KIND, SCHEMA
+from mmaccel.policies.sparse.per_head import KIND, SCHEMA
 from mmaccel.search.algorithm import Ledger, Tick, assembled, kinds_of, levelled, scored, ticks
 from mmaccel.search.measure import Bench, Inside, described, frame_tokens, present, watch
 from mmaccel.search.space import KINDS, Candidate, Scale, rows

@@ -18,8 +18,8 @@ from mmaccel.backends.triton.prefill.estimate import line_sums, row_totals
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse import Grid
-from mmaccel.policies.sparse.estimate import Asking, LastQueries, Score
-from mmaccel.policies.sparse.intra import Layer
+from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout, Score
+from mmaccel.policies.sparse.orders import LayerInputs
 from mmaccel.policies.sparse.stride import Classes, Frames, Search, _heaviest, frame_phases
 from tests.policies.sparse.scenes import Scene, sequence
 from tests.policies.sparse.test_contract import small
@@ -44,7 +44,7 @@ def sample(at: Tensor, dtype: torch.dtype, *, gathered: bool, pooled: bool, give
     row = torch.stack([torch.randperm(N + 9, generator=rng)[:N] for _ in range(2)]) if gathered else None
     seen = torch.arange(N) <= at[:, -1:]
     total = torch.randn(2, 6, at.shape[1], generator=rng).add(6) if given else None
-    return LastQueries(query, key, Asking(at, at, row, seen, False, 99), total, pooled)
+    return LastQueries(query, key, SampleLayout(at, at, row, seen, False, 99), total, pooled)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -56,7 +56,7 @@ def test_lines(places: str, dtype: torch.dtype, more: tuple[bool, bool]) -> None
     last = sample(PLACES[places], dtype, gathered=gathered, pooled=pooled, given=gathered)
     exact = replace(last, query=last.query.double(), key=last.key.double())
     moved = (
-        t if t is None else t.to(DEVICE) for t in (last.query, last.key, last.asking.row, last.at, last.total)
+        t if t is None else t.to(DEVICE) for t in (last.query, last.key, last.sample.row, last.at, last.total)
     )
     query, key, row, at, total = moved
     found = row_totals(query, key, row, at, N)
@@ -156,8 +156,8 @@ def test_classes_of_more_keys_than_a_tile(
     def found(device: str) -> Classes:
         query, key, _ = (t.to(device) for t in scene.tensors(torch.float32))
         layout = scene.layout().to(device)
-        sight = Layer(query, key, layout, layout, 16).sight()
-        last, frames = sight.last(24, pooled), Frames.of(sight, search)
+        region = LayerInputs(query, key, layout, layout, 16).region()
+        last, frames = region.last(24, pooled), Frames.of(region, search)
         # Each class has a whole tile before the first of these queries.
         sizes = torch.stack([(frames.number[..., :150] == c).sum(-1) for c in range(4)])
         assert int(last.at.min()) > 150 and int(sizes.min()) >= grid.KEYS

@@ -23,7 +23,7 @@ from mmaccel.core.errors import RecipeError
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.plan import AttentionPlan
 from mmaccel.policies.sparse import AShape, BlockTopK, TriShape
-from mmaccel.policies.sparse.intra import IntraPattern
+from mmaccel.policies.sparse.orders import IntraPattern
 from tests.policies.sparse.scenes import Scene
 from tests.policies.sparse.test_no_reads import NoReads
 

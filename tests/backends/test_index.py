@@ -11,8 +11,8 @@ from mmaccel.backends.ops import lines
 from mmaccel.backends.ops.lines import turned_classes
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.policies.sparse import Grid
-from mmaccel.policies.sparse.intra import Layer
-from mmaccel.policies.sparse.residue import Beyond, ClassOrder
+from mmaccel.policies.sparse.grid import ClassOrder, Covered
+from mmaccel.policies.sparse.orders import LayerInputs
 from tests.policies.sparse.scenes import Scene, sequence
 
 from .test_triton import run
@@ -38,18 +38,18 @@ def test_the_operators_keep_their_contracts() -> None:
 
 
 @pytest.mark.parametrize(
-    "beyond", [Beyond(), Beyond(window=9, sink=3)], ids=["lines", "lines beyond a window"]
+    "covered", [Covered(), Covered(window=9, sink=3)], ids=["lines", "lines beyond a window"]
 )
 @pytest.mark.parametrize(("columns", "rows"), [(48, 32), (0, 0)])
-def test_turned_classes_keep_their_contract(columns: int, rows: int, beyond: Beyond) -> None:
+def test_turned_classes_keep_their_contract(columns: int, rows: int, covered: Covered) -> None:
     scene = Scene((sequence([(TEXT, [4]), (VIDEO, [6] * 9), (TEXT, [7])]),), size=16)
     query, key, _ = scene.tensors(torch.float32)
-    sight = Layer(query, key, scene.layout(), scene.layout(), 16).sight()
-    classes = Grid(min_stride=2, max_stride=12, block=16)._classes(sight)
+    region = LayerInputs(query, key, scene.layout(), scene.layout(), 16).region()
+    classes = Grid(min_stride=2, max_stride=12, block=16)._classes(region)
     assert classes.frames is not None
-    order = ClassOrder.of(sight, classes.frames, beyond)
+    order = ClassOrder.of(region, classes.frames, covered)
     arguments = (order.queries, order.q_begin, order.keys, order.k_begin, classes.frames.stride[:, 0, 0])
-    told = (classes.line, classes.shift, classes.dense, classes.room, False, columns, rows)
+    told = (classes.line, classes.shift, classes.dense, classes.most_keys, False, columns, rows)
     torch.library.opcheck(turned_classes.op, (*arguments, *told))
 
 

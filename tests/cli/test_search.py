@@ -266,7 +266,7 @@ def test_shipped_models_have_their_table(name: str, shipped: Callable[[str], str
     from mmaccel.core.attach import adapter_for
     from mmaccel.models import shipped as tiny
     from mmaccel.models.loading import load_model
-    from mmaccel.policies.sparse.head_table import difference, read_table
+    from mmaccel.policies.sparse.per_head import difference, read_table
 
     found = read_table(tiny.path(shipped(name)) / "heads.json")
     assert replayed(found) == found

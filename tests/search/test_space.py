@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import IMAGE, MODALITIES, VIDEO
 from mmaccel.search.algorithm import arranged, decided, levelled
 from mmaccel.search.space import (
     KINDS,
@@ -189,7 +190,7 @@ def test_a_type_that_is_always_dearer_is_left_out() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
-    places = slots(kind, VIDEO_AND_TEXT)
+    places, modality = slots(kind, VIDEO_AND_TEXT), {name: m for m, name in MODALITIES.items()}
     assert len(places) == {"no_boundary": 1, "boundary_2d": 4}.get(kind, 2)
     near = [dict(name="a_shape", sink=n, window=16, block=16) for n in range(len(places))]
     whole = built(composed(kind, {s.name: p for s, p in zip(places, near, strict=True)}, 16))
@@ -198,10 +199,10 @@ def test_slots_make_the_pattern_of_their_type(kind: str) -> None:
         if kind == "no_boundary":
             assert lone == whole == built(inner)
         elif kind == "boundary_2d":
-            q, k = slot.name.split(">")
-            assert whole.pair(q, k) == lone.pair(q, k) == built(inner)
-            assert lone.pair("image", "image") is None
-            assert whole.pair("image", "image") == whole.pair("video", "video")
+            q, k = (modality[name] for name in slot.name.split(">"))
+            assert whole.groups[q][k] == lone.groups[q][k] == built(inner)
+            assert lone.groups[IMAGE][IMAGE] is None
+            assert whole.groups[IMAGE][IMAGE] == whole.groups[VIDEO][VIDEO]
         else:
             assert getattr(whole, slot.name) == getattr(lone, slot.name) == built(inner)
             assert lone.image is None and whole.image == whole.video

@@ -280,9 +280,8 @@ def methods_of(
 def _less(recipe: Recipe, model: str) -> dict[str, Rival]:
     """A searched recipe less its boundaries and its tail; nothing for another recipe."""
     from mmaccel.models.loading import resolve
-    from mmaccel.policies.sparse.head_table import choices as patterns
-    from mmaccel.policies.sparse.head_table import read_table
-    from mmaccel.policies.sparse.per_head import FILE, SHIPPED, PerHead
+    from mmaccel.policies.sparse.per_head import FILE, SHIPPED, PerHead, read_table
+    from mmaccel.policies.sparse.per_head import choices as patterns
     from mmaccel.search.algorithm import narrowed
     from mmaccel_lab.eval.rivals import ablated
 

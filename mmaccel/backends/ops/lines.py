@@ -96,7 +96,7 @@ def slash_runs(
 ) -> tuple[Tensor, Tensor]:
     """row [B, H, M, 5] long and index int32 of `BlockLists`: the key blocks that diagonals touch.
 
-    kept [B, H, N] bool: the diagonals; the rest as in `mmaccel.policies.sparse.slashes.Shapes`.
+    kept [B, H, N] bool: the diagonals; the rest as in `mmaccel.policies.sparse.vertical_slash.QueryRuns`.
     """
     _, H, N = kept.shape
     width = N // block + 2

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from mmaccel.core.errors import RecipeError, check_least
 from mmaccel.core.plan import FAR, KeySpan, Part
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import touched, whole_blocks
+from mmaccel.policies.sparse.orders import IntraPattern, Region, spanned_blocks, whole_blocks
 
 
 @register("sparse", "a_shape")
@@ -32,22 +31,22 @@ class AShape(IntraPattern):
             raise RecipeError(f"a_shape: sink is {self.sink}; give 0 or more.")
         check_least(self, 1, "window", of=", the token itself")
 
-    def parts(self, sight: Sight) -> tuple[Part, ...]:
-        return (sight.part(near_and_first(sight, self.sink, self.window)),)
+    def parts(self, region: Region) -> tuple[Part, ...]:
+        return (region.part(near_and_first(region, self.sink, self.window)),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         return near_and_first_blocks(n_key, self.sink, self.window, self.block, gaps=gaps)
 
 
-def near_and_first(sight: Sight, sink: int, window: int) -> tuple[KeySpan, ...]:
+def near_and_first(region: Region, sink: int, window: int) -> tuple[KeySpan, ...]:
     """Spans over the last `window` of the keys not after a query, and the first `sink` of them. Either may be 0."""
-    near = (sight.span(0, window),) if window else ()
-    return (*near, sight.span(window, FAR, first=sink)) if sink else near
+    near = (region.span(0, window),) if window else ()
+    return (*near, region.span(window, FAR, first=sink)) if sink else near
 
 
 def near_and_first_blocks(n_key: int, sink: int, window: int, block: int, *, gaps: bool) -> tuple[int, int]:
     """The most blocks that `near_and_first` lists: see `IntraPattern.max_blocks`."""
     keys = whole_blocks(n_key, block)
-    near = min(touched(block + window - 1, block), keys) if window else 0
+    near = min(spanned_blocks(block + window - 1, block), keys) if window else 0
     # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.
     return near + whole_blocks(min(sink, n_key), block), keys if gaps and window else 0

@@ -14,23 +14,13 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import FAR, AttentionPlan, span_by_table, span_from_table
 from mmaccel.core.registry import register
 from mmaccel.core.sparse import SparsePattern
-from mmaccel.policies.sparse.intra import Layer, Sight
-from mmaccel.policies.sparse.orders import whole_blocks
+from mmaccel.policies.sparse.orders import LayerInputs, Region, whole_blocks
 
 ROOM = 1 << 28
 """Most pairs of blocks for which lists are made that have room for all."""
 
 ENTRIES = 1 << 24
 """Most scores held at a time; query blocks go in runs of as many as fit."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Tiles:
-    """Runs of `size` tokens: what is compared. vector [B, X, T, E], present [B, T, size] which of their tokens there are."""
-
-    vector: Tensor
-    present: Tensor
-    size: int
 
 
 @register("sparse", "block_topk")
@@ -77,14 +67,14 @@ class BlockTopK(SparsePattern):
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
     ) -> AttentionPlan | None:
-        layer = Layer(query, key, q_layout, k_layout, self.block)
-        sight = layer.sight()
-        table = torch.cat(list(self._kept(query, key, sight)), 2)
-        order = (sight.q_row, sight.keys.row[:, None], sight.at[:, None], sight.keys.rank[:, None])
+        layer = LayerInputs(query, key, q_layout, k_layout, self.block)
+        region = layer.region()
+        keys, table = region.keys, torch.cat(list(self._kept(region)), 2)
         # Room for every block is made without a look at how many are kept, where it can be.
         lists = span_by_table if table.numel() <= ROOM else span_from_table
-        span = lists(*order, 0, FAR, table, self.block, self.block, **sight.known)
-        return layer.plan([sight.part([span])])
+        order = region.q_row, keys.row[:, None], region.at[:, None], keys.rank[:, None]
+        span = lists(*order, 0, FAR, table, self.block, self.block, ordered=keys.count, ranks=True)
+        return layer.plan([region.part([span])])
 
     def max_blocks_total(self, n_query: int, n_key: int) -> int:
         block, first = self.block, n_key - n_query
@@ -94,47 +84,51 @@ class BlockTopK(SparsePattern):
         ends = range(block, n_query + block, block)
         return sum(min(most, whole_blocks(first + min(end, n_query), block)) for end in ends)
 
-    def _kept(self, query: Tensor, key: Tensor, sight: Sight) -> Iterator[Tensor]:
+    def _kept(self, region: Region) -> Iterator[Tensor]:
         """[B, H, m, N] bool for consecutive runs of m query blocks: which of the N key blocks are kept."""
+        query, block, q_row = region.layer.query, self.block, region.q_row[:, 0]
         B, H = query.shape[:2]
-        block, size = self.block, self.block if self.score == "mean" else self.stride
-        keys = self._tiles(key, sight.keys.row, size)
-        run = block * max(1, ENTRIES // (B * H * (block // size) * keys.vector.shape[2]))
-        for begin in range(0, sight.at.shape[1], run):
-            rows, at = sight.queries.row[:, begin : begin + run], sight.at[:, begin : begin + run]
+        size = block if self.score == "mean" else self.stride
+        keys = self._tiles(region.layer.key, region.keys.row, size)
+        run = block * max(1, ENTRIES // (B * H * (block // size) * keys[0].shape[2]))
+        for begin in range(0, q_row.shape[1], run):
+            rows, at = q_row[:, begin : begin + run], region.at[:, begin : begin + run]
             share = self._shares(self._tiles(query, rows, size, flip=True), keys, at)
             yield self._chosen(share, at)
 
-    def _tiles(self, x: Tensor, row: Tensor, size: int, flip: bool = False) -> _Tiles:
-        """Tiles of the rows `row` [B, n] of x [B, X, rows, D]; flipped, their tokens are in reverse."""
+    def _tiles(self, x: Tensor, row: Tensor, size: int, flip: bool = False) -> tuple[Tensor, Tensor]:
+        """Tiles of `size` rows `row` [B, n] of x [B, X, rows, D]; flipped, their tokens are in reverse.
+
+        What is compared [B, X, T, E], and which of their tokens there are [B, T, size].
+        """
         B, X, _, D = x.shape
         there = (row >= 0)[:, None, :, None]
         picked = x.gather(2, row.clamp(min=0).long()[:, None, :, None].expand(B, X, -1, D)) * there
         tiles = picked.view(B, X, -1, size, D)
         present = (row >= 0).view(B, -1, size)
         if self.score == "mean":
-            mean = tiles.sum(3) / present.sum(2).clamp(min=1)[:, None, :, None].to(x.dtype)
-            return _Tiles(mean, present, size)
+            return tiles.sum(3) / present.sum(2).clamp(min=1)[:, None, :, None].to(x.dtype), present
         if flip:
             tiles, present = tiles.flip(3), present.flip(2)
-        return _Tiles(tiles.reshape(B, X, -1, size * D), present, size)
+        return tiles.reshape(B, X, -1, size * D), present
 
-    def _shares(self, queries: _Tiles, keys: _Tiles, at: Tensor) -> Tensor:
+    def _shares(self, queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor], at: Tensor) -> Tensor:
         """[B, H, m, N]: the share of each key block in the estimated weight of each query block, 0 where none is seen."""
-        B, H, rows, E = queries.vector.shape
-        G, tiles = keys.vector.shape[1:3]
-        size, high = queries.size, torch.promote_types(queries.vector.dtype, torch.float32)
-        score = queries.vector.view(B, G, -1, E) @ keys.vector.transpose(2, 3)
+        (query, q_present), (key, k_present) = queries, keys
+        B, H, rows, E = query.shape
+        G, tiles = key.shape[1:3]
+        size, high = q_present.shape[2], torch.promote_types(query.dtype, torch.float32)
+        score = query.view(B, G, -1, E) @ key.transpose(2, 3)
         score = score.to(high).view(B, H, rows, tiles)
         if self.score == "mean":
             score = score * E**-0.5
         else:
-            pairs = queries.present.float() @ keys.present.float().transpose(1, 2)
+            pairs = q_present.float() @ k_present.float().transpose(1, 2)
             score = score * (E // size) ** -0.5 / pairs.clamp(min=1)[:, None]
         first = at.view(B, rows, size)
         first = torch.where(first >= 0, first, FAR).amin(2).masked_fill((first < 0).all(2), -1)
         begin = size * torch.arange(tiles, device=at.device)
-        hidden = (begin > first[..., None]) | ~keys.present.any(2)[:, None]
+        hidden = (begin > first[..., None]) | ~k_present.any(2)[:, None]
         weight = score.masked_fill_(hidden[:, None], -torch.inf).softmax(-1).nan_to_num_(0.0)
         inside = self.block // size
         weight = weight.view(B, H, rows // inside, inside, tiles // inside, inside).sum((3, 5))
@@ -143,11 +137,11 @@ class BlockTopK(SparsePattern):
         return share
 
     def _chosen(self, share: Tensor, at: Tensor) -> Tensor:
-        """[B, H, m, N] bool: the blocks that are kept, of shares and the places of the queries."""
+        """[B, H, m, N] bool: the blocks that are kept, of shares and the ranks of the queries."""
         block = self.block
-        place = at.view(at.shape[0], -1, block)
-        last = place.amax(2)[:, None, :, None]
-        first = torch.where(place >= 0, place, FAR).amin(2)[:, None, :, None]
+        rank = at.view(at.shape[0], -1, block)
+        last = rank.amax(2)[:, None, :, None]
+        first = torch.where(rank >= 0, rank, FAR).amin(2)[:, None, :, None]
         number = torch.arange(share.shape[3], device=at.device)
         seen = number * block <= last
         always = seen & ((number * block < self.sink) | (number >= first // block))

@@ -1,18 +1,150 @@
-"""Queries and keys sorted by modality, with a pattern of its own for each pair of modalities."""
+"""Queries and keys sorted by modality, a pattern for each pair of modalities; and the base of all boundaries."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from mmaccel.core.errors import RecipeError, UnknownName, shown
-from mmaccel.core.layout import MODALITIES
-from mmaccel.core.registry import register
-from mmaccel.policies.sparse.boundaries import Boundary, Inner, inner
-from mmaccel.policies.sparse.intra import IntraPattern
+from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO, TokenLayout
+from mmaccel.core.plan import KeySpan, Part
+from mmaccel.core.registry import policy, register, registry
+from mmaccel.core.sparse import SparsePattern
+from mmaccel.policies.sparse.orders import (
+    IntraPattern,
+    LayerInputs,
+    RegionPattern,
+    seen_share,
+    whole_blocks,
+)
+
+Inner = SparsePattern | Mapping[str, Any] | str | None
+"""What a field for a pattern within a boundary may be given; it holds an `IntraPattern`, or None for nothing."""
+
+Groups = Mapping[int | None, Mapping[int | None, IntraPattern | None]]
+"""For each group of queries and each group of keys, a modality or None for all, the pattern between them, or None."""
 
 PAIRS = tuple(f"{q}>{k}" for q in MODALITIES.values() for k in MODALITIES.values())
+
+
+def inner(value: Any, where: str, block: int) -> IntraPattern | None:
+    """The pattern of a field of that kind, in blocks of `block` tokens; `where` names the field in errors."""
+    pattern = policy("sparse", value, where)
+    if pattern is None:
+        return None
+    if not isinstance(pattern, IntraPattern):
+        known = [n for n in registry("sparse") if issubclass(registry("sparse")[n], IntraPattern)]
+        name = getattr(pattern, "name", pattern)
+        raise RecipeError(
+            f"{where} is {shown(name)}; give one of {', '.join(known)}, by name, as a mapping with a name, or null."
+        )
+    return replace(pattern, block=block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary(RegionPattern):
+    """Groups of queries over groups of keys, each pair under a pattern of its own, all under one softmax.
+
+    What a pattern within a boundary measures, it measures in ranks among the keys of its group (MMInference, section 2.4),
+    and what it estimates, it estimates from the last queries of its group, whatever island they are in (section 3.2): the
+    weights that those queries give to the keys of the group, of all that they see. Causality is that of the sequence. In
+    chunked prefill the last queries of each chunk decide.
+    """
+
+    adaptive: ClassVar[bool] = True
+    rounded: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def groups(self) -> Groups:
+        """The groups, and the patterns between them."""
+
+    @property
+    def reads_layer(self) -> bool:
+        return any(pattern and pattern.adaptive for row in self.groups.values() for pattern in row.values())
+
+    def layer_parts(self, layer: LayerInputs) -> list[Part]:
+        census = layer.q_layout.census
+        return [p for q in self.groups if q is None or census[q] for p in self._parts(layer, q)]
+
+    def _parts(self, layer: LayerInputs, q: int | None) -> list[Part]:
+        """The parts of one group of queries."""
+        # Parts in the order of the queries are one part: their spans share its softmax.
+        parts: list[Part] = []
+        spans: list[KeySpan] = []
+        number, region = 0, None
+        for k, pattern in self.groups[q].items():
+            if pattern is None or (k is not None and not layer.k_layout.census[k]):
+                continue
+            region = layer.region(q, k)
+            made = pattern.cached_parts(region)
+            apart = [p for p in made if p.q_row is not region.q_row]
+            parts += [replace(p, merge_group=number + p.merge_group) for p in apart]
+            number += max((p.merge_group + 1 for p in apart), default=0)
+            spans += [s for p in made if p.q_row is region.q_row for s in p.spans]
+        return parts if region is None or not spans else [*parts, region.part(spans, number)]
+
+    def max_blocks_total(self, n_query: int, n_key: int) -> int:
+        of_keys = list(next(iter(self.groups.values())))
+        # Blocks of groups, each of which may end in a part of one.
+        rows = whole_blocks(n_query, self.block) + len(self.groups) - 1
+        keys = whole_blocks(n_key, self.block) + len(of_keys) - 1
+        total = 0
+        for k in of_keys:
+            most = [(0, 0)]
+            for q, patterns in self.groups.items():
+                if (pattern := patterns[k]) is not None:
+                    gaps, ties = q is not None and q != k, k is not None and q != k
+                    most.append(pattern.max_blocks(n_query, n_key, gaps=gaps, ties=ties))
+            total += rows * max(each for each, _ in most) + sum(more for _, more in most)
+        # No pattern lists a block of keys more than three times for a block of queries.
+        return min(total, 3 * rows * keys)
+
+    def expected_blocks(
+        self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
+    ) -> float:
+        if layouts is None:
+            return self.max_blocks_total(n_query, n_key)
+        q_counts, k_counts = {None: n_query, **layouts[0].census}, {None: n_key, **layouts[1].census}
+        layer, share = LayerInputs.of_layouts(*layouts, self.block), seen_share(n_query, n_key)
+        return sum(
+            pattern.estimate_blocks(q_counts[q], k_counts[k], share, layer.region(q, k))
+            for q, patterns in self.groups.items()
+            for k, pattern in patterns.items()
+            if pattern is not None and q_counts[q] and k_counts[k]
+        )
+
+    def per_head(self, heads: int) -> tuple[str, ...]:
+        """The boundary and, in brackets, the pattern that most pairs follow within it: that of videos, or of text."""
+        for m in (VIDEO, TEXT, IMAGE):
+            patterns = self.groups[m if m in self.groups else None]
+            pattern = patterns[m if m in patterns else None]
+            if pattern is not None:
+                return (f"{self.name}({pattern.name})",) * heads
+        return (self.name,) * heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneSided(Boundary):
+    """A boundary on one side: a pattern for each modality, None (null) for one that is left out."""
+
+    text: Inner = "a_shape"
+    image: Inner = "a_shape"
+    video: Inner = "a_shape"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in MODALITIES.values():
+            object.__setattr__(self, name, inner(getattr(self, name), f"{self.name}: {name}", self.block))
+        if not any(getattr(self, name) for name in MODALITIES.values()):
+            raise RecipeError(f"{self.name}: text, image and video are all null; give one of them a pattern.")
+
+    @property
+    def patterns(self) -> Mapping[int | None, IntraPattern | None]:
+        """The pattern of each modality."""
+        return {m: getattr(self, name) for m, name in MODALITIES.items()}
 
 
 @register("sparse", "boundary_2d")
@@ -45,24 +177,19 @@ class Boundary2D(Boundary):
             raise RecipeError(
                 f"{self.name}: pairs is {shown(self.pairs)}; give a mapping such as {{video>text: grid}}."
             )
-        found = {}
+        pairs = {}
         for pair, value in self.pairs.items():
             if pair not in PAIRS:
                 raise UnknownName(f"pair of {self.name}", str(pair), PAIRS)
-            found[pair] = inner(value, f"{self.name}: pairs[{shown(pair)}]", self.block)
-        object.__setattr__(self, "pairs", found)
-        if not any(self.pair(*pair.split(">")) for pair in PAIRS):
+            pairs[pair] = inner(value, f"{self.name}: pairs[{shown(pair)}]", self.block)
+        object.__setattr__(self, "pairs", pairs)
+        if not any(pattern for patterns in self.groups.values() for pattern in patterns.values()):
             raise RecipeError(f"{self.name}: every pair is left out; give one of them a pattern.")
 
-    def pair(self, query: str, key: str) -> IntraPattern | None:
-        """The pattern of queries of one modality over keys of another, by name."""
-        found = self.pairs.get(f"{query}>{key}", self.default)
-        assert found is None or isinstance(found, IntraPattern)
-        return found
-
-    def within(self, query: int | None, key: int | None) -> IntraPattern | None:
-        assert query is not None and key is not None
-        return self.pair(MODALITIES[query], MODALITIES[key])
-
-    def groups(self) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-        return tuple(MODALITIES), tuple(MODALITIES)
+    @property
+    def groups(self) -> Groups:
+        pairs: Mapping[str, Any] = self.pairs
+        return {
+            q: {k: pairs.get(f"{query}>{key}", self.default) for k, key in MODALITIES.items()}
+            for q, query in MODALITIES.items()
+        }

@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
-from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, Part
+from mmaccel.core.plan import FAR, Part
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import whole_blocks
+from mmaccel.policies.sparse.orders import IntraPattern, Region, whole_blocks
 
 
 @register("sparse", "dense")
@@ -24,13 +20,8 @@ class Dense(IntraPattern):
 
     dense: ClassVar[bool] = True
 
-    def plan(
-        self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
-    ) -> AttentionPlan | None:
-        return None
-
-    def parts(self, sight: Sight) -> tuple[Part, ...]:
-        return (sight.part([sight.span(0, FAR)]),)
+    def parts(self, region: Region) -> tuple[Part, ...]:
+        return (region.part([region.span(0, FAR)]),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         return whole_blocks(n_key, self.block), 0

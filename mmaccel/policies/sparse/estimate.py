@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mmaccel.backends.ops.estimate import line_sums, reduces, row_totals
-from mmaccel.policies.sparse.orders import Order
 
 Score = Literal["contrast", "mean", "sum"]
 """How the lines of one class are weighed together."""
@@ -20,18 +20,18 @@ BUDGET = 1 << 28
 
 
 ROUNDS = 8
-"""Runs of places of the last queries beyond which the sums of diagonals are made of stored weights."""
+"""Runs of ranks of the last queries beyond which the sums of diagonals are made of stored weights."""
 
 
 @dataclass(frozen=True, eq=False)
-class Asking:
-    """Which the last `count` queries of an order are, and what they see of the keys of another: from the layouts alone.
+class SampleLayout:
+    """The last queries of an order, and what they see of the keys of another: from the layouts alone.
 
-    query_row [B, L] long, their rows; at [B, L] long, place of each among the keys, -1 where there is none.
+    query_row [B, L] long, their rows; at [B, L] long, rank of each among the keys, -1 where there is none.
     row [B, n] long, the rows of the keys in the key tensor, or None when they are its first n.
     seen [B, n] whether there is a key, no later than the last query.
     final: the queries are known to be the last rows and the last of the keys, one after the other; runs: in so many runs of
-    places they are taken to lie, by which the faster way is chosen. held: what else was derived of it.
+    ranks they are taken to lie, by which the faster way is chosen.
     """
 
     query_row: Tensor
@@ -40,40 +40,8 @@ class Asking:
     seen: Tensor
     final: bool
     runs: int
-    held: dict[Any, Any] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        queries: Order,
-        keys: Order,
-        place: Tensor,
-        count: int,
-        width: int,
-        gathered: bool,
-        final: bool,
-        runs: int,
-    ) -> Asking:
-        """The last `count` of `queries`, whose places among `keys` are `place` [B, P]; no host read.
-
-        `width` is the most keys there can be. `gathered` says whether the rows of `keys` are anything but 0, 1, 2, ...;
-        `final` that all queries are the last of the keys and no sequence has padding (`intra.Orders.final`).
-        """
-        L = min(count, place.shape[1])
-        last = (queries.row >= 0).sum(1, keepdim=True) - L + torch.arange(L, device=place.device)
-        # A sequence may be all padding here.
-        row = queries.row.gather(1, last.clamp(min=0)).long().clamp(min=0)
-        at = torch.where(last >= 0, place.gather(1, last.clamp(min=0)).long(), -1)
-        seen = (keys.row[:, :width] >= 0) & (torch.arange(width, device=place.device) <= at[:, -1:])
-        rows = keys.row[:, :width].clamp(min=0).long() if gathered else None
-        return cls(row, at, rows, seen, final, runs)
-
-    @property
-    def width(self) -> int:
-        """n, the most keys there can be."""
-        return self.seen.shape[1]
-
-    def picked(self, query: Tensor) -> Tensor:
+    def of(self, query: Tensor) -> Tensor:
         """[B, H, L, D]: the queries themselves, of query [B, H, n_query, D]."""
         L = self.at.shape[1]
         if self.final:
@@ -82,16 +50,13 @@ class Asking:
 
     def before(self) -> Tensor:
         """[B, L, n] bool: the keys before each query."""
-        return torch.arange(self.width, device=self.at.device) < self.at[..., None]
+        return torch.arange(self.seen.shape[1], device=self.at.device) < self.at[..., None]
 
+    @cached_property
     def askers(self) -> Tensor:
         """[B, 1, n] float32: the queries that see column j, which are as many as have a key on diagonal j; at least 1."""
-        if "askers" not in self.held:
-            place = torch.arange(self.width, device=self.at.device)
-            seen = (place <= self.at[..., None]).sum(1, keepdim=True)
-            self.held["askers"] = seen.clamp(min=1).float()
-        askers: Tensor = self.held["askers"]
-        return askers
+        column = torch.arange(self.seen.shape[1], device=self.at.device)
+        return (column <= self.at[..., None]).sum(1, keepdim=True).clamp(min=1).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,29 +70,29 @@ class LastQueries:
 
     query: Tensor
     key: Tensor
-    asking: Asking
+    sample: SampleLayout
     total: Tensor | None
     pooled: bool
 
     @property
     def at(self) -> Tensor:
-        """As that of `asking`."""
-        return self.asking.at
-
-    @property
-    def seen(self) -> Tensor:
-        """As that of `asking`."""
-        return self.asking.seen
+        """As that of `sample`."""
+        return self.sample.at
 
     @property
     def width(self) -> int:
-        """As that of `asking`."""
-        return self.asking.width
+        """n, the most keys there can be."""
+        return self.sample.seen.shape[1]
 
     @property
     def fused(self) -> bool:
         """Whether the device reduces the weights as it makes them."""
         return self.query.is_cuda and reduces(self.query.device, self.query.dtype, *self.query.shape[2:])
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, int, bool]:
+        """What the operators that reduce the weights take first."""
+        return self.query, self.key, self.sample.row, self.at, self.total, self.width, self.pooled
 
     def weights(self) -> Iterator[Tensor]:
         """Softmax weights [B, h, L, n] float32 of consecutive runs of heads, all heads at once where memory allows."""
@@ -148,8 +113,8 @@ class LastQueries:
     def totals(self) -> Tensor:
         """[B, H, L] float32: the log-sum-exp of the scores of each query."""
         if self.fused:
-            found: Tensor = row_totals(self.query, self.key, self.asking.row, self.at, self.width)
-            return found
+            totals: Tensor = row_totals(self.query, self.key, self.sample.row, self.at, self.width)
+            return totals
         return torch.cat([scores.logsumexp(-1) for scores in self._scores()], 1)
 
     def lines(self) -> tuple[Tensor, Tensor]:
@@ -157,16 +122,18 @@ class LastQueries:
 
         Sums over the queries; divided by `askers`, means over the queries that have a key there.
         """
-        if self.fused and self.asking.runs <= ROUNDS:
-            found = line_sums(
-                self.query, self.key, self.asking.row, self.at, self.total, self.width, self.pooled
-            )
-            return self.spread(found[0]), self.spread(found[1])
+        if self.fused and self.sample.runs <= ROUNDS:
+            column, diagonal = line_sums(*self.operands)
+            return self.spread(column), self.spread(diagonal)
         columns, diagonals = [], []
         for weight in self.weights():
             columns.append(weight.sum(2))
-            diagonals.append(_skewed(weight) if self.asking.final else self._across(weight))
+            diagonals.append(_skewed(weight) if self.sample.final else self._across(weight))
         return torch.cat(columns, 1), torch.cat(diagonals, 1)
+
+    def entropy(self) -> Tensor:
+        """[B, H, L]: how widely each query spreads its weight."""
+        return torch.cat([torch.special.entr(weight).sum(-1) for weight in self.weights()], 1)
 
     def _across(self, weight: Tensor) -> Tensor:
         """[B, h, n]: the sums of weight [B, h, L, n] along diagonals, for queries at any places."""
@@ -187,17 +154,17 @@ class LastQueries:
         group = H // G
         column = torch.arange(n, device=self.key.device)
         # Queries that are the last keys see all but the last.
-        first = max(0, n - L) if self.asking.final else 0
+        first = max(0, n - L) if self.sample.final else 0
         hidden = (column[first:] > self.at[..., None])[:, None]
         step = max(1, min(G, BUDGET // max(1, B * group * L * n)))
         for g in range(0, G, step):
             run = min(step, G - g)
             q = self.query[:, g * group : (g + run) * group].reshape(B, run, group * L, D)
             k = self.key[:, g : g + run]
-            if self.asking.row is None:
+            if self.sample.row is None:
                 k = k[:, :, :n]
             else:
-                k = k.gather(2, self.asking.row[:, None, :, None].expand(B, run, n, D))
+                k = k.gather(2, self.sample.row[:, None, :, None].expand(B, run, n, D))
             scores = _scores(q, k, D**-0.5).view(B, -1, L, n)
             scores[..., first:].masked_fill_(hidden, -torch.inf)
             yield scores

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
+from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
-from mmaccel.core.plan import Part
+from mmaccel.backends.ops.lines import turned_classes
+from mmaccel.core.errors import RecipeError, check_choice, check_least
+from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
 from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_blocks
 from mmaccel.policies.sparse.estimate import Score
-from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import touched, whole_blocks
-from mmaccel.policies.sparse.residue import Beyond, ClassOrder, Residue, dense_rows
+from mmaccel.policies.sparse.orders import (
+    IntraPattern,
+    Region,
+    TokenOrder,
+    once,
+    spanned_blocks,
+    whole_blocks,
+)
 from mmaccel.policies.sparse.stride import (
     Classes,
     Frames,
     Search,
+    by_class,
     frame_phases,
-    room,
+    most_keys,
     strided_classes,
 )
 
+Stride = Literal["frame", "free"]
 Phase = Literal["keys", "queries"]
 Estimate = Literal["head", "group"]
-
 
 MOST_STRIDE = 1 << 16
 """The largest stride: every phase of each that is tried has a score of its own."""
@@ -72,7 +80,7 @@ class Grid(IntraPattern):
 
     adaptive: ClassVar[bool] = True
 
-    stride: Literal["frame", "free"] = "frame"
+    stride: Stride = "frame"
     max_stride: int = 1024
     min_stride: int = 8
     horizontal: bool = True
@@ -88,7 +96,7 @@ class Grid(IntraPattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("grid", "stride", self.stride, ("frame", "free"))
+        check_choice("grid", "stride", self.stride, get_args(Stride))
         if self.min_stride < 2 or self.max_stride < self.min_stride:
             raise RecipeError(
                 f"grid: min_stride {self.min_stride} and max_stride {self.max_stride} are no range from 2 upwards."
@@ -104,60 +112,48 @@ class Grid(IntraPattern):
         if not 0 <= self.slack < 1:
             raise RecipeError(f"grid: slack is {self.slack}; give a share from 0 to 1.")
         for name, kind in (("score", Score), ("horizontal_phase", Phase), ("estimate", Estimate)):
-            known = get_args(kind)
-            if getattr(self, name) not in known:
-                told = ", ".join(map(repr, known[:-1]))
-                raise RecipeError(
-                    f"grid: {name} is {shown(getattr(self, name))}; give {told} or {shown(known[-1])}."
-                )
+            check_choice("grid", name, getattr(self, name), get_args(kind))
 
-    def parts(self, sight: Sight) -> tuple[Part, ...]:
-        lines = self._lines(sight)
+    def parts(self, region: Region) -> tuple[Part, ...]:
+        lines = self._lines(region)
         if not (self.window or self.sink):
             return lines
-        near = near_and_first(sight, self.sink, self.window)
+        near = near_and_first(region, self.sink, self.window)
         # Every row is served twice, over disjoint keys: the two are merged by their log-sum-exps.
-        return (*lines, sight.part(near, merge_group=1))
+        return (*lines, region.part(near, merge_group=1))
 
-    def _lines(self, sight: Sight) -> tuple[Part, ...]:
+    def _lines(self, region: Region) -> tuple[Part, ...]:
         """The lines, without the keys of the window and the sink."""
-        classes, beyond = self._classes(sight), Beyond(self.window, self.sink)
-        if self.slash and classes.frames is not None:
-            order = ClassOrder.of(sight, classes.frames, beyond)
-            return order.parts(sight, classes, beyond, vertical=self.vertical, horizontal=self.horizontal)
-        residue = Residue.of(sight, classes, beyond, slash=self.slash)
-        parts: list[Part] = []
-        if self.slash or self.vertical:
-            q_row = residue.q_row
-            if self.horizontal:
-                q_row = torch.where(residue.own == classes.dense, -1, q_row)
-            spans = [residue.slash(q_row, self.vertical)] if self.slash else []
-            spans += [residue.vertical(q_row)] if self.vertical else []
-            parts.append(Part(q_row, tuple(spans)))
-        if self.horizontal:
-            parts.append(dense_rows(sight, classes, beyond))
-        return tuple(parts)
+        classes, covered = self._classes(region), Covered(self.window, self.sink)
+        frames = classes.frames
+        if self.slash and frames is not None:
+            name = "order", region.kinds, covered
+            order = once(frames.memo, name, lambda: ClassOrder.of(region, frames, covered))
+            return order.parts(region, classes, covered, vertical=self.vertical, horizontal=self.horizontal)
+        lines = dict(slash=self.slash, vertical=self.vertical, horizontal=self.horizontal)
+        parts = [_strided_lines(region, classes, covered, **lines)] if self.slash or self.vertical else []
+        return (*parts, _dense_rows(region, classes, covered)) if self.horizontal else tuple(parts)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        block, most = self.block, room(n_key, self.min_stride)
+        block, most = self.block, most_keys(n_key, self.min_stride)
         keys = whole_blocks(n_key, block)
         each, more = near_and_first_blocks(n_key, self.sink, self.window, block, gaps=gaps)
         if self.slash:
             # A block of queries touches one class, and one more for each class that begins in it.
-            each += touched(most, block)
+            each += spanned_blocks(most, block)
             more += keys + 2 * min(self.max_stride, n_query)
         if self.vertical:
-            each += touched(most, block)
+            each += spanned_blocks(most, block)
         if self.horizontal:
             more += whole_blocks(n_query if ties else min(most, n_query), block) * keys
         return each, more
 
-    def estimate_blocks(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
+    def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
         block = self.block
-        line = room(keys, self.min_stride)
-        if self.stride == "frame" and sight is not None:
-            frames = Frames.of(sight, self._search(sight))
-            line = min(line, frames.room) if frames.whole else line
+        line = most_keys(keys, self.min_stride)
+        if self.stride == "frame" and region is not None:
+            frames = Frames.of(region, self._search(region))
+            line = min(line, frames.most_keys) if frames.whole else line
         # A block of queries that begins in one class and ends in the next lists all of the one, and lines begin anywhere.
         blocks, each = whole_blocks(rows, block), share * line / block + 2
         dense = whole_blocks(min(line, rows), block) * (share * keys / block + 1)
@@ -165,28 +161,184 @@ class Grid(IntraPattern):
         near = min(near, share * keys / block + 1)
         return blocks * each * (self.slash + self.vertical) + self.horizontal * dense + blocks * near
 
-    def _search(self, sight: Sight) -> Search:
+    def _search(self, region: Region) -> Search:
         return Search(
             low=self.min_stride,
             most=self.max_stride,
             slack=self.slack,
             score=self.score,
             rows=self.horizontal_phase == "queries",
-            keys=sight.width,
+            keys=region.width,
         )
 
-    def _classes(self, sight: Sight) -> Classes:
-        sample = sight.last(self.last_q, self.estimate == "group")
-        search = self._search(sight)
-        frames = Frames.of(sight, search) if self.stride == "frame" else None
+    def _classes(self, region: Region) -> Classes:
+        sample = region.last(self.last_q, self.estimate == "group")
+        search = self._search(region)
+        frames = Frames.of(region, search) if self.stride == "frame" else None
         framed = frame_phases(sample, frames, search) if frames is not None and frames.some else None
         if framed is not None and framed.frames is not None:
             return framed
-        free = strided_classes(
-            sample,
-            sight.keys,
-            search,
-            by_columns=self.horizontal or self.vertical,
-            by_diagonals=self.slash,
-        )
+        lines = dict(by_columns=self.horizontal or self.vertical, by_diagonals=self.slash)
+        free = strided_classes(sample, region.keys, search, **lines)
         return free if frames is None or framed is None else framed.where(frames.fits, free)
+
+
+@dataclass(frozen=True)
+class Covered:
+    """What other spans of a head cover, and its lines leave out: the last `window` keys of a query, and the first `sink`."""
+
+    window: int = 0
+    sink: int = 0
+
+    def last(self, at: Tensor) -> Tensor:
+        """The rank of the last key that a line shows each query, [B, P] as `at`; -1 where there is none."""
+        return (at - self.window).clamp(min=-1) if self.window else at
+
+    def rows(self, keys: TokenOrder) -> Tensor:
+        """[B, N]: the rows of the keys, -1 for the first ones."""
+        return keys.row.masked_fill(keys.rank < self.sink, -1) if self.sink else keys.row
+
+
+def _strided_lines(
+    region: Region, classes: Classes, covered: Covered, *, slash: bool, vertical: bool, horizontal: bool
+) -> Part:
+    """The slashes and the vertical line of each head, where heads have classes of their own.
+
+    Keys are by (class, position), queries by (class of the keys they pair with, position); without slashes the queries stay
+    in the order they are in. `horizontal`: the queries of the horizontal line are another part's.
+    """
+    keys, at, block, most = region.keys, region.at, region.layer.block, classes.most_keys
+    # The code of a key ascends in the order of the keys: base exceeds any rank.
+    base = len(keys) + 1
+    order = by_class(classes.number, classes.count)
+    code = (classes.number * base + keys.rank[:, None]).gather(2, order)
+    number, place = code // base, torch.arange(code.shape[2], device=at.device)
+    k_row = covered.rows(keys)[:, None].expand_as(order).gather(2, order)
+    own = classes.of_queries(at)
+    pair = (own - classes.shift) % classes.stride if slash else own
+    q_row, q_at = region.q_row.expand_as(pair), covered.last(at)[:, None].expand_as(pair)
+    own = own.expand_as(pair)
+    if slash:
+        order = by_class(torch.where(q_row >= 0, pair, classes.count), classes.count)
+        q_row, q_at, own, pair = (t.gather(2, order) for t in (q_row, q_at, own, pair))
+    if horizontal:
+        q_row = torch.where(own == classes.dense, -1, q_row)
+    dtype = torch.int64 if 2 * most * classes.count >= FAR else torch.int32
+
+    def find(wanted: Tensor, right: bool = False) -> Tensor:
+        """Where codes [B, x, n] fall among those of the keys [B, h, N]; x is h, or any number when h is 1."""
+        flat = wanted.reshape(*code.shape[:2], -1) if code.shape[1] == 1 else wanted.contiguous()
+        return torch.searchsorted(code, flat, right=right).view_as(wanted)
+
+    def span(rows: Tensor, q_pos: Tensor, k_pos: Tensor, hi: int) -> KeySpan:
+        q_pos = torch.where(q_row >= 0, q_pos, -1).to(dtype)
+        k_pos = torch.where(rows >= 0, k_pos, 0).to(dtype)
+        return span_by_range(q_row, rows, q_pos, k_pos, 0, hi, block, block)
+
+    spans = []
+    if slash:
+        start, end = find(pair * base), find(pair * base + q_at, right=True)
+        rank = place - find(number * base)
+        # Classes lie twice the most keys of a class apart: no pair of two classes is within the range.
+        q_pos, k_pos = pair * (2 * most) + end - start - 1, number * (2 * most) + rank
+        rows = torch.where(number == classes.line, -1, k_row) if vertical else k_row
+        spans.append(span(rows, q_pos, k_pos, most))
+    if vertical:
+        begin = classes.line * base
+        start, end = find(begin), find(begin + q_at, right=True)
+        rows = torch.where(number == classes.line, k_row, -1)
+        spans.append(span(rows, end - start - 1, place - start, FAR))
+    return Part(q_row, tuple(spans))
+
+
+@dataclass(frozen=True, eq=False)
+class ClassOrder:
+    """Queries and keys by (class, rank) where all heads share the classes: from the layouts alone.
+
+    queries [3, B, P] int32: row, rank of the last key that it may see, and class; keys [3, B, N] int32: row, rank and class;
+    q_begin, k_begin [B, C + 1] int32 where classes begin.
+    k_row, k_pos [B, 1, N]: the rows and positions of the keys as the slashes of every head have them, with classes twice the
+    most keys of a class apart, so that no pair of two classes is within the range. Queries without a rank see nothing, and
+    are left out.
+    """
+
+    queries: Tensor
+    q_begin: Tensor
+    keys: Tensor
+    k_begin: Tensor
+    k_row: Tensor
+    k_pos: Tensor
+
+    @classmethod
+    def of(cls, region: Region, frames: Frames, covered: Covered) -> ClassOrder:
+        """That of the queries and keys of `region`."""
+        number, at, most = frames.number[:, 0], region.at.long(), frames.most_keys
+        edge = torch.arange(frames.widest + 1, device=at.device).expand(len(at), -1).contiguous()
+
+        def ordered(row: Tensor, rank: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
+            order = by_class(of, frames.widest + 1)
+            tokens = torch.stack([t.gather(1, order).to(torch.int32) for t in (row, rank, of)])
+            return tokens, torch.searchsorted(tokens[2].long(), edge, out_int32=True)
+
+        own = torch.where(at >= 0, number.gather(1, at.clamp(min=0)), FAR)
+        last = covered.last(at) if covered.window else at.clamp(min=0)
+        queries, q_begin = ordered(torch.where(at >= 0, region.q_row[:, 0], -1), last, own)
+        keys, k_begin = ordered(covered.rows(region.keys), region.keys.rank.long(), number)
+        row, of = keys[0], keys[2].long()
+        begin = k_begin.long().gather(1, of.clamp(max=frames.widest))
+        k_pos = of * (2 * most) + torch.arange(row.shape[1], device=row.device) - begin
+        wide = 2 * most * frames.widest >= FAR
+        k_pos = torch.where(row >= 0, k_pos, 0).to(torch.int64 if wide else torch.int32)
+        return cls(queries, q_begin, keys, k_begin, row[:, None].contiguous(), k_pos[:, None])
+
+    def parts(
+        self, region: Region, classes: Classes, covered: Covered, *, vertical: bool, horizontal: bool
+    ) -> tuple[Part, ...]:
+        """The lines of each head: its slashes, and what else is asked for."""
+        block, most = region.layer.block, classes.most_keys
+        columns = whole_blocks(max(most, 1), block) * block if vertical else 0
+        rows = _dense_size(region, classes) if horizontal else 0
+        assert classes.frames is not None
+        order = self.queries, self.q_begin, self.keys, self.k_begin, classes.frames.stride[:, 0, 0]
+        lines = classes.line, classes.shift, classes.dense
+        q_row, q_pos, *more = turned_classes(
+            *order, *lines, most, self.k_pos.dtype == torch.int64, columns, rows
+        )
+        spans = [span_by_range(q_row, self.k_row, q_pos, self.k_pos, 0, most, block, block)]
+        if vertical:
+            q_pos, k_row, k_pos, *more = more
+            spans.append(span_by_range(q_row, k_row, q_pos, k_pos, 0, FAR, block, block))
+        # Each of the last queries has a rank and so a class: it is dense, or turned.
+        all_rows = region.layer.q_layout.length if region.final else None
+        parts = [Part(q_row, tuple(spans), all_rows=all_rows)]
+        if horizontal:
+            parts.append(replace(_dense_part(region, covered, more[0], more[1]), all_rows=all_rows))
+        return tuple(parts)
+
+
+def _dense_rows(region: Region, classes: Classes, covered: Covered) -> Part:
+    """The queries of the horizontal line, in their order, over every key not after them but those that others cover."""
+    chosen = classes.of_queries(region.at) == classes.dense
+    size = _dense_size(region, classes)
+    slot = torch.where(chosen, chosen.long().cumsum(2) - 1, size)
+
+    def gathered(values: Tensor) -> Tensor:
+        none = torch.full((*chosen.shape[:2], size + 1), -1, dtype=torch.int32, device=values.device)
+        return none.scatter_(2, slot, values.expand_as(slot))[..., :-1].contiguous()
+
+    return _dense_part(region, covered, gathered(region.q_row), gathered(covered.last(region.at)[:, None]))
+
+
+def _dense_size(region: Region, classes: Classes) -> int:
+    """Space for as many queries of one line as there can be, in whole blocks."""
+    # Queries of one rank are of one class; others are of no more than keys are.
+    size = region.at.shape[1] if region.ties else min(classes.most_keys, region.at.shape[1])
+    return size + -size % region.layer.block
+
+
+def _dense_part(region: Region, covered: Covered, q_row: Tensor, last: Tensor) -> Part:
+    """Queries [B, H, n], and the ranks of the last keys that they may see, over every key up to there."""
+    keys, block = region.keys, region.layer.block
+    order = q_row, covered.rows(keys)[:, None], last, keys.rank[:, None]
+    ordered = None if covered.sink else keys.count
+    return Part(q_row, (span_by_range(*order, 0, FAR, block, block, ordered=ordered, ranks=True),))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmaccel.core.layout import MODALITIES
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.boundaries import OneSided
-from mmaccel.policies.sparse.intra import IntraPattern
+from mmaccel.policies.sparse.boundary_2d import Groups, OneSided
 
 
 @register("sparse", "k_boundary")
@@ -22,9 +20,6 @@ class KBoundary(OneSided):
     is theirs too.
     """
 
-    def within(self, query: int | None, key: int | None) -> IntraPattern | None:
-        assert key is not None
-        return self.of(key)
-
-    def groups(self) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-        return (None,), tuple(MODALITIES)
+    @property
+    def groups(self) -> Groups:
+        return {None: self.patterns}

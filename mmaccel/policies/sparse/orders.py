@@ -1,18 +1,26 @@
-"""Orders of tokens and their ranks: what the patterns are written in."""
+"""Orders of tokens, and the patterns over them: some queries of a layer over some of its keys, by themselves or within
+modality boundaries."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import FAR
+from mmaccel.core.plan import FAR, AttentionPlan, HeadRun, KeySpan, Part, remember, span_by_range
+from mmaccel.core.sparse import SparsePattern
+from mmaccel.policies.sparse.estimate import LastQueries, SampleLayout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class TokenOrder:
     """Some tokens of each sequence, by position.
 
     row [B, n] rows of the tensor the tokens lie in, -1 past the last; position [B, n] their positions, FAR past the last;
@@ -34,7 +42,7 @@ class Order:
 
 def natural(
     layout: TokenLayout, member: Tensor | None = None, *, block: int, size: int | None = None
-) -> Order:
+) -> TokenOrder:
     """The valid tokens of `layout` (those of `member`, bool [B, S]) in their order, padded to whole blocks.
 
     `size` is the most tokens that any sequence has, where the host knows it; otherwise the length of the layout.
@@ -46,20 +54,20 @@ def natural(
     if member is None and size is None and not layout.padded:
         ends = torch.nn.functional.pad(layout.position.long(), (0, n - S), value=FAR)
         row = torch.arange(n, dtype=torch.int32, device=chosen.device)
-        return Order(row.masked_fill(row >= S, -1).repeat(B, 1), ends, S)
+        return TokenOrder(row.masked_fill(row >= S, -1).repeat(B, 1), ends, S)
     # Tokens that are not chosen, and those past `size`, fall into a last column that is cut off.
     slot = torch.where(chosen, chosen.long().cumsum(1) - 1, n).clamp(max=n)
     index = torch.arange(S, device=chosen.device, dtype=torch.int32).expand(B, S)
     row = torch.full((B, n + 1), -1, dtype=torch.int32, device=chosen.device).scatter_(1, slot, index)
     position = torch.full((B, n + 1), FAR, dtype=torch.long, device=chosen.device)
     position.scatter_(1, slot, layout.position.long())
-    return Order(row[:, :n].contiguous(), position[:, :n].contiguous())
+    return TokenOrder(row[:, :n].contiguous(), position[:, :n].contiguous())
 
 
-def at_or_before(keys: Order, queries: Order) -> Tensor:
+def at_or_before(keys: TokenOrder, queries: TokenOrder) -> Tensor:
     """[B, n] int32: the rank of each query among `keys`, the number of keys not after it, minus one; -1 for padding."""
-    found = torch.searchsorted(keys.position, queries.position, right=True) - 1
-    return found.masked_fill(queries.row < 0, -1).to(torch.int32)
+    rank = torch.searchsorted(keys.position, queries.position, right=True) - 1
+    return rank.masked_fill(queries.row < 0, -1).to(torch.int32)
 
 
 def whole_blocks(n: int, block: int) -> int:
@@ -67,6 +75,298 @@ def whole_blocks(n: int, block: int) -> int:
     return -(-n // block)
 
 
-def touched(n: int, block: int) -> int:
+def spanned_blocks(n: int, block: int) -> int:
     """The most blocks that a run of `n` tokens can touch."""
     return (n + block - 2) // block + 1 if n > 0 else 0
+
+
+def once(memo: dict[Hashable, Any], name: Hashable, make: Callable[[], T]) -> T:
+    """The entry `name` of `memo`, made if it is missing; unlike `remember` also while a graph is traced."""
+    if name not in memo:
+        memo[name] = make()
+    entry: T = memo[name]
+    return entry
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A region of a layer's attention matrix: some queries, and some keys as they see them.
+
+    kinds           the modality of the queries and that of the keys, None for all of them
+    q_row [B, 1, P] the rows of the queries, by position; a part that has this very tensor is in their order
+    at [B, P]       rank of each query: the number of `keys` not after it, minus one; -1 where there is none
+    keys            by position; whatever a pattern measures it measures in ranks among them
+    ordered         as of a `Part` with q_row
+    """
+
+    layer: LayerInputs
+    kinds: tuple[int | None, int | None]
+    q_row: Tensor
+    at: Tensor
+    keys: TokenOrder
+    ordered: int | None
+
+    def part(self, spans: Sequence[KeySpan], merge_group: int = 0) -> Part:
+        """The part of all queries over `spans`."""
+        return Part(self.q_row, tuple(spans), None, merge_group, self.ordered, self.ordered)
+
+    @property
+    def q_first(self) -> int | None:
+        """The first rank of `at`, where the ranks of the queries follow each other; None where the host does not know."""
+        if self.ordered is None or not self.final:
+            return None
+        return self.layer.k_layout.length - self.layer.q_layout.length
+
+    def span(self, lo: int, hi: int, first: int | None = None) -> KeySpan:
+        """The keys, or the `first` of them, whose ranks are in a range before those of the queries."""
+        k_row, k_pos, ordered, block = self.keys.row, self.keys.rank, self.keys.count, self.layer.block
+        if first is not None:
+            width = min(whole_blocks(first, block) * block, len(self.keys))
+            k_row, k_pos = k_row[:, :width].masked_fill(k_pos[:, :width] >= first, -1), k_pos[:, :width]
+            ordered = None if ordered is None else min(first, ordered)
+        order = self.q_row, k_row[:, None], self.at[:, None], k_pos[:, None]
+        known: dict[str, Any] = dict(ordered=ordered, ranks=True, q_first=self.q_first)
+        return span_by_range(*order, lo, hi, block, block, **known)
+
+    @property
+    def width(self) -> int:
+        """The most keys there can be, a number of the host."""
+        return min(len(self.keys), self.layer.key.shape[2])
+
+    @property
+    def final(self) -> bool:
+        """Whether these are all queries and all keys, and the last of them, as `LayerInputs.final` says."""
+        return self.kinds == (None, None) and self.layer.final
+
+    @property
+    def ties(self) -> bool:
+        """Whether queries may have the same rank: the keys between them are left out."""
+        return self.kinds[1] is not None and self.kinds[0] != self.kinds[1]
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What follows from the layouts of this region alone, made once for all layers."""
+        return once(self.layer.memo, (name, self.kinds), make)
+
+    def last(self, count: int, pooled: bool = False) -> LastQueries:
+        """What the last `count` of the queries give to the keys: their shares of all that those queries see.
+
+        `pooled`: the mean over the query heads that share a key head, for each of them.
+        """
+        layer, (query_kind, key_kind) = self.layer, self.kinds
+        sample = self.once(("sample", count), lambda: self._sample(count))
+        query = sample.of(layer.query)
+        total = None
+        if key_kind is not None:
+            everything = layer.region(query_kind, None)
+            total = once(layer.totals, (query_kind, count), lambda: everything.last(count).totals())
+        # No other row of the queries is copied where heads lie apart.
+        return LastQueries(
+            query if layer.run is None else layer.run.of(query), layer.key, sample, total, pooled
+        )
+
+    def _sample(self, count: int) -> SampleLayout:
+        """Which the last `count` queries are and what they see of the keys; no host read."""
+        (query_kind, key_kind), layout = self.kinds, self.layer.q_layout
+        # Only where a modality is left and met again do ranks jump.
+        runs = 1
+        if query_kind is not None and query_kind != key_kind:
+            runs = 2 + count // max(layout.runs[query_kind][1], 1)
+        rows, keys = self.q_row[:, 0], self.keys.row[:, : self.width]
+        L = min(count, layout.length, rows.shape[1])
+        last = (rows >= 0).sum(1, keepdim=True) - L + torch.arange(L, device=rows.device)
+        # A sequence may be all padding here.
+        row = rows.gather(1, last.clamp(min=0)).long().clamp(min=0)
+        at = torch.where(last >= 0, self.at.gather(1, last.clamp(min=0)).long(), -1)
+        seen = (keys >= 0) & (torch.arange(self.width, device=rows.device) <= at[:, -1:])
+        gathered = key_kind is not None or self.layer.k_layout.padded
+        return SampleLayout(row, at, keys.clamp(min=0).long() if gathered else None, seen, self.final, runs)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """The queries and keys of one layer, and the layouts of their tokens.
+
+    query [B, H, n_query, D]; run: of its heads those that are planned, None for all. key [B, G, n_key, D]: their keys.
+    totals: the log-sum-exp [B, H, L] over all keys of the last queries of a modality, by it and their number.
+    """
+
+    query: Tensor
+    key: Tensor
+    q_layout: TokenLayout
+    k_layout: TokenLayout
+    block: int
+    run: HeadRun | None = None
+    totals: dict[Hashable, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_layouts(cls, q_layout: TokenLayout, k_layout: TokenLayout, block: int) -> LayerInputs:
+        """A layer of which the layouts alone are known."""
+        nothing = torch.empty(0, 0, k_layout.length, 0)
+        return cls(nothing, nothing, q_layout, k_layout, block)
+
+    @property
+    def memo(self) -> dict[Hashable, Any]:
+        """What follows from the layouts alone, made once for all layers; it lives with the layout of the queries."""
+        # The layout of the keys is held, so that its id stays its own.
+        name = "regions", id(self.k_layout), self.block
+        _, memo = once(self.q_layout.memo, name, lambda: (self.k_layout, dict[Hashable, Any]()))
+        return memo
+
+    @property
+    def heads(self) -> int:
+        """How many heads are planned."""
+        return self.query.shape[1] if self.run is None else len(self.run.heads)
+
+    @property
+    def final(self) -> bool:
+        """Whether no query and no key is padding, and the queries are the last of the keys, as far as the host knows: of
+        layouts of one memory."""
+        queries, keys = self.q_layout, self.k_layout
+
+        def last() -> bool:
+            whole = not (queries.padded or keys.padded)
+            return whole and queries.position.is_set_to(keys.position[:, keys.length - queries.length :])
+
+        return remember(self.memo, "final", last)
+
+    def region(self, query: int | None = None, key: int | None = None) -> Region:
+        """The queries of one modality over the keys of another; None stands for all of them."""
+        query, key = _apart(self.q_layout, query), _apart(self.k_layout, key)
+
+        def of_queries() -> tuple[TokenOrder, Tensor]:
+            order = _order(self.q_layout, query, self.block)
+            return order, order.row[:, None]
+
+        queries, q_row = once(self.memo, ("queries", query), of_queries)
+        keys = once(self.memo, ("keys", key), lambda: _order(self.k_layout, key, self.block))
+        at = once(self.memo, ("at", query, key), lambda: at_or_before(keys, queries))
+        return Region(self, (query, key), q_row, at, keys, queries.count)
+
+    def plan(self, parts: Sequence[Part]) -> AttentionPlan:
+        """The plan of this layer made of `parts`, or one in which nothing is seen if there are none."""
+        if not parts:
+            region = self.region()
+            blind = replace(region, at=torch.full_like(region.at, -1), ordered=None)
+            parts = [region.part([blind.span(0, 1)])]
+        return AttentionPlan(
+            parts=tuple(parts),
+            block_q=self.block,
+            block_k=self.block,
+            batch=self.query.shape[0],
+            heads=self.heads,
+            n_query=self.query.shape[2],
+            n_key=self.key.shape[2],
+        )
+
+
+def _apart(layout: TokenLayout, modality: int | None) -> int | None:
+    """None for a modality that all tokens are of: their order is that of the whole."""
+    if modality is None:
+        return None
+    others = sum(count for m, count in layout.census.items() if m != modality)
+    return modality if others or not layout.census[modality] else None
+
+
+def _order(layout: TokenLayout, modality: int | None, block: int) -> TokenOrder:
+    if modality is None:
+        return natural(layout, block=block)
+    return natural(layout, layout.modality == modality, block=block, size=layout.census[modality])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionPattern(SparsePattern):
+    """A pattern whose plan is made of regions: of one of all queries and keys, or of one for each boundary."""
+
+    @abstractmethod
+    def layer_parts(self, layer: LayerInputs) -> Sequence[Part]:
+        """The parts of the plan of one layer."""
+
+    @property
+    def reads_layer(self) -> bool:
+        """Whether the plan depends on the tensors of a layer; one that does not is made once for all layers."""
+        return self.adaptive
+
+    def plan(
+        self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
+        return self._plan(LayerInputs(query, key, q_layout, k_layout, self.block))
+
+    def plan_of(
+        self, run: HeadRun, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
+    ) -> AttentionPlan | None:
+        return self._plan(LayerInputs(query, key[:, run.groups], q_layout, k_layout, self.block, run))
+
+    def _plan(self, layer: LayerInputs) -> AttentionPlan | None:
+        if self.dense:
+            return None
+        if self.reads_layer:
+            return layer.plan(self.layer_parts(layer))
+        name = (
+            "plan",
+            pattern_key(self),
+            layer.heads,
+            layer.query.shape[0],
+            layer.query.shape[2],
+            layer.key.shape[2],
+        )
+        return remember(layer.memo, name, lambda: layer.plan(self.layer_parts(layer)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntraPattern(RegionPattern):
+    """A pattern that can be planned for any queries over any keys, and so within modality boundaries (section 3.2).
+
+    Over the whole sequence it is the paper's no-boundary head: the modalities of tokens do not count.
+    """
+
+    @abstractmethod
+    def parts(self, region: Region) -> tuple[Part, ...]:
+        """Parts over the queries of `region`, all its keys not after them at most."""
+
+    def cached_parts(self, region: Region) -> tuple[Part, ...]:
+        """The parts of a region; of a pattern that looks at the layout alone, made once for all layers."""
+        if self.adaptive:
+            return self.parts(region)
+        return remember(region.layer.memo, (pattern_key(self), region.kinds), lambda: self.parts(region))
+
+    def layer_parts(self, layer: LayerInputs) -> tuple[Part, ...]:
+        return self.cached_parts(layer.region())
+
+    @abstractmethod
+    def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
+        """The most blocks listed: so many for each block of queries, and so many more in all.
+
+        gaps: keys may lie between queries that follow each other; ties: queries may have the same rank.
+        """
+
+    def max_blocks_total(self, n_query: int, n_key: int) -> int:
+        each, more = self.max_blocks(n_query, n_key, gaps=False, ties=False)
+        return whole_blocks(n_query, self.block) * each + more
+
+    def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
+        """About how many blocks are listed for `rows` queries over `keys` keys, of which each is after `share` of them on
+        the mean; `region` without tensors, where the layout is known. At best, where only the data tell."""
+        return min(
+            self.max_blocks_total(rows, keys),
+            whole_blocks(rows, self.block) * (share * keys / self.block + 1),
+        )
+
+    def expected_blocks(
+        self, n_query: int, n_key: int, layouts: tuple[TokenLayout, TokenLayout] | None = None
+    ) -> float:
+        region = None if layouts is None else LayerInputs.of_layouts(*layouts, self.block).region()
+        return self.estimate_blocks(n_query, n_key, seen_share(n_query, n_key), region)
+
+
+def pattern_key(pattern: SparsePattern) -> str:
+    """`repr` of a pattern, made once: equal patterns of different layers have the same."""
+    key: str | None = getattr(pattern, "_key", None)
+    if key is None:
+        key = repr(pattern)
+        object.__setattr__(pattern, "_key", key)
+    return key
+
+
+def seen_share(n_query: int, n_key: int) -> float:
+    """The mean share of the keys that is not after the last `n_query` of them."""
+    return (2 * n_key - n_query + 1) / (2 * n_key)

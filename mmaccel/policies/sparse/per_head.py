@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from mmaccel.core import outside
 from mmaccel.core.errors import RecipeError, shown, warn
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.merge_heads import Share, merge_plans
@@ -17,7 +18,6 @@ from mmaccel.core.plan import AttentionPlan, head_runs
 from mmaccel.core.registry import policy, register, with_base_dir
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.dense import Dense
-from mmaccel.policies.sparse.head_table import choices, difference, read_table
 
 if TYPE_CHECKING:
     from mmaccel.core.adapter import ModelView
@@ -26,6 +26,9 @@ SHIPPED = "shipped"
 """Stands for the table in the model's own folder."""
 FILE = "heads.json"
 """What that table is called."""
+KIND, SCHEMA = "mmaccel heads", 1
+"""What the file of a table says it is, and the version of what it holds."""
+FIX = "give a file that `mmaccel search` wrote"
 
 
 @register("sparse", "per_head")
@@ -75,13 +78,13 @@ class PerHead(SparsePattern):
         """What the table's file holds; None for choices given themselves, and for a shipped table not found yet."""
         if not isinstance(self.table, str) or self.table == SHIPPED:
             return None
-        held = read_table(self.table)
-        if held["block"] != self.block:
+        file = read_table(self.table)
+        if file["block"] != self.block:
             raise RecipeError(
-                f"per_head: block is {self.block}, and table {self.table!r} was searched with {held['block']}; "
-                f"set block to {held['block']}."
+                f"per_head: block is {self.block}, and table {self.table!r} was searched with {file['block']}; "
+                f"set block to {file['block']}."
             )
-        return held
+        return file
 
     @cached_property
     def _named(self) -> Mapping[int, Mapping[int, SparsePattern]]:
@@ -105,10 +108,10 @@ class PerHead(SparsePattern):
                 raise RecipeError(
                     f"per_head: table[{shown(layer)}] is {shown(heads)}; give a mapping from head numbers to patterns."
                 )
-            built[_number("layer", layer)] = {
-                _number("head", head): self._pattern(_place(file, layer, head), value)
-                for head, value in heads.items()
-            }
+            of_layer = built[_number("layer", layer)] = {}
+            for head, value in heads.items():
+                where = f"table {file!r}, layer {layer}, head {head}" if file else f"table[{layer}][{head}]"
+                of_layer[_number("head", head)] = self._pattern(where, value)
         return built
 
     def _pattern(self, where: str, value: Any) -> SparsePattern:
@@ -140,12 +143,18 @@ class PerHead(SparsePattern):
                     "run `mmaccel search` on it and give the file as table."
                 )
             return replace(self, table=f"{model.folder}/{FILE}").bind(model)
-        other = None if self._file is None else difference(self._file, model.fingerprint)
-        if other is not None:
+        file = self._file
+        if file is not None and (other := difference(file, model.fingerprint)) is not None:
             raise RecipeError(
                 f"per_head: table {self.table!r} was searched on another model ({other}); run `mmaccel search` on this."
             )
-        self._check_weights(model)
+        # Digests are made where the file names the weights it was searched on.
+        weights = None if file is None else file.get("weights")
+        if weights is not None and model.weights_digest not in (None, weights):
+            warn(
+                f"per_head: table {self.table!r} was searched on other weights of this architecture; "
+                "run `mmaccel search` on this model for patterns that fit its heads."
+            )
         shape = model.adapter.whole_geometry(model.model)
         for layer, heads in self._named.items():
             if layer >= shape.layers:
@@ -160,25 +169,15 @@ class PerHead(SparsePattern):
         object.__setattr__(bound, "heads", model.own_heads)
         return bound
 
-    def _check_weights(self, model: ModelView) -> None:
-        """Warn where the file was searched on other weights."""
-        theirs = None if self._file is None else self._file.get("weights")
-        ours = None if theirs is None else model.weights_digest
-        if ours is not None and ours != theirs:
-            warn(
-                f"per_head: table {self.table!r} was searched on other weights of this architecture; "
-                "run `mmaccel search` on this model for patterns that fit its heads."
-            )
-
     def at(self, layer: int) -> SparsePattern:
         if layer not in self._layers:
             rest = self.default if isinstance(self.default, SparsePattern) else Dense(block=self.block)
-            named = self._named.get(layer, {})
+            named, count = self._named.get(layer, {}), None
             if self.heads is not None:
+                count = len(self.heads)
                 named = {n: named[head] for n, head in enumerate(self.heads) if head in named}
-            heads = None if self.heads is None else len(self.heads)
-            layers = LayerHeads(block=self.block, named=named, rest=rest, heads=heads)
-            self._layers[layer] = layers if named else rest
+            of_layer = LayerHeads(block=self.block, named=named, rest=rest, heads=count)
+            self._layers[layer] = of_layer if named else rest
         return self._layers[layer]
 
     def plan(
@@ -192,10 +191,6 @@ class PerHead(SparsePattern):
 
     def per_head(self, heads: int) -> tuple[str, ...]:
         return self.at(0).per_head(heads)
-
-
-def _place(file: str | None, layer: Any, head: Any) -> str:
-    return f"table[{layer}][{head}]" if file is None else f"table {file!r}, layer {layer}, head {head}"
 
 
 def _number(what: str, value: Any) -> int:
@@ -224,15 +219,14 @@ class LayerHeads(SparsePattern):
 
     def kinds(self, heads: int) -> list[tuple[SparsePattern, list[int]]]:
         """The different patterns of `heads` heads, each with the heads that follow it."""
-        found: list[tuple[SparsePattern, list[int]]] = []
+        kinds: list[tuple[SparsePattern, list[int]]] = []
         for head in range(heads):
-            pattern = self.of(head)
-            same = next((some for known, some in found if known == pattern), None)
-            if same is None:
-                found.append((pattern, [head]))
+            same = [some for known, some in kinds if known == self.of(head)]
+            if same:
+                same[0].append(head)
             else:
-                same.append(head)
-        return found
+                kinds.append((self.of(head), [head]))
+        return kinds
 
     def plan(
         self, query: Tensor, key: Tensor, q_layout: TokenLayout, k_layout: TokenLayout
@@ -273,3 +267,57 @@ class LayerHeads(SparsePattern):
 
     def per_head(self, heads: int) -> tuple[str, ...]:
         return tuple(self.of(head).per_head(1)[0] for head in range(heads))
+
+
+def read_table(path: str | Path) -> dict[str, Any]:
+    """The table in a file: `model` (fingerprint), `weights` (their digest), `context` (tokens that its budgets are for),
+    `block`, `layers` (for each layer, for each head, a mapping with the `pattern` and what was measured), and whatever else
+    the search wrote. Raises `RecipeError` in one sentence.
+    """
+    where = f"table {shown(str(path), outside.PATH)}"
+    table = outside.read_json(path, where, RecipeError, fix=FIX)
+    if not isinstance(table, dict) or table.get("kind") != KIND:
+        raise RecipeError(f"{where} holds no head patterns; {FIX}.")
+    if table.get("schema") != SCHEMA:
+        raise RecipeError(
+            f"{where} has schema {shown(table.get('schema'))} and this version reads {SCHEMA}; search again."
+        )
+    layers = table.get("layers")
+    # Tables of before name no weights and, made by hand, no length.
+    whole = (
+        isinstance(table.get("model"), dict)
+        and isinstance(table.get("block"), int)
+        and isinstance(table.get("context", 1), int)
+        and isinstance(table.get("weights"), str | None)
+        and _filled(layers)
+        and all(_filled(layer) and all(map(_names_a_pattern, layer)) for layer in layers)
+    )
+    if not whole:
+        raise RecipeError(f"{where} is not whole; search again.")
+    return table
+
+
+def choices(table: Mapping[str, Any]) -> dict[int, dict[int, Any]]:
+    """Layer -> head -> pattern, as `per_head` takes them."""
+    return {
+        number: {h: head["pattern"] for h, head in enumerate(layer)}
+        for number, layer in enumerate(table["layers"])
+    }
+
+
+def difference(table: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    """How the model a table was searched on differs from `model` (a fingerprint), in a few words; None if it does not."""
+    theirs = table["model"]
+    for name in dict.fromkeys((*model, *theirs)):
+        if theirs.get(name) != model.get(name):
+            return f"{name} {shown(theirs.get(name))} there, {shown(model.get(name))} here"
+    return None
+
+
+def _filled(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _names_a_pattern(head: Any) -> bool:
+    pattern = head.get("pattern") if isinstance(head, dict) else None
+    return isinstance(pattern, dict) and isinstance(pattern.get("name"), str)

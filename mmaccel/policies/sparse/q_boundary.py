@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmaccel.core.layout import MODALITIES
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.boundaries import OneSided
-from mmaccel.policies.sparse.intra import IntraPattern
+from mmaccel.policies.sparse.boundary_2d import Groups, OneSided
 
 
 @register("sparse", "q_boundary")
@@ -24,9 +22,6 @@ class QBoundary(OneSided):
     One pattern for all queries alike is the pattern itself: the paper's no-boundary head needs no name of its own.
     """
 
-    def within(self, query: int | None, key: int | None) -> IntraPattern | None:
-        assert query is not None
-        return self.of(query)
-
-    def groups(self) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-        return tuple(MODALITIES), (None,)
+    @property
+    def groups(self) -> Groups:
+        return {m: {None: pattern} for m, pattern in self.patterns.items()}

@@ -8,17 +8,96 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmaccel.core.errors import RecipeError, check_choice
+from mmaccel.core.errors import RecipeError, check_choice, shown
+from mmaccel.core.layout import TEXT
 from mmaccel.core.plan import FAR, KeySpan, Part, pad_rows, span_by_range
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import touched, whole_blocks
-from mmaccel.policies.sparse.segments import Segments, Stride, check_stride, fitting
+from mmaccel.policies.sparse.orders import IntraPattern, Region, spanned_blocks, whole_blocks
+
+FRAMELESS = 128
+"""The stride of a sequence without a frame, that of Sparse Transformer on text (arXiv 1904.10509)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The segments of the keys of each sequence, by rank.
+
+    number [B, N] number of the segment of each key, offset [B, N] its place in it, stride [B, 1] the most tokens of a
+    segment; size bounds the strides and count the segments, numbers of the host.
+    """
+
+    number: Tensor
+    offset: Tensor
+    stride: Tensor
+    size: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentedPattern(IntraPattern):
+    """A pattern of Sparse Transformer, which counts in segments: a frame, or as many tokens of text each."""
+
+    stride: int | Literal["frame"] = "frame"
+    min_stride: int = 8
+    max_stride: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        stride = self.stride
+        if stride != "frame" and (not isinstance(stride, int) or isinstance(stride, bool) or stride < 1):
+            raise RecipeError(
+                f"{self.name}: stride is {shown(stride)}; give 'frame' or a number of tokens, at least 1."
+            )
+        if self.min_stride < 1 or self.max_stride < self.min_stride:
+            raise RecipeError(
+                f"{self.name}: min_stride {self.min_stride} and max_stride {self.max_stride} are no range from 1 upwards."
+            )
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the greatest stride that a sequence may have."""
+        return (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride, self.stride)
+
+    def segments(self, region: Region) -> Segments:
+        """Segments of `stride` tokens each; under "frame" those that the class docstring of `SFFixed` tells."""
+        low, high = self.bounds
+        most = max(1, whole_blocks(region.width, low))
+        rank = torch.arange(len(region.keys), device=region.at.device).expand_as(region.keys.row)
+        if self.stride != "frame":
+            return Segments(rank // high, rank % high, torch.full_like(rank[:, :1], high), high, most)
+        layout, here = region.layer.k_layout, region.keys.row >= 0
+        row = region.keys.row.clamp(min=0).long()
+        text = layout.modality.gather(1, row) == TEXT
+        latest = layout.frame.gather(1, row).masked_fill(~here, -1).cummax(1).values
+        begins = torch.ones_like(text)
+        begins[:, 1:] = (text[:, 1:] != text[:, :-1]) | (~text & (latest > latest.roll(1, 1)))[:, 1:]
+        offset = rank - torch.where(begins, rank, 0).cummax(1).values
+        longest = torch.where(here & ~text, offset + 1, 0).amax(1, keepdim=True)
+        stride = torch.where(longest > 0, longest, FRAMELESS).clamp(low, high)
+        offset = offset % stride
+        number = (offset == 0).long().cumsum(1) - 1
+        count = here.sum(1, keepdim=True)
+        fits = torch.where(here, number + 1, 0).amax(1, keepdim=True) * low <= count + low - 1
+        number = torch.where(fits, number, rank // stride)
+        return Segments(number, torch.where(fits, offset, rank % stride), stride, high, most)
+
+    def segment_sizes(self, region: Region) -> tuple[int, int]:
+        """The stride and the most segments of a sequence: of frames, by one look at the layout."""
+        if self.stride != "frame":
+            return self.stride, max(1, whole_blocks(region.width, self.stride))
+
+        def looked() -> tuple[int, int]:
+            segments = self.segments(region)
+            last = torch.where(region.keys.row >= 0, segments.number, 0).amax()
+            stride, count = torch.stack([segments.stride.amax(), last + 1]).tolist()
+            return stride, count
+
+        return region.once(("segments", *self.bounds), looked)
 
 
 @register("sparse", "sf_fixed")
 @dataclass(frozen=True, kw_only=True)
-class SFFixed(IntraPattern):
+class SFFixed(SegmentedPattern):
     """A query sees its own segment up to itself, and `summary` tokens of each segment before: Sparse Transformer, fixed.
 
     side="last"   the summary is the last tokens of a segment (Child et al. 2019, arXiv 1904.10509)
@@ -36,67 +115,68 @@ class SFFixed(IntraPattern):
     are the tokens of a frame); Child et al. have 8 to 32.
     """
 
-    stride: Stride = "frame"
     summary: int = 1
     side: Literal["last", "first"] = "last"
-    min_stride: int = 8
-    max_stride: int = 1024
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_stride("sf_fixed", self.stride, self.min_stride, self.max_stride)
         if self.summary < 0:
             raise RecipeError(f"sf_fixed: summary is {self.summary}; give 0 or more tokens of a segment.")
         check_choice("sf_fixed", "side", self.side, ("last", "first"))
 
-    def parts(self, sight: Sight) -> tuple[Part, ...]:
-        segments = Segments.of(sight, self.stride, self.min_stride, self.max_stride)
-        own = sight.at.clamp(min=0).long()
-        begin = own - segments.offset.gather(1, own)
-        spans = [self._own(sight, segments, own)]
+    def parts(self, region: Region) -> tuple[Part, ...]:
+        segments = self.segments(region)
+        at = region.at.clamp(min=0).long()
+        spans = [self._own(region, segments, at)]
         if self.summary:
-            spans.append(self._summaries(sight, segments, begin))
-        return (sight.part(spans),)
+            spans.append(self._summaries(region, segments, at - segments.offset.gather(1, at)))
+        return (region.part(spans),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        block, keys = self.block, whole_blocks(n_key, self.block)
-        least, most = (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride,) * 2
-        near = min(touched(block + most - 1, block), keys)
+        (least, most), block, keys = self.bounds, self.block, whole_blocks(n_key, self.block)
+        near = min(spanned_blocks(block + most - 1, block), keys)
         columns = whole_blocks(min(n_key, self.summary * whole_blocks(n_key, least)), block)
         # Queries ascend: what their blocks see beyond one segment is, all together, no more than the keys.
         return near + columns, keys if gaps else 0
 
-    def estimate_blocks(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
-        if sight is None:
-            return super().estimate_blocks(rows, keys, share, sight)
-        longest, count = Segments.sizes(sight, self.stride, self.min_stride, self.max_stride)
+    def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
+        if region is None:
+            return super().estimate_blocks(rows, keys, share, region)
+        longest, count = self.segment_sizes(region)
         # A query sees half of its own segment, on the mean; its block reaches a block's length further.
         near = longest / (2 * self.block) + 1.5
         return whole_blocks(rows, self.block) * (near + share * self.summary * count / self.block + 0.5)
 
-    def _own(self, sight: Sight, segments: Segments, own: Tensor) -> KeySpan:
+    def _own(self, region: Region, segments: Segments, at: Tensor) -> KeySpan:
         """The keys of the segment of each query. Segments lie two sizes apart, so that no two are within one."""
         block, size = self.block, segments.size
-        place = fitting(segments.number * (2 * size) + segments.offset, 2 * size * (segments.count + 1))
-        q_pos = place.gather(1, own).masked_fill(sight.at < 0, -1)[:, None]
-        order = (sight.q_row, sight.keys.row[:, None], q_pos, place[:, None])
-        return span_by_range(*order, 0, size, block, block, ordered=sight.keys.count)
+        pos = fitting(segments.number * (2 * size) + segments.offset, 2 * size * (segments.count + 1))
+        q_pos = pos.gather(1, at).masked_fill(region.at < 0, -1)[:, None]
+        order = region.q_row, region.keys.row[:, None], q_pos, pos[:, None]
+        return span_by_range(*order, 0, size, block, block, ordered=region.keys.count)
 
-    def _summaries(self, sight: Sight, segments: Segments, begin: Tensor) -> KeySpan:
-        """The summary tokens, gathered; each query sees those of the segments before its own."""
-        block, here = self.block, sight.keys.row >= 0
+    def _summaries(self, region: Region, segments: Segments, begin: Tensor) -> KeySpan:
+        """The summary tokens, gathered; each query sees those of the segments before its own, which begins at `begin`."""
+        block, keys, here = self.block, region.keys, region.keys.row >= 0
         member = here & (segments.offset < self.summary)
         if self.side == "last":
             sizes = torch.zeros_like(segments.number)
             number = segments.number.clamp(max=sizes.shape[1] - 1)
             sizes = sizes.scatter_add(1, number, here.long())
             member = here & (segments.offset >= sizes.gather(1, number) - self.summary)
-        room = min(len(sight.keys), self.summary * segments.count)
+        most = min(len(keys), self.summary * segments.count)
         rank = member.long().cumsum(1)
-        slot = torch.where(member, rank - 1, room)
-        k_row = torch.full_like(sight.keys.row[:, :1], -1).repeat(1, room + 1)
-        k_row = pad_rows(k_row.scatter_(1, slot, sight.keys.row)[:, :room].contiguous(), block)
-        before = (rank - member.long()).gather(1, begin).masked_fill(sight.at < 0, 0).to(torch.int32)[:, None]
+        slot = torch.where(member, rank - 1, most)
+        k_row = torch.full_like(keys.row[:, :1], -1).repeat(1, most + 1)
+        k_row = pad_rows(k_row.scatter_(1, slot, keys.row)[:, :most].contiguous(), block)
+        before = (
+            (rank - member.long()).gather(1, begin).masked_fill(region.at < 0, 0).to(torch.int32)[:, None]
+        )
         k_pos = torch.arange(k_row.shape[1], dtype=torch.int32, device=k_row.device).expand_as(k_row)
-        order = (sight.q_row, k_row[:, None], before - 1, k_pos[:, None])
+        order = region.q_row, k_row[:, None], before - 1, k_pos[:, None]
         return span_by_range(*order, 0, FAR, block, block)
+
+
+def fitting(pos: Tensor, most: int) -> Tensor:
+    """`pos` in 32 bits where no position exceeds `most`, a number of the host, that does not fit."""
+    return pos.to(torch.int64 if most >= 2**31 - 1 else torch.int32)

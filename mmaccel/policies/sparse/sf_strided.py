@@ -8,14 +8,13 @@ import torch
 
 from mmaccel.core.plan import Part, span_by_range
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import touched, whole_blocks
-from mmaccel.policies.sparse.segments import Segments, Stride, check_stride, fitting
+from mmaccel.policies.sparse.orders import Region, spanned_blocks, whole_blocks
+from mmaccel.policies.sparse.sf_fixed import SegmentedPattern, Segments, fitting
 
 
 @register("sparse", "sf_strided")
 @dataclass(frozen=True, kw_only=True)
-class SFStrided(IntraPattern):
+class SFStrided(SegmentedPattern):
     """A query sees the last `stride` tokens, itself counted, and every stride-th before: Sparse Transformer, strided.
 
     stride="frame"  the window is as long as the longest frame of the sequence; beyond it a query sees the keys at its own
@@ -28,35 +27,26 @@ class SFStrided(IntraPattern):
     with the sizes of MMInference (Table 2: both the tokens of a frame).
     """
 
-    stride: Stride = "frame"
-    min_stride: int = 8
-    max_stride: int = 1024
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_stride("sf_strided", self.stride, self.min_stride, self.max_stride)
-
-    def parts(self, sight: Sight) -> tuple[Part, ...]:
-        segments = Segments.of(sight, self.stride, self.min_stride, self.max_stride)
-        return (self._window(sight, segments), self._lines(sight, segments))
+    def parts(self, region: Region) -> tuple[Part, ...]:
+        segments = self.segments(region)
+        return (self._window(region, segments), self._lines(region, segments))
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        block, keys = self.block, whole_blocks(n_key, self.block)
-        least, most = (self.min_stride, self.max_stride) if self.stride == "frame" else (self.stride,) * 2
-        window = min(touched(block + most - 1, block), keys)
-        line = min(touched(whole_blocks(n_key, least), block), keys)
+        (least, most), block, keys = self.bounds, self.block, whole_blocks(n_key, self.block)
+        window = min(spanned_blocks(block + most - 1, block), keys)
+        line = min(spanned_blocks(whole_blocks(n_key, least), block), keys)
         # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys. In the order of
         # the lines a block of queries has one offset, and one more for each that begins in it.
         return window + line, keys + 2 * min(most, n_query) + (keys if gaps else 0)
 
-    def estimate_blocks(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
-        if sight is None:
-            return super().estimate_blocks(rows, keys, share, sight)
-        longest, count = Segments.sizes(sight, self.stride, self.min_stride, self.max_stride)
+    def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
+        if region is None:
+            return super().estimate_blocks(rows, keys, share, region)
+        longest, count = self.segment_sizes(region)
         each = longest / self.block + 1.5 + share * count / self.block + 1
         return whole_blocks(rows, self.block) * each
 
-    def _window(self, sight: Sight, segments: Segments) -> Part:
+    def _window(self, region: Region, segments: Segments) -> Part:
         """The keys less than a stride before each query.
 
         The stride differs between sequences and the range of a span does not: counted in strides of `size`, of which the
@@ -64,32 +54,32 @@ class SFStrided(IntraPattern):
         """
         block, size, stride = self.block, segments.size, segments.stride
         # Even cuts of min_stride or more are no more than `count`, one that is cut short among them.
-        most = size * (segments.count + len(sight.keys) - sight.width + 1)
-        number = torch.arange(len(sight.keys), device=stride.device)
+        most = size * (segments.count + len(region.keys) - region.width + 1)
+        number = torch.arange(len(region.keys), device=stride.device)
         k_pos = fitting(number // stride * size + number % stride, most)
-        at = sight.at.long()
+        at = region.at.long()
         q_pos = fitting(at // stride * size + at % stride, most).masked_fill(at < 0, -1)[:, None]
-        order = (sight.q_row, sight.keys.row[:, None], q_pos, k_pos[:, None])
-        return sight.part([span_by_range(*order, 0, size, block, block, ordered=sight.keys.count)])
+        order = (region.q_row, region.keys.row[:, None], q_pos, k_pos[:, None])
+        return region.part([span_by_range(*order, 0, size, block, block, ordered=region.keys.count)])
 
-    def _lines(self, sight: Sight, segments: Segments) -> Part:
-        """The keys at the offset of each query, a stride or more before it; queries and keys by (offset, place)."""
-        block, room = self.block, segments.count
-        rows, at = sight.keys.row, sight.at.long()
-        base = len(sight.keys) + 1
+    def _lines(self, region: Region, segments: Segments) -> Part:
+        """The keys at the offset of each query, a stride or more before it; queries and keys by (offset, rank)."""
+        block, count = self.block, segments.count
+        rows, at = region.keys.row, region.at.long()
+        base = len(region.keys) + 1
         offset = torch.where(rows >= 0, segments.offset, segments.size)
         code, order = (offset * base + torch.arange(base - 1, device=rows.device)).sort(1)
         k_row, offset = rows.gather(1, order), code // base
         k_pos = torch.arange(base - 1, device=rows.device) - torch.searchsorted(code, offset * base)
         own = torch.where(at >= 0, segments.offset.gather(1, at.clamp(min=0)), segments.size + 1)
         order = (own * base + at).argsort(1)
-        own, at, q_row = own.gather(1, order), at.gather(1, order), sight.queries.row.gather(1, order)
+        own, at, q_row = own.gather(1, order), at.gather(1, order), region.q_row[:, 0].gather(1, order)
         start = torch.searchsorted(code, own * base)
         end = torch.searchsorted(code, own * base + at - segments.stride, right=True)
         end = torch.where(at >= segments.stride, end, start)
-        # Offsets lie two rooms apart, so that no pair of two offsets is within one.
-        most = 2 * room * (segments.size + 2)
-        q_pos = fitting(own * (2 * room) + end - start - 1, most).masked_fill(q_row < 0, -1)
-        k_pos = fitting(offset * (2 * room) + k_pos, most).masked_fill(k_row < 0, 0)
-        places = (q_row[:, None], k_row[:, None], q_pos[:, None], k_pos[:, None])
-        return Part(q_row[:, None], (span_by_range(*places, 0, room, block, block),), merge_group=1)
+        # Offsets lie twice `count` apart, so that no pair of two offsets is within the range.
+        most = 2 * count * (segments.size + 2)
+        q_pos = fitting(own * (2 * count) + end - start - 1, most).masked_fill(q_row < 0, -1)
+        k_pos = fitting(offset * (2 * count) + k_pos, most).masked_fill(k_row < 0, 0)
+        tokens = (q_row[:, None], k_row[:, None], q_pos[:, None], k_pos[:, None])
+        return Part(q_row[:, None], (span_by_range(*tokens, 0, count, block, block),), merge_group=1)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, check_least
 from mmaccel.core.plan import FAR, Part
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.a_shape import near_and_first
-from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import touched, whole_blocks
+from mmaccel.policies.sparse.a_shape import near_and_first, near_and_first_blocks
+from mmaccel.policies.sparse.orders import IntraPattern, Region, whole_blocks
 
 
 @register("sparse", "tri_shape")
@@ -40,32 +38,26 @@ class TriShape(IntraPattern):
         if self.bottom < 0:
             raise RecipeError(f"tri_shape: bottom is {self.bottom}; give 0 or more queries.")
 
-    def parts(self, sight: Sight) -> tuple[Part, ...]:
-        block, rows = self.block, sight.queries.row
+    def parts(self, region: Region) -> tuple[Part, ...]:
+        block, rows = self.block, region.q_row[:, 0]
+        count = (rows >= 0).sum(1, keepdim=True)
         last = min(self.bottom, rows.shape[1])
         parts = []
         if last < rows.shape[1]:
-            upper = torch.arange(rows.shape[1], device=rows.device) < _count(rows) - last
-            above = replace(sight, q_row=torch.where(upper, rows, -1)[:, None], ordered=None)
+            upper = torch.arange(rows.shape[1], device=rows.device) < count - last
+            above = replace(region, q_row=torch.where(upper, rows, -1)[:, None], ordered=None)
             parts.append(above.part(near_and_first(above, self.sink, self.window)))
         if last:
-            slot = _count(rows) - last + torch.arange(whole_blocks(last, block) * block, device=rows.device)
-            there = (slot >= 0) & (slot < _count(rows))
-            pick = slot.clamp(0, rows.shape[1] - 1)
-            q_row = torch.where(there, rows.gather(1, pick), -1)[:, None]
-            at = torch.where(there, sight.at.gather(1, pick), -1)
-            below = replace(sight, q_row=q_row, at=at, ordered=None)
+            slot = count - last + torch.arange(whole_blocks(last, block) * block, device=rows.device)
+            there = (slot >= 0) & (slot < count)
+            source = slot.clamp(0, rows.shape[1] - 1)
+            q_row, at = (torch.where(there, t.gather(1, source), -1) for t in (rows, region.at))
+            below = replace(region, q_row=q_row[:, None], at=at, ordered=None)
             parts.append(below.part([below.span(0, FAR)]))
         return tuple(parts)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
-        keys = whole_blocks(n_key, self.block)
-        near = min(touched(self.block + self.window - 1, self.block), keys)
-        bottom = whole_blocks(min(self.bottom, n_query), self.block) * keys
-        # Queries ascend: what their blocks see beyond one window is, all together, no more than the keys.
-        return near + whole_blocks(min(self.sink, n_key), self.block), bottom + (keys if gaps else 0)
-
-
-def _count(rows: Tensor) -> Tensor:
-    """[B, 1]: how many of the rows there are."""
-    return (rows >= 0).sum(1, keepdim=True)
+        each, more = near_and_first_blocks(n_key, self.sink, self.window, self.block, gaps=gaps)
+        return each, more + whole_blocks(min(self.bottom, n_query), self.block) * whole_blocks(
+            n_key, self.block
+        )

@@ -8,13 +8,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmaccel.backends.ops.lines import line_keys, strongest
+from mmaccel.backends.ops.lines import line_keys, slash_runs, strongest
 from mmaccel.core.errors import RecipeError, check_choice, check_least
-from mmaccel.core.plan import FAR, KeySpan, Part, span_by_range
+from mmaccel.core.plan import FAR, BlockLists, KeySpan, Part, span_by_range
 from mmaccel.core.registry import register
-from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.orders import whole_blocks
-from mmaccel.policies.sparse.slashes import slash_lists
+from mmaccel.policies.sparse.orders import IntraPattern, Region, whole_blocks
+
+MOST_ENTRIES = 1 << 28
+"""Most entries of lists made by the host's bound of their sizes; beyond it the sizes are read."""
 
 
 @register("sparse", "vertical_slash")
@@ -49,34 +50,26 @@ class VerticalSlash(IntraPattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.vertical < 0:
-            raise RecipeError(f"vertical_slash: vertical is {self.vertical}; give 0 or more columns.")
-        if self.slash < 1:
-            raise RecipeError(f"vertical_slash: slash is {self.slash}; give at least 1, the main diagonal.")
-        if self.sink < 0:
-            raise RecipeError(f"vertical_slash: sink is {self.sink}; give 0 or more columns.")
-        if self.nearest < 1:
-            raise RecipeError(
-                f"vertical_slash: nearest is {self.nearest}; give at least 1, the main diagonal."
-            )
+        for name in ("vertical", "sink"):
+            if getattr(self, name) < 0:
+                raise RecipeError(f"vertical_slash: {name} is {getattr(self, name)}; give 0 or more columns.")
+        check_least(self, 1, "slash", "nearest", of=", the main diagonal")
         check_least(self, 1, "last_q", of=" query")
         check_choice("vertical_slash", "estimate", self.estimate, ("head", "group"))
 
-    def parts(self, sight: Sight) -> tuple[Part, ...]:
-        sample = sight.last(self.last_q, self.estimate == "group")
-        columns, diagonals = sample.lines()
-        keys, order = sight.keys, sight.at[:, None]
-        chosen, found = self._strongest(columns, diagonals, sample.at)
-        left, kind, kept, *gathered = line_keys(keys.row, chosen, found, sight.width, self.block)
-        shapes = sight.shapes(chosen.shape[1])
+    def parts(self, region: Region) -> tuple[Part, ...]:
+        sample = region.last(self.last_q, self.estimate == "group")
+        columns, diagonals = self._strongest(*sample.lines(), sample.at)
+        keys, at, heads = region.keys, region.at[:, None], columns.shape[1]
+        left, kind, kept, k_row, k_pos = line_keys(keys.row, columns, diagonals, region.width, self.block)
+        runs = region.once(("query runs", heads), lambda: QueryRuns.of(region, heads))
         # The ranks say nothing of the rows: those of columns are left out.
-        lists = slash_lists(kind, kept, self.block, shapes)
-        spans = [KeySpan(left, order, keys.rank[:, None], 0, FAR, lists, ranks=True, q_first=sight.q_first)]
+        lists = runs.lists(kind, kept, self.block)
+        spans = [KeySpan(left, at, keys.rank[:, None], 0, FAR, lists, ranks=True, q_first=region.q_first)]
         if self.vertical:
-            # The columns, gathered; a column's place is that of its token.
-            k_row, k_pos = gathered
-            spans.append(span_by_range(sight.q_row, k_row, order, k_pos, 0, FAR, self.block, self.block))
-        return (sight.part(spans),)
+            # The columns, gathered; a column's position is that of its token.
+            spans.append(span_by_range(region.q_row, k_row, at, k_pos, 0, FAR, self.block, self.block))
+        return (region.part(spans),)
 
     def max_blocks(self, n_query: int, n_key: int, *, gaps: bool, ties: bool) -> tuple[int, int]:
         blocks = whole_blocks(n_key, self.block)
@@ -85,7 +78,7 @@ class VerticalSlash(IntraPattern):
         slash = min((self.block if gaps else 2) * self.slash, blocks)
         return slash + columns, 0
 
-    def estimate_blocks(self, rows: int, keys: int, share: float, sight: Sight | None) -> float:
+    def estimate_blocks(self, rows: int, keys: int, share: float, region: Region | None) -> float:
         # At best the diagonals lie side by side; apart, each touches two blocks.
         blocks, seen = whole_blocks(rows, self.block), share * keys / self.block + 1
         columns = min(self.vertical, keys) / self.block
@@ -99,5 +92,119 @@ class VerticalSlash(IntraPattern):
         if self.nearest > 1:
             near = torch.arange(diagonals.shape[-1], device=diagonals.device) < min(self.nearest, self.slash)
             diagonals = diagonals.masked_fill(near, torch.inf)
-        found: tuple[Tensor, Tensor] = strongest(columns, diagonals, at[:, -1], self.vertical, self.slash)
-        return found
+        lines: tuple[Tensor, Tensor] = strongest(columns, diagonals, at[:, -1], self.vertical, self.slash)
+        return lines
+
+
+@dataclass(frozen=True, eq=False)
+class QueryRuns:
+    """The blocks of queries by the runs of ranks in them, which tell what a diagonal touches: from the layouts alone.
+
+    What a block of ranks that follow each other touches, told in blocks before its first, is the same for all that begin
+    at the same rank within a key block and are as long: one list a shape, and one shape where queries are in the order of
+    the sequence. Blocks whose ranks jump, at the islands of a modality, have lists of their own.
+
+    shape [3, C] int32: sequence, offset in a key block, number of ranks; member [B, M] int32 the shape of each block; home
+    [B, M] int32 the key block in which it begins. reach [3, B, M] int32: of the steps of its shape, step u to key block
+    home + 1 - u, the first that is one, the last but one, and the first that needs no test; all 0 for blocks that jump.
+    broken [B, G] int32: the blocks that jump, M past the last; runs [B, G, R, 2] int32 their runs of ranks, the least and
+    the greatest of each, which is -1 for none; sure [B, G] int32 the last key block but one in which all is seen.
+    """
+
+    shape: Tensor
+    member: Tensor
+    home: Tensor
+    reach: Tensor
+    broken: Tensor
+    runs: Tensor
+    sure: Tensor
+
+    @classmethod
+    def of(cls, region: Region, heads: int) -> QueryRuns:
+        """Those of the queries of `region`, for lists of `heads` heads."""
+        block = region.layer.block
+        most_shapes, most_gaps, most_pieces = _run_bounds(region)
+        blocks = len(region.keys) // block
+        B, M = region.at.shape[0], region.at.shape[1] // block
+        at = region.at.long().view(B, M, block)
+        live = at >= 0
+        low = torch.where(live, at, FAR).amin(2)
+        length = (at.amax(2) - low + 1).clamp(min=0)
+        jump = live[..., 1:] & live[..., :-1] & (at[..., 1:] - at[..., :-1] > 1)
+        whole = live.any(2) & ~jump.any(2)
+        home, offset = low // block, low % block
+        sequence = torch.arange(B, device=at.device)[:, None]
+
+        shape = torch.where(whole, (sequence * block + offset) * (block + 1) + length, FAR)
+        sorted_shape, order = shape.flatten().sort()
+        rank = torch.nn.functional.pad((sorted_shape[1:] != sorted_shape[:-1]).long().cumsum(0), (1, 0))
+        C = min(B * M, B * most_shapes) + 1
+        if C * heads * (blocks + 2) > MOST_ENTRIES:
+            C = int(rank[-1]) + 1
+        member = torch.empty_like(rank).scatter_(0, order, rank).view(B, M)
+        shapes = torch.zeros(C, dtype=torch.long, device=at.device).scatter_(0, rank, sorted_shape)
+        shapes = torch.where(shapes == FAR, 0, shapes)
+        fields = shapes // ((block + 1) * block), shapes // (block + 1) % block, shapes % (block + 1)
+
+        # Step u of a block is key block home + 1 - u; those past its own, and past the last, are cut off.
+        width = blocks + 2
+        first, last = (home + 2 - blocks).clamp(0, width), (home + 2).clamp(0, width)
+        # A query before the first key, if there is one, sees nothing: such a block is tested whole.
+        early = ((region.q_row[:, 0] >= 0).view(B, M, block) & ~live).any(2)
+        sure = torch.where(early, 0, (low + 1) // block)
+        head = torch.maximum((home + 2 - sure).clamp(0, width), first)
+        reach = torch.where(whole, torch.stack([first, last, head]), 0)
+
+        gaps = min(M, most_gaps)
+        if gaps and B * heads * gaps * blocks > MOST_ENTRIES:
+            gaps = int(jump.any(2).sum(1).amax())
+        broken, runs = _broken(at, jump, gaps, min(most_pieces, block))
+        sure = sure.gather(1, broken.clamp(max=M - 1))
+        of_shapes = torch.stack(fields), member, home.clamp(max=FAR), reach
+        return cls(*(t.to(torch.int32) for t in (*of_shapes, broken, runs, sure.clamp(max=FAR))))
+
+    def lists(self, kind: Tensor, kept: Tensor, block: int) -> BlockLists:
+        """Lists in which a query block has every key block that a diagonal of `kept` [B, H, N] touches in its rows.
+
+        kind [B, H, key blocks]: their kinds. A diagonal d pairs a query of rank i with the key of rank i - d.
+        """
+        of_queries = self.shape, self.member, self.home, self.reach, self.broken, self.runs, self.sure
+        return BlockLists(*slash_runs(kept, *of_queries, block), kind)
+
+
+def _run_bounds(region: Region) -> tuple[int, int, int]:
+    """How far from one run of ranks the queries of a sequence are: bounds from the layout alone.
+
+    Different (offset in a key block, number of ranks) of query blocks whose ranks leave none out; query blocks whose ranks
+    jump; runs of ranks in one of those.
+    """
+    query_kind, key_kind = region.kinds
+    if query_kind == key_kind:
+        return 2, 0, 1
+    runs = region.layer.q_layout.runs
+    # In each run of the sequence whole blocks have one shape; one more where it begins, and one where it ends.
+    shapes = 3 * sum(count for count, _ in runs.values()) + 3
+    if query_kind is None:
+        return shapes, 0, 1
+    most, least = runs[query_kind]
+    return shapes, most, 2 + (region.layer.block - 2) // max(least, 1)
+
+
+def _broken(at: Tensor, jump: Tensor, gaps: int, pieces: int) -> tuple[Tensor, Tensor]:
+    """`broken` and `runs` of `QueryRuns`, of at most `gaps` blocks of a sequence in at most `pieces` runs each.
+
+    at [B, M, block] the ranks of all blocks, jump [B, M, block - 1] whether the next is further than one.
+    """
+    B, M, block = at.shape
+    is_broken = jump.any(2)
+    slot = torch.where(is_broken, is_broken.long().cumsum(1) - 1, gaps).clamp(max=gaps)
+    every = torch.arange(M, device=at.device).expand(B, M)
+    broken = torch.full((B, gaps + 1), M, device=at.device).scatter_(1, slot, every)[:, :gaps]
+    chosen, there = broken.clamp(max=M - 1)[..., None], (broken < M)[..., None]
+    own = at.gather(1, chosen.expand(-1, -1, block))
+    cut = jump.gather(1, chosen.expand(-1, -1, block - 1))
+    run = torch.nn.functional.pad(cut.long().cumsum(2), (1, 0)).clamp(max=max(pieces - 1, 0))
+    seen, shape = there & (own >= 0), (B, gaps, max(pieces, 1))
+    least = own.new_full(shape, FAR).scatter_reduce_(2, run, torch.where(seen, own, FAR), "amin")
+    most = own.new_full(shape, -1).scatter_reduce_(2, run, torch.where(seen, own, -1), "amax")
+    return broken, torch.stack([least, most], -1)

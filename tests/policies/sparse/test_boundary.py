@@ -18,7 +18,7 @@ from mmaccel.core.execute import attend_plan, launches
 from mmaccel.core.layout import IMAGE, MODALITIES, TEXT, VIDEO
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse import AShape, Boundary2D, Dense, Grid, KBoundary, QBoundary, VerticalSlash
-from mmaccel.policies.sparse.intra import IntraPattern
+from mmaccel.policies.sparse.orders import IntraPattern
 from tests.backends.oracle import masked
 
 from . import masks

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mmaccel.core.layout import TEXT, VIDEO
 from mmaccel.policies.sparse import AShape, Grid, VerticalSlash
-from mmaccel.policies.sparse.intra import Layer
+from mmaccel.policies.sparse.orders import LayerInputs
 
 from . import masks
 from .scenes import Scene, Token, scenes, sequence
@@ -212,8 +212,8 @@ def test_the_last_queries_of_a_caller_s_own_are_those_that_are_there(case: str) 
     n, count = queries.length if there is None else there, 16
     if there is not None:
         queries = replace(queries, valid=torch.arange(queries.length)[None] < there)
-    last = Layer(query, key, queries, whole.take(held), 16).sight().last(count)
-    assert last.asking.final == (case == "the last of the keys")
+    last = LayerInputs(query, key, queries, whole.take(held), 16).region().last(count)
+    assert last.sample.final == (case == "the last of the keys")
     # Places among the keys, of which some may be gone.
     at = torch.arange(scene.length)[ask][n - count : n] - (held.start or 0)
     grouped = key.repeat_interleave(scene.heads // scene.groups, 1)

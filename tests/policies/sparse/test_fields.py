@@ -8,6 +8,7 @@ import pytest
 
 import mmaccel.policies.sparse  # noqa: F401 - registers the patterns
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import IMAGE, TEXT, VIDEO
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.policies.sparse import AShape, Boundary2D, Dense, Grid, QBoundary
@@ -61,9 +62,8 @@ def test_patterns_of_a_boundary_as_a_recipe_writes_them() -> None:
     )
     pattern = registry("sparse").build("boundary_2d", fields)
     assert isinstance(pattern, Boundary2D)
-    assert pattern.pair("video", "text") == AShape(sink=0, block=32)
-    assert pattern.pair("text", "video") is None
-    assert pattern.pair("text", "text") == Grid(block=32)
+    assert pattern.groups[VIDEO][TEXT] == AShape(sink=0, block=32)
+    assert pattern.groups[TEXT] == {TEXT: Grid(block=32), IMAGE: Grid(block=32), VIDEO: None}
     again = Recipe.load(sparse=pattern).to_dict()["sparse"]
     assert again["pairs"]["video>text"]["sink"] == 0 and again["default"]["name"] == "grid"
     assert Recipe.load({"sparse": again}).sparse == pattern

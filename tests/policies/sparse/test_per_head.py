@@ -20,9 +20,8 @@ from mmaccel.core.layout import TokenLayout
 from mmaccel.core.plan import AttentionPlan, Part
 from mmaccel.core.recipe import Recipe
 from mmaccel.policies.sparse import AShape, PerHead, VerticalSlash
-from mmaccel.policies.sparse.head_table import KIND, SCHEMA
-from mmaccel.policies.sparse.intra import IntraPattern, Sight
-from mmaccel.policies.sparse.per_head import LayerHeads
+from mmaccel.policies.sparse.orders import IntraPattern, Region
+from mmaccel.policies.sparse.per_head import KIND, SCHEMA, LayerHeads
 from tests.models.tiny_random import BUILD, prompt
 
 from .scenes import Scene, scenes
@@ -56,16 +55,16 @@ def test_each_head_is_planned_as_if_it_were_alone(scene: Scene) -> None:
 def test_queries_and_keys_are_handed_on_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = torch.randn(1, 8, 96, 8), torch.randn(1, 4, 96, 8)
     seen: list[tuple[int, int, int]] = []
-    plain = IntraPattern.found
+    plain = IntraPattern.cached_parts
 
-    def watched(self: IntraPattern, sight: Sight) -> tuple[Part, ...]:
-        layer = sight.layer
+    def watched(self: IntraPattern, region: Region) -> tuple[Part, ...]:
+        layer = region.layer
         seen.append((layer.heads, layer.key.shape[1], layer.key.data_ptr() - key.data_ptr()))
         assert layer.key._base is key
         assert layer.query is query if self.adaptive else layer.query._base is query
-        return plain(self, sight)
+        return plain(self, region)
 
-    monkeypatch.setattr(IntraPattern, "found", watched)
+    monkeypatch.setattr(IntraPattern, "cached_parts", watched)
     from mmaccel.core.layout import TokenLayout
 
     layout = TokenLayout.text(1, 96)

@@ -6,7 +6,6 @@ It is tried on a toy: a language model of a few tokens whose next logits are a r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,15 +55,11 @@ class ToyRunner(Runner):
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         assert ids.shape[0] == 1 and ids.shape[1] > 0
-        self.steps += 1
-        self.last = ids.shape[1]
-        if branches is None:
-            rows = []
-            for token in ids[0].tolist():
-                self.tokens.append(token)
-                rows.append(self.rule(self.tokens))
-            return torch.stack(rows)[None]
+        self.steps, self.last, before = self.steps + 1, ids.shape[1], len(self.tokens)
         self.tokens += ids[0].tolist()
+        if branches is None:
+            ends = range(before + 1, len(self.tokens) + 1)
+            return torch.stack([self.rule(self.tokens[:end]) for end in ends])[None]
         assert branches.sees.shape[0] == ids.shape[1]
         before = len(self.tokens) - branches.sees.shape[1]
         seen = [[t for t, s in zip(self.tokens[before:], row, strict=True) if s] for row in branches.sees]
@@ -106,27 +101,11 @@ class ToyAdapter(ModelAdapter):
         return ToyModel(like.rule, like.vocab)
 
 
-ToyAdapter.__abstractmethods__ = frozenset()
-
-
 def view(rule: Rule, vocab: int) -> ModelView:
-    made: Any = ToyAdapter  # most of the contract is not there, and no draft asks for it
-    adapter = made()
+    # Most of the contract is not there, and no draft asks for it.
+    ToyAdapter.__abstractmethods__ = frozenset()
+    adapter = ToyAdapter()  # type: ignore[abstract]
     return ModelView(ToyModel(rule, vocab), adapter, lambda model: adapter)
-
-
-@dataclass
-class Meter(Rounds):
-    """What the decoding loop wrote down."""
-
-    rounds: list[tuple[int, int]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-    def round(self, proposed: int, accepted: int) -> None:
-        self.rounds.append((proposed, accepted))
-
-    def draft_failed(self, reason: str) -> None:
-        self.failures.append(reason)
 
 
 def prompt(ids: Sequence[int], **choices: Any) -> Prompt:
@@ -167,18 +146,19 @@ def check_draft(strategy: DraftStrategy) -> None:
     if "memory" in needs:
         return  # the toy has no memory to read: models alone can try this one
     draft = strategy.open(view(RULE, VOCAB))
-    said, target, meter = prompt([3, 1], max_new_tokens=TOKENS - 2), ToyRunner(RULE), Meter()
+    said, target, rounds = prompt([3, 1], max_new_tokens=TOKENS - 2), ToyRunner(RULE), Rounds()
+
+    def stop(ids: Tensor) -> bool:
+        return ids.shape[1] >= TOKENS
+
     draft.begin(said)
-    ids = speculate(
-        target, draft, said, target.prefill(said.inputs), stop=lambda ids: ids.shape[1] >= TOKENS, meter=meter
-    )
-    for failure in meter.failures:
-        promise(False, f"{who}: it fails with {failure.rstrip('.')}; fix it.")
+    ids = speculate(target, draft, said, target.prefill(said.inputs), stop=stop, meter=rounds)
+    promise(rounds.failed is None, f"{who}: it fails with {(rounds.failed or '').rstrip('.')}; fix it.")
     promise(
-        ids[0].tolist() == alone(RULE, [3, 1], lambda ids: ids.shape[1] >= TOKENS),
+        ids[0].tolist() == alone(RULE, [3, 1], stop),
         f"{who}: the text is not the target's own; leave what the target holds as it was.",
     )
-    most = max((proposed for proposed, _ in meter.rounds), default=0)
+    most = max(rounds.windows, default=0)
     promise(
         not most or most + 1 <= lookback,
         f"{who}: {most} tokens were proposed and lookback is {lookback}; give one more than the most proposed.",

@@ -119,12 +119,15 @@ class KVState(ABC):
         return 0
 
     def save(self, path: str | Path) -> None:
-        """Write the state (safetensors and JSON); raises `ModelError` for policies that keep nothing worth saving."""
-        raise ModelError(f"{type(self).__name__} cannot be saved; use a kv policy made for streams.")
+        """Write the state into the folder `path`, which exists (`mmaccel.core.checkpoint_io`); raises OSError.
+
+        Raises `ModelError` for policies that keep nothing worth saving.
+        """
+        raise ModelError(f"{type(self).__name__} cannot be saved; choose another kv policy.")
 
     def load(self, path: str | Path) -> None:
-        """Read what `save` wrote."""
-        raise ModelError(f"{type(self).__name__} cannot be loaded; use a kv policy made for streams.")
+        """Read what `save` wrote, into a state just opened; raises `ModelError` when it does not fit."""
+        raise ModelError(f"{type(self).__name__} cannot be loaded; choose another kv policy.")
 
     def counters(self) -> dict[str, float]:
         """Figures for the report, which prints a name with the word "bytes" in MiB and one that ends in "_s" in seconds."""
@@ -252,7 +255,8 @@ class StreamState(KVState):
     it has ended; when a pass breaks off, the session calls ``restore`` with what ``checkpoint`` gave before the clip. Passes
     of kind "question" and "answer" run inside ``question_scope()``, which drops all they appended; "proxy" is dropped at
     ``end_pass()``. `length()` counts the stream's columns, and inside a question the question's and answer's too;
-    `truncate` reaches back to the beginning of the question.
+    `truncate` reaches back to the beginning of the question. `counters` has "units" taken in, and those "resident",
+    whose keys are on the device.
     """
 
     @abstractmethod
@@ -317,14 +321,6 @@ class StreamState(KVState):
         """Features [w, P, E] that `merge` keeps back, merged as of now: a question sees them after all units."""
         return None
 
-    def save(self, path: str | Path) -> None:
-        """Write the stream into the folder `path`, which exists (`mmaccel.core.checkpoint_io`); raises OSError."""
-        raise ModelError(f"{type(self).__name__} cannot be saved; choose another kv policy.")
-
-    def load(self, path: str | Path) -> None:
-        """Read what `save` wrote, into a state just opened; raises `ModelError` when it does not fit the stream."""
-        raise ModelError(f"{type(self).__name__} cannot be loaded; choose another kv policy.")
-
     def accept(self, keep: int | Tensor) -> None:
         raise ModelError(
             "kv: a stream's memory rolls back by truncate alone; use a draft that proposes chains."
@@ -332,10 +328,6 @@ class StreamState(KVState):
 
     def reorder(self, rows: Tensor) -> None:
         raise ModelError("kv: a stream is one sequence; ask without beams.")
-
-    def counters(self) -> dict[str, float]:
-        """Figures for the report; among them "units" taken in, and those "resident": their keys on the device."""
-        return super().counters()
 
     def close(self) -> None:
         """Give back what is held outside the device (host memory, files)."""
@@ -375,10 +367,6 @@ class StreamPolicy(KVPolicy):
     keeps: ClassVar[Literal["keys", "frames"]] = "keys"
     clip: ClassVar[int | None] = None
     query_time_fields: ClassVar[frozenset[str]] = frozenset()
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        refuse_former_names(cls, {"asks": "query_time_fields"})
 
     @property
     def admits_sparse(self) -> bool:

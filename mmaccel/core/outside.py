@@ -8,10 +8,11 @@ Videos and images come in through `mmaccel.media`, tensors through `core.checkpo
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import stat
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -40,26 +41,12 @@ def regular(path: str | os.PathLike[str], what: str, failure: Failure, fix: str 
     try:
         found = os.stat(path)
     except (OSError, ValueError) as error:
-        raise failure(f"{what} cannot be read ({reason(error)}: {_whole(path)}); {fix}.") from error
+        place = shown(os.path.abspath(path), PATH)[1:-1]
+        raise failure(f"{what} cannot be read ({reason(error)}: {place}); {fix}.") from error
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
         raise failure(f"{what} is {kind}, not a file; {fix}.")
     return found.st_size
-
-
-def opened(path: str | os.PathLike[str], what: str, failure: Failure, fix: str = "give a file") -> IO[bytes]:
-    """A regular file, opened to be read."""
-    regular(path, what, failure, fix)
-    try:
-        # Without waiting: another kind of file may have taken its place meanwhile.
-        number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    except (OSError, ValueError) as error:
-        raise failure(f"{what} cannot be read ({reason(error)}); {fix}.") from error
-    file = os.fdopen(number, "rb")
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        file.close()
-        raise failure(f"{what} is not a file; {fix}.")
-    return file
 
 
 def read_text(
@@ -71,11 +58,18 @@ def read_text(
     fix: str = "give a file",
 ) -> str:
     """The text of a UTF-8 file of at most `most` bytes; `what` and `fix` are the words of the errors."""
-    with opened(path, what, failure, fix) as file:
-        try:
+    regular(path, what, failure, fix)
+    # Without waiting: another kind of file may have taken its place meanwhile.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise failure(f"{what} is not a file; {fix}.")
             data = file.read(most + 1)
-        except OSError as error:
-            raise failure(f"{what} cannot be read ({reason(error)}); {fix}.") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, MmaccelError):
+            raise
+        raise failure(f"{what} cannot be read ({reason(error)}); {fix}.") from error
     return decoded(data, what, failure, most=most, fix=fix)
 
 
@@ -84,7 +78,8 @@ def decoded(
 ) -> str:
     """The text of bytes, UTF-8 with or without its mark."""
     if len(data) > most:
-        raise failure(f"{what} has more than {_size(most)}; {fix}.")
+        size = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
+        raise failure(f"{what} has more than {size}; {fix}.")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -111,30 +106,19 @@ def read_json(
     except RecursionError as error:
         raise failure(f"{what} has more than {DEPTH} values nested in each other; {fix}.") from error
     except ValueError as error:
-        told = str(error).partition(": ")[0] if not isinstance(error, json.JSONDecodeError) else str(error)
+        told = str(error) if isinstance(error, json.JSONDecodeError) else str(error).partition(": ")[0]
         raise failure(f"{what} is not valid JSON ({told.rstrip('.').lower()}); {fix}.") from error
-    wrong = _excess(found)
-    if wrong:
-        raise failure(f"{what} has {wrong}; {fix}.")
-    return found
-
-
-def _excess(found: Any) -> str | None:
-    """Which limit the parsed value exceeds, in words; None: none. Walks it without recursion."""
-    level = [found]
+    level = [found]  # walked without recursion
     for _ in range(DEPTH):
-        inner: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                inner += one.values()
-            elif isinstance(one, list):
-                inner += one
-            elif isinstance(one, int) and one.bit_length() > 64:
-                return "a whole number of more than 64 bits"
-        if not inner:
-            return None
-        level = inner
-    return f"more than {DEPTH} values within each other"
+        if any(isinstance(one, int) and one.bit_length() > 64 for one in level):
+            raise failure(f"{what} has a whole number of more than 64 bits; {fix}.")
+        lists = (
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
+        )
+        level = list(itertools.chain.from_iterable(lists))
+    if level:
+        raise failure(f"{what} has more than {DEPTH} values within each other; {fix}.")
+    return found
 
 
 def read_yaml(text: str, what: str, failure: Failure = RecipeError) -> Any:
@@ -193,14 +177,12 @@ class _Limited(yaml.SafeLoader):
         """As PyYAML's; raises `YAMLError` for a key that is given twice."""
         lines: dict[str, int] = {}
         for key, _ in getattr(node, "value", ()):
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            name, line = key.value, key.start_mark.line + 1
-            if name in lines:
-                raise yaml.YAMLError(
-                    f"{shown(name)} is given twice, in lines {lines[name]} and {line}; leave one out"
-                )
-            lines[name] = line
+            if isinstance(key, yaml.ScalarNode):
+                line = key.start_mark.line + 1
+                if key.value in lines:
+                    told = f"{shown(key.value)} is given twice, in lines {lines[key.value]} and {line}"
+                    raise yaml.YAMLError(f"{told}; leave one out")
+                lines[key.value] = line
         return super().construct_mapping(node, deep)
 
 
@@ -224,18 +206,11 @@ def question(text: Any, what: str = "question") -> str:
 
 def reason(error: BaseException) -> str:
     """The reason of a system error, in a few words."""
-    told = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return _clipped(told).rstrip(".").lower()
-
-
-def _whole(path: str | os.PathLike[str]) -> str:
-    return shown(os.path.abspath(path), PATH)[1:-1]
+    return (
+        _clipped(getattr(error, "strerror", None) or str(error) or type(error).__name__).rstrip(".").lower()
+    )
 
 
 def _clipped(error: Any, most: int = 200) -> str:
     told = " ".join(str(error).split())
     return told if len(told) <= most else told[: most - 3] + "..."
-
-
-def _size(count: int) -> str:
-    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"

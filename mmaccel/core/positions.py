@@ -48,10 +48,12 @@ class PositionIds:
     ) -> None:
         self._head, self._unit, self._make = head, unit, steps
         self._text, self._slope = text, slope
-        self._steps, self._known = self._made(64)
+        self._steps, self._known = torch.zeros(0, dtype=torch.long), list[int]()
+        self._upto(32)
         # On the host, for a question is not to wait for the device.
         self._last, self._largest = int(unit[0].max()), int(unit.max())
-        self.limit = limit
+        self.axes, self.limit = head.shape[0], limit
+        """1, or 3 for M-RoPE; and the positions that the model has."""
         self._pace, self._origin, self._slots = pace, 0.0, list[float]()
         # The first unit that is not in the slot of its number, and what is added for each unit, as far as it is told.
         self._odd: int | None = None
@@ -61,28 +63,25 @@ class PositionIds:
 
     def told(self, first: int, times: Sequence[float]) -> None:
         """Units from `first` on are shown at `times`, in seconds; forgets the times of later units."""
-        pace = self._pace
-        if pace is None or first > len(self._slots):
+        pace, slots = self._pace, self._slots
+        if pace is None or first > len(slots):
             return
-        del self._slots[first:]
+        del slots[first:]
         if not first and times:
             self._origin = times[0]
         for moment in times:
             slot = (moment - self._origin) / pace.unit
-            whole = round(slot)
-            self._slots.append(float(whole) if abs(slot - whole) < NEAR else slot)
+            even = float(round(slot))
+            slots.append(even if abs(slot - even) < NEAR else slot)
         begin = 0 if self._odd is None else first
         if self._odd is None or self._odd >= first:
-            later = (number for number in range(first, len(self._slots)) if self._slots[number] != number)
-            self._odd = next(later, None)
-        if self._odd is None or not self._slots[begin:]:
+            self._odd = next((unit for unit in range(first, len(slots)) if slots[unit] != unit), None)
+        if self._odd is None or not slots[begin:]:
             return
-        if len(self._slots) > self._own.numel():
-            grown = self._own.new_zeros(2 * len(self._slots))
-            grown[: self._own.numel()] = self._own
-            self._own = grown
-        some = torch.tensor([self._step(slot) for slot in self._slots[begin:]])
-        self._own[begin : len(self._slots)] = some.to(self._own.device)
+        if len(slots) > self._own.numel():
+            self._own = torch.nn.functional.pad(self._own, (0, 2 * len(slots) - self._own.numel()))
+        steps = torch.tensor([self._step(slot) for slot in slots[begin:]])
+        self._own[begin : len(slots)] = steps.to(self._own.device)
 
     def at(self, unit: int) -> float:
         """The slot of a unit; one without a known time follows the last."""
@@ -122,11 +121,6 @@ class PositionIds:
 
     # Units by number: all of them at an even rate, or ranks among those that are seen.
 
-    @property
-    def axes(self) -> int:
-        """1, or 3 for M-RoPE."""
-        return self._head.shape[0]
-
     def head(self) -> Tensor:
         """[h] or [3, h]."""
         return self._shaped(self._head)
@@ -143,16 +137,16 @@ class PositionIds:
     def cells(self, columns: Tensor, most: int, own: bool = False) -> Tensor:
         """[k] or [3, k]: single tokens, by column: u * P + c is token c of unit u; no unit is larger than `most`. `own`: at
         their own times."""
-        unit = columns.to(self._head.device) // self._unit.shape[1]
-        out = self._unit[:, columns.to(self._head.device) % self._unit.shape[1]].clone()
-        out[0] += self._table(most + 1, own)[unit]
+        columns, tokens = columns.to(self._head.device), self._unit.shape[1]
+        out = self._unit[:, columns % tokens].clone()
+        out[0] += self._table(most + 1, own)[columns // tokens]
         return self._shaped(out)
 
     def tail(self, units: int, start: int, count: int) -> Tensor:
         """[count] or [3, count]: columns ``start .. start + count`` of what follows the video after `units` units."""
         begin = self._text + (units - 1) * self._slope + start
-        one = torch.arange(begin, begin + count, device=self._head.device)
-        return self._shaped(one.expand(self.axes, -1))
+        row = torch.arange(begin, begin + count, device=self._head.device)
+        return self._shaped(row.expand(self.axes, -1))
 
     def after(self, units: int, pending: int, start: int, count: int, own: bool = False) -> Tensor:
         """[count] or [3, count]: columns ``start .. start + count`` of what follows `units` units: first the `pending`
@@ -166,9 +160,9 @@ class PositionIds:
 
     def span(self, units: int, own: bool = False) -> int:
         """The largest position that `units` units and their text's first token take. `own`: at their own times."""
-        count = max(units, 1)
-        self._upto(count)
-        step = self._step(self.at(count - 1)) if own and self._odd is not None else self._known[count - 1]
+        last = max(units, 1) - 1
+        self._upto(last + 1)
+        step = self._step(self.at(last)) if own and self._odd is not None else self._known[last]
         return max(self._last + step, self._largest, self._text + (units - 1) * self._slope)
 
     def ends(self, units: int, pending: int, rows: int, own: bool = False) -> tuple[int, int]:
@@ -195,14 +189,11 @@ class PositionIds:
         return self._own if own and self._odd is not None else self._upto(count)
 
     def _upto(self, count: int) -> Tensor:
+        """The steps of at least `count` units, where the head is; `_known` has them on the host."""
         if count > self._steps.numel():
-            self._steps, self._known = self._made(2 * count)
+            steps = self._make(2 * count)
+            self._steps, self._known = steps.to(self._head.device), steps.tolist()
         return self._steps
-
-    def _made(self, count: int) -> tuple[Tensor, list[int]]:
-        """The steps of `count` units where the head is, and on the host."""
-        steps = self._make(count)
-        return steps.to(self._head.device), steps.tolist()
 
     def _placed(self, steps: Tensor, token: int | None = None) -> Tensor:
         unit = self._unit if token is None else self._unit[:, token, None]

@@ -51,7 +51,7 @@ class Policy(metaclass=_TakesFormerFields):
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
         super().__init_subclass__()
-        refuse_former_names(cls, {"placed": "with_base_dir"})
+        refuse_former_names(cls, {"placed": "with_base_dir", "asks": "query_time_fields"})
         if kind is not None:
             BASES[kind] = cls
 

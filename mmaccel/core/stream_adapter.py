@@ -26,14 +26,6 @@ class Clip:
     part: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Tail:
-    """The tokens of a question after the video: `ids` [n] with rows ``words[0] .. words[1]`` the user's own."""
-
-    ids: Tensor
-    words: tuple[int, int]
-
-
 class StreamAdapter(ABC):
     """One model and its processor as streams use them: pixels to features, features through the layers, text both ways.
 
@@ -78,8 +70,9 @@ class StreamAdapter(ABC):
         """[h] ids of the prompt before the video."""
 
     @abstractmethod
-    def tail(self, question: str) -> Tail:
-        """What follows the video and its marks when `question` is asked; raises `ModelError` for an empty one."""
+    def tail(self, question: str) -> tuple[Tensor, tuple[int, int]]:
+        """Tokens [n] that follow the video and its marks when `question` is asked; ``words[0] .. words[1]`` of them are the
+        user's own. Raises `ModelError` for an empty question."""
 
     @abstractmethod
     def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:

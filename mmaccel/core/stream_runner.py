@@ -189,8 +189,8 @@ class StreamRunner:
     @cached_property
     def _proxy(self) -> Tensor:
         """[n, E] embeddings of the template's words between a question and its answer."""
-        tail = self.seam.tail("?")
-        return self.seam.words(tail.ids[tail.words[1] :])
+        ids, (_, end) = self.seam.tail("?")
+        return self.seam.words(ids[end:])
 
     def _head(self, state: StreamState) -> None:
         ids = self.seam.head()
@@ -215,10 +215,10 @@ class StreamRunner:
         info, state, seam, places = self.info, self.state, self.seam, self.stream.places
         deadline = Deadline() if deadline is None else deadline
         meter = Meter(started=time.perf_counter())
-        tail, waiting = seam.tail(question), state.waiting()
+        (ids, (begin, end)), waiting = seam.tail(question), state.waiting()
         pending = info.unit * ((info.pending is not None) + (0 if waiting is None else len(waiting)))
         before = pending + info.marks.shape[0]
-        rows, words = before + tail.ids.numel(), (before + tail.words[0], before + tail.words[1])
+        rows, words = before + ids.numel(), (before + begin, before + end)
         piece = StreamPass(kind="question", rows=rows, pending=pending, words=words, room=room, weigh=weigh)
         if info.timed and not isinstance(state, FrameState):
             # Those of the units that the memory has not taken in yet.
@@ -239,13 +239,13 @@ class StreamRunner:
         evidence = state.evidence
         if isinstance(state, FrameState):
             state, evidence = self._picked(state, deadline)
-        parts = [info.marks, seam.words(tail.ids)]
+        parts = [info.marks, seam.words(ids)]
         if info.pending is not None:
             parts.insert(0, seam.features(filled(info.pending, seam.pace), info.size)[0][0])
         if waiting is not None:
             parts.insert(0, waiting.flatten(0, 1))
         shown = (lambda: self._shown(evidence())) if weigh else tuple
-        runner = QuestionRunner(seam, state, self._hidden, deadline, tail.ids, left, meter, shown)
+        runner = QuestionRunner(seam, state, self._hidden, deadline, ids, left, meter, shown)
         with state.question_scope():
             runner.prefill({"piece": piece, "embeds": torch.cat(parts)})
             meter.prompt_tokens = runner.length()

@@ -28,7 +28,7 @@ from mmaccel.core.execute import kernel_for
 from mmaccel.core.kv import StreamState
 from mmaccel.core.positions import PositionIds
 from mmaccel.core.recipe import Recipe
-from mmaccel.core.stream_adapter import Clip, StreamAdapter, Tail
+from mmaccel.core.stream_adapter import Clip, StreamAdapter
 from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.install import Hooks, gate_of
@@ -148,13 +148,13 @@ class HFStreamAdapter(StreamAdapter):
     def head(self) -> Tensor:
         return self._template()[0]
 
-    def tail(self, question: str) -> Tail:
+    def tail(self, question: str) -> tuple[Tensor, tuple[int, int]]:
         outside.question(question)
         plain = self._template()[1]
         ids = self._chat(question)[1]
         begin = _alike(ids, plain)
         end = _alike(ids[begin:][::-1], plain[begin:][::-1])
-        return Tail(torch.tensor(ids, device=self.device), (begin, len(ids) - end))
+        return torch.tensor(ids, device=self.device), (begin, len(ids) - end)
 
     def _template(self) -> tuple[Tensor, list[int]]:
         if self._split is None:

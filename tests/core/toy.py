@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from mmaccel.contract.draft import (
-    Meter,
-    Rule,
-    ToyAdapter,
-    ToyModel,
-    ToyRunner,
-    alone,
-    bigram,
-    prompt,
-    view,
-)
+from mmaccel.contract.draft import Rule, ToyAdapter, ToyModel, ToyRunner, alone, bigram, prompt, view
 from mmaccel.core.draft import DraftState, Prompt, Proposal
 
-__all__ = [
-    "Meter",
-    "Rule",
-    "Scripted",
-    "ToyAdapter",
-    "ToyModel",
-    "ToyRunner",
-    "Triples",
-    "alone",
-    "bigram",
-    "count_triples",
-    "g_test",
-    "prompt",
-    "view",
-]
+__all__ = ["Meter", "Rule", "Scripted", "ToyAdapter", "ToyModel", "ToyRunner", "Triples", "alone", "bigram"]
+__all__ += ["count_triples", "g_test", "prompt", "view"]
+
+
+@dataclass
+class Meter:
+    """What the decoding loop wrote down."""
+
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def round(self, proposed: int, accepted: int) -> None:
+        self.rounds.append((proposed, accepted))
+
+    def draft_failed(self, reason: str) -> None:
+        self.failures.append(reason)
 
 
 class Triples:

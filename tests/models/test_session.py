@@ -361,6 +361,6 @@ def test_a_question_may_name_a_video(name: str) -> None:
     with open_session(name, "rekv") as session:
         session.watch(film(10), fps=FPS)
         film_id = session._seam.processor.video_token_id
-        tail = session._seam.tail("what is <video> or <|video_pad|> here?")
-        assert film_id not in tail.ids.tolist()
+        ids, _ = session._seam.tail("what is <video> or <|video_pad|> here?")
+        assert film_id not in ids.tolist()
         assert session.ask("what is <video> or <|video_pad|> here?", max_new_tokens=2).ids

@@ -9,7 +9,7 @@ import torch
 
 from mmaccel.core.registry import policy
 from mmaccel.policies.kv._archived import ArchivedMemory
-from mmaccel.policies.kv._evidence import Rows, attention
+from mmaccel.policies.kv._window import Rows, attention
 from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.world import World
 from tests.models.streams import QUESTION, every_stream, film, open_session, pair
@@ -103,5 +103,5 @@ def test_attention_is_that_of_each_row_to_the_columns_before_it(monkeypatch: pyt
             score[:3] += bias
             expected[row, : 7 + row] += score.softmax(0) / 4
     torch.testing.assert_close(attention(query, key, bias), expected)
-    monkeypatch.setattr("mmaccel.policies.kv._evidence.MOST", 20)
+    monkeypatch.setattr("mmaccel.policies.kv._window.WEIGHTS", 20)
     torch.testing.assert_close(attention(query, key, bias), expected)

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
-from mmaccel.core.kv import CacheSlot, Seen, Stream, StreamPass, StreamState
+from mmaccel.core.kv import CacheSlot, Stream, StreamPass, StreamState
 from mmaccel.core.registry import policy as built
-from mmaccel.policies.kv._evidence import Look, weigh, words_of
 from mmaccel.policies.kv._index import Former, Found, Index, IndexPolicy, upgraded
 from mmaccel.policies.kv._prefetch import Prefetcher
 from mmaccel.policies.kv._retrieval import Asking, Chosen, EncodeRetrieval, End, Prefetch, Retriever
-from mmaccel.policies.kv._window import Angles, Asked, Bases, Pair, WindowedPolicy
+from mmaccel.policies.kv._window import Angles, Asked, Bases, Look, Pair, WindowedPolicy, words_of
 from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.store import HostPolicy
 from mmaccel.policies.kv.store.transfer import in_units
@@ -132,7 +131,8 @@ class ArchivedMemory(StreamMemory):
         self._recalled = self._questions = 0
 
     def set_query_fields(self, policy: Any) -> None:
-        self.policy, self.local = policy, self.stream.units(policy.local)
+        super().set_query_fields(policy)
+        self.policy = policy
         self.budget = self.stream.units(policy.frames)
         self.idle()
 
@@ -144,11 +144,11 @@ class ArchivedMemory(StreamMemory):
     def fit(self, first: int, count: int) -> int:
         return super().fit(first, 1 if self.policy.encode_by == "frame" else count)
 
-    def _took(self, piece: StreamPass) -> None:
-        pairs = [pair for pair in self._new if pair is not None]
-        self.index.arrived(piece.look, pairs, self.encode_retrieval.retrieved())
+    def _move(self, piece: StreamPass) -> None:
+        self.index.arrived(piece.look, list(self._new.values()), self.encode_retrieval.retrieved())
         # Until passes retrieve, the host clusters what came before while the device still computes this one.
         self.index.digest(keep=1)
+        super()._move(piece)
 
     def idle(self) -> None:
         self.index.digest()
@@ -269,14 +269,11 @@ class ArchivedMemory(StreamMemory):
             self.index.touched(found)
         self.prefetcher.settle()
 
-    def evidence(self) -> dict[int, Seen]:
-        looks: dict[int, Look] = {}
-        if self._found:
-            entries = torch.stack([one.entries for one in self._found.values()]).cpu()
-            looks = {
-                layer: (units, self._end.begin) for layer, units in zip(self._found, entries, strict=True)
-            }
-        return weigh(looks, self._count, self._reached())
+    def _looked(self) -> dict[int, Look]:
+        if not self._found:
+            return {}
+        entries = torch.stack([one.entries for one in self._found.values()]).cpu()
+        return {layer: (units, self._end.begin) for layer, units in zip(self._found, entries, strict=True)}
 
     def _units_of(self, layer: int, shares: Tensor) -> Tensor:
         found, begin = self._found[layer], self._end.begin
@@ -309,7 +306,7 @@ class ArchivedMemory(StreamMemory):
         self.index.clear()
         self.retriever.prediction.clear()
         empty: list[Any] = [None] * self.geometry.layers
-        super().restore((0, 0, 0, False, empty, empty))
+        super().restore((0, 0, 0, empty, empty))
 
     def _rewind(self, units: int, first: int) -> None:
         # Units that were forgotten to make room do not come back.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError, check_choice, check_least
-from mmaccel.core.kv import MARGIN, KVView, Seen, Stream, StreamPass, StreamPolicy
-from mmaccel.policies.kv._evidence import attention, mean_query, weigh
-from mmaccel.policies.kv._window import Asked, Pair
+from mmaccel.core.kv import MARGIN, KVView, Stream, StreamPass, StreamPolicy
+from mmaccel.policies.kv._window import Asked, Look, Pair, attention, mean_query
 from mmaccel.policies.kv._windowed import StreamMemory
 
 
@@ -66,28 +65,22 @@ class TokenMemory(StreamMemory):
 
     budget  tokens that a layer keeps once a clip is over: a whole number of units
     clip    units of a clip
+    FACTS   what a subclass counts in `_facts`, and its types: saved, and taken back with the stream
     """
 
+    FACTS: ClassVar[dict[str, type]] = {}
+
     def __init__(
-        self,
-        stream: Stream,
-        geometry: Geometry,
-        model: ModelView,
-        device: torch.device,
-        *,
-        frames: int,
-        clip: int,
-        positions: str,
+        self, policy: TokenPolicy, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
-        super().__init__(stream, geometry, model, device, window=0, local=0, positions=positions)
-        self.budget = stream.units(frames) * stream.unit
-        self.clip = clip
-        self._model = model
+        super().__init__(stream, geometry, model, device, window=0, local=0, positions=policy.positions)
+        self.budget, self.clip = stream.units(policy.frames) * stream.unit, stream.units(policy.clip or 1)
         self._held: list[Held | None] = [None] * geometry.layers
         self._seen: dict[int, tuple[Tensor, int]] = {}
-        self._pruned = 0.0
-        # Subclasses take it when they are whole.
-        self._blank: Any = None
+        # What the tokens of a layer got of the attention that chooses among them, until the pass is over.
+        self._scores: dict[int, Tensor] = {}
+        self._facts: dict[str, Any] = {name: kind() for name, kind in {"pruned": float, **self.FACTS}.items()}
+        self._blank = self.checkpoint()
 
     # What subclasses fill.
 
@@ -105,6 +98,10 @@ class TokenMemory(StreamMemory):
         if piece.kind == "question":
             self._seen = {}
 
+    def _break_off(self) -> None:
+        super()._break_off()
+        self._scores.clear()
+
     def _closed(self, piece: StreamPass) -> bool:
         places, every = self.stream.places, self.bases.every
         if piece.kind == "units":
@@ -113,7 +110,7 @@ class TokenMemory(StreamMemory):
         return self._always or not (fits and places.admits(self._count, piece.pending, piece.rows, own=True))
 
     def _most(self) -> int:
-        return -(-(self.held() - self.stream.head * self._headed) // self.stream.unit)
+        return -(-(self.held() - self._headed) // self.stream.unit)
 
     def fit(self, first: int, count: int) -> int:
         return min(count, self.clip - first % self.clip)
@@ -155,7 +152,8 @@ class TokenMemory(StreamMemory):
 
     def _move(self, piece: StreamPass) -> None:
         total, P = piece.first + piece.count, self.stream.unit
-        for layer, new in enumerate(self._new):
+        for layer in range(self.geometry.layers):
+            new = self._new.get(layer)
             if new is None:
                 raise ModelError(f"kv: layer {layer} was left out of a pass.")
             column = torch.arange(piece.first * P, total * P, device=new[0].device)
@@ -167,7 +165,7 @@ class TokenMemory(StreamMemory):
         """Of the tokens of a layer keep those at `index` [k], in order of time."""
         held = self._held[layer]
         assert held is not None
-        self._pruned += (held.column.shape[0] - index.shape[0]) / self.geometry.layers
+        self._facts["pruned"] += (held.column.shape[0] - index.shape[0]) / self.geometry.layers
         self._held[layer] = held.take(index.sort().values)
 
     def _angles(self, layer: int, column: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,35 +183,35 @@ class TokenMemory(StreamMemory):
 
         if self.compact and places.axes == 1:
             return self.rope.at(("ranks", count), ranks)
-        if not self._pruned:
+        if not self._facts["pruned"]:
             return self.rope.at(("all", count), own)
         # Every layer has tokens of its own: theirs are not worth keeping for the others.
         positions = torch.cat([ranks()[:1], own()[1:]]) if self.compact else own()
-        return self._model.angles(positions, self.stream.dtype)
+        return self.rope.angles(positions)
 
     # The stream as a whole.
 
     def held(self) -> int:
         most = max((one.column.shape[0] for one in self._held if one is not None), default=0)
-        return self.stream.head * self._headed + most
+        return self._headed + most
 
     def checkpoint(self) -> Any:
-        return super().checkpoint(), list(self._held), self._pruned
+        return super().checkpoint(), list(self._held), dict(self._facts)
 
     def restore(self, mark: Any) -> None:
-        stream, held, self._pruned = mark
+        stream, held, facts = mark
         super().restore(stream)
-        self._held = list(held)
+        self._held, self._facts = list(held), dict(facts)
 
     def reset(self) -> None:
         self.restore(self._blank)
 
-    def evidence(self) -> dict[int, Seen]:
+    def _looked(self) -> dict[int, Look]:
         looks = {}
         for layer, (column, begin) in self._seen.items():
             numbers = torch.unique(column // self.stream.unit)
             looks[layer] = numbers[numbers < begin], begin
-        return weigh(looks, self._count, self._reached())
+        return looks
 
     def _units_of(self, layer: int, shares: Tensor) -> Tensor:
         out = shares.new_zeros(len(shares), self._count)
@@ -228,8 +226,8 @@ class TokenMemory(StreamMemory):
 
     def counters(self) -> dict[str, float]:
         # In units' worth of tokens: few units are still whole.
-        resident = (self.held() - self.stream.head * self._headed) / self.stream.unit
-        return {**super().counters(), "resident": resident, "pruned": self._pruned}
+        resident = (self.held() - self._headed) / self.stream.unit
+        return {**super().counters(), "resident": resident, "pruned": self._facts["pruned"]}
 
     def _save(self, folder: Path) -> None:
         tensors = {
@@ -239,18 +237,16 @@ class TokenMemory(StreamMemory):
             for name, tensor in one._asdict().items()
         }
         checkpoint_io.write_tensors(folder / "tokens.safetensors", tensors)
-        checkpoint_io.write_json(
-            folder / "tokens.json", {"pruned": self._pruned, "clip": self.clip, **self._facts()}
-        )
+        checkpoint_io.write_json(folder / "tokens.json", {"clip": self.clip, **self._facts})
 
     def _load(self, folder: Path) -> None:
-        told = checkpoint_io.read_json(folder / "tokens.json", {"pruned": float, "clip": int, **self._told()})
+        kinds = {"clip": int, "pruned": float, **self.FACTS}
+        told = checkpoint_io.read_json(folder / "tokens.json", kinds)
         if told["clip"] != self.clip:
             raise ModelError(
                 f"tokens.json: its clips are of {told['clip']} units and these of {self.clip}; it is of another kind."
             )
-        self._pruned = told["pruned"]
-        self._recount(told)
+        self._facts = {name: told[name] for name in self._facts}
         if not self._count:
             return
         side = ((1, self.geometry.kv_heads, -1, self.geometry.head_dim), self.stream.dtype)
@@ -269,17 +265,6 @@ class TokenMemory(StreamMemory):
                     f"tokens.safetensors: layer {layer} has tokens that do not fit the stream; the file is damaged."
                 )
             self._held[layer] = held
-
-    def _facts(self) -> dict[str, Any]:
-        """What a subclass saves beside."""
-        return {}
-
-    def _told(self) -> dict[str, type]:
-        """Their names and types."""
-        return {}
-
-    def _recount(self, facts: dict[str, Any]) -> None:
-        """Read them."""
 
 
 def attended(query: Tensor, key: Tensor) -> Tensor:

@@ -1,10 +1,5 @@
 """What stream memories with a local window have in common: encoding under it, and the way of a question.
 
-Encoding: a query sees the head, the last ``window * P`` columns, its own included, and nothing else; so what a chunk gives
-does not depend on how the stream is cut. Keys are turned at the units' own places, less a base that grows in large steps
-once places would pass the model's limit (see `Bases`). Questions: [head | recalled units in order of time | local units |
-question and answer], turned at compact or original places, gathered once a layer and kept for the answer.
-
 Letters: G key/value heads, D head size, P tokens a unit, n columns of a pass. Keys are raw (before rotation) unless said.
 """
 
@@ -18,20 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import MARGIN, CacheSlot, KVView, Seen, Stream, StreamPass, StreamState
-from mmaccel.policies.kv._evidence import Look, Rows, mean_query, weigh
-from mmaccel.policies.kv._window import Asked, Bases, Pair, Ring, Rope, load_window, moved, save_window
+from mmaccel.policies.kv._window import Asked, Bases, Look, Pair, Ring, Rope, Rows, mean_query, weigh
 
 
 class StreamMemory(StreamState):
     """The base of windowed memories; subclasses archive what leaves the window and say what a question recalls.
 
-    window, local: units. Subclasses fill `_gone` (units leave the window), `_took` (units have come), `_recall` and
-    `_bring` (a question), `_rewind`, `_save` and `_load`, or replace `_gather`, which makes what a question sees. Which
-    units a question recalls stays on the device; how many they are the host knows.
+    New units see the head, the last ``window * P`` columns, their own included, and nothing else; so what a chunk gives does
+    not depend on how the stream is cut. Keys are turned at the units' own places, less a base (see `Bases`). A question sees
+    [head | recalled units in order of time | local units | question and answer], turned at compact or original places,
+    gathered once a layer and kept for the answer.
+
+    window, local: units. Subclasses fill `_gone` (units leave the window), `_recall` and `_bring` (a question), `_rewind`,
+    `_save` and `_load`, or replace `_gather`, which makes what a question sees. Which units a question recalls stays on the
+    device; how many they are the host knows.
     """
 
     def __init__(
@@ -50,24 +50,19 @@ class StreamMemory(StreamState):
         self._always = self.compact
         self.rope = Rope(model, stream.dtype)
         self.bases = Bases(stream.places, window)
-        layers = geometry.layers
-        self._heads: list[Pair | None] = [None] * layers
-        self._turned_heads: dict[int, tuple[Tensor, Tensor]] = {}
-        self._rings: list[Ring | None] = [None] * layers
-        self._new, self._fresh = list[Pair | None]([None] * layers), list[Tensor | None]([None] * layers)
-        self._asked: list[Asked | None] = [None] * layers
+        self._heads: list[Ring | None] = [None] * geometry.layers
+        self._rings: list[Ring | None] = [None] * geometry.layers
+        # Of the pass: what layers appended, and its keys turned.
+        self._new, self._fresh = dict[int, Pair](), dict[int, Tensor]()
+        self._asked: dict[int, Asked] = {}
         # On a device what a question sees lies where it lay for the one before.
         self._kept, self._keeps = dict[int, Pair](), device.type == "cuda"
         self._piece: StreamPass | None = None
-        self._count, self._first, self._extra, self._pending = 0, 0, 0, 0
-        self._base, self._headed = 0, False
+        self._count = self._first = self._base = self._extra = self._pending = 0
         self._looks: dict[int, Look] = {}
         self._rows = Rows()
 
     # What subclasses fill.
-
-    def _took(self, piece: StreamPass) -> None:
-        """Units ``piece.first .. + piece.count`` have gone through all layers; `_new` holds their keys and values."""
 
     def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
         """Units ``first .. first + count`` leave the window of a layer; [1, G, count * P, D]."""
@@ -78,10 +73,8 @@ class StreamMemory(StreamState):
         return []
 
     def _recall(self, layer: int, query: Tensor, end: int) -> Tensor | None:
-        """Ascending numbers [k] on the device, below `end`, of the units to see; None: none.
-
-        query [H, D]: the mean of the raw queries of the question's words.
-        """
+        """Ascending numbers [k] on the device, below `end`, of the units to see, or None; query [H, D] is the mean of the
+        raw queries of the question's words."""
         return None
 
     def _bring(self, layer: int, numbers: Tensor, begin: int, out: Tensor) -> None:
@@ -109,9 +102,11 @@ class StreamMemory(StreamState):
         elif piece.kind != "answer":
             self.compact = self._closed(piece)
         if piece.kind == "question":
-            self._looks = {}
-            self._pending = piece.pending
+            self._looks, self._pending = {}, piece.pending
             self._rows.begin(piece)
+
+    def set_query_fields(self, policy: Any) -> None:
+        self.local = self.stream.units(policy.local)
 
     def _closed(self, piece: StreamPass) -> bool:
         """Whether units are closed up for `piece`, as the fields say or because their own places leave it no positions."""
@@ -133,34 +128,37 @@ class StreamMemory(StreamState):
 
     @torch.no_grad()
     def view(self, layer: int, query: Tensor) -> KVView:
-        piece, new = self._piece, self._new[layer]
+        piece, new = self._piece, self._new.get(layer)
         if piece is None or new is None:
             raise ModelError(f"kv: layer {layer} is asked for before anything was appended to it.")
         if piece.kind == "head":
             angles = self.rope.at("head", self.stream.places.head)
-            key, value = new
-            return KVView(self.rope.apply(key, angles), value, query=self.rope.apply(query, angles))
-        if piece.kind == "units":
-            return self._encode(layer, query, piece, *new)
-        return self._answer(layer, query, piece, *new)
+            self._fresh[layer] = self.rope.apply(new[0], angles)
+            return KVView(self._fresh[layer], new[1], query=self.rope.apply(query, angles))
+        show = self._encode if piece.kind == "units" else self._answer
+        return show(layer, query, piece, *new)
 
     def end_pass(self) -> None:
         piece = self._piece
         if piece is None:
             return
         if piece.kind == "head":
-            self._heads, self._headed = list(self._new), True
+            for layer, (key, value) in self._new.items():
+                self._heads[layer] = Ring(key, self._fresh[layer], value)
         elif piece.kind == "units":
-            self._took(piece)
             self._move(piece)
         elif piece.kind == "proxy":
-            self._asked = [None] * len(self._asked)
+            self._asked.clear()
         else:
             self._extra += piece.rows
             if piece.kind == "question":
                 self._rows.hold()
-        self._new, self._fresh = [None] * len(self._new), [None] * len(self._fresh)
+        self._break_off()
+
+    def _break_off(self) -> None:
         self._piece = None
+        self._new.clear()
+        self._fresh.clear()
 
     def fit(self, first: int, count: int) -> int:
         return self.bases.same(first, count)
@@ -171,15 +169,10 @@ class StreamMemory(StreamState):
         angles = self.rope.at("units", lambda: places.own(piece.first, piece.count, self._base))
         turned = self._fresh[layer] = self.rope.apply(key, angles)
         sinks = [self._head(layer), *self._retrieved(layer, query)]
-        near = [] if ring is None else [(ring.turned, ring.value)]
-        parts = [*sinks, *near, (turned, value)]
-        return KVView(
-            torch.cat([one for one, _ in parts], 2),
-            torch.cat([one for _, one in parts], 2),
-            sinks=sum(one.shape[2] for one, _ in sinks),
-            window=self.window * self.stream.unit,
-            query=self.rope.apply(query, angles),
-        )
+        parts = [*sinks, *([(ring.turned, ring.value)] if ring else []), (turned, value)]
+        key, value = (torch.cat(side, 2) for side in zip(*parts, strict=True))
+        count, window = sum(one.shape[2] for one, _ in sinks), self.window * self.stream.unit
+        return KVView(key, value, sinks=count, window=window, query=self.rope.apply(query, angles))
 
     @torch.no_grad()
     def write_slot(self, layer: int, query: Tensor) -> CacheSlot | None:
@@ -192,18 +185,15 @@ class StreamMemory(StreamState):
         return slot
 
     def _slot(self, layer: int, query: Tensor, piece: StreamPass) -> CacheSlot:
+        if layer not in self._asked:
+            self._asked[layer] = self._gather(layer, query, piece)
         asked = self._asked[layer]
-        if asked is None:
-            asked = self._asked[layer] = self._gather(layer, query, piece)
-        extra = 0 if piece.kind == "proxy" else self._extra
-        seen = asked.seen if self.compact else self._count
-        name = ("tail", seen, extra, piece.rows)
-        places = self.stream.places
+        extra, seen = 0 if piece.kind == "proxy" else self._extra, asked.seen if self.compact else self._count
         angles = self.rope.at(
-            name, lambda: places.after(seen, self._pending, extra, piece.rows, not self.compact)
+            ("tail", seen, extra, piece.rows),
+            lambda: self.stream.places.after(seen, self._pending, extra, piece.rows, not self.compact),
         )
-        start = asked.base + extra
-        end = start + max(piece.rows, MARGIN)
+        start, end = asked.base + extra, asked.base + extra + max(piece.rows, MARGIN)
         asked.key, asked.value = (grow_buffer(x, 2, end, used=start) for x in (asked.key, asked.value))
         return CacheSlot(asked.key, asked.value, start, angles)
 
@@ -224,23 +214,19 @@ class StreamMemory(StreamState):
         if piece.kind == "question":
             begin = max(self._count - self.local, self._first)
             numbers = self._recall(layer, mean_query(query, piece), begin)
-            told = torch.zeros(0, dtype=torch.long) if numbers is None else numbers
-            self._looks[layer] = told, begin
+            self._looks[layer] = torch.zeros(0, dtype=torch.long) if numbers is None else numbers, begin
         count = self._count - begin + (0 if numbers is None else len(numbers))
-        room = count * self.stream.unit + piece.rows + piece.room
-        asked, raw = self._space(layer, count * self.stream.unit, room)
-        if numbers is None or not len(numbers):
-            self._near(layer, begin, raw)
-        else:
+        columns = count * self.stream.unit
+        asked, raw = self._space(layer, columns, columns + piece.rows + piece.room)
+        if numbers is not None and len(numbers):
             self._bring(layer, numbers, begin, raw)
+        else:
+            self._near(layer, begin, raw)
         places = self.stream.places
         if self.compact or numbers is None or count == self._count:
             first = 0 if self.compact or count == self._count else begin
-            name = ("units of a question", first, count)
-            ranked = self.compact
-            angles = self.rope.at(
-                name, lambda: places.units(first, count) if ranked else places.own(first, count)
-            )
+            stand = places.units if self.compact else places.own
+            angles = self.rope.at(("units of a question", first, count), lambda: stand(first, count))
         else:
             local = torch.arange(begin, self._count, device=numbers.device)
             angles = self.rope.angles(places.chosen(torch.cat([numbers, local]), self._count - 1, own=True))
@@ -270,28 +256,28 @@ class StreamMemory(StreamState):
 
     def _head(self, layer: int) -> Pair:
         """Keys, turned, and values of the head."""
-        raw = self._heads[layer]
-        if raw is None:
+        head = self._heads[layer]
+        if head is None:
             raise ModelError("kv: the stream has no head yet; run it first.")
-        known = self._turned_heads.get(layer)
-        if known is None or known[0] is not raw[0]:
-            angles = self.rope.at("head", self.stream.places.head)
-            known = self._turned_heads[layer] = raw[0], self.rope.apply(raw[0], angles)
-        return known[1], raw[1]
+        return head.turned, head.value
 
     def _move(self, piece: StreamPass) -> None:
         """New units into the window; what is beyond it leaves."""
         total = piece.first + piece.count
         first = max(self._first, total - self.window)
         leaving = first - self._first
-        for layer, new in enumerate(self._new):
-            turned = self._fresh[layer]
-            if new is None or turned is None:
+        for layer, old in enumerate(self._rings):
+            if layer not in self._fresh:
                 raise ModelError(f"kv: layer {layer} was left out of a pass.")
-            fresh = Ring(new[0], turned, new[1])
-            self._rings[layer], gone = moved(self._rings[layer], fresh, leaving * self.stream.unit)
+            key, value = self._new[layer]
+            fresh, cut = Ring(key, self._fresh[layer], value), leaving * self.stream.unit
+            # Copied: a slice would keep the whole.
+            parts = [fresh] if old is None else [old, fresh]
+            sides = [torch.cat(side, 2) for side in zip(*parts, strict=True)]
             if leaving:
-                self._gone(layer, self._first, leaving, *gone)
+                self._gone(layer, self._first, leaving, sides[0][:, :, :cut], sides[2][:, :, :cut])
+                sides = [side[:, :, cut:].clone() for side in sides]
+            self._rings[layer] = Ring(*sides)
         self._count, self._first = total, first
 
     def _turn_rings(self) -> None:
@@ -300,14 +286,8 @@ class StreamMemory(StreamState):
         places = self.stream.places
         # Units before the base are those that no query of a new unit sees; they are turned at the base's own place.
         numbers = (torch.arange(self._first, self._count) - self._base).clamp(min=0)
-        angles = self.rope.at(
-            "rings",
-            lambda: (
-                places.chosen(numbers, int(numbers[-1]))
-                if places.even
-                else places.own(self._first, len(numbers), self._base)
-            ),
-        )
+        own = None if places.even else places.own(self._first, len(numbers), self._base)
+        angles = self.rope.angles(places.chosen(numbers, int(numbers[-1])) if own is None else own)
         for layer, ring in enumerate(self._rings):
             if ring is not None:
                 self._rings[layer] = ring._replace(turned=self.rope.apply(ring.key, angles))
@@ -318,48 +298,52 @@ class StreamMemory(StreamState):
         return self._count
 
     def length(self) -> int:
-        return (self.stream.head if self._headed else 0) + self._count * self.stream.unit + self._extra
+        return self._headed + self._count * self.stream.unit + self._extra
+
+    @property
+    def _headed(self) -> int:
+        """Columns of the head, once it has been run."""
+        return self.stream.head if self._heads[0] else 0
 
     def held(self) -> int:
-        asked = max((one.base for one in self._asked if one is not None), default=0)
-        return self.stream.head * self._headed + (self._count - self._first) * self.stream.unit + asked
+        asked = max((one.base for one in self._asked.values()), default=0)
+        return self._headed + (self._count - self._first) * self.stream.unit + asked
 
     def truncate(self, length: int) -> None:
-        extra = length - (self.length() - self._extra)
-        if not 0 <= extra <= self._extra:
+        if not 0 <= self.length() - length <= self._extra:
             raise ModelError(f"kv: the stream has {self.length()} columns; it cannot be cut to {length}.")
-        self._extra = extra
+        self._extra -= self.length() - length
 
     @contextmanager
     def question_scope(self) -> Iterator[None]:
         try:
             yield
         finally:
-            self._piece, self._extra, self._pending = None, 0, 0
-            self._asked = [None] * len(self._asked)
+            self._extra = self._pending = 0
+            self._asked.clear()
             self._rows.clear()
-            self._new, self._fresh = [None] * len(self._new), [None] * len(self._fresh)
+            self._break_off()
 
     def checkpoint(self) -> Any:
-        return self._count, self._first, self._base, self._headed, list(self._heads), list(self._rings)
+        return self._count, self._first, self._base, list(self._heads), list(self._rings)
 
     def restore(self, mark: Any) -> None:
-        self._count, self._first, self._base, self._headed, heads, rings = mark
-        self._heads, self._rings, self._turned_heads = list(heads), list(rings), {}
-        self._piece, self._asked = None, [None] * len(self._asked)
-        self._new, self._fresh = [None] * len(self._new), [None] * len(self._fresh)
+        self._count, self._first, self._base, heads, rings = mark
+        self._heads, self._rings = list(heads), list(rings)
+        self._asked.clear()
+        self._break_off()
         self._rewind(self._count, self._first)
 
     def reset(self) -> None:
-        empty = [None] * self.geometry.layers
-        self.restore((0, 0, 0, False, empty, empty))
+        self.restore((0, 0, 0, [None] * len(self._heads), [None] * len(self._rings)))
 
     def evidence(self) -> dict[int, Seen]:
-        return weigh(self._looks, self._count, self._reached())
+        parts = self._rows.reached(self.rope, self.stream.head, self._units_of)
+        return weigh(self._looked(), self._count, parts)
 
-    def _reached(self) -> Tensor | None:
-        """See `Rows.reached`."""
-        return self._rows.reached(self.rope, self.stream.head, self._units_of)
+    def _looked(self) -> dict[int, Look]:
+        """What each layer of the question looked at."""
+        return self._looks
 
     def _units_of(self, layer: int, shares: Tensor) -> Tensor:
         """[n, U]: what units get of what columns between the head and the question get, [n, N]."""
@@ -370,29 +354,47 @@ class StreamMemory(StreamState):
         return out.index_add_(1, torch.cat([recalled.to(local), local]), own)
 
     def nbytes(self) -> int:
-        tensors = [t for pair in (*self._heads, *self._rings) if pair is not None for t in pair]
-        tensors += [t for one in self._asked if one and not self._kept for t in (one.key, one.value)]
-        tensors += [*(x for x, _ in self._kept.values()), *(x for _, x in self._turned_heads.values())]
-        return sum(tensor.nbytes for tensor in tensors)
+        tensors = [t for ring in (*self._heads, *self._rings) if ring is not None for t in ring]
+        tensors += [t for one in self._asked.values() if not self._kept for t in (one.key, one.value)]
+        return sum(tensor.nbytes for tensor in (*tensors, *(x for x, _ in self._kept.values())))
 
     def counters(self) -> dict[str, float]:
-        return {
-            **super().counters(),
-            "units": float(self._count),
-            "window": float(self._count - self._first),
-            "resident": float(self._count - self._first),
-        }
+        window = float(self._count - self._first)
+        return {**super().counters(), "units": float(self._count), "window": window, "resident": window}
 
     def save(self, path: str | Path) -> None:
-        save_window(Path(path), self._heads, self._rings, self._count, self._first)
-        self._save(Path(path))
+        folder = Path(path)
+        tensors = {
+            f"{name}.{layer}.{side}": getattr(ring, side)
+            for name, rings in (("head", self._heads), ("window", self._rings))
+            for layer, ring in enumerate(rings)
+            if ring is not None
+            for side in ("key", "value")
+        }
+        checkpoint_io.write_tensors(folder / "window.safetensors", tensors)
+        checkpoint_io.write_json(folder / "state.json", {"units": self._count, "first": self._first})
+        self._save(folder)
 
     def load(self, path: str | Path) -> None:
-        stream, groups = self.stream, (self.geometry.kv_heads, self.geometry.head_dim)
-        found = load_window(Path(path), stream, len(self._heads), groups, self.window, self.device)
-        self._heads, self._rings, self._count, self._first = found
-        self._headed = True
-        self._base = self.bases.of(max(self._count - 1, 0))
+        folder, stream, geometry = Path(path), self.stream, self.geometry
+        facts = checkpoint_io.read_json(folder / "state.json", {"units": int, "first": int})
+        count, first = facts["units"], facts["first"]
+        if not 0 <= first <= count or count - first > self.window:
+            raise ModelError(f"{folder}: the window holds units {first} to {count}; the file is damaged.")
+        columns = {"head": stream.head} | ({"window": (count - first) * stream.unit} if count > first else {})
+        wanted = {
+            f"{name}.{layer}.{side}": ((1, geometry.kv_heads, n, geometry.head_dim), stream.dtype)
+            for name, n in columns.items()
+            for layer in range(geometry.layers)
+            for side in ("key", "value")
+        }
+        found = checkpoint_io.read_tensors(folder / "window.safetensors", wanted, self.device)
         self.rope.forget()
+        head = self.rope.at("head", stream.places.head)
+        for name, rings in (("head", self._heads), ("window", self._rings)):
+            for layer in range(geometry.layers if name in columns else 0):
+                key, value = (found[f"{name}.{layer}.{side}"] for side in ("key", "value"))
+                rings[layer] = Ring(key, self.rope.apply(key, head) if name == "head" else key, value)
+        self._count, self._first, self._base = count, first, self.bases.of(max(count - 1, 0))
         self._turn_rings()
-        self._load(Path(path))
+        self._load(folder)

@@ -1,24 +1,28 @@
-"""The memory that keeps everything."""
+"""The memory that keeps everything; and what it has in common with others: a store for each layer of a sequence (`window`),
+all of a stream at its true places (`offload`)."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmaccel.core import checkpoint_io
+from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVState, KVView, Stream, StreamPolicy, StreamState
+from mmaccel.core.kv import KVState, KVView, Seen, Stream, StreamPass, StreamPolicy, StreamState
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._layered import LayeredState
-from mmaccel.policies.kv._whole import WholeStream
+from mmaccel.policies.kv._window import Pair, Rope
 
-if TYPE_CHECKING:
-    from mmaccel.core.adapter import Geometry, ModelView
+FILE = 4096
+"""Columns of a layer in one file of a saved stream."""
 
 
 @register("kv", "full")
@@ -46,6 +50,78 @@ class Full(StreamPolicy):
         return FullStream(stream, geometry, model, device)
 
 
+class LayeredState(KVState):
+    """A memory in which each layer counts its columns by itself, so that it is right in the middle of a run too.
+
+    A run appends to layers 0 .. L-1 in order; the length is layer 0's from its append on. Rolling back cuts the layers that
+    are longer, and leaves those that a broken run did not reach. Subclasses store (`_put`), cut and choose columns.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._counts = [0] * layers
+        self._last = 0
+        self._batch: int | None = None
+
+    @torch.no_grad()
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        batch, _, n, _ = key.shape
+        if self._batch is None:
+            self._batch = batch
+        if batch != self._batch:
+            raise ModelError(
+                f"kv: the memory is of {self._batch} sequences and {batch} were run; reset or reorder it."
+            )
+        self._put(layer, key, value)
+        self._counts[layer] += n
+        if layer == 0:
+            self._last = n
+
+    @torch.no_grad()
+    def accept(self, keep: int | Tensor) -> None:
+        length, last = self.length(), self._last
+        count = keep if isinstance(keep, int) else keep.numel()
+        if not 0 <= count <= last:
+            raise ModelError(f"kv: {count} of the last columns cannot be kept; {last} were appended.")
+        start = length - last
+        if isinstance(keep, int):
+            self.truncate(start + count)
+        else:
+            for layer, have in enumerate(self._counts):
+                if have == length:
+                    self._choose(layer, start, keep)
+                    self._counts[layer] = start + count
+        self._last = count
+
+    def truncate(self, length: int) -> None:
+        gone = self.length() - length
+        if length < 0 or gone < 0:
+            raise ModelError(f"kv: the memory has {self.length()} columns; it cannot be cut to {length}.")
+        longer = [layer for layer, count in enumerate(self._counts) if count > length]
+        for layer in longer:
+            self._check_cut(layer, length)
+        for layer in longer:
+            self._cut(layer, length)
+            self._counts[layer] = length
+        self._last = max(0, self._last - gone)
+
+    def length(self) -> int:
+        return self._counts[0]
+
+    @abstractmethod
+    def _put(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Store new columns; the count of the layer is still the old one."""
+
+    @abstractmethod
+    def _choose(self, layer: int, start: int, path: Tensor) -> None:
+        """Of the columns from `start` on keep those at `path` [k], counted from there."""
+
+    def _check_cut(self, layer: int, length: int) -> None:
+        """Raise `ModelError` when the layer cannot be cut to `length`; nothing has been changed yet."""
+
+    def _cut(self, layer: int, length: int) -> None:
+        """Drop the columns from `length` on."""
+
+
 class FullState(LayeredState):
     """Buffers [B, G, capacity, D] for each layer, of which the counted columns are in use."""
 
@@ -53,7 +129,7 @@ class FullState(LayeredState):
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
-        self._buffers: list[tuple[Tensor, Tensor] | None] = [None] * layers
+        self._buffers: list[Pair | None] = [None] * layers
 
     def view(self, layer: int, query: Tensor) -> KVView:
         buffers = self._buffers[layer]
@@ -62,7 +138,7 @@ class FullState(LayeredState):
         key, value = (buffer[:, :, : self._counts[layer]] for buffer in buffers)
         return KVView(key, value)
 
-    def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
+    def buffers(self, room: int) -> list[Pair]:
         found = []
         for layer, held in enumerate(self._buffers):
             if held is None or self._counts[layer] != self._counts[0]:
@@ -111,6 +187,139 @@ class FullState(LayeredState):
             buffer[:, :, start : start + path.numel()] = chosen
 
 
+class WholeStream(StreamState):
+    """Every query of a stream sees every column before it, as in the plain model; so how the stream is cut changes nothing.
+
+    Subclasses keep turned keys and values: `_show` takes in those of a pass and gives all, `_cut` forgets the last.
+    """
+
+    def __init__(self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device) -> None:
+        self.stream, self.geometry, self.device = stream, geometry, device
+        self.rope = Rope(model, stream.dtype)
+        self._new: list[Pair | None] = [None] * geometry.layers
+        self._piece: StreamPass | None = None
+        self._headed = False
+        self._count = self._extra = self._pending = 0
+
+    @abstractmethod
+    def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:
+        """Keep turned keys and values [1, G, n, D] of the pass; all of the layer, these last."""
+
+    @abstractmethod
+    def _cut(self, columns: int) -> None:
+        """Keep the first `columns` columns of each layer, as far as it has them."""
+
+    def begin_pass(self, piece: StreamPass) -> None:
+        self._piece = piece
+        self.rope.forget()
+        if piece.kind == "question":
+            self._pending = piece.pending
+
+    @torch.no_grad()
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self._new[layer] = (key, value)
+
+    @torch.no_grad()
+    def view(self, layer: int, query: Tensor) -> KVView:
+        new = self._new[layer]
+        if self._piece is None or new is None:
+            raise ModelError(f"kv: layer {layer} is asked for before anything was appended to it.")
+        angles = self.rope.at("pass", self._places)
+        key, value = self._show(layer, self.rope.apply(new[0], angles), new[1])
+        self._new[layer] = None
+        return KVView(key, value, query=self.rope.apply(query, angles))
+
+    def _places(self) -> Tensor:
+        piece, places = self._piece, self.stream.places
+        assert piece is not None
+        if piece.kind == "head":
+            return places.head()
+        if piece.kind == "units":
+            return places.own(piece.first, piece.count)
+        return places.after(self._count, self._pending, self._extra, piece.rows, own=True)
+
+    def end_pass(self) -> None:
+        piece = self._piece
+        if piece is None:
+            return
+        if piece.kind == "head":
+            self._headed = True
+        elif piece.kind == "units":
+            self._count += piece.count
+        elif piece.kind == "proxy":
+            self._cut(self.length())
+        else:
+            self._extra += piece.rows
+        self._piece = None
+
+    def units(self) -> int:
+        return self._count
+
+    def length(self) -> int:
+        return self._base() + self._extra
+
+    def _base(self) -> int:
+        return self.stream.head * self._headed + self._count * self.stream.unit
+
+    def truncate(self, length: int) -> None:
+        extra = length - self._base()
+        if not 0 <= extra <= self._extra:
+            raise ModelError(f"kv: the stream has {self.length()} columns; it cannot be cut to {length}.")
+        self._extra = extra
+        self._cut(length)
+
+    @contextmanager
+    def question_scope(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._extra = self._pending = 0
+            self._piece = None
+            self._cut(self._base())
+
+    def checkpoint(self) -> Any:
+        return self._count, self._headed
+
+    def restore(self, mark: Any) -> None:
+        self._count, self._headed = mark
+        self._piece = None
+        self._extra = self._pending = 0
+        self._cut(self._base())
+
+    def reset(self) -> None:
+        self.restore((0, False))
+
+    def evidence(self) -> dict[int, Seen]:
+        """Every layer sees every unit."""
+        return {number: Seen(1.0, 0.0, None) for number in range(self._count)}
+
+    def counters(self) -> dict[str, float]:
+        return {**super().counters(), "units": float(self._count), "resident": float(self._count)}
+
+    def save(self, path: str | Path) -> None:
+        folder = Path(path)
+        checkpoint_io.write_json(folder / "state.json", {"units": self._count, "head": self.stream.head})
+        self._save(folder)
+
+    def load(self, path: str | Path) -> None:
+        folder = Path(path)
+        told = checkpoint_io.read_json(folder / "state.json", {"units": int, "head": int})
+        if told["units"] < 0 or told["head"] != self.stream.head:
+            raise ModelError(
+                "state.json: it is of a stream with another head, or damaged; save the session again."
+            )
+        self._count, self._headed = told["units"], True
+        self._load(folder)
+
+    @abstractmethod
+    def _save(self, folder: Path) -> None:
+        """Write all columns."""
+
+    @abstractmethod
+    def _load(self, folder: Path) -> None:
+        """Read them; the number of units is set."""
+
+
 class FullStream(WholeStream):
     """A stream in the buffers of a `FullState`, turned."""
 
@@ -118,7 +327,7 @@ class FullStream(WholeStream):
         super().__init__(stream, geometry, model, device)
         self._state = FullState(geometry.layers)
 
-    def _show(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _show(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         self._state.append(layer, key, value)
         view = self._state.view(layer, key)
         return view.key, view.value
@@ -148,10 +357,6 @@ class FullStream(WholeStream):
             for layer in range(self.geometry.layers):
                 found = checkpoint_io.read_tensors(folder / _file(layer, begin), wanted, self.device)
                 self._state.append(layer, found["key"], found["value"])
-
-
-FILE = 4096
-"""Columns of a layer in one file of a saved stream."""
 
 
 def _file(layer: int, begin: int) -> str:

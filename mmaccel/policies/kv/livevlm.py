@@ -71,15 +71,9 @@ class LiveMemory(TokenMemory):
     def __init__(
         self, policy: LiveVLM, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
-        clip = stream.units(LiveVLM.clip or 1)
-        super().__init__(
-            stream, geometry, model, device, frames=policy.frames, clip=clip, positions=policy.positions
-        )
-        self.policy = policy
-        self.recent = stream.units(policy.recent)
-        self._scores: list[Tensor | None] = [None] * geometry.layers
+        super().__init__(policy, stream, geometry, model, device)
+        self.policy, self.recent = policy, stream.units(policy.recent)
         self._pages = self._questions = 0
-        self._blank = self.checkpoint()
 
     def _encode(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
         view = super()._encode(layer, query, piece, key, value)
@@ -92,10 +86,9 @@ class LiveMemory(TokenMemory):
 
     def _move(self, piece: StreamPass) -> None:
         super()._move(piece)
-        for layer, share in enumerate(self._scores):
+        for layer, share in self._scores.items():
             held = self._held[layer]
-            if share is None or held is None:
-                continue
+            assert held is not None
             old = held.column.shape[0] - self.recent * self.stream.unit
             stretch = max(1, self.budget // self.policy.bucket)
             span = (self._count - self.recent) * self.stream.unit
@@ -103,7 +96,6 @@ class LiveMemory(TokenMemory):
             kept = spread(share[:old], where, self.budget, self.policy.scatter, self.policy.bucket)
             rest = torch.arange(old, held.column.shape[0], device=kept.device)
             self._keep(layer, torch.cat([kept, rest]))
-        self._scores = [None] * len(self._scores)
 
     def _over(self, piece: StreamPass, tokens: int) -> bool:
         """Whether the pass ends a clip, and of `tokens` more are old than the budget allows."""
@@ -129,14 +121,6 @@ class LiveMemory(TokenMemory):
         found = (best[:, None] * size + torch.arange(size, device=best.device)).flatten()
         rest = torch.arange(pages * size, held.column.shape[0], device=best.device)
         return torch.cat([found, rest]), begin
-
-    def end_pass(self) -> None:
-        super().end_pass()
-        self._scores = [None] * len(self._scores)
-
-    def restore(self, mark: object) -> None:
-        super().restore(mark)
-        self._scores = [None] * len(self._scores)
 
     def counters(self) -> dict[str, float]:
         own = {"pages": float(self._pages), "questions": float(self._questions)}

@@ -14,10 +14,9 @@ from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.kv import Stream, StreamPass, StreamState
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._whole import WholeStream
+from mmaccel.policies.kv._window import Pair
+from mmaccel.policies.kv.full import WholeStream
 from mmaccel.policies.kv.store import HostPolicy, Spill
-
-Pair = tuple[Tensor, Tensor]
 
 
 @register("kv", "offload")

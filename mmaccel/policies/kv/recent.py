@@ -9,7 +9,7 @@ import torch
 
 from mmaccel.core.adapter import Geometry, ModelView
 from mmaccel.core.errors import check_least
-from mmaccel.core.kv import Stream, StreamPolicy, StreamState
+from mmaccel.core.kv import Stream, StreamState
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._window import WindowedPolicy
 from mmaccel.policies.kv._windowed import StreamMemory
@@ -39,14 +39,6 @@ class Recent(WindowedPolicy):
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         window, local = stream.units(self.window), stream.units(self.local)
-        return RecentMemory(
+        return StreamMemory(
             stream, geometry, model, device, window=window, local=local, positions=self.positions
         )
-
-
-class RecentMemory(StreamMemory):
-    """The window, of which a question sees the last units."""
-
-    def set_query_fields(self, policy: StreamPolicy) -> None:
-        assert isinstance(policy, Recent)
-        self.local = self.stream.units(policy.local)

@@ -61,24 +61,22 @@ class StreamMem(TokenPolicy):
 
 
 class ProxyMemory(TokenMemory):
-    """Tokens of all time, chosen anew when the first proxy after the end of a clip has looked at them."""
+    """Tokens of all time, chosen anew when the first proxy after the end of a clip has looked at them.
+
+    chosen, whole  units at the last choice, and the first unit that has lost no token yet
+    merged, prototypes  units that were merged with another, and tokens that stand for frames
+    """
+
+    FACTS: ClassVar = {"chosen": int, "whole": int, "merged": float, "prototypes": float}
 
     def __init__(
         self, policy: StreamMem, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
-        clip = stream.units(StreamMem.clip or 1)
-        super().__init__(
-            stream, geometry, model, device, frames=policy.frames, clip=clip, positions=policy.positions
-        )
-        self.policy = policy
-        self._scores: list[Tensor | None] = [None] * geometry.layers
-        # Units at the last choice, and the first unit that has lost no token yet.
-        self._chosen = self._whole = 0
-        self._merged = self._left = 0.0
         # Units that have come, and the last of them [n, P, E], one like the other, with which the next may be merged.
         self._come = 0
         self._open: Tensor | None = None
-        self._blank = self.checkpoint()
+        super().__init__(policy, stream, geometry, model, device)
+        self.policy = policy
 
     def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
         if self.policy.similar is None:
@@ -97,23 +95,20 @@ class ProxyMemory(TokenMemory):
         parts = list(torch.split(whole, counts))
         # Copied: a slice would keep the whole.
         self._open = parts.pop().clone() if self._come % MERGED else None
-        self._merged += sum(part.shape[0] - 1 for part in parts)
+        self._facts["merged"] += sum(part.shape[0] - 1 for part in parts)
         return torch.stack([_mean(part) for part in parts]) if parts else features[:0], counts[: len(parts)]
 
     def waiting(self) -> Tensor | None:
         return None if self._open is None else _mean(self._open)[None]
 
     def end_pass(self) -> None:
-        piece = self._piece
+        scores = dict(self._scores)
         super().end_pass()
-        if piece is None or piece.kind != "proxy":
-            return
-        if self._count // self.clip > self._chosen // self.clip:
+        if scores and self._count // self.clip > self._facts["chosen"] // self.clip:
             # Every layer holds the same number.
-            chosen = [self._choose(layer) for layer in range(self.geometry.layers)]
-            self._chosen = self._count
-            self._whole = self._count if all(chosen) else self._whole
-        self._scores = [None] * len(self._scores)
+            chosen = [self._choose(layer, score) for layer, score in scores.items()]
+            self._facts["chosen"] = self._count
+            self._facts["whole"] = self._count if all(chosen) else self._facts["whole"]
 
     def _answer(self, layer: int, query: Tensor, piece: StreamPass, key: Tensor, value: Tensor) -> KVView:
         view = super()._answer(layer, query, piece, key, value)
@@ -124,10 +119,10 @@ class ProxyMemory(TokenMemory):
             self._scores[layer] = attended(view.query, view.key)[head : head + held.column.shape[0]]
         return view
 
-    def _choose(self, layer: int) -> bool:
+    def _choose(self, layer: int, score: Tensor) -> bool:
         """Cut a layer down to the budget; False when it holds no more than that."""
-        held, score = self._held[layer], self._scores[layer]
-        if held is None or score is None or held.column.shape[0] <= self.budget:
+        held = self._held[layer]
+        if held is None or held.column.shape[0] <= self.budget:
             return False
         made = self._prototypes(held, score) if self.policy.prototypes else None
         count = 0 if made is None else made.column.shape[0]
@@ -138,13 +133,13 @@ class ProxyMemory(TokenMemory):
             assert kept is not None
             whole = kept.and_then(made)
             self._held[layer] = whole.take(torch.sort(whole.column, stable=True).indices)
-            self._left += count / self.geometry.layers
+            self._facts["prototypes"] += count / self.geometry.layers
         return True
 
     def _prototypes(self, held: Held, score: Tensor) -> Held:
         """One token of each unit that has lost none yet: the last ones held."""
         P = self.stream.unit
-        count = min(self._count - self._whole, self.budget)
+        count = min(self._count - self._facts["whole"], self.budget)
         weight = score[-count * P :].view(count, P)
         weight = (weight / weight.sum(1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny))[..., None]
         sides = []
@@ -158,17 +153,14 @@ class ProxyMemory(TokenMemory):
         return None, self._count
 
     def checkpoint(self) -> Any:
-        own = self._chosen, self._whole, self._merged, self._left, self._come, self._open
-        return super().checkpoint(), own
+        return super().checkpoint(), self._come, self._open
 
     def restore(self, mark: Any) -> None:
-        tokens, own = mark
-        self._chosen, self._whole, self._merged, self._left, self._come, self._open = own
-        self._scores = [None] * len(self._scores)
+        tokens, self._come, self._open = mark
         super().restore(tokens)
 
     def counters(self) -> dict[str, float]:
-        return {**super().counters(), "merged": self._merged, "prototypes": self._left}
+        return {**super().counters(), **{name: self._facts[name] for name in ("merged", "prototypes")}}
 
     def nbytes(self) -> int:
         return super().nbytes() + (0 if self._open is None else self._open.nbytes)
@@ -192,21 +184,6 @@ class ProxyMemory(TokenMemory):
             self._open = checkpoint_io.read_tensors(folder / "open.safetensors", wanted, self.device)[
                 "features"
             ]
-
-    def _facts(self) -> dict[str, Any]:
-        return {
-            "chosen": self._chosen,
-            "whole": self._whole,
-            "merged": self._merged,
-            "prototypes": self._left,
-        }
-
-    def _told(self) -> dict[str, type]:
-        return {"chosen": int, "whole": int, "merged": float, "prototypes": float}
-
-    def _recount(self, facts: dict[str, Any]) -> None:
-        self._chosen, self._whole = facts["chosen"], facts["whole"]
-        self._merged, self._left = facts["merged"], facts["prototypes"]
 
 
 def _mean(features: Tensor) -> Tensor:

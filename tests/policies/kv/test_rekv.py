@@ -91,21 +91,17 @@ def test_a_planted_frame_is_recalled() -> None:
         assert asked == {0, 1} and seen[3].recalled >= 0.5 and seen[4].recalled >= 0.5
 
 
-def test_faithful_copies_and_coalesced_ones_bring_the_same() -> None:
-    """A copy for each key and value tensor of a frame, as the paper's code has it, or the store's own way."""
+def test_what_lies_in_files_is_brought_like_what_lies_in_memory() -> None:
     found, told = [], []
-    for way in ("pieces", "auto"):
-        with open_session("random-ov", {"name": "rekv", "frames": 6, "window": 4}) as session:
+    for more in ({}, {"host_bytes": 0, "spill": "disk"}):
+        with open_session("random-ov", {"name": "rekv", "frames": 6, "window": 4, **more}) as session:
             session.watch(film(25), fps=FPS)
-            session._live.state.store._default = way  # type: ignore[union-attr]
             found.append(logits(session))
             told.append(session.counters())
-    assert torch.equal(*found)
-    gone = 25 - 4
+    assert torch.equal(*found) and told[0]["host_bytes_in"] == told[1]["host_bytes_in"]
     frames = told[0]["host_bytes_in"] / (2 * GROUPS * 16 * 64 * 4)
-    assert told[0]["host_copies_in"] == 2 * frames and frames <= 2 * min(6, gone)
-    assert told[1]["host_copies_in"] < told[0]["host_copies_in"]
-    assert told[0]["host_bytes_in"] == told[1]["host_bytes_in"]
+    assert frames <= 2 * min(6, 25 - 4) and told[0]["host_gathers"] == told[0]["host_copies_in"]
+    assert told[1]["host_disk_in"] == frames and told[1]["host_gathers"] == 0 < told[1]["host_copies_in"]
 
 
 def test_the_budget_is_in_frames() -> None:

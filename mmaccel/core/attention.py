@@ -148,6 +148,7 @@ class ForwardPass:
     probes    what reads what the layers compute
     stream    whether the memory alone says what rows see: its view's columns are 0 .. N - 1, the last ones are new
     check     called at each layer; what it raises breaks the pass off
+    pruning   what a pruner of the target's prompt keeps of the pass, for its cuts between layers
     """
 
     config: AttentionConfig
@@ -160,6 +161,7 @@ class ForwardPass:
     probes: tuple[Probe, ...] = ()
     stream: bool = False
     check: Callable[[], None] | None = None
+    pruning: object = None
     ends: tuple[int, ...] | None = None
     """Of a part of a prompt with padding: the column past the last token of each sequence of the whole."""
 

@@ -112,15 +112,6 @@ class OneWay(torch.autograd.Function):
         )
 
 
-def check_training(layers: nn.ModuleList) -> None:
-    """Raise `ModelError` for layers that are recomputed for gradients: they run without the cache that is read here."""
-    if any(getattr(layer, "gradient_checkpointing", False) and layer.training for layer in layers):
-        raise ModelError(
-            "gradient_checkpointing: an accelerated model is not trained, and its layers run without a cache under it; call "
-            "model.eval(), or detach the recipe to train."
-        )
-
-
 class Weights(Probe):
     """Computes the weights [B, H, n, N] of one run and layer from what enters its attention, in the type of the queries.
 
@@ -149,23 +140,27 @@ def with_weights(run: ForwardPass | PackedPass) -> tuple[ForwardPass | PackedPas
     if isinstance(run, ForwardPass):
         probe = Weights()
         return replace(run, probes=(*run.probes, probe)), lambda: probe.weights
-    pairs = [with_weights(one) for _, _, one in run.runs]
-    places = [(b, columns) for b, columns, _ in run.runs]
+    parts = [(b, columns, *with_weights(one)) for b, columns, one in run.runs]
 
     def whole() -> Tensor:
-        each = [found() for _, found in pairs]
-        size = max(columns.stop for _, columns in places)
-        weights = each[0].new_zeros(places[-1][0] + 1, each[0].shape[1], size, size)
-        for (b, columns), one in zip(places, each, strict=True):
-            weights[b, :, columns, columns] = one[0]
-        return weights
+        each = [(b, columns, weights()) for b, columns, _, weights in parts]
+        batch, size = each[-1][0] + 1, max(columns.stop for _, columns, _ in each)
+        out = each[0][2].new_zeros(batch, each[0][2].shape[1], size, size)
+        for b, columns, one in each:
+            out[b, :, columns, columns] = one[0]
+        return out
 
-    watching = [(*place, one) for place, (one, _) in zip(places, pairs, strict=True)]
-    return PackedPass(tuple(watching)), whole  # type: ignore[arg-type]
+    return PackedPass(tuple((b, columns, one) for b, columns, one, _ in parts)), whole  # type: ignore[misc]
 
 
-def check_forward(recipe: Recipe, kwargs: Mapping[str, Any]) -> None:
-    """Raise `ModelError` with one sentence for an argument of `forward` that `recipe` does not take."""
+def check_forward(recipe: Recipe, kwargs: Mapping[str, Any], layers: nn.ModuleList) -> None:
+    """Raise one sentence for an argument of `forward` that `recipe` does not take, or for `layers` that are recomputed for
+    gradients, which run without the cache that is read here."""
+    if any(getattr(layer, "gradient_checkpointing", False) and layer.training for layer in layers):
+        raise ModelError(
+            "gradient_checkpointing: an accelerated model is not trained, and its layers run without a cache under it; call "
+            "model.eval(), or detach the recipe to train."
+        )
     if kwargs.get("is_causal") is False:
         raise ModelError(
             "is_causal: the attention of an accelerated model is causal; leave it out, or detach the recipe."
@@ -254,15 +249,6 @@ class _Layer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def crop(self, max_length: int) -> None:
-        pass
-
-    def reset(self) -> None:
-        self.state.reset()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        pass
-
 
 class KVCache(Cache):
     """A `KVState` as a transformers cache. It serves the accelerated model that opened it, no other."""
@@ -301,8 +287,8 @@ class KVCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.sequence is not None:
-            rows = torch.arange(self.sequence.layout.batch, device=self.sequence.layout.device)
-            self.reorder_cache(rows.repeat_interleave(repeats))
+            layout = self.sequence.layout
+            self.reorder_cache(torch.arange(layout.batch, device=layout.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)

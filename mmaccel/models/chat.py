@@ -6,7 +6,6 @@ Templates are code from a model's folder: they run with limits. Special tokens i
 from __future__ import annotations
 
 import functools
-import os
 import re
 import secrets
 import sys
@@ -27,27 +26,20 @@ GROWTH, FRAME = 4, 1 << 16
 """A template may write this many times the characters it is given, plus this many."""
 
 
-def conversations(content: Any, images: Any, videos: Any) -> list[list[dict[str, Any]]]:
-    """The messages of each prompt: one for a text, pieces or messages, or one for each of a list of these.
+Conversation = tuple[list[dict[str, Any]], list[Any], list[Any]]
+"""Messages as a template may see them, and the images and videos that are taken out of them, in order."""
+
+
+def conversations(content: Any, images: Any, videos: Any) -> list[Conversation]:
+    """The prompts of a call: one for a text, pieces or messages, or one for each of a list of these.
 
     `images` and `videos` stand before what the user says; of several prompts they are lists with an entry for each: one, a
     list of them, or None. Raises `ModelError` in one sentence.
     """
     if not (_listed(content) and content and all(isinstance(one, str) or _listed(one) for one in content)):
-        return [_messages(content, image_list(images), video_list(videos))]
-    told = len(content)
-    shown = zip(content, _each("images", images, told), _each("videos", videos, told), strict=True)
-    return [_messages(one, image_list(pictures), video_list(clips)) for one, pictures, clips in shown]
-
-
-def bared(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
-    """Messages as a template may see them, and the images and videos that are taken out of them, in order."""
-    shown: dict[str, list[Any]] = {"image": [], "video": []}
-    bare = [
-        {**message, "content": [_without(piece, shown) for piece in message["content"]]}
-        for message in messages
-    ]
-    return bare, shown["image"], shown["video"]
+        return [_conversation(content, images, videos)]
+    given = _each("images", images, len(content)), _each("videos", videos, len(content))
+    return [_conversation(*one) for one in zip(content, *given, strict=True)]
 
 
 def image_rows(images: Any) -> list[list[Any]]:
@@ -60,11 +52,6 @@ def image_rows(images: Any) -> list[list[Any]]:
     return [list(row) for row in images if row] if nested else [[image] for image in images]
 
 
-def image_list(images: Any) -> list[Any]:
-    """The images in order."""
-    return [image for row in image_rows(images) for image in row]
-
-
 def video_list(videos: Any) -> list[Any]:
     """The videos in order. A list of images is one video; a list of videos may stand for each text."""
     if videos is None:
@@ -75,10 +62,6 @@ def video_list(videos: Any) -> list[Any]:
     for item in videos:
         flat.extend(item if _listed(item) and not all(map(_is_frame, item)) else [item])
     return flat
-
-
-def is_path(value: Any) -> bool:
-    return isinstance(value, (str, os.PathLike))
 
 
 def _listed(value: Any) -> bool:
@@ -94,21 +77,20 @@ def _each(name: str, given: Any, count: int) -> list[Any]:
     if given is None:
         return [None] * count
     if not _listed(given) or len(given) != count:
-        told = f"{len(given)} entries" if _listed(given) else "one, not a list,"
+        amount = f"{len(given)} entries" if _listed(given) else "one, not a list,"
         raise ModelError(
-            f"{name}: {told} for {count} prompts; give a list with an entry for each, None where there is none."
+            f"{name}: {amount} for {count} prompts; give a list with an entry for each, None where there is none."
         )
     return list(given)
 
 
-def _messages(content: Any, images: list[Any], videos: list[Any]) -> list[dict[str, Any]]:
+def _conversation(content: Any, images: Any, videos: Any) -> Conversation:
+    ahead = [{"type": "image", "image": item} for row in image_rows(images) for item in row]
+    ahead += [{"type": "video", "video": item} for item in video_list(videos)]
     if isinstance(content, str):
         if not content.strip():
             raise ModelError("content: the question is empty; ask something.")
         content = [{"type": "text", "text": content}]
-    ahead = [{"type": "image", "image": item} for item in images] + [
-        {"type": "video", "video": item} for item in videos
-    ]
     if not _listed(content) or any(not isinstance(piece, Mapping) for piece in content):
         raise ModelError(
             f"content: {errors.shown(content)} is not a prompt; give a text, or a list of pieces or messages; for a batch a "
@@ -117,25 +99,25 @@ def _messages(content: Any, images: list[Any], videos: list[Any]) -> list[dict[s
     if not content and not ahead:
         raise ModelError("content: it is an empty list; ask something.")
     if not content or "role" not in content[0]:
-        return [{"role": "user", "content": [*ahead, *content]}]
-    if ahead:
+        content = [{"role": "user", "content": [*ahead, *content]}]
+    elif ahead:
         raise ModelError(
             "images and videos of a conversation belong in its messages: give them as pieces there."
         )
-    listed = []
+    shown: dict[str, list[Any]] = {"image": [], "video": []}
+    bare = []
     for message in content:
         inside = message.get("content")
         if not isinstance(inside, str) and not _listed(inside):
             raise ModelError(
                 f"content: a message holds {errors.shown(inside)}; give it a text or pieces as 'content'."
             )
-        listed.append(
-            {**message, "content": [{"type": "text", "text": inside}] if isinstance(inside, str) else inside}
-        )
-    return listed
+        pieces = [{"type": "text", "text": inside}] if isinstance(inside, str) else inside
+        bare.append({**message, "content": [_without(piece, shown) for piece in pieces]})
+    return bare, shown["image"], shown["video"]
 
 
-def _without(piece: Mapping[str, Any], shown: dict[str, list[Any]]) -> dict[str, Any]:
+def _without(piece: Any, shown: dict[str, list[Any]]) -> dict[str, Any]:
     """The piece as the template may see it; its image or video is put aside, in order."""
     if not isinstance(piece, Mapping):
         raise ModelError(f"content: {errors.shown(piece)} is not a piece; give a mapping with its type.")
@@ -146,12 +128,12 @@ def _without(piece: Mapping[str, Any], shown: dict[str, list[Any]]) -> dict[str,
         raise ModelError(
             f"a piece of type {errors.shown(kind)} is not known: use 'text', 'image' or 'video'."
         )
-    held = [piece[name] for name in (kind, "path", "url") if name in piece]
-    if not held:
+    name = next((name for name in (kind, "path", "url") if name in piece), None)
+    if name is None:
         raise ModelError(
             f"a piece of type {errors.shown(kind)} holds no {kind}: give it under {errors.shown(kind)}."
         )
-    shown[kind].append(held[0])
+    shown[kind].append(piece[name])
     return {"type": kind}
 
 
@@ -159,11 +141,6 @@ class Written(str):
     """The text that a template wrote. `plain` maps each mark to the special token's text that it replaces."""
 
     plain: Mapping[str, str]
-
-    def __new__(cls, text: str, plain: Mapping[str, str]) -> Written:
-        made = super().__new__(cls, text)
-        made.plain = plain
-        return made
 
 
 def written(
@@ -196,25 +173,27 @@ def written(
         raise
     except Exception as error:
         # A template is a program: it may fail in any way.
-        told = outside.reason(error) if str(error) else type(error).__name__
-        raise ModelError(f"chat template: it fails ({told}); fix the model's chat_template.jinja.") from error
+        reason = outside.reason(error) if str(error) else type(error).__name__
+        raise ModelError(
+            f"chat template: it fails ({reason}); fix the model's chat_template.jinja."
+        ) from error
     given = sum(len(piece.get("text", "")) for one in messages for piece in one["content"])
     if not isinstance(text, str) or len(text) > GROWTH * given + FRAME * len(messages):
         raise ModelError(
             f"chat template: it writes {len(text)} characters from {given}; fix the model's chat_template.jinja."
         )
-    return Written(text, plain)
+    whole = Written(text)
+    whole.plain = plain
+    return whole
 
 
 def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
     """Token ids of a text; in a `Written`, marked special tokens are tokenized as plain text."""
-    ids: list[int]
     plain = text.plain if isinstance(text, Written) else {}
     if not plain:
-        ids = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        return ids
+        return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
     marks = re.compile("|".join(map(re.escape, plain)))
-    ids = []
+    ids: list[int] = []
     for place, piece in enumerate(_special(tokenizer).split(text)):
         if place % 2:
             ids.append(tokenizer.convert_tokens_to_ids(piece))

@@ -42,10 +42,15 @@ def admits(model: nn.Module, family: FamilyFacts, cache: Any) -> bool:
     pruner's hooks serve the prompt; what they do to a step is in the memory."""
     from transformers import DynamicCache
 
-    if any(p.device.type not in step.DEVICES for p in model.parameters()):
+    kinds = {(p.device.type, p.dtype) for p in model.parameters()}
+    if any(device not in step.DEVICES for device, _ in kinds):
         return False
     owner, state = attached(model), getattr(cache, "state", None)
-    if state is None and (type(cache) is not DynamicCache or _mixed(model)):
+    # Under autocast products have another type than weights: a plain cache holds keys of one and values of the other.
+    mixed = any(
+        torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on) != dtype for on, dtype in kinds
+    )
+    if state is None and (type(cache) is not DynamicCache or mixed):
         return False
     if state is not None and (not state.in_place or owner is None):
         return False
@@ -66,13 +71,6 @@ def admits(model: nn.Module, family: FamilyFacts, cache: Any) -> bool:
             for hook in module._forward_pre_hooks.values()
         )
     )
-
-
-def _mixed(model: nn.Module) -> bool:
-    """Whether autocast makes another type of products than weights have: a cache then holds keys of one and values of the
-    other."""
-    kinds = {(p.device.type, p.dtype) for p in model.parameters()}
-    return any(torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on) != dtype for on, dtype in kinds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,16 +214,16 @@ class SequenceSteps:
         words, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
         home = words.weight.device
         glance = state.pruner.glance if isinstance(state, ThinnedState) else None
-        cuts = [
-            (device, some)
-            for device, numbers in pipeline_parallel.runs([key.device for key, _ in buffers], home)
-            for some in _cut_after(numbers, glance)
-        ]
+        cuts: list[tuple[torch.device, list[int]]] = []
+        for device, numbers in pipeline_parallel.runs([key.device for key, _ in buffers], home):
+            after = numbers.index(glance) + 1 if glance in numbers[:-1] else len(numbers)  # type: ignore[arg-type]
+            cuts += [(device, numbers[:after])]
+            cuts += [(device, numbers[after:])] if after < len(numbers) else []
         # Of all captures on a device none is at work beside another, and what each gives is copied at once.
         self._replays = {device: Replays(device) for device, _ in cuts}
         layers: list[Any] = list(family.layers(model))
         held = self._holds(state, delta, buffers, glance, home)
-        heads = family.geometry(model).heads
+        sizes = family.geometry(model)
         self.parts = [
             Part(
                 device,
@@ -234,7 +232,9 @@ class SequenceSteps:
                 [held[number] for number in numbers],
                 words if place == 0 else None,
                 (family.text(model).norm, head) if place == len(cuts) - 1 else None,
-                _room_for_query(buffers[glance][0], heads) if glance in numbers[-1:] else None,
+                buffers[numbers[-1]][0].new_zeros(1, sizes.heads, 1, sizes.head_dim)
+                if glance in numbers[-1:]
+                else None,
             )
             for place, (device, numbers) in enumerate(cuts)
         ]
@@ -244,7 +244,7 @@ class SequenceSteps:
         self, state: KVState, delta: int, buffers: Buffers, glance: int | None, home: torch.device
     ) -> list[Held]:
         """How each layer holds the sequence: one for all layers that hold it alike on one device."""
-        family, known, found = self.family, dict[Any, Held](), list[Held]()
+        family, known, layers = self.family, dict[Any, Held](), list[Held]()
         for layer, (like, _) in enumerate(buffers):
             lacks, after = state.lacks(layer), glance is not None and layer > glance
             anew = isinstance(state, ThinnedState) and state.renumbers(layer)
@@ -259,8 +259,8 @@ class SequenceSteps:
                     assert isinstance(state, ThinnedState)
                     bias = torch.zeros(state.prompt - lacks, device=like.device)
                 known[name] = Held(lacks, rope.to(like.device), bias)
-            found.append(known[name])
-        return found
+            layers.append(known[name])
+        return layers
 
     def _look(self, state: ThinnedState, part: Part, looks: Tensor, held: int, count: int) -> None:
         """Between the layer at which a pruner glances and the next one: what a token sees of the video from there on."""
@@ -271,18 +271,6 @@ class SequenceSteps:
                 bias.fill_(0.0 if shown is None else -torch.inf)
                 if shown is not None:
                     bias[shown.to(bias.device)] = 0.0
-
-
-def _room_for_query(key: Tensor, heads: int) -> Tensor:
-    return key.new_zeros(1, heads, 1, key.shape[3])
-
-
-def _cut_after(numbers: list[int], layer: int | None) -> list[list[int]]:
-    """`numbers` in two where `layer` is one of them and not the last."""
-    if layer not in numbers[:-1]:
-        return [numbers]
-    end = numbers.index(layer) + 1  # type: ignore[arg-type]
-    return [numbers[:end], numbers[end:]]
 
 
 def _words(branches: Branches, width: int) -> Tensor:

@@ -27,11 +27,11 @@ from mmaccel.core.registry import registry
 from mmaccel.models.install import Hooks
 from mmaccel.models.pointwise import normed, rotated
 from mmaccel.models.processor_style import ProcessorStyle
-from mmaccel.models.prompt_layout import Grid, fill, is_given, question_mask
+from mmaccel.models.prompt_layout import Grid, cells, is_given, question_mask
 
 _ROPE = ("rope_type", "rope_theta", "mrope_section", "factor")
 SAMPLED = 1024
-"""Elements that the digest reads of each projection."""
+"""Elements that the digest of the weights reads of each projection, evenly spaced."""
 _VISUAL = {IMAGE: ("pixel_values", "image"), VIDEO: ("pixel_values_videos", "video")}
 """The pixels of each kind of visual, and the name of what the tower made of them among `mm_encoder_outputs`."""
 
@@ -90,7 +90,7 @@ class FamilyFacts(ModelFamily):
 
     def pace(self, model: nn.Module) -> int:
         """Frames that the vision tower takes as one step of time."""
-        return 1
+        return int(getattr(getattr(model.config, "vision_config", None), "temporal_patch_size", None) or 1)
 
     def grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Grid], list[Grid]]:
         """The images and the videos of a prompt, each in order of appearance over the batch."""
@@ -132,15 +132,36 @@ class FamilyFacts(ModelFamily):
         config = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
         rope = getattr(config, "rope_parameters", None) or {}
         # Only what turns keys: releases differ in what else they write beside it.
-        told = {name: rope[name] for name in _ROPE if rope.get(name) is not None}
-        return {**super().fingerprint(model), "rope": told}
+        turning = {name: rope[name] for name in _ROPE if rope.get(name) is not None}
+        return {**super().fingerprint(model), "rope": turning}
 
     def weights_digest(self, model: nn.Module) -> str | None:
-        whole = not isinstance(model, ConfigOnlyModel) and _shards(model) == 1
-        return _query_key_digest(self.layers(model)) if whole else None
+        if isinstance(model, ConfigOnlyModel) or _shards(model) > 1:
+            return None
+        digest = hashlib.sha256()
+        for layer in self.layers(model):
+            for name in ("q_proj", "k_proj"):
+                weight = getattr(getattr(getattr(layer, "self_attn", None), name, None), "weight", None)
+                if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
+                    return None
+                flat = weight.detach().flatten()
+                # In bfloat16 the same for weights that were saved so and loaded in float32 or float16.
+                some = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].to("cpu", torch.bfloat16)
+                digest.update(repr(tuple(weight.shape)).encode() + some.view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def own_heads(self, model: nn.Module) -> range:
-        return _own_heads(model, len(super().own_heads(model)))
+        count, heads = _shards(model), len(super().own_heads(model))
+        if count == 1:
+            return range(heads)
+        # transformers keeps the mesh of `from_pretrained(..., tp_plan=...)`; heads lie in the order of the ranks.
+        mesh: Any = getattr(model, "_device_mesh", None)
+        if mesh is None:
+            rank = torch.distributed.get_rank() % count
+        else:
+            rank = mesh.get_local_rank("tp" if "tp" in (mesh.mesh_dim_names or ()) else None)
+        each = heads // count
+        return range(rank * each, (rank + 1) * each)
 
     def folder(self, model: nn.Module) -> Path | None:
         source = getattr(model.config, "_name_or_path", "")
@@ -194,16 +215,7 @@ class FamilyFacts(ModelFamily):
         if not bool((modality != TEXT).any()):
             return TokenLayout.build(modality, valid=valid)
         images, videos = self.grids(model, inputs)
-        queue = {IMAGE: iter(images), VIDEO: iter(videos)}
-        fields = {name: torch.full_like(ids, -1) for name in ("segment", "frame", "row", "column")}
-        for b in range(len(ids)):
-            fill(b, modality[b], queue, fields)
-        for kind, rest in queue.items():
-            if next(rest, None) is not None:
-                raise ModelError(
-                    f"input_ids has fewer {'image' if kind == IMAGE else 'video'} placeholders than the pixels given; "
-                    "build the inputs with the model's processor."
-                )
+        fields = cells(modality, {IMAGE: iter(images), VIDEO: iter(videos)})
         return TokenLayout.build(modality, valid=valid, asked=question_mask(model, ids, modality), **fields)
 
     def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
@@ -216,18 +228,8 @@ class FamilyFacts(ModelFamily):
         ids: Tensor = inputs["input_ids"]
         mask = inputs.get("attention_mask")
         if mask is None:
-            flat = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        else:
-            flat = (mask.long().cumsum(1) - 1).clamp(min=0)
-        return flat
-
-    def slice(self, kwargs: Mapping[str, Any], begin: int, end: int) -> dict[str, Any]:
-        """The text model's keyword arguments for its new columns ``begin .. end``."""
-        piece = dict(kwargs)
-        for name, axis in (("inputs_embeds", 1), ("input_ids", 1), ("position_ids", -1)):
-            if piece.get(name) is not None:
-                piece[name] = piece[name].narrow(axis, begin, end - begin)
-        return piece
+            return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        return (mask.long().cumsum(1) - 1).clamp(min=0)
 
     def embed(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         caught: list[Tensor] = []
@@ -248,9 +250,9 @@ class FamilyFacts(ModelFamily):
 
     def frames(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         # Past the words: putting features in their places counts these on the host.
-        told = [inputs[name] for name in ("pixel_values_videos", "video_grid_thw") if name in inputs]
-        found = self.multimodal(model).get_video_features(*told, return_dict=True).pooler_output  # type: ignore[operator]
-        rows = found.flatten(0, 1) if isinstance(found, Tensor) else torch.cat(found)
+        given = [inputs[name] for name in ("pixel_values_videos", "video_grid_thw") if name in inputs]
+        features = self.multimodal(model).get_video_features(*given, return_dict=True).pooler_output  # type: ignore[operator]
+        rows = features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(features)
         return rows.to(home_of(model), self.words(model).weight.dtype)
 
     def norm(self, model: nn.Module, layer: int, hidden: Tensor) -> Tensor:
@@ -293,13 +295,14 @@ class FamilyFacts(ModelFamily):
         model: nn.Module,
         kind: int,
         pixels: Tensor,
-        told: Mapping[str, Any],
+        given: Mapping[str, Any],
         most: int,
         features: Callable[..., Any],
     ) -> Any:
         """The visual features of `pixels`, images (IMAGE) or videos (VIDEO), as the model's own method gives them.
 
-        features  the tower's of a part of the pixels, given as keywords what of `told` is another for that part. A part has
+        given     the call's other arguments
+        features  the tower's of a part of the pixels, given as keywords what of `given` is another for that part. A part has
                   at most `most` patches, unless what cannot be cut has more
         """
         raise ModelError(f"{self.name}: this family does not say how its visual inputs are cut.")
@@ -336,24 +339,6 @@ class FamilyFacts(ModelFamily):
         return config.image_token_id, config.video_token_id
 
 
-def _query_key_digest(layers: nn.ModuleList) -> str | None:
-    """A digest of evenly spaced elements of each layer's query and key projections, rounded to bfloat16.
-
-    Rounding makes it the same for bfloat16 weights that were loaded in float32 or float16. None where a projection is not
-    a floating matrix at hand: quantized, or offloaded.
-    """
-    found = hashlib.sha256()
-    for layer in layers:
-        for name in ("q_proj", "k_proj"):
-            weight = getattr(getattr(getattr(layer, "self_attn", None), name, None), "weight", None)
-            if not isinstance(weight, torch.Tensor) or weight.is_meta or not weight.is_floating_point():
-                return None
-            flat = weight.detach().flatten()
-            some = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].to("cpu", torch.bfloat16)
-            found.update(repr(tuple(weight.shape)).encode() + some.view(torch.int16).numpy().tobytes())
-    return found.hexdigest()[:16]
-
-
 def _rows_of(module: Any, name: str) -> int | None:
     """The rows of a projection's weight that this process holds, a shard of them under tensor parallelism; None where the
     weight is no matrix of floating numbers, such as a quantized one."""
@@ -367,18 +352,3 @@ def _rows_of(module: Any, name: str) -> int | None:
 def _shards(model: nn.Module) -> int:
     """How many processes share each layer of a model (tensor parallelism)."""
     return getattr(model, "tp_size", None) or 1
-
-
-def _own_heads(model: nn.Module, heads: int) -> range:
-    """The numbers of the query heads, of `heads` in all, that this process computes."""
-    count = _shards(model)
-    if count == 1:
-        return range(heads)
-    # transformers keeps the mesh of `from_pretrained(..., tp_plan=...)`; heads lie in the order of the ranks.
-    mesh: Any = getattr(model, "_device_mesh", None)
-    if mesh is None:
-        rank = torch.distributed.get_rank() % count
-    else:
-        rank = mesh.get_local_rank("tp" if "tp" in (mesh.mesh_dim_names or ()) else None)
-    each = heads // count
-    return range(rank * each, (rank + 1) * each)

@@ -28,14 +28,7 @@ from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.generate import Deadline
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.packed import PackedPass
-from mmaccel.models.attention import (
-    ATTENTION,
-    Columns,
-    KVCache,
-    check_forward,
-    check_training,
-    packed_in,
-)
+from mmaccel.models.attention import ATTENTION, Columns, KVCache, check_forward, packed_in
 from mmaccel.models.batches import DraftTimes
 from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.install import Attaching, gate_of
@@ -210,10 +203,9 @@ class Attachment(Attaching):
             raise ModelError(
                 "attn_implementation: it was set while a recipe is attached; detach the recipe, set it, and attach again."
             )
-        check_training(self.family.layers(self.model))
         if getattr(self.shared, "output_attentions", False):
             kwargs.setdefault("output_attentions", True)
-        check_forward(recipe, kwargs)
+        check_forward(recipe, kwargs, self.family.layers(self.model))
         if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim != 2):
             raise ModelError(
                 "attention_mask: an accelerated model takes a mask of shape [batch, length]; static caches and 4-D masks "
@@ -318,7 +310,11 @@ class Attachment(Attaching):
         for begin in range(0, count, chunk):
             self.time_left()
             end = min(begin + chunk, count)
-            outputs.append(self._pass(run.part(begin, end), self.family.slice(kwargs, begin, end)))
+            part = dict(kwargs)
+            for name, axis in (("inputs_embeds", 1), ("input_ids", 1), ("position_ids", -1)):
+                if part.get(name) is not None:
+                    part[name] = part[name].narrow(axis, begin, end - begin)
+            outputs.append(self._pass(run.part(begin, end), part))
         whole = outputs[-1]
         whole.last_hidden_state = torch.cat([o.last_hidden_state for o in outputs], 1)
         if whole.get("hidden_states") is not None:

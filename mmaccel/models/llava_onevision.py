@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmaccel.core.layout import IMAGE, VIDEO
+from mmaccel.core.layout import IMAGE
 from mmaccel.core.registry import register
 from mmaccel.models.family import Family
 from mmaccel.models.family_facts import VisionTower
@@ -53,10 +53,9 @@ class Tower(VisionTower):
 
         config, sizes, groups = self.multimodal.config, given["image_sizes"], given.get("batch_num_images")
         alone = [True] * len(sizes) if groups is None else [n == 1 for n in groups for _ in range(n)]
+        pinpoints, tile = config.image_grid_pinpoints, config.vision_config.image_size
         counts = [
-            image_size_to_num_patches(size, config.image_grid_pinpoints, config.vision_config.image_size)
-            if one
-            else 1
+            image_size_to_num_patches(size, pinpoints, tile) if one else 1
             for size, one in zip(sizes, alone, strict=True)
         ]
         aspect = given.get("vision_aspect_ratio") or config.vision_aspect_ratio
@@ -98,10 +97,8 @@ class LlavaOnevision(Family):
 
     def grids(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Grid], list[Grid]]:
         config: Any = model.config
-        vision = config.vision_config
-        side = vision.image_size // vision.patch_size
+        side = _side(model)
         pooled = math.ceil(side / 2)
-        ids: Tensor = inputs["input_ids"]
         pixels = inputs.get("pixel_values_videos")
         encoded = (inputs.get("mm_encoder_outputs") or {}).get("video")
         videos = []
@@ -111,24 +108,22 @@ class LlavaOnevision(Family):
             count, tokens = encoded.pooler_output.shape[:2]
             videos = [Grid((tokens - 1) // pooled**2, pooled, pooled, marks=1)] * count
         images: list[Grid] = []
-        for row in ids.tolist() if IMAGE in self.shown(inputs) else ():
+        for row in inputs["input_ids"].tolist() if IMAGE in self.shown(inputs) else ():
             for token, group in groupby(row):
                 if token == config.image_token_id:
                     marks = len(list(group)) - side * side
-                    images.append(Grid(1, side, side, marks, self._tiles(config, inputs, len(images), marks)))
+                    tiles = self._tiles(config, side, inputs, len(images), marks)
+                    images.append(Grid(1, side, side, marks, tiles))
         return images, videos
 
     def _tiles(
-        self, config: Any, inputs: Mapping[str, Any], number: int, marks: int
+        self, config: Any, side: int, inputs: Mapping[str, Any], number: int, marks: int
     ) -> tuple[int, int] | None:
         """Rows and columns of what the finer tiles of image `number` make together, `marks` tokens with the rows' ends; None
         where it has none, or where its size is not told."""
         from transformers.models.llava_onevision import modeling_llava_onevision as theirs
 
-        sizes, side = (
-            inputs.get("image_sizes"),
-            config.vision_config.image_size // config.vision_config.patch_size,
-        )
+        sizes = inputs.get("image_sizes")
         if sizes is None or number >= len(sizes) or marks <= 1:
             return None
         size = [int(x) for x in sizes[number]]
@@ -147,8 +142,7 @@ class LlavaOnevision(Family):
     def frames(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         rows = super().frames(model, inputs)
         videos, count = inputs["pixel_values_videos"].shape[:2]
-        side = model.config.vision_config.image_size // model.config.vision_config.patch_size  # type: ignore[union-attr, operator]
-        if len(rows) > videos * count * math.ceil(side / 2) ** 2:
+        if len(rows) > videos * count * math.ceil(_side(model) / 2) ** 2:
             return rows
         # Earlier releases put the mark behind a video later.
         mark: Any = self.multimodal(model).image_newline
@@ -165,7 +159,7 @@ class LlavaOnevision(Family):
         model: nn.Module,
         kind: int,
         pixels: Tensor,
-        told: Mapping[str, Any],
+        given: Mapping[str, Any],
         most: int,
         features: Callable[..., Any],
     ) -> Any:
@@ -175,32 +169,29 @@ class LlavaOnevision(Family):
         frames = max(1, most // self.patches(model, pixels[0, :1]))
         several, inside = max(1, frames // each), min(frames, each)
         if kind == IMAGE:
-            return [
-                one
-                for part in _images(told, count, several)
-                for one in features(pixels[part.pop("at")], **part)
-            ]
-        side = model.config.vision_config.image_size // model.config.vision_config.patch_size  # type: ignore[union-attr, operator]
-        unit = math.ceil(side / 2) ** 2
+            parts = _images(given, count, several)
+            return [one for part in parts for one in features(pixels[part.pop("at")], **part)]
+        unit = math.ceil(_side(model) / 2) ** 2
         whole: Tensor | None = None
         for first in range(0, count, several):
             for begin in range(0, each, inside):
                 part = pixels[first : first + several, begin : begin + inside]
-                found = features(part)
+                rows = features(part)
                 # Behind each part stands the mark of a video, in releases that put it there.
                 length = part.shape[1] * unit
                 if whole is None:
-                    whole = found.new_empty(count, each * unit + found.shape[1] - length, found.shape[2])
+                    whole = rows.new_empty(count, each * unit + rows.shape[1] - length, rows.shape[2])
                 some = whole[first : first + several]
-                some[:, begin * unit : begin * unit + length] = found[:, :length]
-                some[:, each * unit :] = found[:, length:]
+                some[:, begin * unit : begin * unit + length] = rows[:, :length]
+                some[:, each * unit :] = rows[:, length:]
         return whole
 
     def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
-        names = {
-            IMAGE: ("pixel_values", "image_sizes"),
-            VIDEO: ("pixel_values_videos", "image_sizes_videos"),
-        }[kind]
+        names = (
+            ("pixel_values", "image_sizes")
+            if kind == IMAGE
+            else ("pixel_values_videos", "image_sizes_videos")
+        )
         found = {name: [1] * len(inputs[name]) for name in names if inputs.get(name) is not None}
         if kind == IMAGE and inputs.get("batch_num_images") is not None:
             # One number for several images of a prompt: the first of them takes it.
@@ -209,17 +200,23 @@ class LlavaOnevision(Family):
         return found
 
 
-def _images(told: Mapping[str, Any], count: int, most: int) -> Iterator[dict[str, Any]]:
+def _side(model: nn.Module) -> int:
+    """Patches along each side of a frame."""
+    vision: Any = model.config.vision_config  # type: ignore[union-attr]
+    return int(vision.image_size // vision.patch_size)
+
+
+def _images(given: Mapping[str, Any], count: int, most: int) -> Iterator[dict[str, Any]]:
     """`count` images, in order, as parts of at most `most`: `at` where they stand, and what tells of these alone. An image
     of a prompt with several comes without tiles, and not in a part with one that has some."""
-    numbers = told.get("batch_num_images")
+    numbers = given.get("batch_num_images")
     tiled = [True] * count if numbers is None else [n == 1 for n in numbers.tolist() for _ in range(n)]
     begin = 0
     for kind, group in groupby(tiled):
         stop = begin + len(list(group))
         for first in range(begin, stop, most):
             last = min(first + most, stop)
-            part: dict[str, Any] = {"at": slice(first, last), "image_sizes": told["image_sizes"][first:last]}
+            part: dict[str, Any] = {"at": slice(first, last), "image_sizes": given["image_sizes"][first:last]}
             if numbers is not None:
                 # One number stands for all images of a prompt, and none of these is alone in its own.
                 part["batch_num_images"] = numbers.new_tensor(

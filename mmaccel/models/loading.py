@@ -15,7 +15,7 @@ from mmaccel.core.errors import ModelError, UnknownName, shown
 from mmaccel.core.recipe import Recipe
 from mmaccel.core.registry import registry
 from mmaccel.models import shipped
-from mmaccel.models.model_files import absent, own_code
+from mmaccel.models.model_files import absent, causes, config_of, folder_of, own_code
 from mmaccel.models.pipeline_parallel import spread_layers
 
 
@@ -42,16 +42,16 @@ def known_model(name: str | Path) -> str:
 def there(device: torch.device | str, field: str = "device") -> torch.device:
     """A device that this machine has; raises `ModelError`, which names the field."""
     try:
-        found = torch.device(device)
+        place = torch.device(device)
     except RuntimeError:
-        found = None
-    if found is None or found.type not in ("cpu", "cuda", "mps", "xpu"):
+        place = None
+    if place is None or place.type not in ("cpu", "cuda", "mps", "xpu"):
         raise ModelError(f"{field}: {shown(device)} is not a device; give cpu, cuda or cuda:1.")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found.type == "cuda" and (found.index or 0) >= count:
-        told = f"{count} CUDA device{'' if count == 1 else 's'}"
-        raise ModelError(f"{field}: {device} is not there; this machine has {told}.")
-    return found
+    if place.type == "cuda" and (place.index or 0) >= count:
+        devices = f"{count} CUDA device{'' if count == 1 else 's'}"
+        raise ModelError(f"{field}: {device} is not there; this machine has {devices}.")
+    return place
 
 
 def load_model(
@@ -73,12 +73,9 @@ def load_model(
         )
     first = there(device)
     places = None if devices is None else [there(one, "devices") for one in devices]
-    if (
-        isinstance(dtype, str)
-        and dtype != "auto"
-        and not isinstance(getattr(torch, dtype, None), torch.dtype)
-    ):
-        raise UnknownName("dtype", dtype, ("auto", "bfloat16", "float16", "float32"))
+    named = isinstance(dtype, str) and dtype != "auto"
+    if named and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise UnknownName("dtype", str(dtype), ("auto", "bfloat16", "float16", "float32"))
     source = resolve(known_model(name))
     folder = Path(source)
     if folder.exists() and not (folder / "config.json").is_file():
@@ -86,8 +83,9 @@ def load_model(
     model = _read(AutoModelForImageTextToText, source, dtype)
     if places is not None:
         spread_layers(model, places)
-        return model.eval()  # type: ignore[no-any-return]
-    return model.to(first).eval()  # type: ignore[no-any-return]
+    else:
+        model.to(first)
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def _read(kind: Any, source: str, dtype: torch.dtype | str) -> Any:
@@ -97,31 +95,20 @@ def _read(kind: Any, source: str, dtype: torch.dtype | str) -> Any:
     try:
         return kind.from_pretrained(source, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, SafetensorError) as error:
-        told = " ".join(str(error).split())
         known = ", ".join(shipped.NAMES)
         raise ModelError(
             absent(source, error)
             or own_code(source, error)
-            or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({told[:200]})."
+            or f"model {source!r} cannot be loaded; give a folder, a hub name or one of {known} ({_reason(error)})."
         ) from error
     except (ImportError, RuntimeError) as error:
-        if (mismatch := mismatched(error)) is None:
+        # transformers could not import a torchvision, which is made for one torch alone.
+        if not any("torchvision" in str(cause) for cause in causes(error)):
             raise
-        raise ModelError(mismatch) from error
-
-
-def mismatched(error: BaseException) -> str | None:
-    """A sentence about a torchvision that transformers could not import, which is made for one torch alone; None where the
-    error, and those behind it, are about something else."""
-    behind: BaseException | None = error
-    while behind is not None:
-        if "torchvision" in str(behind):
-            return (
-                f"torchvision: the installed one does not work with torch {torch.__version__}; install the one made for "
-                "it, or uninstall it, since mmaccel does not need it."
-            )
-        behind = behind.__cause__ or behind.__context__
-    return None
+        raise ModelError(
+            f"torchvision: the installed one does not work with torch {torch.__version__}; install the one made for it, or "
+            "uninstall it, since mmaccel does not need it."
+        ) from error
 
 
 def outline(name: str | Path) -> ModelView:
@@ -150,8 +137,6 @@ def load_reader(name: str | Path, like: nn.Module) -> nn.Module | None:
 
 
 def _type(source: str) -> str:
-    from mmaccel.models.model_files import config_of, folder_of
-
     return str(config_of(folder_of(source)).get("model_type"))
 
 
@@ -161,10 +146,13 @@ def _config(source: str) -> Any:
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        told = " ".join(str(error).split())
         raise ModelError(
-            own_code(source, error) or f"model {source!r}: its config.json cannot be read ({told[:200]})."
+            own_code(source, error) or f"model {source!r}: its config.json cannot be read ({_reason(error)})."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def check_recipe(recipe: Recipe | str | Path | Mapping[str, Any], name: str | Path) -> None:

@@ -33,18 +33,15 @@ class MoveInputs:
         self.device, self._memo, self._ends = device, memo, ends
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        held = tuple(self._moved(x) for x in args)
-        named = {name: self._kept(name, x) for name, x in kwargs.items()}
+        positional, named = tuple(self._moved(x) for x in args), {}
+        for name, x in kwargs.items():
+            source, named[name] = self._memo.get((self.device, name), (None, None))
+            if source is not x or x is None:
+                named[name] = self._moved(x)
+                self._memo[self.device, name] = x, named[name]
         if self._ends:
             self._memo.clear()
-        return held, named
-
-    def _kept(self, name: str, x: Any) -> Any:
-        source, moved = self._memo.get((self.device, name), (None, None))
-        if source is not x or x is None:
-            moved = self._moved(x)
-            self._memo[self.device, name] = x, moved
-        return moved
+        return positional, named
 
     def _moved(self, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -66,15 +63,14 @@ def shares(sizes: Sequence[int], ends: int, count: int) -> list[int]:
     In order, each device with at least one layer, and as even as whole layers allow.
     """
     whole, before = ends + sum(sizes), ends
-    found: list[int] = []
+    chosen: list[int] = []
     for number, size in enumerate(sizes):
         middle = before + size / 2
         device = min(int(middle * count / whole), count - 1)
-        least = count - (len(sizes) - number)
-        most = (found[-1] + 1) if found else 0
-        found.append(min(max(device, least, found[-1] if found else 0), most))
+        least, last = count - (len(sizes) - number), chosen[-1] if chosen else 0
+        chosen.append(min(max(device, least, last), last + 1 if chosen else 0))
         before += size
-    return found
+    return chosen
 
 
 def runs(places: Sequence[torch.device], home: torch.device) -> list[tuple[torch.device, list[int]]]:
@@ -106,7 +102,13 @@ def spread_layers(model: nn.Module, devices: Sequence[torch.device | str]) -> Ca
     # One layer after the other, so that no device ever holds more than its own.
     for layer, place in zip(layers, chosen, strict=True):
         layer.to(place)
-    _rest_to(model, layers, places[0])
+    inside = {id(module) for module in layers.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            for weight in module.parameters(recurse=False):
+                weight.data = weight.data.to(places[0])
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(places[0]))
     return hand_over(model, chosen, places[0])
 
 
@@ -121,15 +123,3 @@ def hand_over(model: nn.Module, chosen: Sequence[torch.device], first: torch.dev
     for module, place in modules:
         hooks.before(module, MoveInputs(place, memo, module is modules[-1][0]), prepend=True)
     return hooks.close
-
-
-def _rest_to(model: nn.Module, layers: nn.ModuleList, device: torch.device) -> None:
-    """Move what is no decoder layer, buffers included."""
-    inside = {id(module) for module in layers.modules()}
-    for module in model.modules():
-        if id(module) in inside:
-            continue
-        for own in module.parameters(recurse=False):
-            own.data = own.data.to(device)
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))

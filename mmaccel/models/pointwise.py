@@ -51,14 +51,11 @@ def rotate_by(
 
     Their forward is the same code, in which one name means another function: what is theirs is not touched.
     """
-    ours_turns = _turned if turned is None else turned
-
     for module in modules:
-        known: FunctionType | None = getattr(module.forward, "__func__", None)
+        known: Any = getattr(module.forward, "__func__", None)
         if name not in getattr(getattr(known, "__code__", None), "co_names", ()):
             continue
-        assert known is not None
-        names = {**known.__globals__, name: functools.partial(ours_turns, known.__globals__[name])}
+        names = {**known.__globals__, name: functools.partial(turned or _turned, known.__globals__[name])}
         ours = FunctionType(known.__code__, names, known.__name__, known.__defaults__, known.__closure__)
         ours.__kwdefaults__ = known.__kwdefaults__
         # What is compiled around it goes by the names of the module, which ours has a copy of.

@@ -6,6 +6,7 @@ same files, writes the same files and gives the same tensors. A family says how 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral, Real
@@ -19,17 +20,8 @@ from mmaccel.core import outside
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.media.intake import as_frames, as_image
 from mmaccel.media.preprocess import Pixels
-from mmaccel.models.chat import (
-    Written,
-    bared,
-    conversations,
-    ids_of,
-    image_rows,
-    is_path,
-    video_list,
-    written,
-)
-from mmaccel.models.model_files import read_folder, write_folder
+from mmaccel.models.chat import Written, conversations, ids_of, image_rows, video_list, written
+from mmaccel.models.model_files import config_of, folder_of, read_json
 from mmaccel.models.processor_style import cuts_of, extra_of, style_of
 
 
@@ -77,36 +69,55 @@ class Processor:
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str], *, special_tokens: bool = True) -> Processor:
-        """Read a model folder (or the name of one on the hub), in any layout that transformers saves.
+        """Read a model folder (or the small files of a model named on the hub), in any layout that transformers saves.
 
+        New layout: processor_config.json holds image_processor and video_processor. Older: preprocessor_config.json,
+        video_preprocessor_config.json (the image's file stands in for it), and processor_config.json with the rest.
         Raises `ModelError` naming the file that is missing or broken.
         """
-        files = read_folder(folder)
+        place = folder_of(folder)
+        config, whole = config_of(place), read_json(place / "processor_config.json") or {}
+        image = whole.pop("image_processor", None) or read_json(place / "preprocessor_config.json")
+        video = (
+            whole.pop("video_processor", None) or read_json(place / "video_preprocessor_config.json") or image
+        )
+        model_type = str(config.get("model_type"))
+        style_of(model_type)
+        if image is None and video is None:
+            raise ModelError(
+                f"{place} has neither processor_config.json nor preprocessor_config.json: save them there."
+            )
+        template = whole.pop("chat_template", None)
+        if not template and (old := read_json(place / "chat_template.json")) is not None:
+            template = old.get("chat_template")
+        elif not template and (new := place / "chat_template.jinja").is_file():
+            template = outside.read_text(new, str(new), ModelError, fix="save it again")
         return cls(
-            files.model_type,
-            files.tokenizer,
-            image=files.image,
-            video=files.video,
-            extra=files.extra,
-            config=files.config,
-            chat_template=files.chat_template,
+            model_type,
+            _tokenizer(place),
+            image=image,
+            video=video,
+            extra={key: x for key, x in whole.items() if key not in ("processor_class", "auto_map")},
+            config=config,
+            chat_template=template,
             special_tokens=special_tokens,
         )
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write tokenizer, chat template and processor_config.json; stock `AutoProcessor` reads them too."""
-        style = self.style
-        write_folder(
-            Path(folder),
-            self.tokenizer,
-            self.chat_template,
-            {
-                **self.extra,
-                "processor_class": style.processor,
-                "image_processor": {**self.image.to_dict(), "image_processor_type": style.image},
-                "video_processor": {**self.video.to_dict(), "video_processor_type": style.video},
-            },
-        )
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save_pretrained(place)
+        whole = {
+            **self.extra,
+            "processor_class": self.style.processor,
+            "image_processor": {**self.image.to_dict(), "image_processor_type": self.style.image},
+            "video_processor": {**self.video.to_dict(), "video_processor_type": self.style.video},
+        }
+        text = json.dumps(whole, indent=2, sort_keys=True) + "\n"
+        (place / "processor_config.json").write_text(text, encoding="utf-8")
+        if self.chat_template is not None:
+            (place / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
 
     def __call__(
         self,
@@ -183,12 +194,12 @@ class Processor:
         Raises `ModelError` also for a chat template that fails. What special tokens in the texts are: `special_tokens` of
         the class.
         """
-        found = [bared(messages) for messages in conversations(content, images, videos)]
-        rows = [pictures for _, pictures, _ in found]
-        clips = [clip for _, _, shown in found for clip in shown]
+        prompts = conversations(content, images, videos)
+        rows = [pictures for _, pictures, _ in prompts]
+        clips = [clip for _, _, shown in prompts for clip in shown]
         kinds = {kind for kind, given in (("image", any(rows)), ("video", bool(clips))) if given}
         texts = []
-        for bare, _, _ in found:
+        for bare, _, _ in prompts:
             text, special = self._written(bare, kinds)
             options.setdefault("add_special_tokens", special)
             texts.append(text)
@@ -232,10 +243,10 @@ class Processor:
         number = self.tokenizer.convert_tokens_to_ids(token)
         if number is None or number == getattr(self.tokenizer, "unk_token_id", None):
             raise ModelError(f"the tokenizer has no token {token!r}: add it as a special token.")
-        told = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index", number))
-        if told != number:
+        other = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index", number))
+        if other != number:
             raise ModelError(
-                f"{token!r} is token {number} of the tokenizer, but {kind}_token_id is {told} in config.json."
+                f"{token!r} is token {number} of the tokenizer, but {kind}_token_id is {other} in config.json."
             )
         return token, number
 
@@ -256,12 +267,13 @@ class Processor:
             raise ModelError(
                 f"frames: {frames!r}; give the number of frames to take of each video, at least 1."
             )
-        pairs = []
-        for video, rate in zip(videos, rates, strict=True):
-            if rate is None and frames is None and is_path(video):
-                pairs.append(as_frames(video, self.video.fps, self.video.max_frames))
-            else:
-                pairs.append(as_frames(video, rate, frames=None if frames is None else int(frames)))
+        count = None if frames is None else int(frames)
+        pairs = [
+            as_frames(video, self.video.fps, self.video.max_frames)
+            if rate is None and count is None and isinstance(video, str | os.PathLike)
+            else as_frames(video, rate, frames=count)
+            for video, rate in zip(videos, rates, strict=True)
+        ]
         return [shown for shown, _ in pairs], [rate for _, rate in pairs]
 
     def _expand(self, texts: list[str], counts: dict[int, list[int]], special: bool) -> list[Tensor]:
@@ -324,3 +336,16 @@ class Processor:
                 ids == self.video_token_id
             ).long()
         return result
+
+
+def _tokenizer(folder: Path) -> Any:
+    # Without these AutoTokenizer may give an empty tokenizer instead of an error.
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise ModelError(f"{folder} has no tokenizer.json: save the tokenizer there.")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        # The library raises errors of many kinds for a file that is not as it should be.
+        raise ModelError(f"{folder} has no tokenizer that can be read: save it there.") from error

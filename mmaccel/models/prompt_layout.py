@@ -77,42 +77,48 @@ def is_given(value: Any) -> bool:
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
-def fill(b: int, modality: Tensor, queue: dict[int, Iterator[Grid]], fields: dict[str, Tensor]) -> None:
-    """Write the segments, frames and cells of sequence `b`, taking its images and videos from `queue` in order."""
-    kinds = modality.tolist()
-    device = modality.device
-    column, segment, frame = 0, 0, 0
-    while column < len(kinds):
-        kind = kinds[column]
-        if kind == TEXT:
-            stop = column
-            while stop < len(kinds) and kinds[stop] == TEXT:
-                stop += 1
-        else:
-            grid = next(queue[kind], None)
-            if grid is None or kinds[column : column + grid.tokens].count(kind) != grid.tokens:
-                what = "image" if kind == IMAGE else "video"
-                raise ModelError(
-                    f"input_ids has {what} placeholders that do not match the pixels given; "
-                    "build the inputs with the model's processor."
-                )
-            stop = column + grid.tokens
-            cells = torch.arange(grid.tokens - grid.marks, device=device)
-            inside = slice(column, stop - grid.marks)
-            fields["frame"][b, inside] = frame + cells // (grid.rows * grid.columns)
-            fields["row"][b, inside] = cells // grid.columns % grid.rows
-            fields["column"][b, inside] = cells % grid.columns
-            if grid.tiles is not None:
-                columns = grid.tiles[1]
-                place = torch.arange(grid.marks, device=device)
-                celled, row = place % (columns + 1) < columns, place // (columns + 1)
-                outside = slice(stop - grid.marks, stop)
-                fields["row"][b, outside] = torch.where(celled, row, -1)
-                fields["column"][b, outside] = torch.where(celled, place % (columns + 1), -1)
-            frame += grid.frames
-        fields["segment"][b, column:stop] = segment
-        segment += 1
-        column = stop
+def cells(modality: Tensor, queue: Mapping[int, Iterator[Grid]]) -> dict[str, Tensor]:
+    """Segments, frames, rows and columns of the tokens of `modality` [B, S]; each -1 where there is none.
+
+    queue  the images and the videos, each in order of appearance over the batch
+    """
+    fields = {name: torch.full_like(modality, -1) for name in ("segment", "frame", "row", "column")}
+    for b, kinds in enumerate(modality.tolist()):
+        begin = segment = frame = 0
+        while begin < len(kinds):
+            kind = kinds[begin]
+            if kind == TEXT:
+                stop = begin + 1
+                while stop < len(kinds) and kinds[stop] == TEXT:
+                    stop += 1
+            else:
+                grid = next(queue[kind], None)
+                if grid is None or kinds[begin : begin + grid.tokens].count(kind) != grid.tokens:
+                    raise ModelError(
+                        f"input_ids has {'image' if kind == IMAGE else 'video'} placeholders that do not match the pixels "
+                        "given; build the inputs with the model's processor."
+                    )
+                stop = begin + grid.tokens
+                inside, marks = slice(begin, stop - grid.marks), slice(stop - grid.marks, stop)
+                place = torch.arange(grid.tokens - grid.marks, device=modality.device)
+                fields["frame"][b, inside] = frame + place // (grid.rows * grid.columns)
+                fields["row"][b, inside] = place // grid.columns % grid.rows
+                fields["column"][b, inside] = place % grid.columns
+                if grid.tiles is not None:
+                    place, wide = torch.arange(grid.marks, device=modality.device), grid.tiles[1] + 1
+                    celled = place % wide < grid.tiles[1]
+                    fields["row"][b, marks] = torch.where(celled, place // wide, -1)
+                    fields["column"][b, marks] = torch.where(celled, place % wide, -1)
+                frame += grid.frames
+            fields["segment"][b, begin:stop] = segment
+            segment, begin = segment + 1, stop
+    for kind, rest in queue.items():
+        if next(rest, None) is not None:
+            raise ModelError(
+                f"input_ids has fewer {'image' if kind == IMAGE else 'video'} placeholders than the pixels given; "
+                "build the inputs with the model's processor."
+            )
+    return fields
 
 
 def question_columns(
@@ -158,10 +164,10 @@ def question_columns(
 def question_mask(model: nn.Module, ids: Tensor, modality: Tensor) -> Tensor:
     """[B, S] bool, for prompts `ids` [B, S] of tokens of `modality` [B, S]: see `TokenLayout.asked`."""
     config: Any = model.config
-    told = (getattr(model, "generation_config", None), config.get_text_config(decoder=True))
-    ends = {n for one in told for n in _numbers(getattr(one, "eos_token_id", None))}
+    configs = (getattr(model, "generation_config", None), config.get_text_config(decoder=True))
+    ends = {n for one in configs for n in token_ids(getattr(one, "eos_token_id", None))}
     names = ("vision_start_token_id", "vision_end_token_id")
-    marks = {n for name in names for n in _numbers(getattr(config, name, None))}
+    marks = {n for name in names for n in token_ids(getattr(config, name, None))}
     found = torch.zeros_like(modality, dtype=torch.bool)
     for row, kinds, out in zip(ids, modality, found, strict=True):
         text = (kinds == TEXT).nonzero()[:, 0]
@@ -176,6 +182,6 @@ def question_mask(model: nn.Module, ids: Tensor, modality: Tensor) -> Tensor:
     return found
 
 
-def _numbers(told: Any) -> list[int]:
+def token_ids(entry: Any) -> list[int]:
     """The ids of a configuration entry, which may be one id, several or None."""
-    return [] if told is None else list(told) if isinstance(told, list | tuple) else [told]
+    return [] if entry is None else list(entry) if isinstance(entry, list | tuple) else [entry]

@@ -40,11 +40,6 @@ class _Work:
     given: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class _PrunedPass(ForwardPass):
-    work: _Work | None = None
-
-
 class Entering:
     """A pre-hook of the decoder layer `index`: `enter` is called with what a pass of a pruned sequence gives the layer."""
 
@@ -53,9 +48,9 @@ class Entering:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = kwargs.get("attention_mask")
-        if not isinstance(run, _PrunedPass) or run.work is None:
+        if not isinstance(run, ForwardPass) or run.pruning is None:
             return None
-        return self.enter(self.index, module, args, kwargs, run.work)
+        return self.enter(self.index, module, args, kwargs, run.pruning)
 
 
 class Pruning:
@@ -66,14 +61,11 @@ class Pruning:
     ) -> None:
         self.pruner, self.family, self.model = pruner, family, model
         self.stages = {stage.layer: stage for stage in pruner.stages(depth)}
-        self.vision = (
-            VisionProbe(hooks, self.model, self.family)
-            if pruner.needs & {"vision_attention", "vision_key"}
-            else None
-        )
+        reads_vision = pruner.needs & {"vision_attention", "vision_key"}
+        self.vision = VisionProbe(hooks, model, family) if reads_vision else None
         if pruner.stage == "layer":
             first = min(min([*stage.hidden, stage.layer - 1]) for stage in self.stages.values())
-            for index, layer in enumerate(self.family.layers(self.model)):
+            for index, layer in enumerate(family.layers(model)):
                 if index >= first:
                     hooks.before(layer, Entering(index, self._enter))
 
@@ -95,24 +87,23 @@ class Pruning:
                 "output_hidden_states and output_attentions: the layers of a pruned prompt differ in length; leave them out."
             )
         state.expect(count)
+        total = 0
         if prompt:
             state.begin(run.layout)
-        total = self.pruner.candidates(run.layout).numel() if prompt else 0
-        if prompt and not total:
-            tell_idle(self.pruner, run.config.meter)
+            total = self.pruner.candidates(run.layout).numel()
+            if not total:
+                tell_idle(self.pruner, run.config.meter)
         work = _Work(run, state, prompt, run.layout, total)
         if 0 in self.stages:
             run, kwargs = self._before(work, run, kwargs)
         else:
-            fields = {name: getattr(run, name) for name in ForwardPass.__dataclass_fields__}
-            run = _PrunedPass(**fields, work=work)
+            run = replace(run, pruning=work)
         out = go(run, kwargs)
-        last = len(state.kept) - 1
-        held = state.held_by(last, count) if prompt else None
-        if held is not None:
+        columns = state.held_by(len(state.kept) - 1, count) if prompt else None
+        if columns is not None:
             short = out.last_hidden_state
             whole = short.new_zeros(1, count, short.shape[-1])
-            out.last_hidden_state = whole.index_copy(1, held, short)
+            out.last_hidden_state = whole.index_copy(1, columns, short)
         return out
 
     def _before(
@@ -146,33 +137,31 @@ class Pruning:
         """Before a layer: catch what a cut will read, cut, and give the layer what is left."""
         kwargs = {**kwargs, **work.given}
         hidden: Tensor = args[0]
-        stage = self.stages.get(index)
+        stage, coming = self.stages.get(index), self.stages.get(index + 1)
+
+        def catch(reader: Stage | None) -> None:
+            if reader is not None and any(index in group for group in reader.attention):
+                angles, rows = kwargs["position_embeddings"], observers(work.layout)
+                work.attention[index] = peek(self.family, self.model, module, hidden, angles, rows)
+
         if work.prompt and work.total:
             if any(index in other.hidden for other in self.stages.values()):
                 work.hidden[index] = hidden[0]
             if stage is not None:
-                if any(index in group for group in stage.attention):
-                    work.attention[index] = self._peek(module, hidden, kwargs, work)
+                catch(stage)
                 hidden, kwargs = self._between(index, stage, hidden, kwargs, work)
-            coming = self.stages.get(index + 1)
-            if coming is not None and any(index in group for group in coming.attention):
-                work.attention[index] = self._peek(module, hidden, kwargs, work)
+            catch(coming)
         elif stage is not None:
             kwargs = self._go_on(index, kwargs, work)
         return (hidden, *args[1:]), kwargs
 
-    def _peek(self, module: Any, hidden: Tensor, kwargs: dict[str, Any], work: _Work) -> Tensor:
-        return peek(
-            self.family, self.model, module, hidden, kwargs["position_embeddings"], observers(work.layout)
-        )
-
     def _between(
         self, index: int, stage: Stage, hidden: Tensor, kwargs: dict[str, Any], work: _Work
     ) -> tuple[Tensor, dict[str, Any]]:
-        groups = [
-            torch.stack([work.attention[layer] for layer in group]).mean(0) for group in stage.attention
-        ]
-        signals = Signals(attention=torch.stack(groups)) if groups else Signals()
+        signals = Signals()
+        if stage.attention:
+            means = [torch.stack([work.attention[n] for n in group]).mean(0) for group in stage.attention]
+            signals["attention"] = torch.stack(means)
         if stage.hidden:
             signals["hidden"] = torch.stack([work.hidden[layer] for layer in stage.hidden])
         kept = self._cut(work, stage, signals, hidden[0])
@@ -183,30 +172,27 @@ class Pruning:
         kwargs["position_embeddings"] = cos[..., kept.columns, :], sin[..., kept.columns, :]
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = kwargs["position_ids"][..., kept.columns]
-        hidden = self._left(hidden, kept)
-        return hidden, self._go_on(index, kwargs, work)
+        return self._left(hidden, kept), self._go_on(index, kwargs, work)
 
     def _go_on(self, index: int, kwargs: dict[str, Any], work: _Work) -> dict[str, Any]:
         """From here to the next cut the layers get the thinned run, and their angles."""
         part = work.state.part_of(index)
         if work.state.kept[part] is None:
             return kwargs
-        run = self._thin(work.run, work.state, part)
-        given = {"attention_mask": run, "position_embeddings": kwargs["position_embeddings"]}
-        given["position_ids"] = kwargs.get("position_ids")
+        run, angles = self._thin(work.run, work.state, part), kwargs["position_embeddings"]
         if self.pruner.compact:
             flat = _numbered(run)[None]
             flat = flat.expand(3, -1, -1) if self.family.mrope else flat
-            given["position_embeddings"] = self.family.rotary(self.model)(
-                kwargs["position_embeddings"][0], flat
-            )
+            angles = self.family.rotary(self.model)(angles[0], flat)
         # The work travels on in the run, so that the next cut finds it.
-        fields = {name: getattr(run, name) for name in ForwardPass.__dataclass_fields__}
-        given["attention_mask"] = _PrunedPass(**fields, work=work)
-        work.given = given
-        return {**kwargs, **given}
+        work.given = {
+            "attention_mask": replace(run, pruning=work),
+            "position_embeddings": angles,
+            "position_ids": kwargs.get("position_ids"),
+        }
+        return {**kwargs, **work.given}
 
-    def _cut(self, work: _Work, stage: Stage, signals: dict[str, Tensor], states: Tensor) -> Kept | None:
+    def _cut(self, work: _Work, stage: Stage, signals: Signals, states: Tensor) -> Kept | None:
         """Ask the pruner, and write down what it keeps; None when that is everything, as it was."""
         layout = work.layout
         kept = self.pruner.cut(signals, layout, stage, work.total) if work.total else None
@@ -219,8 +205,8 @@ class Pruning:
         if int(kept.columns[-1]) != layout.length - 1:
             # The last column is the one that answers.
             end = kept.columns.new_tensor([layout.length - 1])
-            held = None if kept.states is None else torch.cat([kept.states, states[-1:]])
-            kept = Kept(torch.cat([kept.columns, end]), held)
+            kept_states = None if kept.states is None else torch.cat([kept.states, states[-1:]])
+            kept = Kept(torch.cat([kept.columns, end]), kept_states)
         work.layout = thin(layout, kept.columns)
         work.state.cut(part, kept.columns, work.layout)
         return kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby, pairwise
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from mmaccel.models.processor_style import ProcessorStyle, patch_images, patch_v
 from mmaccel.models.prompt_layout import Grid
 from mmaccel.models.signals import received
 
+_GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 _PATCHES: dict[str, Any] = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
 _PROCESSOR: dict[str, Any] = {
     "image": "Qwen2VLImageProcessor",
@@ -54,7 +56,7 @@ class Tower(VisionTower):
         self.attention: Any = self.visual.blocks[-1].attn
 
     def look(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        module, found = self.attention, []
+        module, looks = self.attention, []
         query, key = module.qkv(hidden).unflatten(-1, (3, module.num_heads, -1)).permute(1, 2, 0, 3)[:2]
         cos, sin = (angle.float() for angle in kwargs["position_embeddings"])
         query, key = rotated(query.float(), cos, sin), rotated(key.float(), cos, sin)
@@ -65,28 +67,22 @@ class Tower(VisionTower):
                 for x in (query, key)
             )
             score = received(q, k, q.shape[-1] ** -0.5)
-            found.append(torch.cat([score[..., None], k.mean(1)], -1).flatten(0, 1))
-        return torch.cat(found)
+            looks.append(torch.cat([score[..., None], k.mean(1)], -1).flatten(0, 1))
+        return torch.cat(looks)
 
     def tokens(self, kind: int, caught: list[Tensor], pixels: Tensor, given: Mapping[str, Any]) -> Tensor:
-        grid = given["image_grid_thw" if kind == IMAGE else "video_grid_thw"]
+        grid = given[_GRIDS[kind]]
         merged = torch.cat(caught).unflatten(0, (-1, self.visual.spatial_merge_size**2)).mean(1)
         return merged[torch.argsort(self._order(grid))]
 
     def _order(self, grid: Tensor) -> Tensor:
         """Where each merged token, in the order of windows, stands in the order of reading."""
         if hasattr(self.visual, "get_window_index"):
-            order: Tensor = self.visual.get_window_index(grid)[0]
-        else:
-            from transformers.vision_utils import get_vision_window_index
+            return self.visual.get_window_index(grid)[0]  # type: ignore[no-any-return]
+        from transformers.vision_utils import get_vision_window_index
 
-            order = get_vision_window_index(
-                grid,
-                spatial_merge_size=self.visual.spatial_merge_size,
-                window_size=self.visual.window_size,
-                patch_size=self.visual.patch_size,
-            )[0]
-        return order
+        names = ("spatial_merge_size", "window_size", "patch_size")
+        return get_vision_window_index(grid, **{name: getattr(self.visual, name) for name in names})[0]
 
 
 @register("model", "qwen2_5_vl")
@@ -111,11 +107,7 @@ class Qwen25VL(Family):
 
     def shown(self, inputs: Mapping[str, Any]) -> set[int]:
         # Features that come encoded and without their grid have no frames that anyone knows of.
-        grids = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
-        return {kind for kind in super().shown(inputs) if inputs.get(grids[kind]) is not None}
-
-    def pace(self, model: nn.Module) -> int:
-        return int(model.config.vision_config.temporal_patch_size)  # type: ignore[union-attr, arg-type]
+        return {kind for kind in super().shown(inputs) if inputs.get(_GRIDS[kind]) is not None}
 
     def frame_size(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[int, int]:
         patch = int(model.config.vision_config.patch_size)  # type: ignore[union-attr, arg-type]
@@ -132,15 +124,14 @@ class Qwen25VL(Family):
         return read("image_grid_thw"), read("video_grid_thw")
 
     def shares(self, inputs: Mapping[str, Any], kind: int) -> dict[str, list[int]]:
-        grid, pixels, *others = {
-            IMAGE: ("image_grid_thw", "pixel_values"),
-            VIDEO: ("video_grid_thw", "pixel_values_videos", "second_per_grid_ts"),
-        }[kind]
-        if inputs.get(grid) is None:
+        grid = inputs.get(_GRIDS[kind])
+        if grid is None:
             return {}
-        patches = inputs[grid].prod(1).tolist()
-        found = {grid: [1] * len(patches), pixels: patches, **{name: [1] * len(patches) for name in others}}
-        return {name: sizes for name, sizes in found.items() if inputs.get(name) is not None}
+        pixels = "pixel_values" if kind == IMAGE else "pixel_values_videos"
+        sizes = {_GRIDS[kind]: [1] * len(grid), pixels: grid.prod(1).tolist()}
+        if kind == VIDEO:
+            sizes["second_per_grid_ts"] = [1] * len(grid)
+        return {name: size for name, size in sizes.items() if inputs.get(name) is not None}
 
     def patches(self, model: nn.Module, pixels: Tensor) -> int:
         return len(pixels)
@@ -153,30 +144,32 @@ class Qwen25VL(Family):
         model: nn.Module,
         kind: int,
         pixels: Tensor,
-        told: Mapping[str, Any],
+        given: Mapping[str, Any],
         most: int,
         features: Callable[..., Any],
     ) -> Any:
-        name = "image_grid_thw" if kind == IMAGE else "video_grid_thw"
-        grids: list[list[int]] = told[name].tolist()
+        name = _GRIDS[kind]
+        grids: list[list[int]] = given[name].tolist()
         merged = int(model.config.vision_config.spatial_merge_size) ** 2  # type: ignore[union-attr, arg-type]
-        rows, begin = _Rows(len(pixels) // merged), 0
+        whole: Tensor | None = None
+        begin = at = 0
         for part in _parts(grids, most):
-            end = begin + sum(t * h * w for t, h, w in part)
-            found = features(pixels[begin:end], **{name: told[name].new_tensor(part)})
-            for one in found:
-                rows.add(one)
+            end = begin + sum(map(math.prod, part))
+            for rows in features(pixels[begin:end], **{name: given[name].new_tensor(part)}):
+                # Put where they belong as they come: nothing is held twice.
+                if whole is None:
+                    whole = rows.new_empty(len(pixels) // merged, *rows.shape[1:])
+                whole[at : at + len(rows)] = rows
+                at += len(rows)
             begin = end
-        assert rows.whole is not None
-        return rows.whole.split([t * h * w // merged for t, h, w in grids])
+        assert whole is not None
+        return whole.split([math.prod(grid) // merged for grid in grids])
 
     def positions(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         ids: Tensor = inputs["input_ids"]
         images, videos = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
-        if images is None and videos is None:
-            return super().positions(model, inputs).expand(3, -1, -1)
         kinds = inputs.get("mm_token_type_ids")
-        if kinds is None:  # as transformers has it
+        if kinds is None or (images is None and videos is None):  # as transformers has it
             return super().positions(model, inputs).expand(3, -1, -1)
         # A placeholder without a grid is a word.
         for kind, grids in ((1, images), (2, videos)):
@@ -207,8 +200,8 @@ class Qwen25VL(Family):
         return time - time[0]
 
     def pace_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> Pace | None:
-        told = inputs.get("second_per_grid_ts")
-        seconds = 1.0 if told is None else float(told[0])
+        steps = inputs.get("second_per_grid_ts")
+        seconds = 1.0 if steps is None else float(steps[0])
         config: Any = model.config
         return Pace(float(config.vision_config.tokens_per_second), seconds)
 
@@ -227,17 +220,3 @@ def _parts(grids: list[list[int]], most: int) -> Iterator[list[list[int]]]:
             part.append([some, height, width])
             steps, room = steps - some, room - some * each
     yield part
-
-
-class _Rows:
-    """Rows that come in parts, put in one tensor as they come: nothing is held twice."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.at = count, 0
-        self.whole: Tensor | None = None
-
-    def add(self, part: Tensor) -> None:
-        if self.whole is None:
-            self.whole = part.new_empty(self.count, *part.shape[1:])
-        self.whole[self.at : self.at + len(part)] = part
-        self.at += len(part)

@@ -70,19 +70,31 @@ class HFRunner(Runner):
             raise ModelError(
                 f"input_ids: {inputs['input_ids'].shape[0]} sequences; a runner takes one at a time."
             )
-        inputs = _accepted(self.model, unpadded(inputs))
-        positions = inputs.get("position_ids")
-        if positions is None:
-            positions = self.family.positions(self.model, inputs)
+        inputs, positions = self._prompt(inputs)
         if keep is not None:
             return self._prefill_kept(inputs, positions, keep.to(positions.device), compact)
-        inputs.update(past_key_values=self.cache, position_ids=positions, use_cache=True, logits_to_keep=1)
         if probes:
             inputs[NOTE] = Note(probes=tuple(probes))
         with in_parts(self.family, self.model) if self.family.shown(inputs) else nullcontext():
-            out = self.model(**inputs)
+            return self._read(positions, **inputs)
+
+    def _prompt(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
+        """The inputs of one prompt that the model's forward knows, without padding and empty ones, and its positions."""
+        known = inspect.signature(type(self.model).forward).parameters
+        loose = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        takes = {*known, "mm_token_type_ids"} if loose else set(known)
+        takes -= {"past_key_values", "use_cache", "logits_to_keep"}
+        kept = {k: v for k, v in unpadded(inputs).items() if v is not None and k in takes}
+        positions = kept.pop("position_ids", None)
+        return kept, self.family.positions(self.model, kept) if positions is None else positions
+
+    def _read(self, positions: Tensor, **inputs: Any) -> Tensor:
+        """Logits [1, V] of the last token of a prompt."""
+        out = self.model(
+            **inputs, position_ids=positions, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        )
         # As `generate` does, go on from the last column: after a long video that is not the largest position.
-        self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - inputs["input_ids"].shape[1]
+        self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - positions.shape[-1]
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
     def _prefill_kept(self, inputs: dict[str, Any], positions: Tensor, keep: Tensor, compact: bool) -> Tensor:
@@ -91,8 +103,6 @@ class HFRunner(Runner):
             raise ModelError(
                 "prune: an accelerated model cannot be its own pruned draft; load the draft apart."
             )
-        for name in ("past_key_values", "use_cache", "logits_to_keep", "position_ids"):
-            inputs.pop(name, None)
         with in_parts(self.family, self.model):
             embeds = self.family.embed(self.model, inputs)[:, keep]
         count = keep.numel()
@@ -100,15 +110,7 @@ class HFRunner(Runner):
             positions = torch.arange(count, device=keep.device).expand(*positions.shape[:-1], count)
         else:
             positions = positions[..., keep]
-        out = self.model(
-            inputs_embeds=embeds,
-            position_ids=positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - count
-        return out.logits[:, -1]  # type: ignore[no-any-return]
+        return self._read(positions, inputs_embeds=embeds)
 
     @torch.no_grad()
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
@@ -126,35 +128,27 @@ class HFRunner(Runner):
             positions = (branches.depth.to(ids.device) + start - before)[None]
         if self.family.mrope:
             positions = positions.expand(3, -1, -1)
-        told: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if attached(self.model) is not None:
-            told[NOTE] = Note(verify=True, branches=branches)
+            more[NOTE] = Note(verify=True, branches=branches)
         elif branches is not None:
-            told["attention_mask"] = self._mask(branches, held + count, ids.device)
+            # [1, 1, n, N]: what a plain model adds to its scores.
+            sees, dtype = branches.sees.to(ids.device), next(self.model.parameters()).dtype
+            mask = torch.zeros(count, held + count, dtype=dtype, device=ids.device)
+            mask[:, held + count - sees.shape[1] :].masked_fill_(~sees, torch.finfo(dtype).min)
+            more["attention_mask"] = mask[None, None]
         out = self.model(
-            input_ids=ids, past_key_values=self.cache, position_ids=positions, use_cache=True, **told
+            input_ids=ids, past_key_values=self.cache, position_ids=positions, use_cache=True, **more
         )
         return out.logits  # type: ignore[no-any-return]
 
     def resume(self, inputs: Mapping[str, Any]) -> None:
         from mmaccel.models.attention import Columns
 
-        inputs = _accepted(self.model, unpadded(inputs))
-        positions = inputs.get("position_ids")
-        if positions is None:
-            positions = self.family.positions(self.model, inputs)
-        length = inputs["input_ids"].shape[1]
-        self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - length
+        inputs, positions = self._prompt(inputs)
+        self.delta = int(positions.flatten(0, -2)[-1, -1]) + 1 - positions.shape[-1]
         delta = torch.full((1, 1), self.delta, device=positions.device)
         self.cache.sequence = Columns(self.family.layout(self.model, inputs), delta)
-
-    def _mask(self, branches: Branches, total: int, device: torch.device) -> Tensor:
-        """[1, 1, n, total]: what a plain model adds to its scores."""
-        sees = branches.sees.to(device)
-        dtype = next(self.model.parameters()).dtype
-        mask = torch.zeros(sees.shape[0], total, dtype=dtype, device=device)
-        mask[:, total - sees.shape[1] :] = torch.where(sees, 0.0, torch.finfo(dtype).min).to(dtype)
-        return mask[None, None]
 
     def _memory(self) -> KVState:
         """What captured steps write to: the cache's own memory, or one that takes over the columns of a plain cache."""
@@ -211,14 +205,6 @@ class HFRunner(Runner):
 def open_runner(model: nn.Module, family: FamilyFacts, cache: Any) -> HFRunner:
     """The runner of `model` after `cache`, with captured steps where `decode.admits` them."""
     return HFRunner(model, family, cache, decode.ROWS if decode.admits(model, family, cache) else ())
-
-
-def _accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs the model's forward knows, without empty ones."""
-    known = inspect.signature(type(model).forward).parameters
-    loose = any(p.kind is p.VAR_KEYWORD for p in known.values()) and "mm_token_type_ids" not in known
-    extra = {"mm_token_type_ids"} if loose else set()
-    return {k: v for k, v in inputs.items() if v is not None and (k in known or k in extra)}
 
 
 def unpadded(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,11 +52,22 @@ def config(name: str, layers: int | None = None, vision_layers: int | None = Non
     depth = shape.layers if layers is None else layers
     if not depth >= 1:
         raise ModelError(f"layers: {depth}; give at least 1.")
-    return (
-        _qwen(shape, depth, vision_layers)
-        if shape.family == "qwen2_5_vl"
-        else _llava(shape, depth, vision_layers)
-    )
+    from transformers import AutoConfig
+
+    text, vision, others = _PARTS[shape.family](shape, vision_layers)
+    sizes = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": depth,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1 << 20,
+        "tie_word_embeddings": shape.tied,
+    }
+    parts = {"text_config": {**sizes, **text}, "vision_config": vision, **others}
+    return AutoConfig.for_model(shape.family, **parts, tie_word_embeddings=shape.tied)
 
 
 def build(
@@ -118,66 +129,49 @@ def _spread(conf: Any, shallow: Any, dtype: torch.dtype, devices: Sequence[torch
     return model  # type: ignore[no-any-return]
 
 
-def _text(shape: Shape, depth: int, **more: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": depth,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 1 << 20,
-        "tie_word_embeddings": shape.tied,
-        **more,
-    }
+_Parts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
-def _qwen(shape: Shape, depth: int, vision_layers: int | None) -> Any:
-    from transformers import Qwen2_5_VLConfig
-
+def _qwen(shape: Shape, vision_layers: int | None) -> _Parts:
     tower = 32 if vision_layers is None else vision_layers
+    vision = {
+        "depth": tower,
+        "hidden_size": 1280,
+        "intermediate_size": shape.vision_intermediate,
+        "num_heads": 16,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [n for n in (7, 15, 23, 31) if n < tower],
+        "out_hidden_size": shape.hidden,
+        "tokens_per_second": 2,
+    }
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-    return Qwen2_5_VLConfig(
-        text_config=_text(shape, depth, rope_parameters=rope),
-        vision_config={
-            "depth": tower,
-            "hidden_size": 1280,
-            "intermediate_size": shape.vision_intermediate,
-            "num_heads": 16,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "window_size": 112,
-            "fullatt_block_indexes": [n for n in (7, 15, 23, 31) if n < tower],
-            "out_hidden_size": shape.hidden,
-            "tokens_per_second": 2,
-        },
-        tie_word_embeddings=shape.tied,
-    )
+    return {"rope_parameters": rope}, vision, {}
 
 
-def _llava(shape: Shape, depth: int, vision_layers: int | None) -> Any:
-    from transformers import LlavaOnevisionConfig
-
+def _llava(shape: Shape, vision_layers: int | None) -> _Parts:
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 26 if vision_layers is None else vision_layers,
+        "num_attention_heads": 16,
+        "image_size": 384,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
     sides = [384 * n for n in range(1, 7)]
-    return LlavaOnevisionConfig(
-        text_config=_text(
-            shape, depth, model_type="qwen2", rope_parameters={"rope_type": "default", "rope_theta": 1e6}
-        ),
-        vision_config={
-            "model_type": "siglip_vision_model",
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "num_hidden_layers": 26 if vision_layers is None else vision_layers,
-            "num_attention_heads": 16,
-            "image_size": 384,
-            "patch_size": 14,
-            "vision_use_head": False,
-        },
-        image_token_index=151646,
-        video_token_index=151647,
-        vision_feature_layer=-1,
-        image_grid_pinpoints=[[h, w] for h in sides for w in sides],
-        tie_word_embeddings=shape.tied,
-    )
+    others = {
+        "image_token_index": 151646,
+        "video_token_index": 151647,
+        "vision_feature_layer": -1,
+        "image_grid_pinpoints": [[h, w] for h in sides for w in sides],
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    return {"model_type": "qwen2", "rope_parameters": rope}, vision, others
+
+
+_PARTS = {"qwen2_5_vl": _qwen, "llava_onevision": _llava}
+"""Family -> what its text, its vision and its whole configuration have beside the sizes."""

@@ -18,6 +18,7 @@ from mmaccel.core.layout import IMAGE, MODALITIES, VIDEO, TokenLayout
 from mmaccel.core.prune import Signals, TokenPruner, checked_columns, observers, thin
 from mmaccel.core.thinned import ThinnedState
 from mmaccel.models.install import Hooks
+from mmaccel.models.prompt_layout import by_name
 from mmaccel.models.vision import METHODS
 
 if TYPE_CHECKING:
@@ -134,14 +135,13 @@ class Listener(Probe):
             tell_idle(pruner, owner.attention.meter)
         self.asked = observers(layout)
         self.hidden: dict[int, list[Tensor]] = {index: [] for index in self.stage.hidden}
-        self.waiting = {index for group in self.stage.attention for index in group}
-        self.heard = dict.fromkeys(self.waiting, 0)
+        self.heard = {index: 0 for group in self.stage.attention for index in group}
         groups = len(self.stage.attention)
         self.attention = torch.zeros(groups, self.asked.numel(), layout.length, device=layout.device)
-        self.told = False
-        if not self.waiting and not self.hidden:
+        self.done = False
+        if not self.heard and not self.hidden:
             with self._failing():
-                self._ready()
+                self._tell_when_ready()
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -150,24 +150,25 @@ class Listener(Probe):
         except Exception as error:
             if self.fail is None:
                 raise
-            self.told, self.hidden = True, {}
+            self.done, self.hidden = True, {}
             self.fail(error)
 
     def entering(self, run: PrefillPass, layer: int, hidden: Tensor) -> None:
-        if not self.told and layer in self.hidden:
+        if not self.done and layer in self.hidden:
             with self._failing():
                 self._note(run, layer)
                 self.hidden[layer].append(hidden[0].detach())
-                self._ready()
+                self._tell_when_ready()
 
     def attending(
         self, run: PrefillPass, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
-        if self.told or layer not in self.waiting:
-            return
-        with self._failing():
-            self._note(run, layer)
-            self._hear(run.start, layer, query, key, scale)
+        if not self.done and layer in self.heard:
+            with self._failing():
+                self._note(run, layer)
+                self._add(run.start, layer, query, key, scale)
+                self.heard[layer] = run.start + query.shape[2]
+                self._tell_when_ready()
 
     def _note(self, run: PrefillPass, layer: int) -> None:
         """Which columns a pruner of the target has left `layer`."""
@@ -176,43 +177,38 @@ class Listener(Probe):
             held = state.kept[state.part_of(min(layer, self.depth - 1))]
         self.held[layer] = None if held is None else held.to(self.layout.device)
 
-    def _hear(self, start: int, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
-        count, held = query.shape[2], self.held[layer]
+    def _add(self, start: int, layer: int, query: Tensor, key: Tensor, scale: float) -> None:
+        """Add the attention of those new rows of a layer, from `start`, that are observers."""
+        end, held = start + query.shape[2], self.held[layer]
         # Text is never dropped, nor is the last column: each of these rows is among what is held.
         rows = self.asked if held is None else torch.searchsorted(held, self.asked)
-        here = ((rows >= start) & (rows < start + count)).nonzero()[:, 0]
-        if here.numel():
-            # Layers of a model spread over devices are not where the layout is.
-            at = rows[here].to(query.device)
-            weights = paid(query[0, :, at - start], key[0, :, : start + count], at, scale)
-            weights = weights.to(self.attention.device)
-            seen = (
-                torch.arange(start + count, device=weights.device) if held is None else held[: start + count]
-            )
-            for k, group in enumerate(self.stage.attention):
-                if layer in group:
-                    self.attention[k, here[:, None], seen] += weights / len(group)
-        self.heard[layer] = start + count
-        self._ready()
-
-    def _size(self, layer: int) -> int:
-        held = self.held.get(layer)
-        return self.layout.length if held is None else held.numel()
-
-    def _ready(self) -> None:
-        if any(sum(map(len, pieces)) < self._size(layer) for layer, pieces in self.hidden.items()):
+        here = ((rows >= start) & (rows < end)).nonzero()[:, 0]
+        if not here.numel():
             return
-        if self.told or any(count < self._size(layer) for layer, count in self.heard.items()):
+        # Layers of a model spread over devices are not where the layout is.
+        at = rows[here].to(query.device)
+        weights = paid(query[0, :, at - start], key[0, :, :end], at, scale).to(self.attention.device)
+        seen = torch.arange(end, device=weights.device) if held is None else held[:end]
+        for k, group in enumerate(self.stage.attention):
+            if layer in group:
+                self.attention[k, here[:, None], seen] += weights / len(group)
+
+    def _tell_when_ready(self) -> None:
+        read = {layer: sum(map(len, pieces)) for layer, pieces in self.hidden.items()}
+        for layer, count in [*read.items(), *self.heard.items()]:
+            held = self.held.get(layer)
+            if count < (self.layout.length if held is None else held.numel()):
+                return
+        if self.done:
             return
-        self.told = True
+        self.done = True
         # Each cut is of what the cuts before have left: the smallest set is what all layers hold.
         left = min((held for held in self.held.values() if held is not None), key=len, default=None)
         layout = self.layout if left is None else thin(self.layout, left)
         signals = Signals()
         if self.hidden:
-            found = (self._states(index, left) for index in self.stage.hidden)
-            signals["hidden"] = torch.stack(list(found))
-        if self.waiting:
+            signals["hidden"] = torch.stack([self._states(index, left) for index in self.stage.hidden])
+        if self.heard:
             signals["attention"] = self.attention if left is None else self.attention[..., left]
         self.hidden = {}
         kept = checked_columns(self.pruner, self.pruner.keep(signals, layout, self.stage, self.total), layout)
@@ -227,7 +223,7 @@ class Listener(Probe):
 
     def close(self) -> None:
         """Called when the prompt is read. A pruner that still waits raises here: it never received what it reads."""
-        if not self.told:
+        if not self.done:
             with self._failing():
                 raise ModelError(f"prune {self.pruner.name!r} received nothing from the target's prefill.")
 
@@ -244,11 +240,11 @@ class VisionProbe:
             raise ModelError(
                 f"prune: mmaccel cannot read the vision tower of {family.name}; choose a pruner that does not need it."
             )
-        self.multimodal: Any = family.multimodal(model)
-        self.tower = family.vision_tower(self.multimodal)
+        multimodal: Any = family.multimodal(model)
+        self.tower = family.vision_tower(multimodal)
         self.local = threading.local()
         for kind, name in METHODS.items():
-            hooks.wrap(self.multimodal, name, self._encode, kind)
+            hooks.wrap(multimodal, name, self._encode, kind)
         hooks.before(self.tower.attention, self._catch)
 
     def _encode(self, kind: int, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -256,45 +252,37 @@ class VisionProbe:
         try:
             out = encode(*args, **kwargs)
             caught, self.local.caught = self.local.caught, None
-            names = list(inspect.signature(encode).parameters)
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            given = by_name(encode, args, kwargs)
             # Releases of transformers differ in the name of a video's pixels.
-            self._told()[kind] = self.tower.tokens(kind, caught, given[names[0]], given)
+            pixels = given[next(iter(inspect.signature(encode).parameters))]
+            # Of images and of videos, since it was last taken.
+            tokens = self.local.__dict__.setdefault("tokens", {})
+            tokens[kind] = self.tower.tokens(kind, caught, pixels, given)
         finally:
             self.local.caught = None
         return out
 
-    def _told(self) -> dict[int, Tensor]:
-        """What this thread found for images and for videos, since it was last taken."""
-        if not hasattr(self.local, "told"):
-            self.local.told = {}
-        told: dict[int, Tensor] = self.local.told
-        return told
-
     def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caught = getattr(self.local, "caught", None)
         if caught is not None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            caught.append(self.tower.look(hidden, kwargs))
+            caught.append(self.tower.look(args[0] if args else kwargs["hidden_states"], kwargs))
 
     def take(self, layout: TokenLayout) -> dict[str, Tensor]:
         """`vision_attention` [S] and `vision_key` [S, D] of a prompt of one sequence, from what was encoded last."""
-        found, self.local.told = self._told(), {}
+        tokens: dict[int, Tensor] = self.local.__dict__.pop("tokens", {})
         whole: Tensor | None = None
         for kind, name in ((IMAGE, "pixel_values"), (VIDEO, "pixel_values_videos")):
             at = (layout.modality[0] == kind).nonzero()[:, 0]
             if not at.numel():
                 continue
-            told = found.get(kind)
-            if told is None or len(told) != len(at):
+            rows = tokens.get(kind)
+            if rows is None or len(rows) != len(at):
                 raise ModelError(
                     f"{name}: the pruner reads the vision tower as it runs; give the pixels of all images and videos."
                 )
-            whole = told.new_zeros(layout.length, told.shape[1]) if whole is None else whole
-            whole = whole.index_copy(0, at, told)
-        if whole is None:
-            return {}
-        return {"vision_attention": whole[:, 0], "vision_key": whole[:, 1:]}
+            whole = rows.new_zeros(layout.length, rows.shape[1]) if whole is None else whole
+            whole = whole.index_copy(0, at, rows)
+        return {} if whole is None else {"vision_attention": whole[:, 0], "vision_key": whole[:, 1:]}
 
 
 def received(query: Tensor, key: Tensor, scale: float) -> Tensor:

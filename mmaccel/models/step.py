@@ -150,37 +150,29 @@ def _together(layer: Any) -> list[list[Any]]:
 
 
 class Watched:
-    """Modules and all in them, as they are now: which they are, of which classes, their weights, and where these lie.
-
-    Asked at every pass: the host takes a tenth of the time of a walk through the modules.
-    """
+    """Modules and all in them, as they are now: which they are, of which classes, their weights, and where these lie. Asked
+    at every pass: the host takes a tenth of the time of a walk through the modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._roots = list(modules)
         self._all = [one for module in self._roots for one in module.modules()]
-        self._seen, self._weights = self._look()
-        self._addresses = tuple(map(Tensor.data_ptr, self._weights))
+        self._seen, self._addresses = self._look()
 
     def same(self, modules: Sequence[nn.Module]) -> bool:
         """Whether `modules` and all in them are those, unchanged; values of weights may have changed in place."""
-        seen, weights = self._look()
-        return (
-            _alike(self._roots, modules)
-            and _alike(self._seen, seen)
-            and _alike(self._weights, weights)
-            and self._addresses == tuple(map(Tensor.data_ptr, weights))
-        )
+        seen, addresses = self._look()
+        return _alike(self._roots, modules) and _alike(self._seen, seen) and self._addresses == addresses
 
     def hooked(self) -> bool:
         """Whether a hook of a forward pass is on any of them."""
         return any(map(any, map(_HOOKS, self._all)))
 
-    def _look(self) -> tuple[list[Any], list[Tensor]]:
-        """Children and classes, and weights."""
+    def _look(self) -> tuple[list[Any], tuple[int, ...]]:
+        """Children, classes and weights, and where the weights lie."""
         children, weights = zip(*map(_HELD, self._all), strict=True)
-        held = chain.from_iterable(map(dict.values, weights))
-        seen = [*chain.from_iterable(map(dict.values, children)), *map(type, self._all)]
-        return seen, [one for one in held if one is not None]
+        tensors = [one for one in chain.from_iterable(map(dict.values, weights)) if one is not None]
+        seen = [*chain.from_iterable(map(dict.values, children)), *map(type, self._all), *tensors]
+        return seen, tuple(map(Tensor.data_ptr, tensors))
 
 
 _Tables = Callable[[Any], tuple[dict[Any, Any], ...]]
@@ -214,8 +206,10 @@ class StreamSteps:
         if next(layers[0].parameters()).device != rows.device:
             return False
         activation = getattr(self._family.text(self._model).config, "hidden_act", "")
-        windows = [getattr(getattr(layer, "self_attn", None), "sliding_window", None) for layer in layers]
-        choices = activation, windows
+        choices = (
+            activation,
+            [getattr(getattr(one, "self_attn", None), "sliding_window", None) for one in layers],
+        )
         if self._watched is None or choices != self._choices or not self._watched.same(layers):
             self._watched, self._choices = Watched(layers), choices
             self._known = known(layers, activation, self._family)
@@ -250,17 +244,17 @@ class StreamSteps:
                 attended = room("attended", (width, heads * size), dtype)
                 out = run.attend(number, query, key, value, size**-0.5)
                 attended[:n] = out.transpose(1, 2).reshape(n, -1)
-                self._replays((number, width), self._finished(number, x, attended, qkv))
+                self._replays((number, width), self._rest(number, x, attended, qkv))
             else:
-                self._seated(number, slot, x, qkv)
+                self._whole(number, slot, x, qkv)
         return normed(self._family.text(self._model).norm, x[:n], self._family)
 
-    def _finished(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> Work:
+    def _rest(self, number: int, x: Tensor, attended: Tensor, qkv: list[Tensor]) -> Work:
         """The rest of a layer, whose attention was computed by itself."""
         layer = self._layers[number]
         return lambda: self._leave(number, layer.finish(Rows(x), attended), x, qkv)
 
-    def _seated(self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor]) -> None:
+    def _whole(self, number: int, slot: CacheSlot, x: Tensor, qkv: list[Tensor]) -> None:
         """A layer over rows that have a slot."""
         layer, count, room = self._layers[number], len(x), self._replays.room
         rope = room("rope", (2, 1, count, self._shape.head_dim), x.dtype)
@@ -271,9 +265,9 @@ class StreamSteps:
             for place, angle in zip(rope, slot.angles, strict=True):
                 place[:, : angle.shape[2]] = angle[0]
         start = room(("start", number), (1, 1), torch.long)
-        told, column = self._starts.get(number, (None, None))
+        last, column = self._starts.get(number, (None, None))
         # Another room may have come to lie where the last one lay.
-        if told is not start or column != slot.column:
+        if last is not start or column != slot.column:
             start.fill_(slot.column)
             self._starts[number] = start, slot.column
         key, value, bias = slot.key, slot.value, slot.bias

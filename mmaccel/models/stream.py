@@ -33,7 +33,7 @@ from mmaccel.models.attention import ATTENTION, PLAIN, KVCache
 from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.install import Hooks, gate_of
 from mmaccel.models.pointwise import in_chunks, rotate_by
-from mmaccel.models.prompt_layout import positions_of
+from mmaccel.models.prompt_layout import positions_of, token_ids
 from mmaccel.models.step import StreamSteps
 from mmaccel.models.vision import in_batches
 
@@ -100,12 +100,16 @@ class HFStreamAdapter(StreamAdapter):
 
     def fits(self, frames: Tensor, size: tuple[int, int]) -> bool:
         height, width = frames.shape[-2:]
-        return (height, width) == size or self._seen((height, width)) == self._seen(size)
+        return (height, width) == size or self._unit((height, width))[0] == self._unit(size)[0]
 
     def features(self, frames: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         if not self.fits(frames, size):
             frames = self.resized(frames, size)
-        inputs, (seen, unit) = self._pixels(frames), self._unit(size)
+        if self.device.type == "cuda" and not frames.is_cuda:
+            # Otherwise the host would wait for all that the device has yet to do.
+            frames = frames.pin_memory().to(self.device, non_blocking=True)
+        inputs = self.processor.pixels(frames, device=self.device, dtype=self.dtype)
+        seen, unit = self._unit(size)
         if self.family.frame_size(self.model, inputs) != seen:
             raise ModelError(
                 f"frames of {frames.shape[3]}x{frames.shape[2]} come to the model in a size that depends on their number; "
@@ -116,9 +120,6 @@ class HFStreamAdapter(StreamAdapter):
             rows = self.family.frames(self.model, inputs)
         inside = units * unit
         return rows[:inside].view(units, unit, -1), rows[inside:]
-
-    def _seen(self, size: tuple[int, int]) -> tuple[int, int]:
-        return self._unit(size)[0]
 
     def _unit(self, size: tuple[int, int]) -> tuple[tuple[int, int], int]:
         """What frames of (height, width) come to: the size in which the model sees them, and the tokens of a unit."""
@@ -135,13 +136,6 @@ class HFStreamAdapter(StreamAdapter):
         from mmaccel.media.preprocess import resize
 
         return resize(frames, size)
-
-    def _pixels(self, frames: Tensor) -> dict[str, Tensor]:
-        if self.device.type == "cuda" and not frames.is_cuda:
-            # Otherwise the host would wait for all that the device has yet to do.
-            frames = frames.pin_memory().to(self.device, non_blocking=True)
-        inputs: dict[str, Tensor] = self.processor.pixels(frames, device=self.device, dtype=self.dtype)
-        return inputs
 
     # Text.
 
@@ -165,12 +159,12 @@ class HFStreamAdapter(StreamAdapter):
     def _chat(self, question: str) -> tuple[list[int], list[int]]:
         """Ids before and after the video of a prompt."""
         content = [{"type": "video"}, {"type": "text", "text": question}]
-        ids, film = self.processor.template_ids(content), self.processor.video_token_id
-        if ids.count(film) != 1:
+        ids, video = self.processor.template_ids(content), self.processor.video_token_id
+        if ids.count(video) != 1:
             raise ModelError(
                 "processor: its chat template does not give a video one place; a stream needs one run of tokens."
             )
-        at = ids.index(film)
+        at = ids.index(video)
         return ids[:at], ids[at + 1 :]
 
     def words(self, ids: Tensor) -> Tensor:
@@ -182,11 +176,8 @@ class HFStreamAdapter(StreamAdapter):
             return self.family.logits(self.model, hidden)
 
     def ends(self) -> frozenset[int]:
-        told = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        if told is None:
-            told = getattr(self.text.config, "eos_token_id", None)
-        listed = told if isinstance(told, list | tuple) else [told]
-        return frozenset(int(one) for one in listed if one is not None)
+        ids = token_ids(getattr(getattr(self.model, "generation_config", None), "eos_token_id", None))
+        return frozenset(ids or token_ids(getattr(self.text.config, "eos_token_id", None)))
 
     def decode(self, ids: Tensor) -> str:
         return str(self.processor.decode(ids.tolist()))
@@ -194,47 +185,43 @@ class HFStreamAdapter(StreamAdapter):
     # Positions.
 
     def places(self, size: tuple[int, int], fps: float | None) -> PositionIds:
-        found = [self._positions(size, fps, units) for units in (1, 2, 3)]
-        (head, unit, text), (_, _, second), (_, _, third) = found
-        inputs = self._prompt(size, fps, 1)[0]
+        inputs, *first = self._positions(size, fps, 1)
+        (head, unit, text), second, third = first, *(self._positions(size, fps, n)[1:] for n in (2, 3))
+        slope = second[2] - text
+        limit = positions_of(self.text.config) or 1 << 15
 
         def steps(units: int) -> Tensor:
             return self.family.steps(self.model, inputs, units)
 
-        slope = second - text
-        limit = positions_of(self.text.config) or 1 << 15
         made = PositionIds(head, unit, steps, text, slope, limit, self.family.pace_of(self.model, inputs))
-        three = found[2][1]
+        three = third[1]
         same = torch.equal(made.units(0, 3), three[0] if made.axes == 1 else three)
-        if third - second != slope or not same:
+        if third[2] - second[2] != slope or not same:
             raise ModelError(
                 f"{self.family.name}: the installed transformers gives positions that do not go on evenly from frame to "
                 "frame; a stream cannot follow them."
             )
         return made
 
-    def _prompt(self, size: tuple[int, int], fps: float | None, units: int) -> tuple[dict[str, Any], int]:
+    def _positions(
+        self, size: tuple[int, int], fps: float | None, units: int
+    ) -> tuple[dict[str, Any], Tensor, Tensor, int]:
+        """A prompt with so many units, the positions of its head [A, h] and units [A, units * P], and its text's first."""
         frames = torch.zeros(units * self.pace, 3, *size, dtype=torch.uint8)
         inputs = self.processor(
             self.processor.video_token, videos=[frames], fps=fps, add_special_tokens=False, device=self.device
         )
         head, tail = self._template()
-        film = inputs["input_ids"]
-        ids = torch.cat([head[None], film, torch.tensor([tail], device=self.device)], 1)
+        ids = torch.cat([head[None], inputs["input_ids"], torch.tensor([tail], device=self.device)], 1)
         inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
         inputs["input_ids"] = ids
         if "mm_token_type_ids" in inputs:
             inputs["mm_token_type_ids"] = (ids == self.processor.video_token_id).int() * 2
-        return inputs, head.numel()
-
-    def _positions(self, size: tuple[int, int], fps: float | None, units: int) -> tuple[Tensor, Tensor, int]:
-        """Of a prompt with so many units: head [A, h] and units [A, units * P], and the text's first."""
-        inputs, head = self._prompt(size, fps, units)
-        told = self.family.positions(self.model, inputs)
-        rows = told[:, 0] if told.ndim == 3 else told
-        inside = int((self.family.layout(self.model, inputs).frame[0] >= 0).sum())
-        end = head + inside
-        return rows[:, :head], rows[:, head:end], int(rows[0, end])
+        positions = self.family.positions(self.model, inputs)
+        rows = positions[:, 0] if positions.ndim == 3 else positions
+        begin, inside = head.numel(), int((self.family.layout(self.model, inputs).frame[0] >= 0).sum())
+        end = begin + inside
+        return inputs, rows[:, :begin], rows[:, begin:end], int(rows[0, end])
 
     # Passes.
 
@@ -319,12 +306,8 @@ class HFStreamAdapter(StreamAdapter):
 
 def _alike(one: list[int], other: list[int]) -> int:
     """How many first entries are the same."""
-    count = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    odd = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(odd, min(len(one), len(other)))
 
 
 def _weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:

@@ -1,21 +1,18 @@
 """The vision tower of a model, while a recipe is attached or a session runs it: in parts, by windows, in fewer kernels.
 
-In parts: a long video needs no room for what the tower holds of all its frames. At a million tokens Qwen2.5-VL's tower has
-four million patches, of which it holds 10 GB for each value of its width, and LLaVA-OneVision's projector alone holds 28 GB
-before it pools. Frames do not look at each other there: what is cut between two steps of time is computed alike. Rows of
-another number may go through another kernel, so that it is the same up to rounding: in float32 to 1e-5, in bfloat16 as near
-to float32 as one call comes. Not cut are a step of time and an image with its tiles; nor where one call is needed: gradients
-are wanted, the caller asks for states, attention or a tuple, or brings lengths and places of all patches with him. What is
-cut gives `pooler_output` alone, which is all that a model takes of it; the states of a million tokens' patches would stay
-until its answer.
+In parts: a long video needs no room for what the tower holds of all its frames (of a million tokens Qwen2.5-VL's holds 10
+GB for each value of its width, LLaVA-OneVision's projector 28 GB before it pools). Frames do not look at each other there:
+what is cut between two steps of time is computed alike, up to rounding where rows of another number go through another
+kernel (in float32 to 1e-5, in bfloat16 as near to float32 as one call comes). Not cut are a step of time and an image with
+its tiles; nor a call that asks for gradients, states, attention or a tuple, or that brings lengths and places of all
+patches with it. What is cut gives `pooler_output` alone, which is all that a model takes of it.
 
 By windows: Qwen2.5-VL's tower has a window for each 64 patches in most of its layers, and one for each step of time in the
-others. Under `sdpa` transformers splits queries, keys and values at `cu_seqlens`, in every layer anew, and attends to one
-window after the other, so that a long video is bound by launches. Here the windows of one length are a batch. A frame size
-has four lengths: of whole windows, of those at its right and lower edge, and of the corner. Where windows of one
-length follow each other nothing is copied. What is relied on: an attention function with "flash" in its name is given all
-rows at once, with `cu_seq_lens_q` (`is_flash_attention_requested`, in transformers 5.17 to 5.23). Where it is not, it is
-called for each window, and is `sdpa`. A tower that was given another attention than `sdpa` keeps it.
+others. Under `sdpa` transformers splits at `cu_seqlens`, in every layer anew, and attends to one window after the other, so
+that a long video is bound by launches. Here the windows of one length, of which a frame size has four, are a batch. What is
+relied on: an attention function with "flash" in its name is given all rows at once, with `cu_seq_lens_q`
+(`is_flash_attention_requested`, in transformers 5.17 to 5.23). Where it is not, it is called for each window, and is
+`sdpa`. A tower that was given another attention than `sdpa` keeps it.
 
 In fewer kernels: norms, gates and rotations take one each. Qwen2.5-VL's feed-forward blocks have an inner size of 3,420 at
 most published sizes. In 16 bits its rows begin at multiples of 8 bytes, and Hopper's matrix units copy rows that begin at
@@ -44,6 +41,7 @@ from mmaccel.backends.ops import pointwise
 from mmaccel.core.layout import IMAGE, VIDEO
 from mmaccel.models.install import Hooks, shared_hooks
 from mmaccel.models.pointwise import gated, is_gated, is_norm, normed_or, rotate_by
+from mmaccel.models.prompt_layout import by_name
 
 if TYPE_CHECKING:
     from mmaccel.models.family_facts import FamilyFacts
@@ -75,8 +73,7 @@ def by_parts(hooks: Hooks, family: FamilyFacts, model: nn.Module) -> None:
     for kind, name in METHODS.items():
         encode = getattr(multimodal, name)
         if not getattr(encode, "by_parts", False):
-            names = list(inspect.signature(encode).parameters)
-            ours = hooks.wrap(multimodal, name, _encode, family, model, kind, names, joined)
+            ours = hooks.wrap(multimodal, name, _encode, family, model, kind, joined)
             ours.by_parts = True  # type: ignore[attr-defined]
     by_length(hooks, family, model)
     fewer_kernels(hooks, family, model)
@@ -86,33 +83,24 @@ def _encode(
     family: FamilyFacts,
     model: nn.Module,
     kind: int,
-    names: list[str],
     joined: Callable[..., Any],
     encode: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    told = {**dict(zip(names, args, strict=False)), **kwargs}
-    pixels = told.get(names[0])
-    if not isinstance(pixels, Tensor) or family.patches(model, pixels) <= PATCHES or _asks_for_one(told):
+    given, name = by_name(encode, args, kwargs), next(iter(inspect.signature(encode).parameters))
+    pixels = given.get(name)
+    if not isinstance(pixels, Tensor) or family.patches(model, pixels) <= PATCHES:
         return encode(*args, **kwargs)
-    if torch.is_grad_enabled() and any(p.requires_grad for p in _outside(family, model)):
+    bare = {key.removeprefix("image_").removeprefix("video_") for key, x in given.items() if x is not None}
+    states = given.get("output_hidden_states") or given.get("output_attentions")
+    if states or given.get("return_dict") is False or not bare.isdisjoint(WHOLE):
         return encode(*args, **kwargs)
-    return joined(family, model, kind, encode, names[0], told)
-
-
-def _asks_for_one(told: Mapping[str, Any]) -> bool:
-    given = {name.removeprefix("image_").removeprefix("video_") for name, x in told.items() if x is not None}
-    states = told.get("output_hidden_states") or told.get("output_attentions")
-    return bool(states) or told.get("return_dict") is False or not given.isdisjoint(WHOLE)
-
-
-def _outside(family: FamilyFacts, model: nn.Module) -> Iterator[nn.Parameter]:
-    """The weights of what is not the language model."""
     text = family.text(model)
-    for child in family.multimodal(model).children():
-        if child is not text:
-            yield from child.parameters()
+    outside = [child for child in family.multimodal(model).children() if child is not text]
+    if torch.is_grad_enabled() and any(p.requires_grad for child in outside for p in child.parameters()):
+        return encode(*args, **kwargs)
+    return joined(family, model, kind, encode, name, given)
 
 
 def _joined(
@@ -121,19 +109,19 @@ def _joined(
     kind: int,
     encode: Callable[..., Any],
     pixels: str,
-    told: Mapping[str, Any],
+    given: Mapping[str, Any],
 ) -> Any:
     """What `encode` gives of all, from what it gives of parts."""
     made: list[type] = []
 
-    def features(piece: Tensor, **changed: Any) -> Any:
-        out = encode(**{**told, pixels: piece, **changed, "return_dict": True})
+    def features(part: Tensor, **changed: Any) -> Any:
+        out = encode(**{**given, pixels: part, **changed, "return_dict": True})
         made.append(type(out))
         return out.pooler_output
 
-    told = dict(told)
-    found = family.encoded(model, kind, told.pop(pixels), told, PATCHES, features)
-    return made[0](pooler_output=found)
+    others = {name: x for name, x in given.items() if name != pixels}
+    joined = family.encoded(model, kind, given[pixels], others, PATCHES, features)
+    return made[0](pooler_output=joined)
 
 
 WINDOWS = "mmaccel_flash_windows"
@@ -180,16 +168,16 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     cu_seq_lens_q: Tensor | None = None,
-    **told: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """[1, rows, H, D] of query, key and value [1, H, rows, D]: each row sees its window, which `cu_seq_lens_q` bounds."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if cu_seq_lens_q is None:
-        return sdpa(module, query, key, value, attention_mask, **told)  # type: ignore[no-any-return]
+        return sdpa(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
-        told.pop(name, None)
+        kwargs.pop(name, None)
     batches: Batches | None = _KNOWN.get(cu_seq_lens_q)
     if batches is None:
         batches = _KNOWN[cu_seq_lens_q] = Batches.of(cu_seq_lens_q.tolist(), query.device)
@@ -197,11 +185,11 @@ def attention(
     if batches.order is not None:
         rows = [x.index_select(0, batches.order.to(x.device)) for x in rows]
     sizes = [count * length for count, length in batches.shapes]
-    found = []
+    attended = []
     for shape, *batch in zip(batches.shapes, *(x.split(sizes) for x in rows), strict=True):
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in batch)
-        found.append(sdpa(module, q, k, v, attention_mask, **told)[0].flatten(0, 1))
-    out = found[0] if len(found) == 1 else torch.cat(found)
+        attended.append(sdpa(module, q, k, v, attention_mask, **kwargs)[0].flatten(0, 1))
+    out = attended[0] if len(attended) == 1 else torch.cat(attended)
     if batches.back is not None:
         out = out.index_select(0, batches.back.to(out.device))
     return out[None], None

@@ -102,7 +102,7 @@ def test_signals_are_the_model_s_own(family: str, model: Any, name: str, kind: s
                 **piece, **read_by(listener), past_key_values=cache, use_cache=True
             )
             cache, begin = out.past_key_values, end
-        assert listener.told
+        assert listener.done
     signals = {}
     if stage.hidden:
         signals["hidden"] = states[list(stage.hidden)]

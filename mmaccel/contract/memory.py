@@ -15,7 +15,16 @@ from torch import Tensor
 from mmaccel.contract.prompts import check_counters, promise
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVPolicy, KVState, KVView, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.kv import (
+    FrameState,
+    KVPolicy,
+    KVState,
+    KVView,
+    Stream,
+    StreamPass,
+    StreamPolicy,
+    StreamState,
+)
 from mmaccel.core.positions import PositionIds
 
 LAYERS, HEADS, GROUPS, SIZE, TOKENS, HEAD = 3, 4, 2, 8, 6, 3
@@ -188,13 +197,13 @@ def check_stream(policy: StreamPolicy) -> None:
         policy.needs <= {"hidden", "look", "proxy"},
         f"{who}: needs is {sorted(policy.needs)}; give some of 'hidden', 'look' and 'proxy'.",
     )
-    if policy.keeps == "frames":
-        return  # no pass goes through it: a session alone can try it
     head, unit = torch.arange(HEAD)[None], HEAD + torch.arange(TOKENS)[None]
     places = PositionIds(head, unit, lambda n: TOKENS * torch.arange(n), HEAD + TOKENS, TOKENS, 10**6)
     stream = Stream(unit=TOKENS, head=HEAD, pace=1, places=places, dtype=torch.float64)
     model: Any = Wheel()
     state = policy.stream(stream, GEOMETRY, model, CPU)
+    if isinstance(state, FrameState):
+        return state.close()  # no pass goes through it: a session alone can try it
     trial = _Trial(who, state, policy.needs)
     trial.run(StreamPass(kind="head", rows=HEAD))
     trial.watch(UNITS)

@@ -1,4 +1,7 @@
-"""The contract of a memory: what a sequence or stream keeps of its keys and values, and what a query gets to see."""
+"""The contract of a memory: what a sequence or stream keeps of its keys and values, and what a query gets to see.
+
+And the buffer that memories grow in: a tensor with room ahead of need along one axis.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +43,16 @@ class KVView:
     bias: Tensor | None = None
 
 
-FORMER = {"turn": "question_scope", "enter": "begin_pass", "leave": "end_pass", "seat": "write_slot"}
-
-
 class KVState(ABC):
-    """The memory of one batch of sequences, all layers.
-
-    in_place  it is buffers of columns of which a query sees the first ones, all of them; see `buffers`
-    """
+    """The memory of one batch of sequences, all layers."""
 
     in_place: bool = False
+    """It is buffers of columns of which a query sees the first ones, all of them; see `buffers`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        refuse_former_names(cls, FORMER)
+        now = {"turn": "question_scope", "enter": "begin_pass", "leave": "end_pass", "seat": "write_slot"}
+        refuse_former_names(cls, now)
 
     @abstractmethod
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -104,10 +103,8 @@ class KVState(ABC):
         """Roll back to `length` columns; raises `ModelError` when the policy cannot reach back so far."""
 
     def buffers(self, room: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [B, G, capacity, D] of each layer, with room for `room` more columns after those held.
-
-        For a memory that is `in_place`: columns are then written there past `append`, and told by `wrote`.
-        """
+        """Keys and values [B, G, capacity, D] of each layer, with room for `room` more columns after those held: those of a
+        memory that is `in_place` are written there, past `append`, and told by `wrote`."""
         raise ModelError(f"{type(self).__name__} is not written in place.")
 
     def wrote(self, count: int) -> None:
@@ -119,10 +116,7 @@ class KVState(ABC):
         return 0
 
     def save(self, path: str | Path) -> None:
-        """Write the state into the folder `path`, which exists (`mmaccel.core.checkpoint_io`); raises OSError.
-
-        Raises `ModelError` for policies that keep nothing worth saving.
-        """
+        """Write the state into the folder `path`, which exists (`mmaccel.core.checkpoint_io`); raises OSError."""
         raise ModelError(f"{type(self).__name__} cannot be saved; choose another kv policy.")
 
     def load(self, path: str | Path) -> None:
@@ -136,31 +130,23 @@ class KVState(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class KVPolicy(Policy, ABC, kind="kv"):
-    """A choice of memory; `open` gives a state that lives as long as one sequence or stream.
-
-    exact     answers equal those of a model that keeps everything
-    """
+    """A choice of memory; `open` gives a state that lives as long as one sequence or stream."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = False
+    """Answers equal those of a model that keeps everything."""
     sequences: ClassVar[bool] = True
     """Whether it can be the memory of ordinary sequences, by `open`."""
+    admits_sparse: ClassVar[bool] = True
+    """Whether a sparse prefill pattern may stand beside this memory."""
 
     @property
     def reach(self) -> int | None:
         """How many of the last columns can be rolled back; None means all."""
         return None
 
-    @property
-    def admits_sparse(self) -> bool:
-        """Whether a sparse prefill pattern may stand beside this memory."""
-        return True
-
     @abstractmethod
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState: ...
-
-
-Kind = Literal["head", "units", "proxy", "question", "answer"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -208,7 +194,7 @@ class StreamPass:
     weigh    whether `evidence` is asked for after a question, so that what weighs it has to be kept
     """
 
-    kind: Kind
+    kind: Literal["head", "units", "proxy", "question", "answer"]
     rows: int
     first: int = 0
     count: int = 0
@@ -291,7 +277,7 @@ class StreamState(KVState):
 
     def shown(self, piece: StreamPass) -> tuple[int, bool]:
         """After how many units the question of `piece` gets its positions, asked before it runs, and whether these are the
-        units' own positions: then all units; fewer where the shown units are closed up (an upper bound if not known yet)."""
+        units' own: then all units; fewer where the shown units are closed up (an upper bound if not known yet)."""
         return self.units(), True
 
     def idle(self) -> None:
@@ -305,10 +291,8 @@ class StreamState(KVState):
         """Answer from now on as a memory of `policy` does, which differs from its own in `query_time_fields` alone."""
 
     def clusters(self) -> dict[str, Tensor]:
-        """Of a memory that clusters, by the name of a level: the cluster [L or 1, N] of each entry at each layer.
-
-        Entries are equal parts of units, in their order.
-        """
+        """Of a memory that clusters, by the name of a level: the cluster [L or 1, N] of each entry at each layer; entries
+        are equal parts of units, in their order."""
         return {}
 
     def merge(self, features: Tensor) -> tuple[Tensor, list[int]]:
@@ -322,9 +306,7 @@ class StreamState(KVState):
         return None
 
     def accept(self, keep: int | Tensor) -> None:
-        raise ModelError(
-            "kv: a stream's memory rolls back by truncate alone; use a draft that proposes chains."
-        )
+        raise ModelError("kv: a stream's memory rolls back by truncate; use a draft that proposes chains.")
 
     def reorder(self, rows: Tensor) -> None:
         raise ModelError("kv: a stream is one sequence; ask without beams.")
@@ -334,7 +316,7 @@ class StreamState(KVState):
 
 
 class FrameState(StreamState):
-    """A memory that keeps frames instead of keys (``keeps = "frames"``) and runs the model on some of them at a question.
+    """A memory that keeps frames instead of keys and runs the model on some of them at a question.
 
     It goes through no pass itself: what a question sees is made by `fresh`, filled with the units of `pick`.
     """
@@ -359,26 +341,60 @@ class StreamPolicy(KVPolicy):
     needs    "hidden": the hidden states entering each layer (`ahead`); "look": the units' mean visual features;
              "proxy": passes of kind "proxy" after each chunk
     clip     units that go through the layers together; None leaves it to the session
-    keeps    "frames": units are not run when they come; the state is a `FrameState`
     query_time_fields  fields that matter at a question alone: what is kept of a stream is the same for all their values
     """
 
     sequences: ClassVar[bool] = False
-    keeps: ClassVar[Literal["keys", "frames"]] = "keys"
+    admits_sparse: ClassVar[bool] = False
     clip: ClassVar[int | None] = None
     query_time_fields: ClassVar[frozenset[str]] = frozenset()
 
-    @property
-    def admits_sparse(self) -> bool:
-        return False
-
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
-        raise RecipeError(
-            f"kv {self.name!r} is a memory of video streams; use it in a VideoSession, or set kv to 'full'."
-        )
+        raise RecipeError(f"kv {self.name!r} is a memory of video streams; use it in a VideoSession.")
 
     @abstractmethod
     def stream(
         self, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> StreamState:
         """A fresh memory for one stream; raises `RecipeError` for fields that do not fit it."""
+
+
+# Places beyond what is needed: an eighth, within these bounds, for doubling would waste half the device at 1M tokens; and at
+# least `LEAST` where the caller gives the share.
+ROOM_MIN, ROOM_MAX, LEAST = 256, 8192, 64
+
+
+def grow_buffer(
+    buffer: Tensor | None,
+    axis: int,
+    length: int,
+    *,
+    like: Tensor | None = None,
+    used: int | None = None,
+    fill: float | None = None,
+    share: float | None = None,
+    pinned: bool = False,
+) -> Tensor:
+    """`buffer` itself if it has `length` places along `axis`, else a larger copy of its first `used` places (None: all).
+
+    like    gives shape, type and device where there is no buffer yet
+    fill    the value of the new places; None leaves them uninitialised
+    share   room beyond `length`, as a share of it; None: an eighth, between `ROOM_MIN` and `ROOM_MAX` places
+    pinned  the copy is in host memory that a device can read
+    """
+    if buffer is not None and buffer.shape[axis] >= length:
+        return buffer
+    source = like if buffer is None else buffer
+    assert source is not None
+    shape = list(source.shape)
+    room = min(max(length // 8, ROOM_MIN), ROOM_MAX) if share is None else max(int(length * share), LEAST)
+    shape[axis] = length + room
+    # A buffer born in inference mode could not be written outside of it, and a stream may outlive the mode.
+    with torch.inference_mode(False):
+        out = torch.empty(shape, dtype=source.dtype, device=source.device, pin_memory=pinned)
+        if fill is not None:
+            out.fill_(fill)
+    if buffer is not None:
+        count = min(buffer.shape[axis], buffer.shape[axis] if used is None else used)
+        out.narrow(axis, 0, count).copy_(buffer.narrow(axis, 0, count))
+    return out

@@ -30,8 +30,8 @@ from mmaccel.backends.ops.decode import decode_attend, enter_rows, pass_rows, pr
 from mmaccel.backends.ops.estimate import reduces
 from mmaccel.backends.triton.prefill import estimate, grid, lists
 from mmaccel.backends.triton.prefill import lines as line_kernels
-from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.execute import attend_plan
+from mmaccel.core.kv import grow_buffer
 from mmaccel.core.layout import TEXT, VIDEO, TokenLayout
 from mmaccel.core.recipe import Recipe
 from mmaccel.policies.sparse.estimate import LastQueries

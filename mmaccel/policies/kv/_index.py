@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import clusters
-from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import RecipeError, check_choice, shown, warn
+from mmaccel.core.kv import grow_buffer
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store.pinned_slabs import on_device

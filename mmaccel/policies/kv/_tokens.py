@@ -19,9 +19,8 @@ from torch import Tensor
 
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError, check_choice, check_least
-from mmaccel.core.kv import MARGIN, KVView, Stream, StreamPass, StreamPolicy
+from mmaccel.core.kv import MARGIN, KVView, Stream, StreamPass, StreamPolicy, grow_buffer
 from mmaccel.policies.kv._window import Asked, Look, Pair, attention, mean_query
 from mmaccel.policies.kv._windowed import StreamMemory
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import MARGIN, CacheSlot, KVView, Seen, Stream, StreamPass, StreamState
+from mmaccel.core.kv import MARGIN, CacheSlot, KVView, Seen, Stream, StreamPass, StreamState, grow_buffer
 from mmaccel.policies.kv._window import Asked, Bases, Look, Pair, Ring, Rope, Rows, mean_query, weigh
 
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.buffers import grow_buffer
 from mmaccel.core.errors import ModelError
-from mmaccel.core.kv import KVState, KVView, Seen, Stream, StreamPass, StreamPolicy, StreamState
+from mmaccel.core.kv import KVState, KVView, Seen, Stream, StreamPass, StreamPolicy, StreamState, grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._window import Pair, Rope
 
@@ -36,10 +35,7 @@ class Full(StreamPolicy):
 
     exact: ClassVar[bool] = True
     sequences: ClassVar[bool] = True
-
-    @property
-    def admits_sparse(self) -> bool:
-        return True
+    admits_sparse: ClassVar[bool] = True
 
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
         return FullState(geometry.layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ class NoCache(StreamPolicy):
     kept    on the host at most; at least twice `frames`
     """
 
-    keeps: ClassVar[Literal["keys", "frames"]] = "frames"
     query_time_fields: ClassVar[frozenset[str]] = frozenset({"frames"})
 
     frames: int = 64

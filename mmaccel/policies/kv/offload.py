@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mmaccel.core import checkpoint_io
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.buffers import grow_buffer
-from mmaccel.core.kv import Stream, StreamPass, StreamState
+from mmaccel.core.kv import Stream, StreamPass, StreamState, grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.full import WholeStream

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core import checkpoint_io
-from mmaccel.core.buffers import grow_buffer
+from mmaccel.core.kv import grow_buffer
 from mmaccel.core.registry import register
 from mmaccel.policies.kv._archived import ArchivedPolicy
 from mmaccel.policies.kv._index import SPARE, Index, IndexPolicy, Survey

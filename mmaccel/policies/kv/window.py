@@ -50,10 +50,6 @@ class Window(StreamPolicy):
     def reach(self) -> int | None:
         return self.margin
 
-    @property
-    def admits_sparse(self) -> bool:
-        return False
-
     def open(self, geometry: Geometry, model: ModelView | None, device: torch.device) -> KVState:
         return WindowState(geometry.layers, self.sinks, self.window, self.margin)
 

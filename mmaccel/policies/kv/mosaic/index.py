@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core import checkpoint_io
-from mmaccel.core.buffers import LEAST, grow_buffer
 from mmaccel.core.errors import ModelError
+from mmaccel.core.kv import LEAST, grow_buffer
 from mmaccel.policies.kv._index import SPARE, Found, Index, Survey
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.mosaic.clusters import ROWS, ClusterTable

@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -29,7 +28,6 @@ from mmaccel.core.thinned import ThinnedState
 
 # Weak on both sides: what is attached is kept alive by the model it is laid through.
 _attached: WeakKeyDictionary[nn.Module, ref[Accelerated]] = WeakKeyDictionary()
-
 
 FRAME = 196
 """Tokens of a frame of the prompts on which a pattern's planning is timed."""
@@ -59,12 +57,10 @@ def adapter_for(model: nn.Module) -> ModelFamily:
             f"model: {model!r} is not a model; load it first, by mmaccel.load_model or from_pretrained of transformers."
         )
     model = unwrapped(model)
-    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    adapter = family_of(kind)
-    if isinstance(model, ConfigOnlyModel):
-        return adapter
-    whole = hasattr(model, "generate") and callable(getattr(model, "get_output_embeddings", None))
-    if not whole or model.get_output_embeddings() is None:  # type: ignore[operator]
+    adapter = family_of(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+    head = getattr(model, "get_output_embeddings", None)
+    whole = hasattr(model, "generate") and callable(head) and head() is not None
+    if not whole and not isinstance(model, ConfigOnlyModel):
         raise ModelError(
             f"{type(model).__name__} has no language head; give the whole model, not a part of it."
         )
@@ -73,13 +69,14 @@ def adapter_for(model: nn.Module) -> ModelFamily:
 
 def family_of(kind: str) -> ModelFamily:
     """The adapter of a model type, as config.json names it; raises `ModelError` with the list of families."""
-    families: list[Any] = list(registry("model").values())
-    for family in families:
-        if kind in family.model_types:
-            adapter: ModelFamily = family()
-            return adapter
-    known = sorted(t for family in families for t in family.model_types)
-    raise ModelError(f"model type {kind!r} is not supported; supported are {', '.join(known)}.")
+    known: list[Any] = [*registry("model").values()]
+    families: dict[str, Any] = {t: one for one in reversed(known) for t in one.model_types}
+    if kind not in families:
+        raise ModelError(
+            f"model type {kind!r} is not supported; supported are {', '.join(sorted(families))}."
+        )
+    adapter: ModelFamily = families[kind]()
+    return adapter
 
 
 class Accelerated:
@@ -98,11 +95,9 @@ class Accelerated:
         self._counted: dict[str, float] = {}
         try:
             self.recipe = recipe = fitted(recipe, self.view)
-            device = self.view.device
             choice = choose_backend(recipe, self.view)
-            self.attention = AttentionConfig(
-                recipe, choice.backend, select.get(choice.backend, device), choice=choice
-            )
+            kernel = select.get(choice.backend, self.view.device)
+            self.attention = AttentionConfig(recipe, choice.backend, kernel, choice=choice)
             self._detach: Callable[[], None] | None = None
             self._detach = self.adapter.attach(model, self)
         except BaseException:
@@ -116,14 +111,13 @@ class Accelerated:
 
     def open_state(self) -> KVState:
         """A fresh memory for one batch of sequences."""
-        kv, shape, device = self.recipe.kv, self.view.geometry, self.view.device
-        if self.recipe.prune is not None:
-            return ThinnedState(
-                self.recipe.prune,
-                shape.layers,
-                lambda layers: kv.open(replace(shape, layers=layers), self.view, device),
-            )
-        return kv.open(shape, self.view, device)
+        shape = self.view.geometry
+
+        def state(layers: int) -> KVState:
+            return self.recipe.kv.open(replace(shape, layers=layers), self.view, self.view.device)
+
+        prune = self.recipe.prune
+        return state(shape.layers) if prune is None else ThinnedState(prune, shape.layers, state)
 
     @property
     def last_state(self) -> KVState | None:
@@ -148,12 +142,10 @@ class Accelerated:
 
     def report(self) -> Report:
         """Figures of the last `generate`, or of the forward passes since the last one."""
-        state = self.last_state
+        state, attention = self.last_state, self.attention
         kv = self._counted if state is None else state.counters()
-        why = self.attention.choice.why if self.attention.choice is not None else ""
-        return self.attention.meter.report(
-            self.recipe.to_dict(), self.attention.backend, kv, self.view.device, why
-        )
+        why = attention.choice.why if attention.choice is not None else ""
+        return attention.meter.report(self.recipe.to_dict(), attention.backend, kv, self.view.device, why)
 
     def joined(self) -> None:
         """The adapter calls this at the end of attaching: from now on `attached` gives this."""
@@ -168,9 +160,8 @@ class Accelerated:
 
         Raises `ModelError` inside a call of the model in this thread, such as a logits processor or a streamer.
         """
-        detach = self._detach
-        if detach is not None:
-            detach()
+        if self._detach is not None:
+            self._detach()
             self._detach = None
             self.view.release()
 
@@ -179,9 +170,7 @@ class Accelerated:
             raise ModelError("this recipe is detached; call accelerate again, and use what it returns.")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
 
@@ -218,10 +207,9 @@ def fitted(recipe: Recipe, view: ModelView) -> Recipe:
         raise RecipeError(
             f"dense_layers: there is no layer {wrong[0]}; the model has layers 0 to {depth - 1}."
         )
-    if recipe.prune is not None:
-        checked_stages(recipe.prune, depth)
-    if recipe.draft.pruner is not None:
-        checked_stages(recipe.draft.pruner, depth)
+    for pruner in (recipe.prune, recipe.draft.pruner):
+        if pruner is not None:
+            checked_stages(pruner, depth)
     recipe.draft.check(view)
     return recipe
 
@@ -247,5 +235,5 @@ def choose_backend(recipe: Recipe, view: ModelView) -> select.Choice:
 
 def attached(model: nn.Module) -> Accelerated | None:
     """What is attached to `model`, or None."""
-    held = _attached.get(unwrapped(model)) if isinstance(model, nn.Module) else None
-    return held() if held is not None else None
+    owner = _attached.get(unwrapped(model)) if isinstance(model, nn.Module) else None
+    return owner() if owner is not None else None

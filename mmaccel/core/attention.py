@@ -52,11 +52,11 @@ class AttentionConfig:
         context = self.recipe.sparse.context
         if context is None or context / ELSEWHERE <= tokens <= context * ELSEWHERE:
             return
-        told = f"sparse: {self.recipe.sparse.name} was searched on {context} tokens, and this prompt has {tokens}"
-        self.meter.note(told)
+        message = f"sparse: {self.recipe.sparse.name} was searched on {context} tokens, and this prompt has {tokens}"
+        self.meter.note(message)
         if not self._warned:
             self._warned = True
-            warn(f"{told}; search at this length for budgets that fit it.")
+            warn(f"{message}; search at this length for budgets that fit it.")
 
     def sparse(self, layer: int) -> bool:
         """Whether a prefill follows the pattern at `layer`."""
@@ -89,30 +89,15 @@ class AttentionConfig:
         return self.choice.pays(B * H * min(expected, listed), B * H * causal, B * n_key)
 
 
-@dataclass(frozen=True, eq=False)
-class AsyncScalar:
-    """A number on its way from the device to the host, and its expected value."""
-
-    value: Tensor
-    expected: float
-    ready: torch.cuda.Event | None
-
-    @classmethod
-    def of(cls, value: Tensor, expected: float) -> AsyncScalar:
-        """Send `value` [] to the host without waiting."""
-        if not value.is_cuda:
-            return cls(value, expected, None)
-        host = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # Layers of a model spread over devices are not on the current one.
-        event.record(torch.cuda.current_stream(value.device))
-        return cls(host, expected, event)
-
-    def ratio(self) -> float:
-        """The number over what was expected; waits for the layer that sent it, whose attention may still be running."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        return float(self.value) / max(self.expected, 1.0)
+def _to_host(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """`value` [] on its way to the host, which is not waited for, and the event that it has come."""
+    if not value.is_cuda:
+        return value, None
+    host = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # Layers of a model spread over devices are not on the current one.
+    event.record(torch.cuda.current_stream(value.device))
+    return host, event
 
 
 @dataclass(frozen=True)
@@ -165,8 +150,9 @@ class ForwardPass:
     ends: tuple[int, ...] | None = None
     """Of a part of a prompt with padding: the column past the last token of each sequence of the whole."""
 
-    listed: dict[int, AsyncScalar] = field(default_factory=dict)
-    """What sparse layers listed, by the first new column of the pass: told to the layers after them."""
+    listed: dict[int, tuple[Tensor, torch.cuda.Event | None, float]] = field(default_factory=dict)
+    """What sparse layers listed, on its way to the host, and what was expected of them, by the first new column of the pass:
+    told to the layers after them."""
 
     def watch(self, layer: int, query: Tensor, listed: Tensor) -> None:
         """Note the pairs [B, H] that a layer's plan lists, where a choice may hang on it; nothing is waited for."""
@@ -176,12 +162,19 @@ class ForwardPass:
         pattern = self.config.recipe.sparse.at(layer)
         n, N = query.shape[2], self.layout.length
         expected = pattern.expected_blocks(n, N, (self.queries, self.layout)) * pattern.block**2
-        self.listed[self.start] = AsyncScalar.of(listed.mean(), expected)
+        self.listed[self.start] = *_to_host(listed.mean()), expected
 
     def excess(self) -> float:
-        """How many times what was expected the last sparse layer listed; 1 before there was one."""
-        sent = self.listed.get(self.start)
-        return 1.0 if sent is None else sent.ratio()
+        """How many times what was expected the last sparse layer listed; 1 before there was one.
+
+        Waits for that layer, whose attention may still be running.
+        """
+        if self.start not in self.listed:
+            return 1.0
+        value, ready, expected = self.listed[self.start]
+        if ready is not None:
+            ready.synchronize()
+        return float(value) / max(expected, 1.0)
 
     @cached_property
     def queries(self) -> TokenLayout:
@@ -190,15 +183,9 @@ class ForwardPass:
 
     def part(self, begin: int, end: int) -> ForwardPass:
         """The pass over new columns ``begin .. end`` of this one."""
-        stop = self.start + end
-        rest = self.layout.length - stop + self.rest
-        return replace(
-            self,
-            layout=self.layout.take(slice(0, stop)),
-            start=self.start + begin,
-            rest=rest,
-            ends=self._ends,
-        )
+        layout, start = self.layout.take(slice(0, self.start + end)), self.start + begin
+        rest = self.layout.length - layout.length + self.rest
+        return replace(self, layout=layout, start=start, rest=rest, ends=self._ends)
 
     @cached_property
     def _ends(self) -> tuple[int, ...] | None:
@@ -213,9 +200,10 @@ class ForwardPass:
         in one, or, where there is padding behind some, one by one."""
         rows, tail = self.layout.length - self.start, self.config.recipe.dense_tail
         end = self.layout.length + self.rest
-        even = self._ends is None or all(own == end for own in self._ends)
+        ends = self._ends or (end,)
+        even = all(past == end for past in ends)
         tails = []
-        for b, own in enumerate((end,) if even or self._ends is None else self._ends):
+        for b, own in enumerate(ends[:1] if even else ends):
             past = min(max(own - self.start, 0), rows)
             begin = min(max(own - tail - self.start, 0), past)
             tails.append((slice(None) if even else slice(b, b + 1), begin, past))
@@ -239,9 +227,8 @@ class ForwardPass:
             probe.attending(self, layer, query, key, value, scale)
         if self.branches is not None:
             return self._branching(self.branches, view, query, key, value, scale)
-        limited = view.column is not None or view.window is not None
-        plan = None
-        sparse = not limited and self.prefill and rows >= MIN_ROWS and self.config.sparse(layer)
+        plan, whole = None, view.column is None and view.window is None
+        sparse = whole and self.prefill and rows >= MIN_ROWS and self.config.sparse(layer)
         if sparse and self.config.pays(layer, query, key.shape[2], self):
             plan = self._plan(layer, query, key, value)
         if plan is not None:
@@ -255,27 +242,19 @@ class ForwardPass:
         if view.bias is not None:
             columns = torch.arange(keys - rows, keys, device=key.device).expand(len(query), -1)
             return decode_attend(query, key, value, columns, scale, None, view.bias)
-        windowed = view.window is not None and view.window < keys and view.column is None
+        kernel, window = self.config.kernel if self.stream and view.column is None else None, view.window
         if (
-            self.stream
-            and windowed
-            and self.config.kernel is not None
+            kernel is not None
+            and window is not None
+            and window < keys
             and rows >= MIN_ROWS
             and len(query) == 1
         ):
-            plan = window_plan(rows, keys, view.sinks, view.window, heads, query.device)
-            return attend_plan(plan, query, key, value, scale, self.config.kernel)[0]
-        out: Tensor = dense_attend(
-            query,
-            key,
-            value,
-            scale,
-            start=keys - rows if self.stream else self.start,
-            valid=self._valid(view.column),
-            sinks=view.sinks,
-            window=view.window,
-            column=view.column,
-        )
+            plan = window_plan(rows, keys, view.sinks, window, heads, query.device)
+            return attend_plan(plan, query, key, value, scale, kernel)[0]
+        start, valid = keys - rows if self.stream else self.start, self._valid(view.column)
+        shown = view.sinks, window, view.column
+        out: Tensor = dense_attend(query, key, value, scale, start, valid, *shown)
         return out
 
     def _branching(
@@ -323,13 +302,9 @@ class ForwardPass:
         valid = self._valid(None)
         for some, begin, end in self._tails:
             if begin < end:
+                q, own = query[some, :, begin:end], None if valid is None else valid[some]
                 out[some, :, begin:end] = dense_attend(
-                    query[some, :, begin:end],
-                    key[some],
-                    value[some],
-                    scale,
-                    start=self.start + begin,
-                    valid=valid if valid is None else valid[some],
+                    q, key[some], value[some], scale, self.start + begin, own
                 )
         return out
 
@@ -348,12 +323,10 @@ class ForwardPass:
         if plan is None:
             listed, names = causal.expand(-1, heads), ("dense",) * heads
         else:
-            found = plan.listed_pairs()
-            self.watch(layer, query, found)
-            listed = (
-                found
-                + torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])[:, None]
-            )
+            listed = plan.listed_pairs()
+            self.watch(layer, query, listed)
+            tails = torch.cat([pairs[some, begin:end].sum(1) for some, begin, end in self._tails])
+            listed = listed + tails[:, None]
             names = self.config.recipe.sparse.at(layer).per_head(heads)
             if plan.dense is not None:
                 listed[:, numbered(plan.dense.heads, listed.device)] = causal

@@ -59,18 +59,10 @@ class TokenLayout:
             change = torch.zeros_like(modality)
             change[:, 1:] = (modality[:, 1:] != modality[:, :-1]).to(modality.dtype)
             segment = change.cumsum(1)
+        frame, row, column = (none if t is None else t for t in (frame, row, column))
+        asked = torch.zeros_like(valid) if asked is None else asked
         position = (valid.long().cumsum(1) - 1).clamp(min=0)
-        frame = none if frame is None else frame
-        return cls(
-            modality=modality,
-            segment=segment,
-            frame=frame,
-            row=none if row is None else row,
-            column=none if column is None else column,
-            position=position,
-            valid=valid,
-            asked=torch.zeros_like(valid) if asked is None else asked,
-        )
+        return cls(modality, segment, frame, row, column, position, valid, asked)
 
     @classmethod
     def text(cls, batch: int, length: int, device: torch.device | str = "cpu") -> TokenLayout:
@@ -114,17 +106,14 @@ class TokenLayout:
     def runs(self) -> dict[int, tuple[int, int]]:
         """For each modality the most runs of it that any sequence has, padding left out, and the fewest tokens of one that
         is neither its first nor its last there (one copy to the host, kept)."""
-        told = torch.where(self.valid, self.modality, -1).to(torch.int8).cpu()
-        most = dict.fromkeys(MODALITIES, 0)
-        least = dict.fromkeys(MODALITIES, self.length)
-        for row in told:
+        runs = dict.fromkeys(MODALITIES, (0, self.length))
+        for row in torch.where(self.valid, self.modality, -1).to(torch.int8).cpu():
             kinds, sizes = torch.unique_consecutive(row[row >= 0], return_counts=True)
-            for m in MODALITIES:
+            for m, (most, least) in runs.items():
                 own = sizes[kinds == m]
-                most[m] = max(most[m], len(own))
-                if len(own) > 2:
-                    least[m] = min(least[m], int(own[1:-1].min()))
-        return {m: (most[m], least[m]) for m in MODALITIES}
+                inner = int(own[1:-1].min()) if len(own) > 2 else least
+                runs[m] = max(most, len(own)), min(least, inner)
+        return runs
 
     @cached_property
     def memo(self) -> dict[Any, Any]:
@@ -162,13 +151,12 @@ class TokenLayout:
             "segment": self.segment[:, -1:] + (self.modality[:, -1:] != new.modality[:, :1]).long(),
             "frame": self.frame.amax(1, keepdim=True) + 1,
         }
-        columns = {}
+        columns = []
         for name in self.__dataclass_fields__:
-            old, tail = getattr(self, name), getattr(new, name)
-            if name in base:
-                tail = torch.where(tail >= 0, tail + base[name], tail)
-            columns[name] = torch.cat([old, tail], 1)
-        return TokenLayout(**columns)
+            tail = getattr(new, name)
+            tail = torch.where(tail >= 0, tail + base[name], tail) if name in base else tail
+            columns.append(torch.cat([getattr(self, name), tail], 1))
+        return TokenLayout(*columns)
 
     def extend(self, count: int) -> TokenLayout:
         """This layout followed by `count` generated text tokens."""

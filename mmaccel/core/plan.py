@@ -215,44 +215,31 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
     """
     B, H, n, _ = query.shape
     for name, size in (("batch", B), ("heads", H), ("n_query", n), ("n_key", key.shape[2])):
-        found = getattr(plan, name)
-        if found != size:
+        if (planned := getattr(plan, name)) != size:
             raise RecipeError(
-                f"sparse {who!r}: the plan's {name} is {found}, and the layer's is {size}; make it of its tensors."
+                f"sparse {who!r}: the plan's {name} is {planned}, and the layer's is {size}; make it of its tensors."
             )
     served = [0] * H
     for part in plan.parts:
-        heads = part.of(H)
-        h, rows = len(range(H)[heads]), part.q_row.shape[-1]
-        shapes = {"q_row": (part.q_row, rows, plan.block_q)}
-        for i, span in enumerate(part.spans):
-            keys = span.k_row.shape[-1]
-            shapes[f"k_row of span {i}"] = span.k_row, keys, plan.block_k
-            shapes[f"k_pos of span {i}"] = span.k_pos, keys, plan.block_k
-            shapes[f"q_pos of span {i}"] = span.q_pos, rows, plan.block_q
-        for name, (tensor, count, block) in shapes.items():
-            size = tensor.shape[-1]
-            whole_blocks = size == count and size > 0 and size % block == 0
-            if (
-                tensor.ndim != 3
-                or tensor.shape[0] not in (1, B)
-                or tensor.shape[1] not in (1, h)
-                or not whole_blocks
-            ):
-                raise RecipeError(
-                    f"sparse {who!r}: {name} of a part is {list(tensor.shape)}; give [1 or {B}, 1 or {h}, {count}], the "
-                    f"last in whole blocks of {block} (`pad_rows`)."
-                )
+        heads, rows = range(H)[part.of(H)], part.q_row.shape[-1]
         group = H // key.shape[1]
-        groups = (heads.stop - 1) // group - heads.start // group + 1
+        sizes = B, len(heads), heads[-1] // group - heads[0] // group + 1, key.shape[3]
+        _check_rows(f"sparse {who!r}: q_row of a part", part.q_row, sizes, rows, plan.block_q)
         for i, span in enumerate(part.spans):
-            _check_extra(span, f"sparse {who!r}: span {i} of a part", (B, h), groups, key.shape[3])
+            keys, block_k = span.k_row.shape[-1], plan.block_k
+            for name, tensor, count, block in (
+                ("k_row", span.k_row, keys, block_k),
+                ("k_pos", span.k_pos, keys, block_k),
+                ("q_pos", span.q_pos, rows, plan.block_q),
+            ):
+                _check_rows(f"sparse {who!r}: {name} of span {i} of a part", tensor, sizes, count, block)
+            _check_extra(span, f"sparse {who!r}: span {i} of a part", sizes)
             if span.lists.blocks != rows // plan.block_q:
                 raise RecipeError(
                     f"sparse {who!r}: the lists of span {i} are of {span.lists.blocks} blocks of queries, and its "
                     f"part has {rows // plan.block_q}; list key blocks for each."
                 )
-        for head in range(H)[heads]:
+        for head in heads:
             served[head] += rows
     for head, rows in enumerate(served):
         if whole and rows < n and (plan.dense is None or head not in plan.dense.heads):
@@ -261,25 +248,37 @@ def check_sizes(plan: AttentionPlan, who: str, query: Tensor, key: Tensor, whole
             )
 
 
-def _check_extra(span: KeySpan, where: str, lead: tuple[int, int], groups: int, size: int) -> None:
-    """Raise `RecipeError` for a bias or own keys of a wrong shape."""
-    if span.bias is not None:
-        (B, h), N, shape = lead, span.k_row.shape[-1], span.bias.shape
-        right = span.bias.ndim == 3 and shape[0] in (1, B) and shape[1] in (1, h) and shape[2] == N
-        if not right or span.bias.dtype != torch.float32:
+def _check_rows(name: str, t: Tensor, sizes: Sequence[int], count: int, block: int) -> None:
+    """Raise `RecipeError` for rows or positions `t` that are not [B or 1, h or 1, count] in whole blocks."""
+    B, h, *_ = sizes
+    lead = t.ndim == 3 and t.shape[0] in (1, B) and t.shape[1] in (1, h)
+    if not lead or t.shape[2] != count or not count or count % block:
+        raise RecipeError(
+            f"{name} is {list(t.shape)}; give [1 or {B}, 1 or {h}, {count}], the last in whole blocks of {block} "
+            "(`pad_rows`)."
+        )
+
+
+def _check_extra(span: KeySpan, where: str, sizes: Sequence[int]) -> None:
+    """Raise `RecipeError` for a bias or own keys of a wrong shape; `sizes` are those of sequences, heads, their key/value
+    heads, and a head."""
+    B, h, groups, size = sizes
+    if (t := span.bias) is not None:
+        N = span.k_row.shape[-1]
+        right = t.ndim == 3 and t.shape[0] in (1, B) and t.shape[1] in (1, h) and t.shape[2] == N
+        if not right or t.dtype != torch.float32:
             raise RecipeError(
-                f"{where} has a bias of {list(shape)} in {span.bias.dtype}; give [1 or {B}, 1 or {h}, {N}] in float32."
+                f"{where} has a bias of {list(t.shape)} in {t.dtype}; give [1 or {B}, 1 or {h}, {N}] in float32."
             )
     if (span.key is None) != (span.value is None):
         raise RecipeError(f"{where} has keys or values of its own alone; give both, or neither.")
-    for tensor in (span.key, span.value):
-        if tensor is None:
-            continue
-        right = tensor.ndim == 4 and tensor.shape[0] in (1, lead[0]) and tensor.shape[1] in (1, groups)
-        if not right or span.key is None or span.key.shape[3] != size or tensor.shape[2] != span.key.shape[2]:
+    if span.key is None or span.value is None:
+        return
+    for t in (span.key, span.value):
+        right = t.ndim == 4 and t.shape[0] in (1, B) and t.shape[1] in (1, groups)
+        if not right or span.key.shape[3] != size or t.shape[2] != span.key.shape[2]:
             raise RecipeError(
-                f"{where} has keys or values of its own of {list(tensor.shape)}; give [1 or {lead[0]}, 1 or {groups}, keys, "
-                f"{size}]."
+                f"{where} has keys or values of its own of {list(t.shape)}; give [1 or {B}, 1 or {groups}, keys, {size}]."
             )
 
 
@@ -309,38 +308,20 @@ def span_by_range(
     block_q: int,
     block_k: int,
     *,
-    ordered: int | None = None,
-    ranks: bool = False,
-    q_first: int | None = None,
+    table: Tensor | None = None,
+    **known: Any,
 ) -> KeySpan:
     """A span of which each query block lists the blocks in which a pair may pass the range test; no host read.
 
     The positions of the keys ascend. A list is one run: from the first block that any row of the query block reaches to the
-    last, so that it also holds what lies between when positions jump within a query block. `ordered`, `ranks`, `q_first`:
-    what the caller knows of the tensors (`KeySpan`).
+    last, so that it also holds what lies between when positions jump within a query block. With `table` [b, h, M, key
+    blocks] it is the True entries of the run alone, with room for all of them. `known`: `ordered`, `ranks` and `q_first` of
+    `KeySpan`, what the caller knows of the tensors.
     """
     row, kind = reach(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
-    lists = BlockLists(row, None, kind)
-    return KeySpan(k_row, q_pos, k_pos, lo, hi, lists, ordered, ranks, q_first, complete=True)
-
-
-def span_by_table(
-    q_row: Tensor,
-    k_row: Tensor,
-    q_pos: Tensor,
-    k_pos: Tensor,
-    lo: int,
-    hi: int,
-    table: Tensor,
-    block_q: int,
-    block_k: int,
-    *,
-    ordered: int | None = None,
-    ranks: bool = False,
-) -> KeySpan:
-    """As `span_by_range`, of the True entries of `table` [b, h, M, key blocks] alone; room for all of them, no host read."""
+    if table is None:
+        return KeySpan(k_row, q_pos, k_pos, lo, hi, BlockLists(row, None, kind), complete=True, **known)
     b, h, m, n = table.shape
-    row, kind = reach(q_row, k_row, q_pos, k_pos, lo, hi, block_q, block_k)
     first, count, head, tail, _ = torch.split(row.expand(b, h, m, 5), 1, -1)
     number = torch.arange(n, device=table.device)
     listed = table & (number >= first) & (number < first + count)
@@ -348,7 +329,7 @@ def span_by_table(
     head, tail, count = (upto.gather(-1, (first + t).clamp(max=n)) for t in (head, tail, count))
     begin = (torch.arange(b * h * m, device=table.device) * n).view(b, h, m, 1)
     row = torch.cat([begin, count, head, tail, torch.zeros_like(begin)], -1)
-    return KeySpan(k_row, q_pos, k_pos, lo, hi, BlockLists(row, index, kind), ordered, ranks)
+    return KeySpan(k_row, q_pos, k_pos, lo, hi, BlockLists(row, index, kind), **known)
 
 
 def span_from_table(
@@ -361,9 +342,7 @@ def span_from_table(
     table: Tensor,
     block_q: int,
     block_k: int,
-    *,
-    ordered: int | None = None,
-    ranks: bool = False,
+    **known: Any,
 ) -> KeySpan:
     """A span that lists the True entries of `table` [b, h, M, key blocks]; positions in any order. Blocks in which no pair
     passes the range test are dropped, the rest classified. Reads sizes on the host.
@@ -386,7 +365,7 @@ def span_from_table(
     lists = torch.stack([begin, count, none, count - tested, none], -1).view(b, h, m, 5)
     kind = torch.where(_blocks(k_has, block_k).all(-1), FULL, ABSENT).to(torch.int8)
     index = index.to(torch.int32) if len(index) else index.new_zeros(1, dtype=torch.int32)
-    return KeySpan(k_row, q_pos, k_pos, lo, hi, BlockLists(lists, index, kind), ordered, ranks)
+    return KeySpan(k_row, q_pos, k_pos, lo, hi, BlockLists(lists, index, kind), **known)
 
 
 def _edges(pos: Tensor, has: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -108,18 +107,14 @@ class TokenPruner(Policy, ABC, kind="prune"):
         """
 
     @abstractmethod
-    def keep(
-        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
-    ) -> Tensor:
+    def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         """[n] long, ascending: the columns of `layout` (batch 1) that stay at the cut `stage`.
 
         Signals have the columns of `layout`, in which earlier cuts are done. `total` is how many candidates the prompt had
         before any cut, which retention is counted in; None: those of `layout`.
         """
 
-    def cut(
-        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
-    ) -> Kept:
+    def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
         """What `keep` keeps, and the states it has from here on where it takes up what is dropped."""
         return Kept(self.keep(signals, layout, stage, total))
 
@@ -150,12 +145,10 @@ class QuotaPruner(TokenPruner):
         check_share(self.name, "retention", self.retention)
 
     @abstractmethod
-    def choose(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor, count: int) -> Tensor:
+    def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         """[count] which of the candidates stay, by their place in `at` [m], their columns of `layout`; 0 <= count < m."""
 
-    def keep(
-        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
-    ) -> Tensor:
+    def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         at = candidates(layout)
         count = stage.count(at, total)
         if count == at.numel():
@@ -168,10 +161,10 @@ class ScorePruner(QuotaPruner):
     """A pruner that scores every candidate and keeps the best: authors write `score`, and `stages`."""
 
     @abstractmethod
-    def score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
+    def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         """[m]: the worth of the candidates, which stand in columns `at` [m] of `layout`."""
 
-    def choose(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor, count: int) -> Tensor:
+    def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         return best(self.score(signals, layout, at), count)
 
 
@@ -287,11 +280,11 @@ def everything(layout: TokenLayout) -> Tensor:
     return torch.arange(layout.length, device=layout.device)
 
 
-def staying(layout: TokenLayout, chosen: Tensor) -> Tensor:
+def staying(layout: TokenLayout, *chosen: Tensor) -> Tensor:
     """[n] ascending: the `chosen` candidates and every column that is no candidate."""
-    stays = torch.ones(layout.length, dtype=torch.bool, device=layout.device)
-    stays[candidates(layout)] = False
-    stays[chosen] = True
+    stays = ~_may_go(layout)
+    for columns in chosen:
+        stays[columns] = True
     return stays.nonzero()[:, 0]
 
 

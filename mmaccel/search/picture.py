@@ -9,6 +9,7 @@ ways it may come out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,26 +48,24 @@ def table_map(layers: Sequence[Sequence[str]], title: str) -> Figure:
     axes = drawn.add_subplot()
     from matplotlib.patches import Patch, Rectangle
 
-    seen: dict[str, None] = {}
-    letters: dict[str, None] = {}
+    names: set[str] = set()
     for n, layer in enumerate(layers):
         for h, head in enumerate(layer):
             kind, _, within = head.partition("(")
             name = within.removesuffix(")") or kind
             name = name if name in COLOURS else "other"
-            seen[name] = None
+            names |= {name, kind}
             axes.add_patch(Rectangle((h - 0.45, n - 0.45), 0.9, 0.9, color=COLOURS[name]))
             if kind in LETTERS:
-                letters[kind] = None
                 axes.text(h, n, LETTERS[kind], ha="center", va="center", fontsize=7, color="white")
     axes.set(
         xlim=(-0.6, heads - 0.4), ylim=(depth - 0.4, -0.6), xlabel="head", ylabel="layer", aspect="equal"
     )
     axes.set_xticks(range(0, heads, max(1, heads // 8)))
     axes.set_yticks(range(0, depth, max(1, depth // 8)))
-    told = [Patch(color=COLOURS[name], label=name) for name in COLOURS if name in seen]
-    told += [Patch(color="none", label=f"{LETTERS[kind]}: {kind}") for kind in LETTERS if kind in letters]
-    drawn.legend(handles=told, loc="outside right center", fontsize=8, frameon=False)
+    legend = [Patch(color=COLOURS[name], label=name) for name in COLOURS if name in names]
+    legend += [Patch(color="none", label=f"{LETTERS[kind]}: {kind}") for kind in LETTERS if kind in names]
+    drawn.legend(handles=legend, loc="outside right center", fontsize=8, frameon=False)
     drawn.suptitle(title, fontsize=9, x=0.02, ha="left")
     return drawn
 
@@ -96,9 +95,7 @@ def pooled(inside: Inside, head: int, order: Tensor, size: int) -> Tensor:
     `order` [S] is the order of rows and columns alike.
     """
     length = inside.layout.length
-    size = min(size, length)
-    group = inside.query.shape[1] // inside.key.shape[1]
-    key = inside.key[0, head // group].float()
+    size, key = min(size, length), _keys(inside, head)
     place = torch.empty_like(order)
     place[order] = torch.arange(length, device=order.device)
     column = place * size // length
@@ -120,17 +117,15 @@ def weights(inside: Inside, head: int, rows: Tensor, key: Tensor) -> Tensor:
     return score.masked_fill_(ahead, -torch.inf).softmax(-1)
 
 
-def corner(inside: Inside, head: int, size: int) -> Tensor:
-    """[n, n]: the weights between the last `size` tokens of the last frames, none summed."""
-    length = inside.layout.length
-    rows = torch.arange(max(0, length - size), length, device=inside.query.device)
-    group = inside.query.shape[1] // inside.key.shape[1]
-    return weights(inside, head, rows, inside.key[0, head // group].float())[:, rows].cpu()
+def _keys(inside: Inside, head: int) -> Tensor:
+    return inside.key[0, head * inside.key.shape[1] // inside.query.shape[1]].float()
 
 
 def head_picture(inside: Inside, head: int, size: int = 256) -> Figure:
     """One head: its last tokens one by one, then the whole of it in each order that changes anything."""
-    panels = [("the last tokens", corner(inside, head, min(size, 192)))]
+    length = inside.layout.length
+    last = torch.arange(max(0, length - min(size, 192)), length, device=inside.query.device)
+    panels = [("the last tokens", weights(inside, head, last, _keys(inside, head))[:, last].cpu())]
     panels += [(name, pooled(inside, head, order, size)) for name, order in orders(inside.layout).items()]
     drawn = figure(3.2 * len(panels), 4.2)
     from matplotlib.colors import LogNorm
@@ -138,16 +133,13 @@ def head_picture(inside: Inside, head: int, size: int = 256) -> Figure:
     for axes, (name, values) in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         shown = values[values > 0]
         high = float(shown.quantile(0.999)) if shown.numel() else 1.0
-        image = axes.imshow(
-            values, cmap="magma", norm=LogNorm(max(high / 1e4, 1e-12), max(high, 1e-11)), aspect="equal"
-        )
+        norm = LogNorm(max(high / 1e4, 1e-12), max(high, 1e-11))
+        image = axes.imshow(values, cmap="magma", norm=norm, aspect="equal")
         axes.set_title(name, fontsize=9)
-        axes.set_xticks([])
-        axes.set_yticks([])
-        drawn.colorbar(image, ax=axes, orientation="horizontal", shrink=0.8, pad=0.03).set_label(
-            "weight of a pair", fontsize=7
-        )
-    drawn.suptitle(f"layer {inside.layer}, head {head}, {inside.layout.length} tokens", fontsize=10)
+        axes.set(xticks=[], yticks=[])
+        bar = drawn.colorbar(image, ax=axes, orientation="horizontal", shrink=0.8, pad=0.03)
+        bar.set_label("weight of a pair", fontsize=7)
+    drawn.suptitle(f"layer {inside.layer}, head {head}, {length} tokens", fontsize=10)
     return drawn
 
 
@@ -173,7 +165,6 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def small_layout() -> TokenLayout:
-    """The prompt."""
     modality = torch.cat([torch.full((count,), kind) for kind, count in SEGMENTS])
     video = modality == VIDEO
     frame = torch.where(video, (video.cumsum(0) - 1) // FRAME, -1)
@@ -193,13 +184,12 @@ def small_plan(name: str) -> AttentionPlan:
 
 def standing(plan: AttentionPlan) -> Tensor:
     """[n, n] int64: the part that computes a pair, counted from 1, and 0 for those that none does."""
-    found = torch.zeros(plan.n_query, plan.n_key, dtype=torch.long)
-    for number, part in enumerate(plan.parts, 1):
-        for span in part.spans:
-            seen = element_mask(part, span, plan.block_q, plan.block_k)[0, 0]
+    numbers = torch.zeros(plan.n_query, plan.n_key, dtype=torch.long)
+    for number, (part, spans) in enumerate(zip(plan.parts, ordered(plan), strict=True), 1):
+        for span, (seen, _) in zip(part.spans, spans, strict=True):
             row, column = seen.nonzero(as_tuple=True)
-            found[part.q_row[0, 0, row].long(), span.k_row[0, 0, column].long()] = number
-    return found
+            numbers[part.q_row[0, 0, row].long(), span.k_row[0, 0, column].long()] = number
+    return numbers
 
 
 def ordered(plan: AttentionPlan) -> list[list[tuple[Tensor, Tensor]]]:
@@ -222,8 +212,7 @@ def plan_picture(name: str) -> Figure:
 
     colour = torch.tensor([(1.0, 1.0, 1.0), *(to_rgb(f"C{n % 10}") for n in range(len(plan.parts)))])
     left.imshow(colour[standing(plan)])
-    edges = torch.tensor([count for _, count in SEGMENTS]).cumsum(0)[:-1]
-    for edge in edges.tolist():
+    for edge in list(accumulate(count for _, count in SEGMENTS))[:-1]:
         left.axhline(edge - 0.5, color="black", linewidth=0.4)
         left.axvline(edge - 0.5, color="black", linewidth=0.4)
     left.set_title("as the tokens stand", fontsize=9)
@@ -234,9 +223,9 @@ def plan_picture(name: str) -> Figure:
         begin = 0
         for seen, listed in spans:
             rows, columns = seen.shape
-            there = image[top : top + rows, begin : begin + columns]
-            there[listed] = 0.75 + 0.25 * colour[number]
-            there[seen] = colour[number]
+            tile = image[top : top + rows, begin : begin + columns]
+            tile[listed] = 0.75 + 0.25 * colour[number]
+            tile[seen] = colour[number]
             begin += columns
             right.plot([begin - 0.5] * 2, [top - 0.5, top + rows - 0.5], color="black", linewidth=0.4)
         top += rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_by_table, span_from_table
+from mmaccel.core.plan import FAR, AttentionPlan, Part, pad_rows, span_by_range, span_from_table
 
 TABLES = ("equal", "disjoint", "alternate", "shifted", "random", "none")
 
@@ -51,7 +51,7 @@ def joint_plan(
             k_pos = torch.arange(k_row.shape[-1], dtype=torch.int32).expand_as(k_row)
             q_pos = torch.arange(q_row.shape[-1], dtype=torch.int32) + k_row.shape[-1] - n_query // 2
             q_pos = q_pos.expand_as(q_row)
-            spans.append(span_by_table(q_row, k_row, q_pos, k_pos, 0, FAR, listed, block, block))
+            spans.append(span_by_range(q_row, k_row, q_pos, k_pos, 0, FAR, block, block, table=listed))
         else:
             q_pos, k_pos = (
                 torch.randint(0, n_key, t.shape, generator=rng, dtype=torch.int32) for t in (q_row, k_row)

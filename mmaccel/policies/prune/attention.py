@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import QuotaPruner, Stage, check_share, others, spread
+from mmaccel.core.prune import QuotaPruner, Signals, Stage, check_share, others, spread
 from mmaccel.core.registry import register
 
 
@@ -44,7 +43,7 @@ class AttentionPrune(QuotaPruner):
         groups = ((0,), (depth - 1,)) if self.variation else (tuple(range(depth)),)
         return (Stage(depth, attention=groups, share=self.retention),)
 
-    def choose(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor, count: int) -> Tensor:
+    def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         groups = signals["attention"].float().mean(1)[:, at]
         score = groups[1] - groups[0] if self.variation else groups[0]
         ranked = score.sort(descending=True, stable=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ from torch.nn.functional import cosine_similarity
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import VIDEO, TokenLayout
-from mmaccel.core.prune import Stage, TokenPruner, best, check_share, everything, frames, quota, staying
+from mmaccel.core.prune import Signals, Stage, TokenPruner, best, check_share, frames, quota, staying
 from mmaccel.core.registry import register
 
 
@@ -57,22 +56,19 @@ class DyCoke(TokenPruner):
             raise RecipeError(f"dycoke: layer {self.layer} of a model of {depth}; give 1 to {depth - 1}.")
         return (Stage(0, hidden=(0,), share=(1 + 3 * (1 - self.drop)) / 4),)
 
-    def keep(
-        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
-    ) -> Tensor:
+    def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         states = signals["hidden"][0].float()
         blocks = frames(layout)
         kinds = [int(layout.modality[0, block[0]]) for block in blocks]
         videos = [int(layout.segment[0, block[0]]) for block in blocks]
-        kept = list(blocks)
-        first = 0
+        kept, first = list(blocks), 0
         for i in range(len(blocks)):
             if i and videos[i] != videos[i - 1]:
                 first = i
-            back = {0: 0, 1: 1, 2: 2, 3: 1}[(i - first) % 4]
+            back = (0, 1, 2, 1)[(i - first) % 4]
             if back and kinds[i] == VIDEO:
                 kept[i] = self._thinned(states, layout, blocks[i], blocks[i - back])
-        return staying(layout, torch.cat(kept) if kept else everything(layout)[:0])
+        return staying(layout, *kept)
 
     def _thinned(self, states: Tensor, layout: TokenLayout, frame: Tensor, before: Tensor) -> Tensor:
         """The columns of `frame` least like those of the same cells of `before`."""

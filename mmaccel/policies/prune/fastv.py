@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import ScorePruner, Stage
+from mmaccel.core.prune import ScorePruner, Signals, Stage
 from mmaccel.core.registry import register
 
 
@@ -53,5 +52,5 @@ class FastV(ScorePruner):
             raise RecipeError(f"fastv: layer {self.layer} of a model of {depth}; give 1 to {depth - 1}.")
         return (Stage(self.layer, attention=((self.layer - 1,),), share=self.retention),)
 
-    def score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
+    def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         return signals["attention"][0, -1, at]

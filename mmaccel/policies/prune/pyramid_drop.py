@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, shown
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import ScorePruner, Stage
+from mmaccel.core.prune import ScorePruner, Signals, Stage
 from mmaccel.core.registry import register
 
 
@@ -57,5 +56,5 @@ class PyramidDrop(ScorePruner):
             for rank, layer in enumerate(layers, 1)
         )
 
-    def score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
+    def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         return signals["attention"][0, -1, at]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import ScorePruner, Stage
+from mmaccel.core.prune import ScorePruner, Signals, Stage
 from mmaccel.core.registry import register
 
 
@@ -29,6 +28,6 @@ class RandomPrune(ScorePruner):
     def stages(self, depth: int) -> tuple[Stage, ...]:
         return (Stage(0, share=self.retention),)
 
-    def score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
+    def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         lot = torch.randperm(at.numel(), generator=torch.Generator().manual_seed(self.seed))
         return lot.to(at.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,12 +12,12 @@ from mmaccel.core.errors import RecipeError, check_least, shown
 from mmaccel.core.layout import TokenLayout
 from mmaccel.core.prune import (
     Kept,
+    Signals,
     Stage,
     TokenPruner,
     best,
     candidates,
     check_share,
-    everything,
     observers,
     others,
     question,
@@ -74,15 +73,13 @@ class SparseVLM(TokenPruner):
             raise RecipeError(
                 f"sparsevlm: retention has {len(shares)} shares; give {len(LAYERS)}, or give layers too."
             )
-        if self.layers is not None:
-            fits = isinstance(self.layers, list | tuple) and all(
-                type(x) is int and x >= 0 for x in self.layers
-            )
-            if not fits or list(self.layers) != sorted(set(self.layers)) or len(self.layers) != len(shares):
+        if (layers := self.layers) is not None:
+            fits = isinstance(layers, list | tuple) and all(type(x) is int and x >= 0 for x in layers)
+            if not fits or list(layers) != sorted(set(layers)) or len(layers) != len(shares):
                 raise RecipeError(
-                    f"sparsevlm: layers is {shown(self.layers)}; give rising layer numbers, one a share of retention."
+                    f"sparsevlm: layers is {shown(layers)}; give rising layer numbers, one a share of retention."
                 )
-            object.__setattr__(self, "layers", tuple(self.layers))
+            object.__setattr__(self, "layers", tuple(layers))
         check_share(self.name, "recycle", self.recycle)
         check_least(self, 1, "neighbours")
 
@@ -99,18 +96,14 @@ class SparseVLM(TokenPruner):
             for layer, share in zip(layers, self.retention, strict=True)
         )
 
-    def keep(
-        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
-    ) -> Tensor:
+    def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         return self.cut(signals, layout, stage, total).columns
 
-    def cut(
-        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
-    ) -> Kept:
+    def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
         at = candidates(layout)
         count = stage.count(at, total)
         if count == at.numel():
-            return Kept(everything(layout))
+            return Kept(staying(layout, at))
         score = self._score(signals, layout, at)
         top = best(score, count)
         rest = others(top, at.numel())
@@ -119,11 +112,11 @@ class SparseVLM(TokenPruner):
             return Kept(staying(layout, at[top]))
         states = signals["hidden"][-1]
         chosen, means = _clusters(states[at[pool]], pool.numel() // 10 + 1, self.neighbours)
-        columns = staying(layout, at[torch.cat([top, pool[chosen]])])
+        columns = staying(layout, at[top], at[pool[chosen]])
         changed = states.index_copy(0, at[pool[chosen]], means)
         return Kept(columns, changed[columns])
 
-    def _score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
+    def _score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         """[m] the attention of the raters."""
         embeddings, rows = signals["hidden"][0].float(), observers(layout)
         judged = signals["attention"][0][:, at].float()

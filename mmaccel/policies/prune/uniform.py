@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import QuotaPruner, Stage, spread
+from mmaccel.core.prune import QuotaPruner, Signals, Stage, spread
 from mmaccel.core.registry import register
 
 
@@ -26,5 +25,5 @@ class UniformPrune(QuotaPruner):
     def stages(self, depth: int) -> tuple[Stage, ...]:
         return (Stage(0, share=self.retention),)
 
-    def choose(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor, count: int) -> Tensor:
+    def choose(self, signals: Signals, layout: TokenLayout, at: Tensor, count: int) -> Tensor:
         return spread(count, at.numel(), at.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +12,7 @@ from torch.nn.functional import normalize
 
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import ScorePruner, Stage, question
+from mmaccel.core.prune import ScorePruner, Signals, Stage, question
 from mmaccel.core.registry import register
 
 
@@ -63,7 +62,7 @@ class UVPrune(ScorePruner):
             )
         return (Stage(layer, hidden=(base, layer), share=self.retention),)
 
-    def score(self, signals: Mapping[str, Tensor], layout: TokenLayout, at: Tensor) -> Tensor:
+    def score(self, signals: Signals, layout: TokenLayout, at: Tensor) -> Tensor:
         base, late = signals["hidden"]
         rows = question(layout)
         gain = _likeness(late, at, rows)

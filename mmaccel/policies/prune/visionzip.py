@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -12,17 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, one_hot
 
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import (
-    Kept,
-    Stage,
-    TokenPruner,
-    alike,
-    check_share,
-    everything,
-    quota,
-    spread,
-    staying,
-)
+from mmaccel.core.prune import Kept, Signals, Stage, TokenPruner, alike, check_share, quota, spread, staying
 from mmaccel.core.registry import register
 
 
@@ -69,14 +58,10 @@ class VisionZip(TokenPruner):
             return [quota(self.retention, size)] * number
         return [b - a for a, b in pairwise(quota(self.retention, n * size) for n in range(number + 1))]
 
-    def keep(
-        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
-    ) -> Tensor:
+    def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         return self.cut(signals, layout, stage, total).columns
 
-    def cut(
-        self, signals: Mapping[str, Tensor], layout: TokenLayout, stage: Stage, total: int | None = None
-    ) -> Kept:
+    def cut(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Kept:
         states = signals["hidden"][0]
         chosen: list[Tensor] = []
         changed = states.clone()
@@ -92,17 +77,17 @@ class VisionZip(TokenPruner):
                 means = _joined(states[rest], signals["vision_key"][rest], steps)
                 changed[middle] = means.flatten(0, 1).to(states.dtype)
                 chosen.append(middle)
-        columns = staying(layout, torch.cat(chosen) if chosen else everything(layout)[:0])
+        columns = staying(layout, *chosen)
         return Kept(columns, changed[columns])
 
     def _counted(self, layout: TokenLayout) -> list[tuple[Tensor, int]]:
         """Frames [n, size] of one size that keep one number of tokens, and that number."""
-        found = []
-        for columns in alike(layout):
-            counts = self.counts(*columns.shape)
-            for count in sorted(set(counts)):
-                found.append((columns[[i for i, n in enumerate(counts) if n == count]], count))
-        return found
+        counted = [(columns, self.counts(*columns.shape)) for columns in alike(layout)]
+        return [
+            (columns[[i for i, n in enumerate(counts) if n == count]], count)
+            for columns, counts in counted
+            for count in sorted(set(counts))
+        ]
 
 
 def _joined(states: Tensor, keys: Tensor, own: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.errors import RecipeError, check_choice
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.plan import FAR, AttentionPlan, span_by_table, span_from_table
+from mmaccel.core.plan import FAR, AttentionPlan, span_by_range, span_from_table
 from mmaccel.core.registry import register
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.orders import LayerInputs, Region, whole_blocks
@@ -71,9 +71,12 @@ class BlockTopK(SparsePattern):
         region = layer.region()
         keys, table = region.keys, torch.cat(list(self._kept(region)), 2)
         # Room for every block is made without a look at how many are kept, where it can be.
-        lists = span_by_table if table.numel() <= ROOM else span_from_table
         order = region.q_row, keys.row[:, None], region.at[:, None], keys.rank[:, None]
-        span = lists(*order, 0, FAR, table, self.block, self.block, ordered=keys.count, ranks=True)
+        known: dict[str, Any] = dict(ordered=keys.count, ranks=True)
+        if table.numel() <= ROOM:
+            span = span_by_range(*order, 0, FAR, self.block, self.block, table=table, **known)
+        else:
+            span = span_from_table(*order, 0, FAR, table, self.block, self.block, **known)
         return layer.plan([region.part([span])])
 
     def max_blocks_total(self, n_query: int, n_key: int) -> int:

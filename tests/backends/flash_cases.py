@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.flash import attend
-from mmaccel.backends.flash.limits import Tiles
+from mmaccel.backends.flash.tiles import Tiles
 from mmaccel.core.execute import attend_plan
 from mmaccel.core.plan import AttentionPlan
 
@@ -27,7 +27,6 @@ def written_out(
     tests: list[Tensor],
     by_key: bool,
     scale: float,
-    pack: bool,
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
     """As `mmaccel.backends.flash.attend.call`. A tile that is listed twice is a fault."""
@@ -108,9 +107,9 @@ def seen(
     return (full.bool()[:, :, *wide]) | (tested.bool()[:, :, *wide] & inside)
 
 
-def check(plan: AttentionPlan, tensors: Sequence[Tensor], scale: float = 0.2, **named: Any) -> None:
+def check(plan: AttentionPlan, tensors: Sequence[Tensor], scale: float = 0.2) -> None:
     mask = plan.to_mask()
-    out, lse = attend_plan(plan, *tensors, scale, lambda *args: attend.block_attend(*args, **named))
+    out, lse = attend_plan(plan, *tensors, scale, attend.block_attend)
     exact, allowed = budget(*tensors, mask, scale)
     assert out.shape == exact.shape and out.dtype == tensors[0].dtype and lse.dtype == torch.float32
     assert float((out.double() - exact).abs().max()) <= allowed

@@ -149,7 +149,7 @@ def test_keys_in_their_order_are_told_as_runs(
     assert calls and {args[6] for args in calls} == {by_key}
     for args in calls if by_key else []:
         assert args[1].data_ptr() == tensors[1].data_ptr() and not args[5]
-        assert len(args[9]) == 3 * len(plan.parts[0].spans)
+        assert len(args[8]) == 3 * len(plan.parts[0].spans)
     calls.clear()
     # Of a layout of its own it is not known that the queries are the last keys.
     apart = replace(layout, position=layout.position.clone()).take(slice(start, None))
@@ -159,7 +159,7 @@ def test_keys_in_their_order_are_told_as_runs(
     assert calls and {args[6] for args in calls} == {by_key}
     for args in calls if by_key else []:
         assert args[1].data_ptr() == tensors[1].data_ptr() and len(args[5]) == len(plan.parts[0].spans)
-        assert args[9] is None
+        assert args[8] is None
 
 
 def test_the_first_rows_of_an_order_stay_where_they_are(calls: list[tuple[Any, ...]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends import flash, select
-from mmaccel.backends.flash import attend, causal, limits
+from mmaccel.backends.flash import attend, tiles
+from mmaccel.backends.flash import dense as flash_dense
 from mmaccel.backends.flash.attend import block_attend
 from mmaccel.backends.ops import dense_attend as dense
 from mmaccel.core.execute import attend_plan
@@ -81,7 +81,7 @@ def test_last_queries_of_sequences_of_one_length(
     told: list[tuple[int, ...] | None] = []
 
     def bounds(*args: Any) -> tuple[int, ...] | None:
-        told.append(limits.key_bounds(*args))
+        told.append(tiles.key_bounds(*args))
         return told[-1]
 
     monkeypatch.setattr(attend, "key_bounds", bounds)
@@ -94,9 +94,8 @@ def test_last_queries_of_sequences_of_one_length(
     pattern = AShape(sink=sink, window=window, block=block)
     plan = pattern.plan(*tensors[:2], layout.take(slice(start, None)), layout)
     assert plan is not None
-    for pack in (False, True):
-        check(plan, tensors, 128**-0.5, partial(block_attend, pack=pack))
-    assert len(told) == 2 and None not in told
+    check(plan, tensors, 128**-0.5, block_attend)
+    assert len(told) == 1 and None not in told
 
 
 @pytest.mark.parametrize(
@@ -111,18 +110,17 @@ def test_random_plans(lead: str, size: int, dtype: torch.dtype) -> None:
     check(plan.to("cuda"), tensors, size**-0.5, block_attend)
 
 
-@pytest.mark.parametrize("pack", [False, True])
-def test_heads_of_a_group_in_one_tile(pack: bool) -> None:
+def test_many_heads_of_a_group() -> None:
     scene = Scene(SCENE.sequences, 0, 14, 2, 128, 3)
     tensors = tuple(t.to("cuda", torch.bfloat16) for t in scene.tensors(torch.float32))
     layout = scene.layout().to("cuda")
     plan = AShape(sink=9, window=30, block=64).plan(*tensors[:2], layout, layout)
     assert plan is not None
-    check(plan, tensors, 0.1, partial(block_attend, pack=pack))
+    check(plan, tensors, 0.1, block_attend)
 
 
 @pytest.mark.parametrize("start", [0, 300])
-@pytest.mark.parametrize("size", causal.SIZES)
+@pytest.mark.parametrize("size", flash_dense.SIZES)
 def test_dense(size: int, start: int) -> None:
     """What dense heads take from a length on: queries at the end of the keys, heads of a group."""
     rng = torch.Generator().manual_seed(size)
@@ -131,7 +129,7 @@ def test_dense(size: int, start: int) -> None:
     query, key, value = (
         torch.randn(2, h, m, size, generator=rng).to("cuda", torch.bfloat16) for h, m in shapes
     )
-    assert causal.serves(query, value)
+    assert flash_dense.serving(query, key, value, None)
     mask = torch.ones(n, start + n, dtype=torch.bool, device="cuda").tril(start)[None, None]
     exact, allowed = budget(query, key, value, mask, 0.1)
     with patch.object(dense, "FLASH_FROM", 1), patch.object(dense, "_sdpa", None):

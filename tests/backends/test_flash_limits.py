@@ -100,7 +100,7 @@ def test_bands_of_keys(
         check(plan, tensors)
         check(plan.first(max(n - 20, 1)), tensors)
         check(replace(plan, parts=(replace(part, spans=(late, *spans[1:])),)), tensors)
-    assert [args[9] is None for args in told] == [False, False, True]
+    assert [args[8] is None for args in told] == [False, False, True]
 
 
 @settings(max_examples=40)
@@ -128,4 +128,4 @@ def test_first_keys_need_no_test(seed: int, block: int, n: int, start: int, sink
         patch.setattr(attend, "key_bounds", lambda *args: None)
         check(plan, tensors)
     alone = window >= 256 and min(sink, n_key) % 128 == 0
-    assert len(told[0][9]) == (3 if alone else 6) and told[1][9] is None
+    assert len(told[0][8]) == (3 if alone else 6) and told[1][8] is None

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmaccel.backends import architectures, flash
-from mmaccel.backends.flash import attend, causal
-from mmaccel.backends.flash.limits import Tiles
-from mmaccel.backends.flash.tables import finer, rooms, tiled
+from mmaccel.backends.flash import attend, dense
+from mmaccel.backends.flash.tiles import Tiles, finer, rooms, tiled
 from mmaccel.backends.ops.block_attend import FULL, TEST
 from mmaccel.core.errors import RecipeError
 from mmaccel.core.plan import BlockLists, KeySpan, Part
@@ -127,7 +126,7 @@ def test_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
         for there, needed in ((True, None), (False, "it needs flash-attn 4 (pip install flash-attn-4)")):
             monkeypatch.setattr(flash, "installed", lambda there=there: there)
             assert flash.usable(CUDA) == (row.lacks["flash"] if row.lacks else needed)
-            assert causal.usable(CUDA) == (there and name in ("sm_90", "sm_100"))
+            assert dense.usable(CUDA) == (there and name in ("sm_90", "sm_100"))
 
 
 def test_kinds_agree_with_the_range() -> None:

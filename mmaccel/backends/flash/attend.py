@@ -18,17 +18,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmaccel.backends.current import on_its_device
-from mmaccel.backends.flash.limits import (
+from mmaccel.backends.flash.tiles import (
     Span,
     Tiles,
+    finer,
     key_bounds,
     key_runs,
     lengthened,
     near_alone,
     position_runs,
+    rooms,
     side_by_side,
+    tiled,
 )
-from mmaccel.backends.flash.tables import finer, rooms, tiled
 from mmaccel.backends.ops.block_attend import (
     BlockLists,
     Part,
@@ -149,12 +151,8 @@ def block_attend(
     scale: float,
     rows: int = 0,
     prepared: Sequence[Tensor] | None = None,
-    *,
-    pack: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.block_attend.define`. Reads nothing on the host; every size comes from shapes.
-
-    pack    the heads of a group go into one tile where all share their lists
 
     Raises `RecipeError` for what flash-attn 4, or the room for its block tensors, does not serve.
     """
@@ -187,7 +185,7 @@ def block_attend(
         mine = [over(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
         its = slice(heads.start // group, (heads.stop - 1) // group + 1)
         some = q[:, :, heads], k[:, :, its], v[:, :, its]
-        out, lse = call(*some, tensors, tiles, mine, setup.by_key, scale, pack, setup.bounds)
+        out, lse = call(*some, tensors, tiles, mine, setup.by_key, scale, setup.bounds)
         outs.append(out)
         sums.append(lse)
     out, lse = side_by_side(outs, 2).transpose(1, 2), side_by_side(sums, 1)
@@ -297,7 +295,6 @@ def call(
     tests: Sequence[Tensor],
     by_key: bool,
     scale: float,
-    pack: bool,
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, n, h, D] and lse [B, h, n] of query [B, n, h, D] over key and value [B, N, g, D]; `bounds` are of
@@ -319,7 +316,7 @@ def call(
         softmax_scale=scale,
         **test,
         block_sparse_tensors=BlockSparseTensorsTorch(*tensors, block_size=(tiles.queries, tiles.keys)),
-        pack_gqa=pack and tensors[0].shape[1] == 1,
+        pack_gqa=False,
         return_lse=True,
     )
     out, lse = found[:2]

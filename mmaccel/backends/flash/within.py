@@ -21,7 +21,7 @@ def numbers(bounds: tuple[int, ...]) -> tuple[Any, ...]:
 
 @cute.jit
 def between(batch, head, row, column, seqlen_info, tensors):
-    """Whether a span's run holds the key for the query: see `mmaccel.backends.flash.limits.key_runs`."""
+    """Whether a span's run holds the key for the query: see `mmaccel.backends.flash.tiles.key_runs`."""
     b, h, q, k = batch[0], head[0], row[0], column[0]
     seen = cutlass.Boolean(False)
     for span in tensors:
@@ -31,7 +31,7 @@ def between(batch, head, row, column, seqlen_info, tensors):
 
 @cute.jit
 def banded(batch, head, row, column, seqlen_info, tensors, bounds):
-    """Whether a span's band holds the pair: see `mmaccel.backends.flash.limits.key_bounds`. Nothing is read."""
+    """Whether a span's band holds the pair: see `mmaccel.backends.flash.tiles.key_bounds`. Nothing is read."""
     q, k = row[0], column[0]
     seen = cutlass.Boolean(False)
     for span in cutlass.range_constexpr(len(bounds) // 3):
@@ -44,7 +44,7 @@ def banded(batch, head, row, column, seqlen_info, tensors, bounds):
 
 @cute.jit
 def within(batch, head, row, column, seqlen_info, tensors):
-    """Whether a span lists the key for the query, and sees its position: `mmaccel.backends.flash.limits.position_runs`."""
+    """Whether a span lists the key for the query, and sees its position: `mmaccel.backends.flash.tiles.position_runs`."""
     b, h, q, k = batch[0], head[0], row[0], column[0]
     place = tensors[0][b, h, k]
     seen = cutlass.Boolean(False)

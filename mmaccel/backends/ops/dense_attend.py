@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mmaccel.backends.flash import causal, older
+from mmaccel.backends.flash import dense
 from mmaccel.backends.ops.operator import operator
+from mmaccel.backends.ops.pointwise import HALVES
 
 ROWS = 256
 """Query rows of a block where a mask has to be written out."""
@@ -37,7 +38,7 @@ FLASH_FROM = 1 << 14
 """Query rows from which flash-attn 4 is taken where it is installed: once a shape it compiles for some seconds."""
 
 OLDER_FROM = 128
-"""Query rows from which flash-attn 3 or 2 is taken: it does not split the keys of a few rows over the device."""
+"""Query rows from which flash-attn is taken: 3 and 2 do not split the keys of a few rows over the device."""
 
 
 @operator(None, fake=lambda query, value: query.new_empty(*query.shape[:-1], value.shape[-1]))
@@ -112,18 +113,18 @@ def _unpadded(
     if end == 0:
         return value.new_zeros(*query.shape[:3], value.shape[-1])
     aligned = end == start + n
-    if window is not None and window < start + n:
-        if aligned and not sinks and n >= OLDER_FROM and older.serves(query, key, value, window):
-            return older.attend(query, key, value, scale, window)
+    if window is not None and window >= start + n:
+        window = None
+    if aligned and n >= OLDER_FROM and query.dtype in HALVES and not (sinks and window is not None):
+        kernel = dense.serving(query, key, value, window, four=n >= FLASH_FROM)
+        if kernel is not None:
+            return dense.attend(kernel, query, key, value, scale, window)
+    if window is not None:
         return _windowed(query, key, value, scale, start, sinks, window)
     if n == 1:
         # A single row has no mask, so the heads of a group can be rows: keys are then read once for all of them.
         rows = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
         return _sdpa(rows, key, value, scale).reshape(*query.shape[:3], -1)
-    if aligned and n >= FLASH_FROM and causal.serves(query, value):
-        return causal.attend(query, key, value, scale)
-    if aligned and n >= OLDER_FROM and older.serves(query, key, value, None):
-        return older.attend(query, key, value, scale)
     if start == 0 and end == n:
         return _square(query, key, value, scale)
     if aligned and _flash(query, key, value):

@@ -17,11 +17,12 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from mmaccel.backends.ops.block_attend import (
     ABSENT,
     FULL,
+    Call,
     Part,
     define,
     in_query_order,
     lse_dtype,
-    takes_part,
+    takes_call,
     with_own_keys,
 )
 
@@ -35,19 +36,10 @@ def usable(device: torch.device) -> str | None:
     return None
 
 
-@takes_part
-def block_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    part: Part,
-    block_q: int,
-    block_k: int,
-    scale: float,
-    rows: int = 0,
-    prepared: object = None,
-) -> tuple[Tensor, Tensor]:
+@takes_call
+def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     """See `ops.block_attend.define`. Compiled on CUDA; eager on CPU, where compiled flex gives no lse."""
+    query, key, value, part, block_q, block_k, scale, rows, _ = call
     (B, H), q_row = query.shape[:2], part.q_row
     mask, _ = block_mask(part, block_q, block_k, (B, H))
     key, value, rows_of = with_own_keys(key, value, part.spans)

@@ -18,11 +18,12 @@ from torch import Tensor
 from mmaccel.backends.ops.block_attend import (
     FULL,
     TEST,
+    Call,
     KeySpan,
-    Part,
     define,
     in_query_order,
-    takes_part,
+    lse_dtype,
+    takes_call,
     with_own_keys,
 )
 
@@ -113,25 +114,16 @@ class _Lists:
         return self.block[where].masked_fill(~inside, -1), self.span[where], self.kind[where]
 
 
-@takes_part
-def block_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    part: Part,
-    block_q: int,
-    block_k: int,
-    scale: float,
-    rows: int = 0,
-    prepared: object = None,
-) -> tuple[Tensor, Tensor]:
+@takes_call
+def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     """See `ops.block_attend.define`. Reads list lengths on the host."""
+    query, key, value, part, block_q, block_k, scale, rows, _ = call
     B, H, n_query, D = query.shape
     key, value, k_row = with_own_keys(key, value, part.spans)
     G, n_key = key.shape[1:3]
     P = part.q_row.shape[-1]
     M = P // block_q
-    high = torch.float64 if query.dtype == torch.float64 else torch.float32
+    high = lse_dtype(query.dtype)
     spans, q_row = part.spans, part.q_row
     lists = [span.lists.flat() for span in spans]
     own = [t for s in spans for t in (s.k_row, s.q_pos, s.k_pos, s.bias) if t is not None]

@@ -29,7 +29,7 @@ def written_out(
     scale: float,
     bounds: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor]:
-    """As `mmaccel.backends.flash.attend.call`. A tile that is listed twice is a fault."""
+    """As `mmaccel.backends.flash.attend.launch`. A tile that is listed twice is a fault."""
     demand(query, key, value, tensors, tests)
     assert bounds is None or (by_key and not tests)
     mask = seen(query.shape[:3], key.shape[1], tensors, tiles, tests, by_key, bounds)
@@ -48,7 +48,7 @@ def recorded(*sizes: int) -> Iterator[tuple[list[tuple[Any, ...]], pytest.Monkey
         return written_out(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "call", told)
+        patch.setattr(attend, "launch", told)
         patch.setattr(attend, "SIZES", sizes)
         yield found, patch
 

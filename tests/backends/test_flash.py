@@ -77,7 +77,7 @@ def test_random_plans(seed: int, lead: str, blocks: tuple[int, int], scale: floa
     shapes = ((4, 150), (2, 300), (2, 300))
     tensors = tuple(torch.randn(2, h, n, 16, generator=rng).half() for h, n in shapes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend, "call", written_out)
+        patch.setattr(attend, "launch", written_out)
         patch.setattr(attend, "SIZES", (16,))
         check(plan, tensors, scale)
         patch.setattr(attend, "ROOM", 1)
@@ -221,7 +221,7 @@ def test_nothing_is_read_back(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     def nothing(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return torch.empty_like(query), query.new_empty(*query.transpose(1, 2).shape[:3], dtype=torch.float32)
 
-    monkeypatch.setattr(attend, "call", nothing)
+    monkeypatch.setattr(attend, "launch", nothing)
     with NoReads():
         attend_plan(plan, *tensors, 0.2, attend.block_attend)
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmaccel.backends.current import on_its_device
 from mmaccel.backends.flash.tiles import (
     Span,
     Tiles,
@@ -33,11 +32,12 @@ from mmaccel.backends.flash.tiles import (
 )
 from mmaccel.backends.ops.block_attend import (
     BlockLists,
+    Call,
     Part,
     empty_output,
     in_query_order,
     remember,
-    takes_part,
+    takes_call,
 )
 from mmaccel.core.errors import RecipeError
 
@@ -139,23 +139,13 @@ def prepare(part: Part, query: Tensor, key: Tensor, block_q: int, block_k: int, 
     return remember(part.memo, ("flash", n, H, group, rows), made)
 
 
-@takes_part
-@on_its_device
-def block_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    part: Part,
-    block_q: int,
-    block_k: int,
-    scale: float,
-    rows: int = 0,
-    prepared: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+@takes_call
+def block_attend(call: Call) -> tuple[Tensor, Tensor]:
     """See `ops.block_attend.define`. Reads nothing on the host; every size comes from shapes.
 
     Raises `RecipeError` for what flash-attn 4, or the room for its block tensors, does not serve.
     """
+    query, key, value, part, block_q, block_k, scale, rows, prepared = call
     B, H, n, _ = query.shape
     q_row = part.q_row
     refuse(query, value, part, block_q, block_k)
@@ -185,7 +175,7 @@ def block_attend(
         mine = [over(t if t.shape[1] == 1 else t[:, heads], B, heads.stop - heads.start) for t in tests]
         its = slice(heads.start // group, (heads.stop - 1) // group + 1)
         some = q[:, :, heads], k[:, :, its], v[:, :, its]
-        out, lse = call(*some, tensors, tiles, mine, setup.by_key, scale, setup.bounds)
+        out, lse = launch(*some, tensors, tiles, mine, setup.by_key, scale, setup.bounds)
         outs.append(out)
         sums.append(lse)
     out, lse = side_by_side(outs, 2).transpose(1, 2), side_by_side(sums, 1)
@@ -286,7 +276,7 @@ def over(t: Tensor, batch: int, heads: int) -> Tensor:
     return t.as_strided((batch, heads, *t.shape[2:]), (*lead, *t.stride()[2:]), t.storage_offset())
 
 
-def call(
+def launch(
     query: Tensor,
     key: Tensor,
     value: Tensor,

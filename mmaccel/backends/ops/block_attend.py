@@ -347,11 +347,26 @@ def prepare(kernel: Any, part: Part, *sizes: Any) -> tuple[list[Tensor]] | tuple
     return () if make is None else (make(part, *sizes),)
 
 
-def takes_part(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``kernel(query, key, value, part, block_q, block_k, scale, rows, prepared)`` with the arguments of `block_attend`."""
+class Call(NamedTuple):
+    """The arguments of `block_attend`, its part unpacked: see `define`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    part: Part
+    block_q: int
+    block_k: int
+    scale: float
+    rows: int = 0
+    prepared: Sequence[Tensor] | None = None
+
+
+def takes_call(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``kernel(call)`` with the arguments of `block_attend`, and with the device of its tensors as the current one: launches
+    go to that whatever tensors they are given, and the layers of a model may lie on several."""
 
     @wraps(kernel)
-    def call(
+    def unpacked(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -359,11 +374,12 @@ def takes_part(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tu
         tensors: Any,
         numbers: Any,
         *rest: Any,
-        **named: Any,
+        **how: Any,
     ) -> tuple[Tensor, Tensor]:
-        return kernel(query, key, value, Part.unpack(q_row, tensors, numbers), *rest, **named)
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            return kernel(Call(query, key, value, Part.unpack(q_row, tensors, numbers), *rest), **how)
 
-    return call
+    return unpacked
 
 
 def define(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:
@@ -382,17 +398,6 @@ def define(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     return op
 
 
-def _shape(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    q_row: Tensor,
-    tensors: Any,
-    numbers: Any,
-    block_q: int,
-    block_k: int,
-    scale: float,
-    rows: int = 0,
-    prepared: Any = None,
-) -> tuple[Tensor, Tensor]:
+def _shape(query: Tensor, key: Tensor, value: Tensor, q_row: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    rows = rest[5] if len(rest) > 5 else 0
     return empty_output(query, value, q_row.shape[-1], rows)

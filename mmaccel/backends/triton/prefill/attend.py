@@ -12,8 +12,7 @@ import triton
 from torch import Tensor
 
 from mmaccel.backends import architectures
-from mmaccel.backends.current import on_its_device
-from mmaccel.backends.ops.block_attend import BlockLists, KeySpan, Part, empty_output, takes_part
+from mmaccel.backends.ops.block_attend import BlockLists, Call, KeySpan, empty_output, takes_call
 from mmaccel.backends.triton.launch_args import encode_ints, lead, lines
 from mmaccel.backends.triton.prefill import hopper_launch
 from mmaccel.backends.triton.prefill.kernel import attend_kernel, merge_kernel
@@ -48,30 +47,14 @@ def config_for(
     return Config(keys, 8 if rows > 64 else 4, stages)
 
 
-@takes_part
-@on_its_device
-def block_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    part: Part,
-    block_q: int,
-    block_k: int,
-    scale: float,
-    rows: int = 0,
-    prepared: object = None,
-    *,
-    chunk: int | None = None,
-    config: Config | None = None,
-    kernel: Any = attend_kernel,
-) -> tuple[Tensor, Tensor]:
+@takes_call
+def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """See `ops.block_attend.define`. Reads nothing on the host; every size comes from shapes.
 
     chunk   the most listed blocks that one program walks; rows with more are split, and merged by a second kernel. By
             default it follows from the number of lists and listed blocks, so that no program is the tail of the launch
-    config  how the kernel is compiled, instead of `config_for`
-    kernel  `attend_kernel`, or a tuned one, which brings its own configuration
     """
+    query, key, value, part, block_q, block_k, scale, rows, _ = call
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise RecipeError(
             f"backend: 'triton' computes in float16, bfloat16 or float32, not in {query.dtype}; choose 'reference'."
@@ -94,14 +77,8 @@ def block_attend(
     own = [t for s in spans for t in (s.k_row, s.q_pos, s.k_pos, s.lists.row, s.bias) if t is not None]
     lists = H if any(t.shape[1] > 1 for t in (q_row, *own)) else 1
     alone = lists > 1 or (H // G) % 2
-    bare = kernel is attend_kernel and config is None and not extra
-    if (
-        rows
-        and alone
-        and block_q <= 64
-        and all(plain)
-        and architectures.resources(query.device).shared >= PAIRS
-    ):
+    shared = architectures.resources(query.device).shared
+    if rows and alone and block_q <= 64 and all(plain) and shared >= PAIRS:
         # Lists that are runs of blocks in their order differ little between neighbours: two share what they load, if they
         # cannot share it with another head.
         if q_row.shape[-1] // block_q % 2:
@@ -136,7 +113,7 @@ def block_attend(
     scale *= math.log2(math.e)
     short: Tensor | None = None
     if (
-        bare
+        not extra
         and rows
         and lists == H
         and not all(plain)
@@ -174,7 +151,9 @@ def block_attend(
     ends = (*lines(out), *lead(lse))
     given = (out, lse, part_out, part_lse, *tables, q_row, *lead(q_row))
     engine = (
-        bare and short is None and hopper_launch.suits(query, key, value, tall * pack, block_k, positions)
+        not extra
+        and short is None
+        and hopper_launch.suits(query, key, value, tall * pack, block_k, positions)
     )
     if engine:
         homes = hopper_launch.copies(key, value, spans, H)
@@ -193,22 +172,10 @@ def block_attend(
         )
         short = homes.short
     if not engine or short is not None:
-        compiled: dict[str, Any] = {}
         more = _extra(spans, key, value) if extra else None
         loaded = (key, value) if more is None else (*more[0], *more[1], key, value)
-        if not isinstance(kernel, triton.runtime.Autotuner):
-            config = config or config_for(
-                tall * pack,
-                size,
-                value_size,
-                block_k,
-                query.dtype,
-                architectures.resources(query.device).shared,
-            )
-            compiled = dict(
-                BLOCK_N=min(config.keys, block_k), num_warps=config.warps, num_stages=config.stages
-            )
-        kernel[(items, tiles)](
+        config = config_for(tall * pack, size, value_size, block_k, query.dtype, shared)
+        attend_kernel[(items, tiles)](
             *(query, key, value, lse if short is None else short),
             *given,
             tuple(s.k_row for s in spans),
@@ -236,7 +203,9 @@ def block_attend(
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             **layout,
             **sizes,
-            **compiled,
+            BLOCK_N=min(config.keys, block_k),
+            num_warps=config.warps,
+            num_stages=config.stages,
         )
     if work is not None:
         merge_kernel[(list_rows, tiles)](

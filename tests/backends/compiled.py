@@ -233,7 +233,7 @@ def indexed() -> None:
     grid.stride_scores(torch.zeros(2, 1, 28, N), at[:, 0], 8, 1024, "contrast")
     lines, told = zeros(1, 28, 1000), zeros(1, 28, 9, 5)
     line_kernels.line_keys(row, lines, lines, N, 64)
-    split_k_schedule.Work.even([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, 264, N)
+    split_k_schedule.Work.of([told[..., 1], told[:, :1, :, 1]], 1, 28, 9, 1, N, 264)
     lists.listed_area(told, begin[0, :9], zeros(1, 1, 9 * 64, dtype=INT), row[None], 64, 64)
     lists.reach(row[None], row[None], row[None], row[None], 0, 512, 64, 64)
     lists.paired(told)

@@ -34,10 +34,9 @@ def test_work_fits_the_room_that_is_made_for_it(
 ) -> None:
     """Sizes come from the host alone: every piece has its program, and every piece of a split row its slot."""
     count = torch.tensor(lengths, device=DEVICE).view(1, 1, -1)
-    spare = (sum(lengths) + slack) // chunk
     longest = max(lengths) + slack
-    given_size = Work.of([count], 1, 1, len(lengths), chunk, spare, longest)
-    even = Work.even([count, 0 * count], 1, 1, len(lengths), tiles, chunk, longest)
+    given_size = Work.of([count], 1, 1, len(lengths), 1, longest, 1, chunk)
+    even = Work.of([count, 0 * count], 1, 1, len(lengths), tiles, longest, chunk)
     assert even.items == len(lengths) + WAVES * chunk // tiles
     assert int(even.told[0]) == max(32, -(-sum(lengths) * tiles // (WAVES * chunk)))
     for work in (given_size, even):
@@ -62,7 +61,7 @@ def test_a_row_has_no_more_pieces_than_there_are_programs_for() -> None:
     """One row of all there is would be cut into a piece for every place on the device."""
     count = torch.zeros(1, 1, 5, dtype=torch.int64, device=DEVICE)
     count[..., 3] = 1 << 16
-    work = Work.even([count], 1, 1, 5, 1, 512, 1 << 17)
+    work = Work.of([count], 1, 1, 5, 1, 1 << 17, 512)
     assert int(work.told[0]) == (1 << 17) // MOST_PIECES
     assert work.pieces.tolist() == [1, 1, 1, MOST_PIECES // 2, 1]
 
@@ -74,7 +73,7 @@ def test_work_adds_the_lists_of_spans_that_share_them() -> None:
         torch.randint(0, 30, size, generator=generator, dtype=torch.int64)
         for size in ((1, 1, 900), (1, 3, 900), (2, 3, 900))
     ]
-    work = Work.of([c.to(DEVICE) for c in counts], 2, 3, 900, 40, 6000, 90)
+    work = Work.of([c.to(DEVICE) for c in counts], 2, 3, 900, 1, 90, 1, 40)
     length = sum(c.expand(2, 3, 900) for c in counts).flatten()
     want = (-(-length // 40)).clamp(min=1)
     assert torch.equal(work.pieces.cpu().long(), want)

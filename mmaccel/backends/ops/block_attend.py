@@ -233,9 +233,8 @@ class Part:
 
     def of(self, heads: int) -> slice:
         """Slice of the `heads` query heads that this part applies to."""
-        return (
-            slice(0, heads) if self.head_range is None else slice(self.head_range.first, self.head_range.past)
-        )
+        some = self.head_range
+        return slice(0, heads) if some is None else slice(some.first, some.past)
 
     def to(self, device: torch.device | str, moved: dict[int, Tensor] | None = None) -> Part:
         """The same part on `device`; `moved` as in `KeySpan.to`."""
@@ -277,17 +276,16 @@ class Part:
     @staticmethod
     def unpack(q_row: Tensor, tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Part:
         """The part that `pack` gave, for all heads of the tensors it is computed on."""
-        told: list[Any] = [None if n == UNKNOWN else n for n in numbers]
+        known: list[Any] = [None if n == UNKNOWN else n for n in numbers]
         spans = []
         for s in range((len(numbers) - 2) // 6):
             k_row, q_pos, k_pos, row, index, kind, *extra = tensors[9 * s : 9 * s + 9]
             assert k_row is not None and q_pos is not None and k_pos is not None
             assert row is not None and kind is not None
-            lo, hi, ordered, q_first, ranks, complete = told[2 + 6 * s : 8 + 6 * s]
-            lists = BlockLists(row, index, kind)
-            known = ordered, bool(ranks), q_first, bool(complete)
-            spans.append(KeySpan(k_row, q_pos, k_pos, lo, hi, lists, *known, *extra))
-        return Part(q_row, tuple(spans), ordered=told[0], all_rows=told[1])
+            lo, hi, ordered, q_first, ranks, complete = known[2 + 6 * s : 8 + 6 * s]
+            facts = BlockLists(row, index, kind), ordered, bool(ranks), q_first, bool(complete)
+            spans.append(KeySpan(k_row, q_pos, k_pos, lo, hi, *facts, *extra))
+        return Part(q_row, tuple(spans), ordered=known[0], all_rows=known[1])
 
 
 def with_own_keys(
@@ -317,14 +315,13 @@ def empty_output(
     """out and lse of `block_attend`: in the order of a part of `part` rows, or, for `rows`, in the order of the query. There
     a row that the part lacks is zero and -inf, and a row of all heads is contiguous, as projections want it. With `whole`
     the part has every row, and nothing is filled beforehand."""
-    B, H, D, kind = *query.shape[:2], value.shape[-1], lse_dtype(query.dtype)
+    B, H, D = *query.shape[:2], value.shape[-1]
+    lse = query.new_empty(B, H, rows or part, dtype=lse_dtype(query.dtype))
     if not rows:
-        return query.new_empty(B, H, part, D), query.new_empty(B, H, part, dtype=kind)
+        return query.new_empty(B, H, part, D), lse
     if whole:
-        return query.new_empty(B, rows, H, D).transpose(1, 2), query.new_empty(B, H, rows, dtype=kind)
-    return query.new_zeros(B, rows, H, D).transpose(1, 2), query.new_full(
-        (B, H, rows), -torch.inf, dtype=kind
-    )
+        return query.new_empty(B, rows, H, D).transpose(1, 2), lse
+    return query.new_zeros(B, rows, H, D).transpose(1, 2), lse.fill_(-torch.inf)
 
 
 def in_query_order(out: Tensor, lse: Tensor, q_row: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -393,11 +390,10 @@ def define(name: str, kernel: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     tested. With `rows` not 0 both come in the order of a query of so many rows: see `empty_output`. `prepared` is what
     the backend's own ``prepare`` made of the part beforehand.
     """
+
+    def shape(query: Tensor, key: Tensor, value: Tensor, q_row: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return empty_output(query, value, q_row.shape[-1], rest[5] if len(rest) > 5 else 0)
+
     op = torch.library.custom_op(f"mmaccel::{name}", kernel, mutates_args=(), schema=BLOCK_ATTEND)
-    op.register_fake(_shape)
+    op.register_fake(shape)
     return op
-
-
-def _shape(query: Tensor, key: Tensor, value: Tensor, q_row: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    rows = rest[5] if len(rest) > 5 else 0
-    return empty_output(query, value, q_row.shape[-1], rows)

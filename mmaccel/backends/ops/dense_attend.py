@@ -131,15 +131,7 @@ def _unpadded(
         from torch.nn.attention.bias import causal_lower_right  # it imports torch._dynamo
 
         return _sdpa(query, key, value, scale, mask=causal_lower_right(n, end))
-    columns = torch.arange(end, device=query.device)
-    out, step = [], _rows(query, key, end)
-    for r in range(0, n, step):
-        at = torch.arange(start + r, start + min(r + step, n), device=query.device)
-        seen = min(start + r + len(at), end)
-        mask = columns[:seen] <= at[:, None]
-        rows = query[:, :, r : r + step]
-        out.append(_masked(rows, key[:, :, :seen], value[:, :, :seen], scale, mask[None]))
-    return torch.cat(out, 2)
+    return _windowed(query, key, value, scale, start, 0, start + n)
 
 
 def _windowed(

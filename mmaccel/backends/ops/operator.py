@@ -37,10 +37,6 @@ def runs_triton(first: Tensor, *rest: Any) -> bool:
     return usable(first.device) is None
 
 
-def _never(*args: Any) -> bool:
-    return False
-
-
 def runs_triton_in_float32(first: Tensor, *rest: Any) -> bool:
     """The same of kernels that compute in float32, which float64 is not to be rounded to."""
     return first.dtype != torch.float64 and runs_triton(first)
@@ -77,7 +73,7 @@ class Operator(Generic[P, R]):
         functools.update_wrapper(self, plain)
         self.plain, self.op = plain, None
         self._module, _, self._kernel = (kernel or "").rpartition(".")
-        self._serves = serves if kernel else _never
+        self._serves = serves
         if fake is not None:
             schema = torch.library.infer_schema(plain, mutates_args=mutates)
             self.op = torch.library.custom_op(
@@ -93,7 +89,7 @@ class Operator(Generic[P, R]):
 
     def direct(self, *args: P.args, **named: P.kwargs) -> R:
         """The result by the kernel, where it serves the arguments, or by the plain form."""
-        if self._serves(*args):
+        if self._kernel and self._serves(*args):
             launch: Callable[P, R] = getattr(
                 import_module(f"mmaccel.backends.triton.{self._module}"), self._kernel
             )

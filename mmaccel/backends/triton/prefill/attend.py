@@ -117,7 +117,8 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         and rows
         and lists == H
         and not all(plain)
-        and hopper_launch.joint_suits(query, key, value, block_q, block_k, positions)
+        and block_q == block_k == hopper_launch.BOX
+        and hopper_launch.suits(query, key, value, hopper_launch.ROWS, block_k, positions)
     ):
         short = hopper_launch.joint_attend((query, key, value), q_row, spans, scale, chunk, (out, lse))
         if short is None:
@@ -136,10 +137,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
     work = None
     if split:
         counts = [s.lists.count for s in spans]
-        if chunk is None:
-            work = Work.even(counts, B, lists, M, tiles, places_on(query.device), longest)
-        else:
-            work = Work.of(counts, B, lists, M, chunk, list_rows * longest // chunk, longest)
+        work = Work.of(counts, B, lists, M, tiles, longest, places_on(query.device), chunk)
     pieces = work.slots * tiles * tall * pack if work is not None else 0
     part_out = query.new_empty(pieces, DV, dtype=torch.float32)
     part_lse = query.new_empty(pieces, dtype=torch.float32)
@@ -156,7 +154,7 @@ def block_attend(call: Call, *, chunk: int | None = None) -> tuple[Tensor, Tenso
         and hopper_launch.suits(query, key, value, tall * pack, block_k, positions)
     )
     if engine:
-        homes = hopper_launch.copies(key, value, spans, H)
+        homes = hopper_launch.Homes.of(key, value, spans, H)
         found = zip(spans, homes.place, homes.home, strict=True)
         hopper_launch.launch(
             (items, tiles),

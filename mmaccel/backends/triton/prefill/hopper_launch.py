@@ -185,10 +185,11 @@ class Homes:
         value: Tensor,
         spans: Sequence[KeySpan],
         heads: int,
-        most: int,
+        most: int | None = None,
     ) -> Homes:
         """For keys and values [B, G, S, D] and spans of `heads` heads; copies of at most `most` bytes, or as much as there
-        is."""
+        is, by default of a share of the device's memory."""
+        most = architectures.resources(key.device).memory // SHARE if most is None else most
         B, G, S, D = key.shape
         device = key.device
         k_row = [span.k_row for span in spans]
@@ -231,18 +232,15 @@ class Homes:
         short = (upto[-1] - capacity).clamp(min=0) if capacity < len(flat) else None
         found = iter(home)
         every = [
-            _in_order(r.shape[2], device) if there else next(found)
+            torch.arange(0, r.shape[2], BOX, dtype=torch.int32, device=device)[None, None]
+            if there
+            else next(found)
             for r, there in zip(k_row, natural, strict=True)
         ]
         place = tuple(
             s.k_pos if there else _beyond(s.k_row, s.k_pos) for s, there in zip(spans, natural, strict=True)
         )
         return cls(tuple(every), place, keys, values, short)
-
-
-def _in_order(n: int, device: torch.device) -> Tensor:
-    """[1, 1, blocks]: where each block of `n` keys in their order begins."""
-    return torch.arange(0, n, BOX, dtype=torch.int32, device=device)[None, None]
 
 
 def _pool(capacity: int, like: Tensor) -> tuple[Tensor, ...]:
@@ -318,16 +316,6 @@ def _there(device: torch.device) -> bool:
     return True
 
 
-def _at_a_time(device: torch.device) -> int:
-    """Programs that run at a time: one on each multiprocessor."""
-    return architectures.resources(device).processors
-
-
-def copies(key: Tensor, value: Tensor, spans: Sequence[KeySpan], heads: int) -> Homes:
-    """Where the copy engine finds the keys of each block."""
-    return Homes.of(key, value, spans, heads, architectures.resources(key.device).memory // SHARE)
-
-
 def launch(
     grid: tuple[int, int],
     tensors: tuple[Tensor, Tensor, Tensor],
@@ -341,14 +329,13 @@ def launch(
     **shape: Any,
 ) -> None:
     """grid: list rows, or items of work, and tiles of each; tensors: query, key and value; spans: of each a tensor or number
-    by the names of `hopper_walk.FIELDS`; given: the outputs, the tables of split rows, and the queries' rows with their
+    by the names of `block_iter.FIELDS`; given: the outputs, the tables of split rows, and the queries' rows with their
     strides, as `kernel.attend_kernel` takes them; sizes: the strides of the outputs and query blocks; joint: query blocks of
     a tile of `hopper_joint`, whose sizes end with the tiles of a head, or 0."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from mmaccel.backends.triton.prefill import block_iter as hopper_walk
-    from mmaccel.backends.triton.prefill import hopper, hopper_joint
+    from mmaccel.backends.triton.prefill import block_iter, hopper, hopper_joint
 
     query, key, value = tensors
     seen, beside = viewed(key), viewed(value)
@@ -367,15 +354,17 @@ def launch(
     apart = [engine(t, (len(t) * BOX, D), D) for t in (homes.keys, homes.values)] if len(homes.keys) else own
     out, lse, part_out, part_lse, *tables, q_row, q_row_b, q_row_h = given
     kernel, of_tiles = hopper.hopper_kernel, [torch.zeros(1, dtype=torch.int32, device=query.device), *grid]
-    programs: tuple[int, ...] = (min(grid[0] * grid[1], _at_a_time(query.device)),)
+    # One program at a time on each multiprocessor.
+    programs: tuple[int, ...] = (min(grid[0] * grid[1], architectures.resources(query.device).processors),)
     how: dict[str, Any] = dict(STAGES=STAGES)
+    table = [span[name] for span in spans for name in block_iter.FIELDS]
     if joint:
         kernel, of_tiles, programs = hopper_joint.joint_kernel, [], grid
         how = dict(GROUPS=joint, STAGES=PLACES[joint], LAG=LAG)
     kernel[programs](
         *own,
         *apart,
-        numbered([_field(span[name]) for span in spans for name in hopper_walk.FIELDS], query.device),
+        numbered([x.data_ptr() if isinstance(x, Tensor) else x for x in table], query.device),
         lse if homes.short is None else homes.short,
         query,
         out,
@@ -423,10 +412,6 @@ def fields(span: KeySpan, k_pos: Tensor, home: Tensor, *, each: bool = False) ->
     return found | dict(home_b=b, home_h=0 if shared else h, home_g=h if shared else 0)
 
 
-def _field(x: Tensor | int) -> int:
-    return x.data_ptr() if isinstance(x, Tensor) else x
-
-
 @triton.jit(do_not_specialize=["begin"])
 def _number_kernel(out, numbers, begin):
     for i in tl.static_range(len(numbers) // 2):
@@ -448,14 +433,6 @@ def numbered(numbers: Sequence[int], device: torch.device, each: int = 20) -> Te
         halves = [2 * (part + 1) + 1 for x in some for part in (x & ((1 << HALF) - 1), x >> HALF)]
         _number_kernel[(1,)](out, tuple(halves), begin, num_warps=1)
     return out
-
-
-def joint_suits(
-    query: Tensor, key: Tensor, value: Tensor, block_q: int, block_k: int, places: torch.dtype
-) -> bool:
-    """Whether `hopper_joint` serves lists of these blocks, each head's its own."""
-    blocks = block_q == BOX and block_k == BOX
-    return blocks and suits(query, key, value, ROWS, block_k, places)
 
 
 def joint_attend(
@@ -483,17 +460,14 @@ def joint_attend(
         # A piece of a tile is a window of each of its lists: the longest one tells how many there are.
         count = reduce(add, (span.lists.count for span in spans))
         count = torch.nn.functional.pad(count, (0, -M % joint)).view(*count.shape[:2], tiles, joint).amax(-1)
-        if chunk is None:
-            work = Work.even([count], B, H, tiles, 1, places_on(query.device), longest)
-        else:
-            work = Work.of([count], B, H, tiles, chunk, list_rows * longest // chunk, longest)
+        work = Work.of([count], B, H, tiles, 1, longest, places_on(query.device), chunk)
     pieces = work.slots * wide if work is not None else 0
     part_out = query.new_empty(pieces, D, dtype=torch.float32)
     part_lse = query.new_empty(pieces, dtype=torch.float32)
     tables = (work.item, work.pieces, work.slot, work.told) if work is not None else (out[1],) * 4
     ends, rows_of = (*lines(out[0]), *lead(out[1])), (q_row, *lead(q_row))
     layout = dict(GROUP=H // key.shape[1], LISTS=H, PLACED=True)
-    homes = copies(key, value, spans, H)
+    homes = Homes.of(key, value, spans, H)
     padded = (replace(span, q_pos=at) for span, at in zip(spans, q_pos, strict=True))
     found = zip(padded, homes.place, homes.home, strict=True)
     launch(

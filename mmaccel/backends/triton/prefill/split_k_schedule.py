@@ -132,36 +132,24 @@ class Work:
         return len(self.item)
 
     @classmethod
-    def even(
-        cls, counts: Sequence[Tensor], B: int, lists: int, M: int, tiles: int, places: int, longest: int
-    ) -> Work:
-        """Pieces of which none is more than 1 / WAVES of what one of `places` computes, if a row then has no more than
-        MOST_PIECES: how many there are is bounded, though how many blocks are listed is not known here. counts: of each
-        span [1 or B, 1 or lists, M]; longest: the most blocks of a row."""
-        even, programs = WAVES * places, min(triton.cdiv(longest, LEAST_CHUNK), MOST_PIECES)
-        sizes = dict(tiles=tiles, even=even, chunk=0, longest=longest)
-        return cls._made(counts, B, lists, M, even // tiles, programs, **sizes)
-
-    @classmethod
     def of(
-        cls, counts: Sequence[Tensor], B: int, lists: int, M: int, chunk: int, spare: int, longest: int
-    ) -> Work:
-        """Pieces of at most `chunk` blocks; the sum of the lengths [b, h, M] is at most `spare` chunks."""
-        sizes = dict(tiles=1, even=1, chunk=chunk, longest=longest)
-        return cls._made(counts, B, lists, M, spare, triton.cdiv(longest, chunk), **sizes)
-
-    @classmethod
-    def _made(
         cls,
         counts: Sequence[Tensor],
         B: int,
         lists: int,
         M: int,
-        spare: int,
-        programs: int,
-        **numbers: int,
+        tiles: int,
+        longest: int,
+        places: int,
+        chunk: int | None = None,
     ) -> Work:
-        rows, device = B * lists * M, counts[0].device
+        """Pieces of at most `chunk` blocks. By default of none is more than 1 / WAVES of what one of `places` computes, if a
+        row then has no more than MOST_PIECES: how many there are is bounded, though how many blocks are listed is not known
+        here. counts: of each span [1 or B, 1 or lists, M]; tiles: of a row; longest: the most blocks of a row."""
+        rows, device, even = B * lists * M, counts[0].device, WAVES * places
+        spare, programs = even // tiles, min(triton.cdiv(longest, LEAST_CHUNK), MOST_PIECES)
+        if chunk is not None:
+            spare, programs = rows * longest // chunk, triton.cdiv(longest, chunk)
         sizes = (rows, 2 * (rows + spare), rows, rows, 2)
         # Kernels are compiled for how addresses divide.
         room = [n + -n % ALIGNED for n in sizes]
@@ -173,8 +161,7 @@ class Work:
             tuple(counts), strides, length, M, rows, LISTS=lists, TILE=1024
         )
         work_kernel[(max(programs, 1) + 1,)](
-            *(length, item, pieces, slot, limits, rows, rows + spare),
-            **numbers,
+            *(length, item, pieces, slot, limits, rows, rows + spare, tiles, even, chunk or 0, longest),
             LEAST=LEAST_CHUNK,
             STEP=FEW if few else MANY,
             num_warps=8 if few else 16,

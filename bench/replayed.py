@@ -274,9 +274,8 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
 def second_process(given: argparse.Namespace, device: str) -> Worker:
     """The draft's process; it loads while the caller goes on."""
     plain = {k: v for k, v in vars(given).items() if isinstance(v, int | float | str | bool | None)}
-    return _remote_drafter.start(
-        "replayed:serve", {"model": json.dumps(plain), "device": device, "vocab": VOCAB}, 120.0
-    )
+    options = {"model": json.dumps(plain), "device": device, "vocab": VOCAB}
+    return Worker("replayed:serve", options, silence_s=120.0)
 
 
 def make_ready(worker: Worker, columns: int, seats: int) -> None:

@@ -180,6 +180,7 @@ class DraftState(ABC):
 class DraftStrategy(Policy, ABC, kind="draft"):
     """A choice of draft; `open` gives the state for one sequence.
 
+    active  whether this strategy drafts at all
     needs   what the strategy asks of the rest of the recipe; "rollback" asks the memory to take back `lookback` columns,
             "memory" that it holds every column of an accelerated model, for the draft to read; "prompt" asks for the
             prompt's own inputs, pixels included, which a stream has not
@@ -189,6 +190,7 @@ class DraftStrategy(Policy, ABC, kind="draft"):
                 that was measured to be faster than plain steps of the whole batch, and never where tokens are sampled
     """
 
+    active: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset()
     place: ClassVar[Literal["same", "stream", "process"]] = "same"
 
@@ -204,11 +206,6 @@ class DraftStrategy(Policy, ABC, kind="draft"):
     def lookback(self) -> int:
         """The most columns a verified window may roll back."""
         return 0
-
-    @property
-    def active(self) -> bool:
-        """Whether this strategy drafts at all."""
-        return True
 
     @property
     def pruner(self) -> TokenPruner | None:

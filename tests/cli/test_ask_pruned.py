@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from mmaccel.policies.draft._draft_model import PrunedReader
+from mmaccel.policies.draft._draft_model import PeerState
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -50,13 +50,13 @@ def test_ask_names_what_the_draft_read(
     call: Call, clip: str, ov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pruner: str
 ) -> None:
     read: list[int] = []
-    plain = PrunedReader.keep
+    plain = PeerState.keep
 
-    def keep(self: PrunedReader, columns: Tensor) -> None:
+    def keep(self: PeerState, columns: Tensor) -> None:
         read.append(columns.numel())
         plain(self, columns)
 
-    monkeypatch.setattr(PrunedReader, "keep", keep)
+    monkeypatch.setattr(PeerState, "keep", keep)
     recipe = tmp_path / "pruned.yaml"
     fields = f"prune: {{name: {pruner}, retention: 0.07}}"
     recipe.write_text(f"draft: {{name: sequential, model: {ov}, {fields}}}")

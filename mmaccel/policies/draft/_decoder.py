@@ -1,6 +1,6 @@
 """A draft model that generates for `parallel`: one sequence, which can go back to any token and go on from there.
 
-`Engine` is what the pipeline asks of it; `Local` runs it in this process, `_remote_drafter.Remote` in another.
+`Local` runs it in this process, `_remote_drafter.Remote` in another; to the pipeline they are alike.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.draft import Warp
 from mmaccel.core.verify import draw
+from mmaccel.policies.draft._draft_model import moved
 
 SUPPORT = 1024
 """A token is sampled from at most this many of the likeliest tokens. Their probabilities are sent with it."""
@@ -76,11 +77,9 @@ class DraftDecoder:
         began = time.perf_counter()
         self._prompt = inputs["input_ids"][0].cpu()
         self._warp, self._random = warp, torch.Generator().manual_seed(seed)
-        told = {name: x.to(self._device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-        runner = self._runner
-        first = runner.prefill(told) if keep is None else runner.prefill(told, keep, compact)
-        self._after_prompt = first[0]
-        self._origin = runner.length()
+        inputs = moved(inputs, self._device)
+        self._after_prompt = self._runner.prefill(inputs, *(() if keep is None else (keep, compact)))[0]
+        self._origin = self._runner.length()
         self.prompt_s = time.perf_counter() - began
 
     def write(self, length: int, fix: Sequence[int], count: int) -> DraftedTokens:
@@ -137,24 +136,8 @@ def bare_step_s(runner: Runner, device: torch.device | str) -> float:
     return statistics.median(times[2:])  # the first ones may be compiled and captured
 
 
-class Engine(Protocol):
-    """A draft in this process (`Local`) or in another (`Remote`). It has one open request at a time."""
-
-    def begin(
-        self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool, seed: int
-    ) -> None: ...
-
-    def keep(self, columns: Tensor) -> None: ...
-
-    def ask(self, length: int, fix: list[int], count: int) -> None: ...
-
-    def collect(self, limit_s: float) -> DraftedTokens | None: ...
-
-    def close(self) -> None: ...
-
-
 class Local:
-    """A writer in this process. On a CPU it works when its window is collected; on CUDA on a stream of its own."""
+    """A draft in this process. On a CPU it works when its window is collected; on CUDA on a stream of its own."""
 
     def __init__(self, peer: ModelView, vocab: int, device: torch.device) -> None:
         self._writer = DraftDecoder(peer.runner(), peer.device, vocab)
@@ -164,15 +147,15 @@ class Local:
     def begin(
         self, inputs: Mapping[str, Any], warp: Warp | None, pruned: bool, compact: bool, seed: int
     ) -> None:
-        self._prompt, self._compact, self._seed = inputs, compact, seed
-        self._warp = None if warp is None else _at(warp, inputs["input_ids"].device)
-        self._columns: Tensor | None = None
-        self._read = False
-        self._told: list[torch.cuda.Event] = []
+        """As that of `Remote`; the prompt is read with the first window."""
+        warp = None if warp is None else _at(warp, inputs["input_ids"].device)
+        self._unread: dict[str, Any] | None = dict(inputs=inputs, compact=compact, warp=warp, seed=seed)
+        self._ready: list[torch.cuda.Event] = []
         self._mark()
 
     def keep(self, columns: Tensor) -> None:
-        self._columns = columns
+        assert self._unread is not None
+        self._unread["keep"] = columns
         self._mark()
 
     def _mark(self) -> None:
@@ -180,7 +163,7 @@ class Local:
         if self._stream is not None:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._stream.device))
-            self._told.append(event)
+            self._ready.append(event)
 
     def ask(self, length: int, fix: list[int], count: int) -> None:
         self._asked = length, fix, count
@@ -188,15 +171,15 @@ class Local:
     def collect(self, limit_s: float) -> DraftedTokens | None:
         assert self._asked is not None
         with torch.cuda.stream(self._stream):
-            if not self._read:
-                for event in self._told:
+            if self._unread is not None:
+                for event in self._ready:
                     event.wait(self._stream)
-                self._writer.read(self._prompt, self._columns, self._compact, self._warp, self._seed)
-                self._read = True
+                self._writer.read(**self._unread)
+                self._unread = None
             return self._writer.write(*self._asked)
 
     def close(self) -> None:
-        pass
+        """Nothing is to be freed."""
 
 
 def _at(warp: Warp, device: torch.device) -> Warp:

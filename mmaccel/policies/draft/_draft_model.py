@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from mmaccel.core.adapter import ModelView, Runner
-from mmaccel.core.draft import DraftStrategy
+from mmaccel.core.draft import DraftState, DraftStrategy, Prompt
 from mmaccel.core.errors import DraftError, ModelError, RecipeError, shown
-from mmaccel.core.layout import TEXT
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import policy, with_base_dir
 
 PADDING = 1024
-
-
+"""Rows by which the embeddings of one vocabulary may differ."""
 BESIDE = "beside"
 """In the place of a draft's folder: the one beside the target's own that has its name and ``-draft``."""
 
@@ -29,18 +27,18 @@ def folder_of(name: str, target: ModelView, model: str) -> str:
     """The draft's folder; raises `DraftError` where none stands beside the target's."""
     if model != BESIDE:
         return model
-    # Whole: "." has no name.
-    own = os.path.abspath(target.folder) if target.folder is not None else None
-    beside = Path(f"{own}-draft") if own is not None else None
-    if beside is None or not beside.is_dir():
-        where = (
-            f"there is no folder {beside}" if beside is not None else "the target was loaded from no folder"
-        )
-        raise DraftError(
-            f"{name}: model is 'beside', as it is when none is given, and {where}; give the draft model's folder "
-            "(--draft on the command line)."
-        )
-    return str(beside)
+    if target.folder is None:
+        where = "the target was loaded from no folder"
+    else:
+        # Whole: "." has no name.
+        beside = Path(f"{os.path.abspath(target.folder)}-draft")
+        if beside.is_dir():
+            return str(beside)
+        where = f"there is no folder {beside}"
+    raise DraftError(
+        f"{name}: model is 'beside', as it is when none is given, and {where}; give the draft model's folder "
+        "(--draft on the command line)."
+    )
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:
@@ -58,15 +56,6 @@ def free_device(taken: Sequence[torch.device]) -> str:
     return next((f"cuda:{n}" for n in after if n not in numbers), str(first))
 
 
-def check_model(name: str, model: object) -> None:
-    """Raise `RecipeError` unless `model` is a folder's path or a module; `name` is the strategy's."""
-    if not model or not isinstance(model, str | nn.Module):
-        raise RecipeError(
-            f"{name}: model is {shown(model)}; give the draft model's folder, "
-            "a shipped name, 'beside' for the folder next to the target's, or the loaded model."
-        )
-
-
 def same_vocabulary(a: int, b: int) -> bool:
     """Whether embeddings of `a` and `b` rows may be paddings of one vocabulary.
 
@@ -78,26 +67,6 @@ def same_vocabulary(a: int, b: int) -> bool:
     return gap < PADDING and gap * 100 <= max(a, b)
 
 
-def open_peer(name: str, target: ModelView, model: str | nn.Module, text: bool = False) -> ModelView:
-    """The draft model's view; raises `DraftError` for a missing model, another family and another vocabulary.
-
-    text  the draft reads text alone, and a causal language model without vision will do too
-    """
-    given = folder_of(name, target, model) if isinstance(model, str) else model
-    try:
-        reader = target.reader(given) if text else None
-        peer = reader or target.peer(given)
-    except ModelError as error:
-        raise DraftError(f"{name}: model: {error}") from error
-    if reader is None and peer.adapter.name != target.adapter.name:
-        raise DraftError(
-            f"{name}: model: the draft is a {peer.adapter.name} and the target a {target.adapter.name}, which read other "
-            "inputs; give a draft of the target's family."
-        )
-    check_vocabulary(name, target.geometry.vocab, peer.geometry.vocab)
-    return peer
-
-
 def check_vocabulary(name: str, ours: int, theirs: int) -> None:
     """Raise `DraftError` unless a draft of `theirs` token embeddings can serve a target of `ours`."""
     if not same_vocabulary(ours, theirs):
@@ -107,20 +76,9 @@ def check_vocabulary(name: str, ours: int, theirs: int) -> None:
         )
 
 
-def draft_pruner(name: str, prune: Any) -> TokenPruner | None:
-    """The pruner of a draft, from a name, a mapping or an instance; raises `RecipeError` for one of another stage."""
-    if prune is None:
-        return None
-    chosen = policy("prune", prune, f"{name}: prune")
-    if not isinstance(chosen, TokenPruner):
-        raise RecipeError(
-            f"{name}: prune is {shown(prune)}; give a pruner's name, a mapping with a name, or null."
-        )
-    if chosen.stage != "draft":
-        raise RecipeError(
-            f"{name}: prune {chosen.name!r} acts on the target and changes its answers; give one for drafts, such as uv."
-        )
-    return chosen
+def moved(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The tensors of `inputs` on `device`."""
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +89,12 @@ class PeerStrategy(DraftStrategy):
            with its name and ``-draft``, the shipped draft of a shipped model; in a YAML file a folder counts from the file's
            where it is there, or begins with a dot, and anything else is a name
     prune  a pruner of stage "draft": the draft reads only what the target's early layers find worth keeping
+
+    reads_text  the draft reads text alone, and a causal language model without vision will do too
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"rollback", "prompt"})
+    reads_text: ClassVar[bool] = False
 
     model: str | nn.Module = BESIDE
     prune: TokenPruner | None = None
@@ -149,8 +110,22 @@ class PeerStrategy(DraftStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_model(self.name, self.model)
-        object.__setattr__(self, "prune", draft_pruner(self.name, self.prune))
+        if not self.model or not isinstance(self.model, str | nn.Module):
+            raise RecipeError(
+                f"{self.name}: model is {shown(self.model)}; give the draft model's folder, "
+                "a shipped name, 'beside' for the folder next to the target's, or the loaded model."
+            )
+        prune = None if self.prune is None else policy("prune", self.prune, f"{self.name}: prune")
+        if prune is not None and not isinstance(prune, TokenPruner):
+            raise RecipeError(
+                f"{self.name}: prune is {shown(self.prune)}; give a pruner's name, a mapping with a name, or null."
+            )
+        if prune is not None and prune.stage != "draft":
+            raise RecipeError(
+                f"{self.name}: prune {prune.name!r} acts on the target and changes its answers; give one for drafts, such "
+                "as uv."
+            )
+        object.__setattr__(self, "prune", prune)
 
     @property
     def pruner(self) -> TokenPruner | None:
@@ -162,62 +137,66 @@ class PeerStrategy(DraftStrategy):
         self.peer(target)
 
     def peer(self, target: ModelView) -> ModelView:
-        """The draft model's view, in this process; raises `DraftError`."""
-        return open_peer(self.name, target, self.model)
+        """The draft model's view, in this process; raises `DraftError` for a missing model, another family and another
+        vocabulary."""
+        model = folder_of(self.name, target, self.model) if isinstance(self.model, str) else self.model
+        try:
+            reader = target.reader(model) if self.reads_text else None
+            peer = reader or target.peer(model)
+        except ModelError as error:
+            raise DraftError(f"{self.name}: model: {error}") from error
+        if reader is None and peer.adapter.name != target.adapter.name:
+            raise DraftError(
+                f"{self.name}: model: the draft is a {peer.adapter.name} and the target a {target.adapter.name}, which read "
+                "other inputs; give a draft of the target's family."
+            )
+        check_vocabulary(self.name, target.geometry.vocab, peer.geometry.vocab)
+        return peer
 
 
-def moved(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The tensors of `inputs` on `device`."""
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+class PeerState(DraftState):
+    """A draft model at work on one sequence, between the target's steps.
 
+    The prompt is read when tokens are first asked for: the target's first token is out by then, and what a pruner leaves is
+    known. `_pending` are committed tokens that the model has not run.
+    """
 
-class Reader:
-    """Reads the whole prompt when the first window is asked for: the target's first token is out by then."""
+    strategy: ClassVar[str]
 
-    def __init__(self) -> None:
-        self._waiting: tuple[Runner, Mapping[str, Any]] | None = None
-
-    def begin(self, runner: Runner, inputs: Mapping[str, Any]) -> None:
-        self._waiting = runner, inputs
-
-    def keep(self, columns: Tensor) -> None:
-        raise DraftError("this draft reads the whole prompt; leave prune out.")
-
-    def read(self) -> None:
-        """The prompt must be read by now."""
-        if self._waiting is not None:
-            (runner, inputs), self._waiting = self._waiting, None
-            self._prefill(runner, inputs)
-
-    def _prefill(self, runner: Runner, inputs: Mapping[str, Any]) -> None:
-        runner.prefill(inputs)
-
-
-class PrunedReader(Reader):
-    """Reads what the pruner leaves, which the target has told by the time that the first window is asked for."""
-
-    def __init__(self, pruner: TokenPruner) -> None:
-        super().__init__()
-        self._pruner = pruner
+    def __init__(
+        self, runner: Runner, device: torch.device, vocab: int, pruner: TokenPruner | None = None
+    ) -> None:
+        self._runner: Runner | None = runner
+        self._device, self._vocab, self._pruner = device, vocab, pruner
         self._columns: Tensor | None = None
+        self._unread: Mapping[str, Any] | None = None
+        self._steps = 0
+
+    def begin(self, prompt: Prompt) -> None:
+        self._pending = prompt.ids[0, :0]
+        self._unread = moved(prompt.inputs, self._device)
 
     def keep(self, columns: Tensor) -> None:
+        if self._pruner is None:
+            raise DraftError("this draft reads the whole prompt; leave prune out.")
         self._columns = columns
 
-    def _prefill(self, runner: Runner, inputs: Mapping[str, Any]) -> None:
-        if self._columns is None:
+    def _open(self) -> Runner:
+        """The runner, which has read the prompt."""
+        if self._runner is None:
+            raise DraftError(f"{self.strategy}: the draft is closed; open a new one for each sequence.")
+        if self._unread is not None:
+            inputs, self._unread = self._unread, None
+            self._read(self._runner, inputs)
+        return self._runner
+
+    def _read(self, runner: Runner, inputs: Mapping[str, Any]) -> None:
+        if self._pruner is None:
+            runner.prefill(inputs)
+        elif self._columns is None:
             raise DraftError(f"prune {self._pruner.name!r} received nothing from the target's prefill.")
-        runner.prefill(inputs, self._columns.to(inputs["input_ids"].device), self._pruner.compact)
+        else:
+            runner.prefill(inputs, self._columns.to(inputs["input_ids"].device), self._pruner.compact)
 
-
-class TextReader(Reader):
-    """Reads the text alone, as if there were neither video nor picture."""
-
-    def __init__(self, target: ModelView) -> None:
-        super().__init__()
-        self._target = target
-
-    def _prefill(self, runner: Runner, inputs: Mapping[str, Any]) -> None:
-        ids = inputs["input_ids"]
-        layout = self._target.adapter.layout(self._target.model, inputs)
-        runner.prefill({"input_ids": ids[:, layout.modality[0].to(ids.device) == TEXT]})
+    def close(self) -> None:
+        self._runner = None

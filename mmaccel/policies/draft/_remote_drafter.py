@@ -61,17 +61,16 @@ class Remote:
     ) -> None:
         """Send the prompt, while the caller goes on; with `pruned` it is run when `keep` has told which columns."""
         # Lists too, which some processors give for seconds of frames; what is neither is no input of a model.
-        told = {name: x for name, x in inputs.items() if _travels(x)}
+        sent = {name: x for name, x in inputs.items() if _travels(x)}
         for message in self._worker.drain():
             self._hand_on(message)
         self._open[self._number] = self
-        about = int(pruned), int(compact), seed
-        self._worker.post(BEGIN, self._number, *about, blob=packing(told, _packed(warp)))
+        numbers = self._number, int(pruned), int(compact), seed
+        self._worker.post(BEGIN, *numbers, blob=packing(sent, _packed(warp)))
 
     def keep(self, columns: Tensor) -> None:
-        self._worker.send(KEEP, self._number, *columns.tolist()) if columns.numel() < 1 << 15 else (
-            self._worker.send(KEEP, self._number, blob=[columns.cpu().long().numpy().tobytes()])
-        )
+        """Say which columns of the prompt are run."""
+        self._worker.send(KEEP, self._number, blob=[columns.cpu().long().numpy().tobytes()])
 
     def ask(self, length: int, fix: Sequence[int], count: int) -> None:
         """Go back to `length` tokens, take `fix`, write `count` more."""
@@ -91,7 +90,7 @@ class Remote:
     def _hand_on(self, message: Message) -> None:
         """To the sequence it is for; an answer for one that was given up before is for nobody, nonsense is for us."""
         if message.kind == GREEDY:
-            _tell_greedy(message.blob.decode(errors="replace"))
+            _warn_greedy(message.blob.decode(errors="replace"))
             return
         number = message.numbers[0] if message.kind == WROTE and message.numbers else self._number
         owner = self._open.get(number)
@@ -107,23 +106,23 @@ class Remote:
 
     def _odds(self, blob: bytearray, ids: list[int]) -> tuple[TokenDistribution, ...]:
         """What each of `ids` was drawn from; nothing where they are the likeliest ones."""
-        found: list[TokenDistribution] = []
+        odds: list[TokenDistribution] = []
         at = 0
-        while at < len(blob) and len(found) < len(ids):
+        while at < len(blob) and len(odds) < len(ids):
             count = int.from_bytes(blob[at : at + 4], "little")
             at, end = at + 4, at + 4 + 8 * count
             if not 0 < count <= SUPPORT or end > len(blob):
                 self._nonsense()
             tokens = torch.frombuffer(blob, dtype=torch.int32, count=count, offset=at)
             weights = torch.frombuffer(blob, dtype=torch.float32, count=count, offset=at + 4 * count)
-            fits = (tokens >= 0).all() & (tokens < self._vocab).all() & (tokens == ids[len(found)]).any()
+            fits = (tokens >= 0).all() & (tokens < self._vocab).all() & (tokens == ids[len(odds)]).any()
             if not fits & (weights > 0).all() & ((weights.sum() - 1).abs() <= UNIT_SLACK):
                 self._nonsense()
-            found.append(TokenDistribution(tokens, weights))
+            odds.append(TokenDistribution(tokens, weights))
             at = end
-        if at != len(blob) or (found and len(found) != len(ids)):
+        if at != len(blob) or (odds and len(odds) != len(ids)):
             self._nonsense()
-        return tuple(found)
+        return tuple(odds)
 
     def _nonsense(self) -> NoReturn:
         self._worker.close()
@@ -141,11 +140,6 @@ class Remote:
                 warn(
                     f"the draft's process was ended when its prompt was over; the next one starts another ({error})."
                 )
-
-
-def start(service: str, options: Mapping[str, Any], timeout_s: float) -> Worker:
-    """The process; it loads while the caller goes on."""
-    return Worker(service, options, silence_s=timeout_s)
 
 
 def serve(wire: Wire, options: dict[str, Any]) -> None:
@@ -166,59 +160,52 @@ def serve(wire: Wire, options: dict[str, Any]) -> None:
             f"the draft is a {kind} and the target a {family.name}, which read other inputs; give a draft of the target's "
             "family"
         )
-    place = options["device"]
     with beating(wire):
-        bare = [int(bare_step_s(family.runner(model), place) / MICRO)] if options.get("bare") else []
+        bare = [int(bare_step_s(family.runner(model), own) / MICRO)] if options.get("bare") else []
     wire.send(READY, family.geometry(model).vocab, *bare)
-    serve_decoder(wire, lambda: DraftDecoder(family.runner(model), place, options["vocab"]), place)
+    serve_decoder(wire, lambda: DraftDecoder(family.runner(model), own, options["vocab"]), own)
 
 
 @torch.no_grad()
-def serve_decoder(wire: Wire, fresh: Any, device: str = "cpu") -> None:
+def serve_decoder(wire: Wire, fresh: Callable[[], DraftDecoder], device: torch.device | str = "cpu") -> None:
     """Answer until the wire breaks; `fresh` opens a `DraftDecoder` for each sequence, whose logits are on `device`."""
-    # Prompts whose columns are not told yet: inputs, sampling, whether compact, seed.
+    # Prompts that are not run yet: inputs, sampling, whether compact, seed.
     waiting: dict[int, tuple[dict[str, Any], bytes, bool, int]] = {}
     writers: dict[int, DraftDecoder] = {}
+
+    def read(number: int, columns: Tensor | None) -> None:
+        inputs, warp, compact, seed = waiting.pop(number)
+        with beating(wire):
+            writers[number] = fresh()
+            writers[number].read(inputs, columns, compact, _sampling(wire, warp, device), seed)
+
     for message in inbox(wire):
         number = message.numbers[0]
         if message.kind == BEGIN:
-            inputs, warp = unpack(message.blob)
             pruned, compact, seed = message.numbers[1:]
-            if pruned:
-                waiting[number] = inputs, warp, bool(compact), seed
-                continue
-            with beating(wire):
-                writers[number] = fresh()
-                writers[number].read(inputs, warp=_taken(wire, warp, device), seed=seed)
+            waiting[number] = *unpack(message.blob), bool(compact), seed
+            if not pruned:
+                read(number, None)
         elif message.kind == KEEP and number in waiting:
-            columns = torch.tensor(message.numbers[1:], dtype=torch.long)
-            if message.blob:
-                columns = torch.frombuffer(message.blob, dtype=torch.long)
-            inputs, warp, short, seed = waiting.pop(number)
-            with beating(wire):
-                writers[number] = fresh()
-                writers[number].read(inputs, columns, short, _taken(wire, warp, device), seed)
+            read(number, torch.frombuffer(message.blob, dtype=torch.long))
         elif message.kind == WRITE and number in writers:
             _, length, count, *fix = message.numbers
             with beating(wire):
                 written = writers[number].write(length, fix, count)
-            micros = (int(written.seconds / MICRO), int(written.prompt_s / MICRO))
-            wire.send(WROTE, number, *micros, *written.ids, blob=_told(written.odds))
+            micros = int(written.seconds / MICRO), int(written.prompt_s / MICRO)
+            wire.send(WROTE, number, *micros, *written.ids, blob=_packed_odds(written.odds))
         elif message.kind == END:
             waiting.pop(number, None)
             writers.pop(number, None)
 
 
-def _told(odds: Sequence[TokenDistribution]) -> list[bytes]:
+def _packed_odds(odds: Sequence[TokenDistribution]) -> list[bytes]:
     """For each token how many it was drawn from (uint32), these (int32), and their probabilities (float32)."""
-    found: list[bytes] = []
+    pieces: list[bytes] = []
     for one in odds:
-        found += [
-            len(one.ids).to_bytes(4, "little"),
-            one.ids.numpy().tobytes(),
-            one.weights.numpy().tobytes(),
-        ]
-    return found
+        count = len(one.ids).to_bytes(4, "little")
+        pieces += [count, one.ids.numpy().tobytes(), one.weights.numpy().tobytes()]
+    return pieces
 
 
 def _travels(x: Any) -> bool:
@@ -229,24 +216,25 @@ def _travels(x: Any) -> bool:
 
 def _packed(warp: Warp | None) -> bytes:
     """The sampling in force, or nothing where it cannot travel: the draft then takes its raw maximum, which costs speed."""
-    held = io.BytesIO()
+    if warp is None:
+        return b""
+    packed = io.BytesIO()
     try:
-        if warp is not None:
-            torch.save(warp, held)
+        torch.save(warp, packed)
     except Exception as error:  # a caller's own logits processor may refuse with anything
-        _tell_greedy(f"{type(error).__name__}: {error}")
-        held = io.BytesIO()
-    return held.getvalue()
+        _warn_greedy(f"{type(error).__name__}: {error}")
+        return b""
+    return packed.getvalue()
 
 
-def _tell_greedy(why: str) -> None:
+def _warn_greedy(why: str) -> None:
     warn(
         "the draft's process cannot be told how tokens are chosen and guesses the likeliest: fewer are accepted; give "
         f"logits processors that can be pickled, of a module that can be imported ({why})."
     )
 
 
-def _taken(wire: Wire, packed: bytes, device: str) -> Warp | None:
+def _sampling(wire: Wire, packed: bytes, device: torch.device | str) -> Warp | None:
     """`_unpacked`, or None where that fails, which is told: a class of the program's own file is found there alone."""
     try:
         return _unpacked(packed, device)
@@ -255,7 +243,7 @@ def _taken(wire: Wire, packed: bytes, device: str) -> Warp | None:
         return None
 
 
-def _unpacked(packed: bytes, device: str) -> Warp | None:
+def _unpacked(packed: bytes, device: torch.device | str) -> Warp | None:
     """The sampling, with the tensors it holds on the draft's device."""
     if not packed:
         return None
@@ -313,13 +301,13 @@ def _on_host(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x.cpu()
     host = torch.empty(x.shape, dtype=x.dtype)
-    whole, there = (t.view(-1).view(torch.uint8) for t in (host, x))
-    slab = torch.empty(min(SLAB, len(there)), dtype=torch.uint8, pin_memory=True)
-    left = torch.cuda.current_stream(x.device)
-    for some, piece in zip(torch.split(whole, SLAB), torch.split(there, SLAB), strict=True):
+    to, source = (t.view(-1).view(torch.uint8) for t in (host, x))
+    slab = torch.empty(min(SLAB, len(source)), dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.current_stream(x.device)
+    for target, piece in zip(torch.split(to, SLAB), torch.split(source, SLAB), strict=True):
         slab[: len(piece)].copy_(piece, non_blocking=True)
-        left.synchronize()
-        some.copy_(slab[: len(piece)])
+        stream.synchronize()
+        target.copy_(slab[: len(piece)])
     return host
 
 
@@ -330,17 +318,18 @@ def unpack(blob: bytearray) -> tuple[dict[str, Any], bytes]:
     more = bytes(blob[at : at + size])
     at += size
     inputs: dict[str, Any] = {}
-    for name, kind, told in table:
+    for name, kind, value in table:
         if kind is None:
-            inputs[name] = told
+            inputs[name] = value
             continue
+        # The value is the tensor's shape.
         dtype = getattr(torch, kind)
-        count = math.prod(told) * dtype.itemsize
+        count = math.prod(value) * dtype.itemsize
         if not count:
-            inputs[name] = torch.empty(told, dtype=dtype)
+            inputs[name] = torch.empty(value, dtype=dtype)
             continue
         at += -at % ALIGN
-        data = torch.frombuffer(blob, dtype=torch.uint8, count=count, offset=at).view(dtype).view(told)
+        data = torch.frombuffer(blob, dtype=torch.uint8, count=count, offset=at).view(dtype).view(value)
         inputs[name] = data.clone() if count <= SMALL else data
         at += count
     return inputs, more

@@ -36,10 +36,10 @@ def best_window(step_s: float, draft_s: float, keep: float, most: int) -> tuple[
     """
     ratio = step_s / max(draft_s, 1e-9)
     low = min(max(math.floor(ratio + 1e-9), 1), most)
-    found = [
+    gains = [
         (tokens_per_round(keep, w) * step_s / max(w * draft_s, step_s), w) for w in {low, min(low + 1, most)}
     ]
-    gain, window = max(found, key=lambda pair: (pair[0], -pair[1]))
+    gain, window = max(gains, key=lambda pair: (pair[0], -pair[1]))
     return window, gain
 
 
@@ -73,7 +73,7 @@ class Pace:
             return now
         return before + self.rate * (min(now, 2 * before) - before)
 
-    def told(self, kept: int, refused: bool) -> None:
+    def judge(self, kept: int, refused: bool) -> None:
         """Of a window `kept` tokens were kept before the first that was refused, if one was."""
         self.judged += kept + refused
         self.kept += kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -16,9 +17,7 @@ from mmaccel.core.registry import register
 class Off(DraftStrategy):
     """Propose nothing. Not active, so that decoding may be left to the model's own loop; in ours it changes no token."""
 
-    @property
-    def active(self) -> bool:
-        return False
+    active: ClassVar[bool] = False
 
     def open(self, target: ModelView) -> DraftState:
         return _Silent()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,7 @@ from mmaccel.core.errors import DraftError, RecipeError, check_choice, check_lea
 from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import register
 from mmaccel.core.worker import READY, Worker
-from mmaccel.policies.draft import _remote_drafter
-from mmaccel.policies.draft._decoder import Engine, Local, TokenDistribution
+from mmaccel.policies.draft._decoder import Local, TokenDistribution
 from mmaccel.policies.draft._draft_model import (
     PeerStrategy,
     check_vocabulary,
@@ -25,6 +25,7 @@ from mmaccel.policies.draft._draft_model import (
     folder_of,
     free_device,
 )
+from mmaccel.policies.draft._remote_drafter import MICRO, SERVICE, Remote
 from mmaccel.policies.draft._window_model import Pace, Reading, Shares, best_window, pause_notes
 
 FIRST_WINDOW = 4
@@ -71,7 +72,7 @@ class Parallel(PeerStrategy):
     start_s, timeout_s  the longest wait for the process to be ready, and for a word of it while it works
     """
 
-    service: ClassVar[str] = _remote_drafter.SERVICE
+    service: ClassVar[str] = SERVICE
 
     window: int | None = None
     most: int = 16
@@ -114,16 +115,16 @@ class Parallel(PeerStrategy):
         self._worker(target)
 
     def open(self, target: ModelView) -> DraftState:
-        vocab, measured = target.geometry.vocab, self.prune_when == "measured"
-        engine: Engine
+        vocab = target.geometry.vocab
+        engine: Local | Remote
         bare_s: float | None = None
         if self.process:
             worker = self._worker(target)
-            engine = _remote_drafter.Remote(worker, vocab)
-            if measured and len(worker.ready) > 1:
-                bare_s = worker.ready[1] * _remote_drafter.MICRO
+            engine = Remote(worker, vocab)
+            bare_s = worker.ready[1] * MICRO if len(worker.ready) > 1 else None
         else:
             engine = Local(self.peer(target), vocab, target.device)
+        measured = self.prune_when == "measured"
         shares = target.hold("parallel shares", lambda: Shares(bare_s)) if measured else None
         return Pipeline(engine, self, devices_of(target.model), vocab, shares)
 
@@ -140,7 +141,7 @@ class Parallel(PeerStrategy):
         }
 
         def begin() -> Worker:
-            worker = _remote_drafter.start(self.service, options, self.timeout_s)
+            worker = Worker(self.service, options, silence_s=self.timeout_s)
             try:
                 (vocab, *_) = worker.wait(READY, self.start_s).numbers
                 check_vocabulary(self.name, target.geometry.vocab, vocab)
@@ -149,9 +150,9 @@ class Parallel(PeerStrategy):
                 raise DraftError(f"parallel: {error}") from error
             return worker
 
-        held: Worker = target.hold(f"parallel {options}", begin, lambda worker: worker.alive)
-        held.wire.silence_s = self.timeout_s
-        return held
+        worker: Worker = target.hold(f"parallel {options}", begin, lambda worker: worker.alive)
+        worker.wire.silence_s = self.timeout_s
+        return worker
 
 
 class Pipeline(DraftState):
@@ -164,7 +165,7 @@ class Pipeline(DraftState):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Local | Remote,
         choice: Parallel,
         devices: Sequence[torch.device],
         vocab: int,
@@ -192,7 +193,7 @@ class Pipeline(DraftState):
         self._prompt_s = 0.0
 
     def begin(self, prompt: Prompt) -> None:
-        self._left = prompt.max_new_tokens or None
+        self._left = prompt.max_new_tokens or sys.maxsize
         choice, pruner = self._choice, self._pruner
         if self._shares is not None and pruner is not None:
             length, sampled = prompt.ids.shape[1], prompt.warp is not None
@@ -216,10 +217,9 @@ class Pipeline(DraftState):
         self._ask()
 
     def propose(self) -> Proposal:
-        ahead = self._line[len(self._said) :] if self._agrees() else []
-        if self._left is not None:
-            # The target adds a token of its own to whatever it keeps.
-            ahead = ahead[: max(self._left - len(self._said) - 1, 0)]
+        # The target adds a token of its own to whatever it keeps.
+        most = max(self._left - len(self._said) - 1, 0)
+        ahead = self._line[len(self._said) :][:most] if self._agrees() else []
         self._ahead = len(ahead)
         self._began = time.perf_counter()
         return self._proposal(len(self._said), ahead)
@@ -248,7 +248,11 @@ class Pipeline(DraftState):
             self._ready = len(self._line)
             kept = int(self._line[:1] == tokens[:1])
         elif not first:
-            self._judged(tokens, kept)
+            alone = "alone" if self._late or not self._started else "pre_verify"
+            mode = "post_verify" if self._ahead else alone
+            self._figures[mode] += 1
+            if mode != "alone":
+                self._pace.judge(kept, len(tokens) > kept)
         self._said += tokens
         self._odds = {place: odds for place, odds in self._odds.items() if place >= len(self._said)}
         self._streak += kept
@@ -256,13 +260,6 @@ class Pipeline(DraftState):
             self._broken()
         if not self._busy:
             self._ask()
-
-    def _judged(self, tokens: list[int], kept: int) -> None:
-        refused = len(tokens) > kept
-        mode = "post_verify" if self._ahead else "pre_verify" if self._started and not self._late else "alone"
-        self._figures[mode] += 1
-        if mode != "alone":
-            self._pace.told(kept, refused)
 
     def _broken(self) -> None:
         if self._streak:
@@ -279,17 +276,12 @@ class Pipeline(DraftState):
         self._choose()
         if self._resume > len(self._said):
             return
+        length, fix = len(self._line), []
         if not self._agrees():
-            same = 0
-            while same < min(len(self._line), len(self._said)) and self._line[same] == self._said[same]:
-                same += 1
-            fix, length = self._said[same:], same
-            self._line = list(self._said)
-        else:
-            fix, length = [], len(self._line)
-        count = self._window
-        if self._left is not None:
-            count = min(count, self._left - len(self._line))
+            both = zip(self._line, self._said, strict=False)
+            length = next((n for n, (one, other) in enumerate(both) if one != other), length)
+            fix, self._line = self._said[length:], list(self._said)
+        count = min(self._window, self._left - len(self._line))
         if count < 1:
             return
         self._engine.ask(length, fix, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -53,7 +54,7 @@ class _Finder(DraftState):
         self._found = self._asked = 0
 
     def begin(self, prompt: Prompt) -> None:
-        self._left = prompt.max_new_tokens or None
+        self._left = prompt.max_new_tokens or sys.maxsize
         self._take(prompt.ids[0].tolist())
 
     def _take(self, tokens: list[int]) -> None:
@@ -66,7 +67,7 @@ class _Finder(DraftState):
 
     def propose(self) -> Proposal:
         self._asked += 1
-        count = self._window if self._left is None else min(self._window, self._left - 1)
+        count = min(self._window, self._left - 1)
         for n in range(min(self._ngram, len(self._tokens)), 0, -1):
             end = self._seen.get(tuple(self._tokens[-n:]))
             if end is not None and count > 0:
@@ -76,8 +77,7 @@ class _Finder(DraftState):
 
     def observe(self, committed: Tensor, kept: int) -> None:
         self._take(committed.tolist())
-        if self._left is not None:
-            self._left -= committed.numel()
+        self._left -= committed.numel()
 
     def counters(self) -> dict[str, float]:
         return {"lookups": float(self._asked), "found": float(self._found)}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.draft import DraftState, Prompt, Proposal
-from mmaccel.core.errors import DraftError, check_least
+from mmaccel.core.errors import check_least
+from mmaccel.core.prune import TokenPruner
 from mmaccel.core.registry import register
 from mmaccel.core.verify import draw, resize
-from mmaccel.policies.draft._draft_model import PeerStrategy, PrunedReader, Reader, moved
+from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
 
 
 @register("draft", "sequential")
@@ -44,39 +47,37 @@ class Sequential(PeerStrategy):
 
     def open(self, target: ModelView) -> DraftState:
         peer = self.peer(target)
-        reader = PrunedReader(self.prune) if self.prune is not None else Reader()
-        return Drafter(peer.runner(), peer.device, self.window, target.geometry.vocab, reader)
+        return Drafter(peer.runner(), peer.device, self.window, target.geometry.vocab, self.prune)
 
 
-class Drafter(DraftState):
-    """Between rounds the runner has run every committed token but `_pending`; within one, drafted tokens past `_mark`."""
+class Drafter(PeerState):
+    """Within a round the runner has run drafted tokens past `_mark`, of which there are `_fed`."""
+
+    strategy: ClassVar[str] = Sequential.name
 
     def __init__(
-        self, runner: Runner, device: torch.device, window: int, vocab: int, reader: Reader | None = None
+        self,
+        runner: Runner,
+        device: torch.device,
+        window: int,
+        vocab: int,
+        pruner: TokenPruner | None = None,
     ) -> None:
-        self._runner: Runner | None = runner
-        self._device = device
-        self._reader = reader or Reader()
-        self._window, self._vocab = window, vocab
-        self._mark = self._fed = 0
-        self._drafted = self._steps = 0
+        super().__init__(runner, device, vocab, pruner)
+        self._window = window
+        self._mark = self._fed = self._drafted = 0
 
     def begin(self, prompt: Prompt) -> None:
+        super().begin(prompt)
         self._warp, self._generator = prompt.warp, prompt.generator
         self._ids = prompt.ids[0]
-        self._pending = self._ids[:0]
-        self._left = prompt.max_new_tokens or None
-        self._reader.begin(self._open(), moved(prompt.inputs, self._device))
-
-    def keep(self, columns: Tensor) -> None:
-        self._reader.keep(columns)
+        self._left = prompt.max_new_tokens or sys.maxsize
 
     def propose(self) -> Proposal:
         # The target adds a token of its own to whatever it keeps.
-        count = self._window if self._left is None else min(self._window, self._left - 1)
+        count = min(self._window, self._left - 1)
         if count < 1:
             return Proposal.empty()
-        self._reader.read()
         self._mark = self._open().length() + self._pending.numel()
         ids, feed, rows = self._ids, self._pending, []
         for _ in range(count):
@@ -93,26 +94,17 @@ class Drafter(DraftState):
 
     def observe(self, committed: Tensor, kept: int) -> None:
         committed = committed.to(self._ids.device)
-        held = min(kept, self._fed)
-        if held < self._fed:
-            self._open().truncate(self._mark + held)
+        run = min(kept, self._fed)
+        if run < self._fed:
+            self._open().truncate(self._mark + run)
         # After a full acceptance these are the last drafted token, which was never run, and the target's bonus.
-        self._pending = torch.cat([self._pending, committed[held:]])
+        self._pending = torch.cat([self._pending, committed[run:]])
         self._ids = torch.cat([self._ids, committed])
         self._fed = 0
-        if self._left is not None:
-            self._left -= committed.numel()
-
-    def close(self) -> None:
-        self._runner = None
+        self._left -= committed.numel()
 
     def counters(self) -> dict[str, float]:
         return {"drafted": float(self._drafted), "draft_steps": float(self._steps)}
-
-    def _open(self) -> Runner:
-        if self._runner is None:
-            raise DraftError("sequential: the draft is closed; open a new one for each sequence.")
-        return self._runner
 
     def _step(self, ids: Tensor) -> Tensor:
         """Logits [V] of the token after `ids`, over the target's vocabulary."""

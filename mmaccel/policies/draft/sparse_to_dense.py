@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -135,7 +136,7 @@ class _Sparse(DraftState, Probe):
 
     def begin(self, prompt: Prompt) -> None:
         self._prompt = prompt
-        self._left = prompt.max_new_tokens or None
+        self._left = prompt.max_new_tokens or sys.maxsize
         self._layout = self._target.adapter.layout(self._target.model, prompt.inputs)
         self._asked = observers(self._layout)
 
@@ -170,8 +171,7 @@ class _Sparse(DraftState, Probe):
         if self._runner is None:
             self._open(self._dense)
         dense = self._dense
-        if self._left is not None:
-            self._left -= committed.numel()
+        self._left -= committed.numel()
         assert dense is not None
         self._last = committed[-1:]
         self._memory.follow(dense, dense.length())
@@ -197,7 +197,7 @@ class _Sparse(DraftState, Probe):
         self._runner.resume(self._prompt.inputs)
 
     def propose(self) -> Proposal:
-        count = self._choice.window if self._left is None else min(self._choice.window, self._left - 1)
+        count = min(self._choice.window, self._left - 1)
         if count < 1 or self._runner is None:
             return Proposal.empty()
         feed = self._last

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import ModelView, Runner
 from mmaccel.core.draft import DraftState
 from mmaccel.core.errors import RecipeError
+from mmaccel.core.layout import TEXT
 from mmaccel.core.registry import register
-from mmaccel.policies.draft._draft_model import Reader, TextReader, open_peer
 from mmaccel.policies.draft.sequential import Drafter, Sequential
 
 
@@ -27,36 +27,28 @@ class TextOnly(Sequential):
     model. Placeholders of images and videos are never proposed.
     """
 
+    reads_text: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prune is not None:
             raise RecipeError("text_only: prune: there is no video token left to prune; leave it out.")
 
-    def peer(self, target: ModelView) -> ModelView:
-        return open_peer(self.name, target, self.model, text=True)
-
     def open(self, target: ModelView) -> DraftState:
         peer = self.peer(target)
-        never = target.adapter.placeholders(target.model)
-        return TextDrafter(
-            peer.runner(), peer.device, self.window, target.geometry.vocab, TextReader(target), never
-        )
+        return TextDrafter(target, peer.runner(), peer.device, self.window, target.geometry.vocab)
 
 
 class TextDrafter(Drafter):
-    """A drafter that proposes none of the tokens `never`."""
+    """A drafter that reads the text alone, as if there were neither video nor picture, and proposes no placeholder."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        device: torch.device,
-        window: int,
-        vocab: int,
-        reader: Reader,
-        never: Sequence[int],
-    ) -> None:
-        super().__init__(runner, device, window, vocab, reader)
-        self._never = list(never)
+    def __init__(self, target: ModelView, *given: Any) -> None:
+        super().__init__(*given)
+        self._target, self._never = target, list(target.adapter.placeholders(target.model))
+
+    def _read(self, runner: Runner, inputs: Mapping[str, Any]) -> None:
+        ids, layout = inputs["input_ids"], self._target.adapter.layout(self._target.model, inputs)
+        runner.prefill({"input_ids": ids[:, layout.modality[0].to(ids.device) == TEXT]})
 
     def _step(self, ids: Tensor) -> Tensor:
         logits = super()._step(ids)

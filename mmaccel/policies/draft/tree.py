@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mmaccel.core.adapter import Branches, ModelView, Runner
-from mmaccel.core.draft import DraftState, Prompt, Proposal
-from mmaccel.core.errors import DraftError, RecipeError, check_choice, check_least
+from mmaccel.core.draft import DraftState, Proposal
+from mmaccel.core.errors import RecipeError, check_choice, check_least
 from mmaccel.core.registry import register
-from mmaccel.policies.draft._draft_model import PeerStrategy, PrunedReader, Reader, moved
+from mmaccel.policies.draft._draft_model import PeerState, PeerStrategy
 
 STATIC = (
     ((0,), (1,), (2,), (3,)),
@@ -62,29 +63,22 @@ class Tree(PeerStrategy):
         return _Gardener(peer.runner(), peer.device, self, target.geometry.vocab)
 
 
-class _Gardener(DraftState):
-    """Between rounds the runner has run every committed token but `_pending`; what a tree ran is taken back."""
+class _Gardener(PeerState):
+    """What a tree ran is taken back at once. `_run` has the nodes of the tree at hand that were run, in their order."""
+
+    strategy: ClassVar[str] = Tree.name
 
     def __init__(self, runner: Runner, device: torch.device, choice: Tree, vocab: int) -> None:
-        self._runner: Runner | None = runner
-        self._device, self._choice, self._vocab = device, choice, vocab
-        self._reader = PrunedReader(choice.prune) if choice.prune is not None else Reader()
-        self._steps = self._trees = 0
-
-    def begin(self, prompt: Prompt) -> None:
-        self._pending = prompt.ids[0, :0]
-        self._reader.begin(self._open(), moved(prompt.inputs, self._device))
-
-    def keep(self, columns: Tensor) -> None:
-        self._reader.keep(columns)
+        super().__init__(runner, device, vocab, choice.prune)
+        self._choice, self._trees = choice, 0
+        self._run: list[int] = []
 
     def propose(self) -> Proposal:
-        self._reader.read()
         runner = self._open()
         root = self._logits(runner.step(self._pending.to(self._device)[None]))[-1]
         self._pending = self._pending[:0]
         self._trees += 1
-        mark = runner.length()
+        mark, self._run = runner.length(), []
         try:
             grow = self._static if self._choice.shape == "static" else self._dynamic
             tokens, parents = grow(root)
@@ -100,7 +94,6 @@ class _Gardener(DraftState):
         parents: list[int] = []
         number: dict[tuple[int, ...], int] = {(): -1}
         rows: dict[tuple[int, ...], Tensor] = {(): root}
-        ground = _Ground()
         for level, paths in enumerate(STATIC):
             ranked = {way: row.topk(min(4, row.numel())).indices.tolist() for way, row in rows.items()}
             for path in paths:
@@ -109,8 +102,8 @@ class _Gardener(DraftState):
                 parents.append(number[path[:-1]])
             if level + 1 < len(STATIC):
                 ways = list(dict.fromkeys(path[:-1] for path in STATIC[level + 1]))
-                found = self._run([number[way] for way in ways], tokens, parents, ground)
-                rows = dict(zip(ways, found, strict=True))
+                rows_of_level = self._step([number[way] for way in ways], tokens, parents)
+                rows = dict(zip(ways, rows_of_level, strict=True))
         return tokens, parents
 
     def _dynamic(self, root: Tensor) -> tuple[list[int], list[int]]:
@@ -118,7 +111,6 @@ class _Gardener(DraftState):
         tokens: list[int] = []
         parents: list[int] = []
         worth: list[float] = []
-        ground = _Ground()
         frontier: list[tuple[int, float, Tensor]] = [(-1, 0.0, root)]
         for level in range(choice.depth):
             born = []
@@ -131,51 +123,31 @@ class _Gardener(DraftState):
                     worth.append(base + value)
             chosen = sorted(sorted(born, key=lambda n: -worth[n])[: choice.width])
             if level + 1 < choice.depth:
-                rows = self._run(chosen, tokens, parents, ground)
+                rows = self._step(chosen, tokens, parents)
                 frontier = [(n, worth[n], row) for n, row in zip(chosen, rows, strict=True)]
         # A child is never worth more than its parent and comes after it, so what is left is a tree.
         left = sorted(sorted(range(len(tokens)), key=lambda n: -worth[n])[: choice.nodes])
         place = {-1: -1, **{node: i for i, node in enumerate(left)}}
         return [tokens[n] for n in left], [place[parents[n]] for n in left]
 
-    def _run(self, nodes: list[int], tokens: list[int], parents: list[int], ground: _Ground) -> list[Tensor]:
+    def _step(self, nodes: list[int], tokens: list[int], parents: list[int]) -> list[Tensor]:
         """Logits [V] after each of `nodes`, all of one level, whose ancestors have been run."""
-        branches = ground.add(nodes, parents)
+        self._run += nodes
+        row = {node: n for n, node in enumerate(self._run)}
+        sees = torch.zeros(len(nodes), len(row), dtype=torch.bool)
+        depth = []
+        for n, node in enumerate(nodes):
+            path = [node]
+            while parents[path[-1]] >= 0:
+                path.append(parents[path[-1]])
+            sees[n, [row[one] for one in path]] = True
+            depth.append(len(path) - 1)
         ids = torch.tensor([[tokens[n] for n in nodes]], device=self._device)
-        return list(self._logits(self._open().step(ids, branches)))
+        return list(self._logits(self._open().step(ids, Branches(sees, torch.tensor(depth)))))
 
     def _logits(self, logits: Tensor) -> Tensor:
         self._steps += 1
         return logits[0, :, : self._vocab]
 
-    def _open(self) -> Runner:
-        if self._runner is None:
-            raise DraftError("tree: the draft is closed; open a new one for each sequence.")
-        return self._runner
-
-    def close(self) -> None:
-        self._runner = None
-
     def counters(self) -> dict[str, float]:
         return {"trees": float(self._trees), "draft_steps": float(self._steps)}
-
-
-class _Ground:
-    """The nodes of a tree that a runner has run, in their order there."""
-
-    def __init__(self) -> None:
-        self._run: dict[int, int] = {}
-
-    def add(self, nodes: list[int], parents: list[int]) -> Branches:
-        """The rows of a pass over `nodes`, which are run after what was added before."""
-        for node in nodes:
-            self._run[node] = len(self._run)
-        sees = torch.zeros(len(nodes), len(self._run), dtype=torch.bool)
-        depth = []
-        for row, node in enumerate(nodes):
-            height = 0
-            while node >= 0:
-                sees[row, self._run[node]] = True
-                node, height = parents[node], height + 1
-            depth.append(height - 1)
-        return Branches(sees, torch.tensor(depth))

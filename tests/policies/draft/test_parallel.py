@@ -326,7 +326,7 @@ def test_a_pace_follows_what_it_is_told() -> None:
     for _ in range(60):
         pace.step(2.0)
         pace.drafted(1.5, 3)
-        pace.told(1, True)
+        pace.judge(1, True)
     assert pace.known and pace.step_s == pytest.approx(2.0) and pace.draft_s == pytest.approx(0.5)
     assert pace.keep == pytest.approx(0.5, abs=0.02)
 

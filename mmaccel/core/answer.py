@@ -79,9 +79,11 @@ class Answer:
         return order[:count]
 
 
+@dataclass(eq=False)
 class QuestionRunner(Runner):
     """A question and its answer on the memory of a stream: the target of the decoding loop.
 
+    hidden    the memory is told what enters each layer
     ids       [n] of the words after the video
     left      the tokens of an answer for which the model has positions
     meter     counts what is decoded
@@ -89,48 +91,42 @@ class QuestionRunner(Runner):
     logits    [1, V] of the first token, set by `prefill`
     """
 
-    logits: Tensor
-
-    def __init__(
-        self,
-        seam: StreamAdapter,
-        state: StreamState,
-        hidden: bool,
-        deadline: Deadline,
-        ids: Tensor,
-        left: int,
-        meter: Meter,
-        evidence: Callable[[], tuple[Evidence, ...]],
-    ) -> None:
-        self._seam, self._state, self._hidden, self._deadline = seam, state, hidden, deadline
-        self.ids, self.left, self.meter, self.evidence = ids, left, meter, evidence
+    seam: StreamAdapter
+    state: StreamState
+    hidden: bool
+    deadline: Deadline
+    ids: Tensor
+    left: int
+    meter: Meter
+    evidence: Callable[[], tuple[Evidence, ...]]
+    logits: Tensor = field(init=False)
 
     def prefill(self, inputs: Mapping[str, Any], keep: Tensor | None = None, compact: bool = False) -> Tensor:
         """Logits [1, V] after a question; `inputs` holds its `piece` and `embeds` [n, E].
 
         Raises `Ended` when the deadline passes before the last layer.
         """
-        hidden = self._pass(inputs["piece"], inputs["embeds"], self._deadline.check)
-        self.logits = self._seam.logits(hidden[-1:])
+        hidden = self._pass(inputs["piece"], inputs["embeds"], self.deadline.check)
+        self.logits = self.seam.logits(hidden[-1:])
         return self.logits
 
     def step(self, ids: Tensor, branches: Branches | None = None) -> Tensor:
         if branches is not None:
             raise ModelError("draft: a stream's memory takes chains, not trees; set draft to 'off'.")
         piece = StreamPass(kind="answer", rows=ids.shape[1])
-        return self._seam.logits(self._pass(piece, self._seam.words(ids[0])))[None]
+        return self.seam.logits(self._pass(piece, self.seam.words(ids[0])))[None]
 
     def _pass(self, piece: StreamPass, embeds: Tensor, check: Callable[[], None] | None = None) -> Tensor:
-        self._state.begin_pass(piece)
-        hidden = self._seam.run(self._state, embeds, self._hidden, few=True, check=check)
-        self._state.end_pass()
+        self.state.begin_pass(piece)
+        hidden = self.seam.run(self.state, embeds, self.hidden, few=True, check=check)
+        self.state.end_pass()
         return hidden
 
     def truncate(self, length: int) -> None:
-        self._state.truncate(length)
+        self.state.truncate(length)
 
     def length(self) -> int:
-        return self._state.length()
+        return self.state.length()
 
     def decode(
         self, strategy: DraftStrategy, most: int, put: Callable[[str], None] | None
@@ -139,7 +135,7 @@ class QuestionRunner(Runner):
 
         `put` gets new text as it comes. Warns when the answer ends with the model's positions.
         """
-        seam, ends, tokens, shown = self._seam, self._seam.ends(), list[int](), ""
+        seam, ends, tokens, shown = self.seam, self.seam.ends(), list[int](), ""
         ids = torch.cat([seam.head(), self.ids])[None]
         start = ids.shape[1]
         draft = strategy.open(seam.view)
@@ -150,7 +146,7 @@ class QuestionRunner(Runner):
         def stop(ids: Tensor) -> bool:
             """Whether the answer ends with the last of `ids` [1, S]; notes why."""
             nonlocal reason
-            count, over = ids.shape[1] - start, self._deadline.over()
+            count, over = ids.shape[1] - start, self.deadline.over()
             if int(ids[0, -1]) in ends:
                 return True
             if count >= most:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,14 +22,8 @@ def shown(value: Any, most: int = SHOWN) -> str:
         told = repr(value[: most + 1])
     elif isinstance(value, int) and value.bit_length() > 3 * most:
         told = f"a whole number of {value.bit_length()} bits"
-    elif isinstance(value, dict):
-        told = _listed("{", value.items(), "}", most)
-    elif isinstance(value, list):
-        told = _listed("[", value, "]", most)
-    elif isinstance(value, tuple):
-        told = _listed("(", value, ",)" if len(value) == 1 else ")", most)
-    elif isinstance(value, set | frozenset) and value:
-        told = _listed("{", value, "}", most)
+    elif isinstance(value, dict | list | tuple | set | frozenset) and value:
+        told = _listed(value, most)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         told = f"{type(value).__name__}(...)"
     else:
@@ -37,20 +31,18 @@ def shown(value: Any, most: int = SHOWN) -> str:
     return told if len(told) <= most + 2 else told[: most - 3] + "..."
 
 
-def _listed(begin: str, values: Iterable[Any], end: str, most: int) -> str:
+def _listed(values: Collection[Any], most: int) -> str:
+    begin, end = "[]" if isinstance(values, list) else "()" if isinstance(values, tuple) else "{}"
     told = begin
     for value in values:
         left = most - len(told) - 1
-        if end == "}" and isinstance(value, tuple):  # an entry of a mapping
-            key = shown(value[0], left)
-            piece = f"{key}: {shown(value[1], left - len(key))}"
-        else:
-            piece = shown(value, left)
+        piece = shown(value, left)
+        if isinstance(values, dict):
+            piece += f": {shown(values[value], left - len(piece))}"
         told += piece + ", "
         if len(told) > most:
-            # The caller cuts it; the values to come are not read.
-            return told
-    return told.removesuffix(", ") + end
+            return told  # the caller cuts it; the values to come are not read
+    return told.removesuffix(" " if end == ")" and len(values) == 1 else ", ") + end
 
 
 class Field:
@@ -145,18 +137,14 @@ class UnknownName(RecipeError):
         near = difflib.get_close_matches(name, [*names, *others], n=1, cutoff=0.55)
         told = f"there are {', '.join(names) or 'none'}."
         if kinds is not None:
-            of = kinds[near[0]] if near else ""
-            same = [one for one in names if kinds[one] == of]
             told = "`mmaccel list` has them all."
             if near:
-                told = f"of kind {of} there are {', '.join(same)}; `mmaccel list` has the others."
+                same = ", ".join(one for one in names if kinds[one] == kinds[near[0]])
+                told = f"of kind {kinds[near[0]]} there are {same}; `mmaccel list` has the others."
         of = ", of its index or of an earlier version" if near and near[0] not in names else ""
         hint = f"did you mean {near[0]!r}{of}? {told[0].upper()}{told[1:]}" if near else told
-        super().__init__(
-            f"unknown {kind} {shown(given)}: {hint[:-1]}; {OWN}."
-            if own
-            else f"unknown {kind} {shown(given)}: {hint}"
-        )
+        hint = f"{hint[:-1]}; {OWN}." if own else hint
+        super().__init__(f"unknown {kind} {shown(given)}: {hint}")
 
 
 class ModelError(MmaccelError):

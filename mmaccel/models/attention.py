@@ -1,5 +1,5 @@
 """Our attention and our cache as transformers sees them: the function that layers with our hooks call, the arguments of
-`forward` that concern it, and a `KVState` as a transformers cache."""
+`forward` that concern it, a `KVState` as a transformers cache, and the pass of packed sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from mmaccel.core.draft import PrefillPass, Probe
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.packed import PackedPass
 from mmaccel.core.recipe import Recipe
 
 ATTENTION = "mmaccel"
@@ -296,3 +295,51 @@ class KVCache(Cache):
     def reset(self) -> None:
         self.sequence = None
         self.state.reset()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPass:
+    """A prefill of packed sequences, without a memory.
+
+    runs  (row of the batch, its columns, the run of these alone) for each sequence; together they cover the batch
+    """
+
+    runs: tuple[tuple[int, slice, ForwardPass], ...]
+
+    @classmethod
+    def of(cls, run: ForwardPass, packed: Tensor) -> PackedPass:
+        """`run` over a whole batch, cut where the sequence number `packed` [B, S] of its columns changes."""
+        runs = []
+        for b, row in enumerate(packed):
+            begin = 0
+            for size in torch.unique_consecutive(row, return_counts=True)[1].tolist():
+                columns = slice(begin, begin + size)
+                layout = _alone(run.layout.sequence(b).take(columns))
+                runs.append((b, columns, replace(run, layout=layout, listed={})))
+                begin += size
+        return cls(tuple(runs))
+
+    @property
+    def stream(self) -> bool:
+        """See `ForwardPass`."""
+        return False
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[B, H, S, D]: attention of query [B, H, S, D] to key and value [B, G, S, D], within each sequence."""
+        out = value.new_empty(*query.shape[:3], value.shape[-1])
+        for b, columns, run in self.runs:
+            some = (slice(b, b + 1), slice(None), columns)
+            out[some] = run.attend(layer, query[some], key[some], value[some], scale)
+        return out
+
+
+def _alone(layout: TokenLayout) -> TokenLayout:
+    """The layout of a part of a sequence as if nothing stood before it."""
+    framed = layout.frame >= 0
+    first = layout.frame.masked_fill(~framed, torch.iinfo(layout.frame.dtype).max).amin(1, keepdim=True)
+    return replace(
+        layout,
+        position=layout.position - layout.position[:, :1],
+        segment=layout.segment - layout.segment[:, :1],
+        frame=torch.where(framed, layout.frame - first, layout.frame),
+    )

@@ -27,8 +27,7 @@ from mmaccel.core.attention import NOTE, ForwardPass, Note
 from mmaccel.core.errors import ModelError, warn
 from mmaccel.core.generate import Deadline
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.packed import PackedPass
-from mmaccel.models.attention import ATTENTION, Columns, KVCache, check_forward, packed_in
+from mmaccel.models.attention import ATTENTION, Columns, KVCache, PackedPass, check_forward, packed_in
 from mmaccel.models.batches import DraftTimes
 from mmaccel.models.family_facts import FamilyFacts
 from mmaccel.models.install import Attaching, gate_of

@@ -46,10 +46,8 @@ RIVALS: dict[str, dict[str, Any]] = {
 @contextmanager
 def changed(state: Any, told: Mapping[str, Any]) -> Iterator[None]:
     """A memory with one part changed, for a question."""
-    retriever, store = getattr(state, "retriever", None), state.store
-    parts = {"prefetch": retriever, "reps": retriever, "local": state, "budget": state}
-    changes = [(parts[name], name, value) for name, value in told.items() if name in parts]
-    changes += [(store, "__class__", told["store"])] if "store" in told else []
+    changes = [(state, name, value) for name, value in told.items() if name not in ("store", "warm")]
+    changes += [(state.store, "__class__", told["store"])] if "store" in told else []
     before = [(part, name, getattr(part, name)) for part, name, _ in changes]
     try:
         for part, name, value in changes:

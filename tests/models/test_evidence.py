@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmaccel.core.registry import policy
-from mmaccel.policies.kv._archived import ArchivedMemory
+from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv._window import Rows, attention
 from mmaccel_lab.eval.footage import Footage, Viewing
 from mmaccel_lab.world import World

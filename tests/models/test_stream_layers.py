@@ -85,8 +85,8 @@ def test_replayed_layers_say_what_layers_launched_one_by_one_say(
                 session.watch(part, fps=FPS)
                 live: Any = session._live
                 live.state._keeps = live.seam._few._replays._works = works
-                if hasattr(live.state, "retriever"):
-                    live.state.retriever.replays._works = works
+                if hasattr(live.state, "replays"):
+                    live.state.replays._works = works
                 for question in (
                     QUESTION,
                     QUESTION,

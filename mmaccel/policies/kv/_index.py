@@ -7,7 +7,7 @@ cluster of its own, `mosaic` one of clusters inside visual clusters. An index is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import clusters
-from mmaccel.core.errors import RecipeError, check_choice, shown, warn
+from mmaccel.core.errors import check_choice
 from mmaccel.core.kv import grow_buffer
+from mmaccel.core.positions import PositionIds
 from mmaccel.core.registry import Policy
 from mmaccel.policies.kv._window import Pair
 from mmaccel.policies.kv.store.pinned_slabs import on_device
@@ -28,68 +29,6 @@ if TYPE_CHECKING:
 
 SPARE = 0.25
 """Tensors of an index on the device grow by this share, and then lie elsewhere; doubling would waste up to half of them."""
-
-
-@dataclass(frozen=True)
-class Former:
-    """A field of earlier versions.
-
-    default  its value that holds for everything now
-    why      what took its place
-    part     the index of which it is a field now
-    speed    its other values, or their types, where they changed neither what is stored nor any answer: they are dropped,
-             with a warning
-    """
-
-    default: Any = None
-    why: str = ""
-    part: str = ""
-    speed: tuple[Any, ...] = ()
-
-
-def _among(value: Any, choices: tuple[Any, ...]) -> bool:
-    """Whether `value` is one of `choices`, or of a type among them; true and 1 are two values."""
-    same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in choices)
-    return type(value) in choices or any(same)
-
-
-def renamed(who: str, given: dict[str, Any], old: str, value: Any, new: str) -> None:
-    """Set field `new` to the `value` that a former spelling, `old`, comes to; raises where both are given and disagree."""
-    if new in given and given[new] != value:
-        raise RecipeError(f"{who}: {old} means {new}: {value}, and {new} is given; leave the former out.")
-    given[new] = value
-    warn(f"{who}: {old} is the former spelling; write {new}: {value}.")
-
-
-def upgraded(who: str, fields: Mapping[str, Any], former: Mapping[str, Former], index: Any) -> dict[str, Any]:
-    """`fields` without the `former` ones, of which those of the index, by default `index`, are moved there."""
-    given, moved = dict(fields), dict[str, Any]()
-    for name, one in former.items():
-        if name not in given:
-            continue
-        value = given.pop(name)
-        if one.part:
-            moved[name] = value
-        elif not _among(value, (one.default, *one.speed)):
-            told = f"the field {name} is gone, and {shown(value)} is not what it became"
-            raise RecipeError(f"{who}: {told}: {one.why}; leave it out.")
-        elif value != one.default:
-            warn(f"{who}: the field {name} is gone, and it changed no answer: {one.why}; leave it out.")
-    if not moved:
-        return given
-    own = given.get("index", index)
-    own = {"name": own} if isinstance(own, str) else own
-    if not isinstance(own, Mapping):
-        raise RecipeError(f"{who}: {', '.join(moved)} are fields of the index; set them there.")
-    for name, value in moved.items():
-        if own.get(name, value) != value:
-            raise RecipeError(
-                f"{who}: {name} is {shown(value)}, and another in its index; set it there alone."
-            )
-    given["index"] = {**own, **moved}
-    told = ", ".join(f"{name}: {value}" for name, value in given["index"].items())
-    warn(f"{who}: {', '.join(moved)} moved to the index; write index: {{{told}}}.")
-    return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +60,25 @@ class Found(NamedTuple):
     entries: Tensor
     picked: Tensor
     scores: Tensor
+
+
+class Chosen(NamedTuple):
+    """What one layer sees at a question.
+
+    found    what it retrieved
+    entries  [k] ascending: all units that it sees, those that it need not search among them
+    code     [k] where they are (`Prefetcher.codes`); None where the store is not read by codes
+    ahead    [n] codes of what to fetch for the next layer
+    reps     summary tokens before them
+    name     of the kind of question: the next one's results of this name lie at the same addresses. None: they do not
+    """
+
+    found: Found
+    entries: Tensor
+    code: Tensor | None
+    ahead: Tensor | None
+    reps: int
+    name: Hashable | None
 
 
 @dataclass(eq=False)
@@ -340,3 +298,34 @@ class Index(ABC):
     @abstractmethod
     def load(self, folder: Path, units: int) -> None:
         """Read what `save` wrote of a stream of `units` units; raises `ModelError` where it does not fit."""
+
+
+def unit_positions(places: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
+    """[k * P] or [3, k * P]: the tokens of ascending units `entries` [k] of `count`, at their own times or closed up."""
+    if compact:
+        return places.units(0, len(entries))
+    if len(entries) == count:
+        return places.own(0, count)
+    return places.chosen(entries, count - 1, own=True)
+
+
+def summary_positions(
+    places: PositionIds, time: Tensor, entries: Tensor, count: int, compact: bool, middle: int
+) -> Tensor:
+    """[k] or [3, k]: token `middle` of the unit at the mean unit numbers `time` [k]; `compact`: where `entries` are then."""
+    if compact and len(entries) < count:
+        numbers = torch.searchsorted(entries.to(time), time).clamp(max=len(entries) - 1)
+    else:
+        numbers = time.round().long()
+    # What is no cluster may have any time. (Not below `count`: that is another at the next question.)
+    numbers = numbers.clamp(0, places.known(count, not compact) - 1)
+    return places.chosen(numbers, count - 1, middle, not compact)
+
+
+def closed_up(units: Tensor, base: int, first: int, even: bool) -> Tensor:
+    """[n] where ascending `units` [n], all below `first`, stand where `base` is taken from them: what lies before the base
+    is closed up behind it, so that its order is still seen. All stand before the window."""
+    rank = torch.arange(len(units), device=units.device)
+    room = first - base - 1 - rank[-1]
+    there = torch.maximum(units - base, rank) if even else rank + room
+    return torch.minimum(there, rank + room).clamp_min(0)

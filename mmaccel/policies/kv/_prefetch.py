@@ -1,4 +1,5 @@
-"""From the host to the layer that needs it: units that are cached, fetched ahead, or still missing."""
+"""From the host to the layer that needs it: units that are cached, fetched ahead, or still missing; and the hidden states by
+which the next layer's query is predicted."""
 
 from __future__ import annotations
 
@@ -300,6 +301,44 @@ class Prefetcher:
             rows = [in_units(side[0], tokens).index_select(1, index).flatten(1, 2) for side in window]
             parts.append(torch.stack(rows))
         out.copy_(torch.cat(parts, 2))
+
+
+class QueryPrediction:
+    """What each layer adds to the hidden states of a question's words, in the mean, as the last question showed it.
+
+    Questions go through the same template and the same layers: most of what a layer adds is alike for all. On both tiny
+    models the next layer's own query of states moved so far finds 84% of what that layer retrieves, with a quarter more
+    asked for, and the query of the states as they are 68%.
+
+    All of it lies on the device, where it stays, so that `next` can be replayed: known, seen [L, E] float32.
+    """
+
+    def __init__(self, layers: int, hidden: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self._known, self._seen = torch.zeros(2, layers, hidden, device=device)
+            self._before = torch.zeros(hidden, device=device)
+        self._reached = -1
+
+    def clear(self) -> None:
+        """Nothing was asked yet."""
+        self._known.zero_()
+        self._reached = -1
+
+    def next(self, layer: int, rows: Tensor, count: Tensor) -> Tensor:
+        """The hidden states that will enter the next layer, about, for those [1, n, E] of rows entering this one, of which
+        the first `count` [1] are a question's words. Notes what this layer shows of the one before."""
+        seen = self._seen[layer - 1] if layer else None
+        return clusters.moved(rows[0], count, self._known[layer], self._before, seen)[None]
+
+    def entered(self, layer: int) -> None:
+        """The states that enter a layer are given to `next`, or to what replays it."""
+        self._reached = layer if layer == self._reached + 1 else -1
+
+    def settle(self) -> None:
+        """The question is over: what it showed is known to the next."""
+        if self._reached > 0:
+            self._known[: self._reached] = self._seen[: self._reached]
+        self._reached = -1
 
 
 def _copy(place: Tensor, units: Tensor) -> None:

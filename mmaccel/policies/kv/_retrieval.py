@@ -1,29 +1,33 @@
-"""What each layer of a question sees of an archived stream: retrieved units, summary tokens, their positions; and a guess of
-what the next layer will retrieve. On CUDA, all of it is captured at a question's second occurrence and replayed.
+"""The memory whose older units lie on the host: what passes of the stream and questions retrieve of them, and summary tokens
+for the rest. On CUDA, what a question chooses is captured at its second occurrence and replayed.
 
-Letters: L layers, H query heads, D head size, E hidden size, C places for clusters.
+Letters: L layers, H query heads, G key/value heads, D head size, E hidden size, P tokens a unit, C places for clusters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmaccel.backends.ops import clusters
 from mmaccel.core.adapter import Geometry, ModelView
-from mmaccel.core.kv import Stream
-from mmaccel.core.positions import PositionIds
+from mmaccel.core.kv import CacheSlot, Stream, StreamPass
 from mmaccel.core.replay import Replays
-from mmaccel.policies.kv._index import Found, Index
-from mmaccel.policies.kv._prefetch import Prefetcher
-from mmaccel.policies.kv._window import Angles, Pair, Rope
+from mmaccel.policies.kv._index import Chosen, Found, Index, closed_up, summary_positions, unit_positions
+from mmaccel.policies.kv._prefetch import Prefetcher, QueryPrediction
+from mmaccel.policies.kv._window import Angles, Asked, Bases, Look, Pair, words_of
+from mmaccel.policies.kv._windowed import StreamMemory
 from mmaccel.policies.kv.store.pinned_slabs import on_device
+from mmaccel.policies.kv.store.transfer import in_units
 
-Prefetch = Literal["off", "query", "projected"]
-
+ALL = 1 << 62
+"""As many summary tokens as there are clusters."""
 STEP = 64
 """Summary tokens of a replay are a multiple of this, as far as there are places for clusters."""
 ROWS = 8
@@ -32,119 +36,199 @@ AHEAD = 1.25
 """The prefetch brings so many times the budget: neighbouring layers agree on most of what they retrieve, not on all."""
 
 
-class End(NamedTuple):
-    """The end of a stream of so many `units`: a question sees those from `begin` on without a search; those from `first` on
-    are in the window."""
+class ArchivedMemory(StreamMemory):
+    """Units that have left the window lie in `store`; `index` finds them, and `prefetcher` brings them.
 
-    begin: int
-    units: int
-    first: int
-
-    @property
-    def away(self) -> bool:
-        """Whether some have left the window."""
-        return self.first > 0
-
-
-class Chosen(NamedTuple):
-    """What one layer sees at a question.
-
-    found    what it retrieved
-    entries  [k] ascending: all units that it sees, those that it need not search among them
-    code     [k] where they are (`Prefetcher.codes`); None where the store is not read by codes
-    ahead    [n] codes of what to fetch for the next layer
-    reps     summary tokens before them
-    seen     units that all positions span
-    name     of the kind of question: the next one's results of this name lie at the same addresses. None: they do not
-    """
-
-    found: Found
-    entries: Tensor
-    code: Tensor | None
-    ahead: Tensor | None
-    reps: int
-    seen: int
-    name: Hashable | None
-
-
-class Asking(NamedTuple):
-    """Raw queries [H, n, D] of a question's words, and the hidden states [1, n, E] of these that enter the layer, where the
-    next layer's query is predicted from them."""
-
-    query: Tensor
-    hidden: Tensor | None
-
-
-class Retriever:
-    """Chooses what a question sees, layer by layer.
-
-    prefetch  how the next layer's retrieval is predicted: "query", by this layer's query in the next layer's index (Mosaic
-              VII-B); "projected", by the next layer's query of the states that enter this one (`QueryPrediction`); "off"
-    reps      summary tokens at most
+    While the stream is encoded, each layer of a pass retrieves `encode_budget` units by the mean query of the pass, so that
+    units are stored as they are after what came before (Mosaic VII-A). What is stored follows from the passes alone (a call
+    of `watch` ends with a pass), not from questions, the cache, or the way by which units come. Nothing is read back, and
+    nothing is fetched ahead: 8 frames of a layer cross the wire in less than a hundredth of the time of a pass.
     """
 
     def __init__(
-        self,
-        index: Index,
-        stream: Stream,
-        geometry: Geometry,
-        model: ModelView,
-        rope: Rope,
-        device: torch.device,
-        prefetcher: Prefetcher,
-        prefetch: Prefetch,
-        reps: int,
+        self, policy: Any, stream: Stream, geometry: Geometry, model: ModelView, device: torch.device
     ) -> None:
-        self.index, self.stream, self.geometry = index, stream, geometry
-        self.prefetch, self.reps = prefetch, reps
-        self.replays = Replays(device)
+        window, local, positions = stream.units(policy.window), stream.units(policy.local), policy.positions
+        super().__init__(stream, geometry, model, device, window=window, local=local, positions=positions)
+        self.policy, self.budget = policy, stream.units(policy.frames)
+        self.encode_budget, self.prefetch = stream.units(policy.encode_frames), policy.prefetch
+        self.reps = ALL if policy.reps is None else policy.reps
+        self.index: Index = policy.index.open(stream, geometry, device, window, policy.reps != 0)
+        self.store = policy.store(stream, geometry, device)
+        self.prefetcher = Prefetcher(self.store, geometry.layers, window, stream.units(policy.cache))
         self.prediction = QueryPrediction(geometry.layers, geometry.hidden, device)
-        self._model, self._rope, self._device, self._prefetcher = model, rope, device, prefetcher
+        self.replays = Replays(device)
+        # What passes retrieve stands before the window, wherever the stream is.
+        self.bases = Bases(stream.places, window, self.encode_budget)
+        self._model = model
+        # Summary tokens of each layer; what the device was told last, and where.
         self._left: list[int] = []
         self._known: tuple[Tensor | None, list[int]] = None, []
+        # Whether the pass retrieves, and what its layers have retrieved.
+        self._encodes, self._encoded = False, list[Tensor]()
+        self._found: dict[int, Found] = {}
+        self._entering: Tensor | None = None
+        self._summary_bias: list[Tensor | None] = [None] * geometry.layers
+        self._recalled = self._questions = 0
 
-    def begin(self, end: End, budget: int) -> None:
-        """A question for `budget` units a layer may be asked next; what the device was told before is not sent again."""
-        self.index.prepare(end.begin)
-        if end.away:
-            self._prefetcher.begin(end.first)
-        at = (
-            self.index.mark(),
-            self.stream.places.mark(end.units),
-            self._prefetcher.mark() if end.away else None,
+    def set_query_fields(self, policy: Any) -> None:
+        super().set_query_fields(policy)
+        self.policy, self.budget = policy, self.stream.units(policy.frames)
+        self.idle()
+
+    def clusters(self) -> dict[str, Tensor]:
+        return self.index.owners()
+
+    # The stream comes in.
+
+    def fit(self, first: int, count: int) -> int:
+        return super().fit(first, 1 if self.policy.encode_by == "frame" else count)
+
+    def begin_pass(self, piece: StreamPass) -> None:
+        if piece.kind == "question":
+            self._found = {}
+            self._questions += 1
+            self.idle()
+            begin, end = words_of(piece)
+            self._numbers[0].fill_(end - begin)
+        elif piece.kind == "units":
+            self._encoded, self._encodes = [], False
+            if self.encode_budget and self._first:
+                # A pass retrieves from the clusters of all that came before, wherever calls of `watch` and questions lie.
+                # The host makes them while the device runs the vision tower for this pass, which was begun already.
+                self.index.digest()
+                self.index.refresh()
+                self._encodes = len(self.index.prepare(self._first).entries) > 0
+            if self._encodes:
+                self.prefetcher.begin(self._first)
+                if piece.look is not None and self.index.by_look:
+                    self.index.by(piece.look.mean(0))
+        super().begin_pass(piece)
+
+    def _retrieved(self, layer: int, query: Tensor) -> list[Pair]:
+        if not self._encodes:
+            return []
+        # One launch for the thousands of rows of a pass, which a question's kernel would go through one after the other.
+        mean = self._folded(query[0].mean(1, keepdim=True, dtype=torch.float32))
+        units = self.index.search(layer, mean, self.encode_budget, self._first).entries
+        self._encoded.append(units)
+        rows, places, base = self.prefetcher.recall(layer, units), self.stream.places, self._base
+        # In slots, where the base is taken from these; units that do not come evenly are then all closed up.
+        slots = places.slots(self._first)
+        where = places.chosen(
+            closed_up(units, base, slots, places.even) if base else units, slots, own=not base
         )
-        self.replays.under(at)
-        layers = range(self.geometry.layers) if self.reps else ()
-        self._left = [self.index.count(layer, budget, self.reps) for layer in layers]
-        numbers = self._numbers
-        sent = [end.units, *self._left]
-        if self._known[0] is not numbers or self._known[1] != sent:
-            self._known = numbers, sent
-            numbers[1 : 1 + len(sent)] = on_device(sent, self._device)
+        self.rope.apply_(rows[:1], self.rope.angles(where))
+        return [(rows[:1], rows[1:])]
 
-    def asked(self, words: int) -> None:
-        """A question of so many words is asked."""
-        self._numbers[0].fill_(words)
+    def _move(self, piece: StreamPass) -> None:
+        encoded, self._encoded = self._encoded, []
+        if encoded:
+            self.prefetcher.tally()
+        retrieved = torch.stack(encoded) if encoded else None
+        self.index.arrived(piece.look, list(self._new.values()), retrieved)
+        # Until passes retrieve, the host clusters what came before while the device still computes this one.
+        self.index.digest(keep=1)
+        super()._move(piece)
+
+    def _gone(self, layer: int, first: int, count: int, key: Tensor, value: Tensor) -> None:
+        lost = self.store.put(layer, range(first, first + count), key, value)
+        if lost:
+            self.index.forget(lost)
+
+    # A question.
+
+    @property
+    def _begin(self) -> int:
+        """The first unit that a question sees without a search."""
+        return max(self._count - self.local, self._first)
 
     @property
     def _numbers(self) -> Tensor:
         """[2 + L] on the device: words of the question, units of the stream, summary tokens of each layer."""
         return self.replays.room("told", (2 + self.geometry.layers,), torch.long)
 
-    def choose(self, layer: int, asking: Asking, end: End, budget: int, compact: bool) -> Chosen:
-        """For a question whose first layer `asked` announced."""
-        more, away = end.units - end.begin, end.away
-        now = self.index.prepare(end.begin)
+    def idle(self) -> None:
+        """A question may be asked next; what the device was told before is not sent again."""
+        self.index.digest()
+        self.index.prepare(self._begin)
+        if self._first:
+            self.prefetcher.begin(self._first)
+        fetched = self.prefetcher.mark() if self._first else None
+        self.replays.under((self.index.mark(), self.stream.places.mark(self._count), fetched))
+        layers = range(self.geometry.layers) if self.reps else ()
+        self._left = [self.index.count(layer, self.budget, self.reps) for layer in layers]
+        numbers, sent = self._numbers, [self._count, *self._left]
+        if self._known[0] is not numbers or self._known[1] != sent:
+            self._known = numbers, sent
+            numbers[1 : 1 + len(sent)] = on_device(sent, self.device)
+
+    def ahead(self, layer: int, hidden: Tensor) -> None:
+        piece, self._entering = self._piece, None
+        if piece is None or piece.kind != "question":
+            return
+        begin, end = words_of(piece)
+        if layer == 0 and self.index.by_look:
+            self.index.by(hidden[0, begin:end].float().mean(0))
+        if self.prefetch == "projected" and self._first:
+            self._entering = hidden[:, begin:end]
+
+    def _most(self) -> int:
+        return self.budget + super()._most()
+
+    def _gather(self, layer: int, query: Tensor, piece: StreamPass) -> Asked:
+        if piece.kind == "proxy":
+            return super()._gather(layer, query, piece)
+        chosen = self._choose(layer, query[0, :, slice(*words_of(piece))])
+        self._found[layer] = chosen.found
+        recalled = len(chosen.found.entries)
+        self._recalled += recalled
+        few, unit, ring = chosen.reps, self.stream.unit, self._rings[layer]
+        columns = few + len(chosen.entries) * unit
+        asked, raw = self._space(layer, columns, columns + piece.rows + piece.room)
+        out = raw[:, :, few:]
+        if self._first:
+            assert ring is not None
+            self.prefetcher.bring(layer, chosen.entries, chosen.code, recalled, out, (ring.key, ring.value))
+        elif ring is not None:  # of the first unit all frames have come
+            for side, rows in enumerate((ring.key, ring.value)):
+                in_units(out[side], unit).copy_(in_units(rows[0], unit).index_select(1, chosen.entries))
+        if chosen.ahead is not None:
+            self.prefetcher.prefetch(layer + 1, chosen.ahead)
+        angles, self._summary_bias[layer] = self._stand(layer, chosen, raw)
+        self.prefetcher.arrive(layer)
+
+        def finish() -> tuple[Tensor, ...]:
+            """What was brought is kept in the cache; all of it is turned."""
+            if chosen.code is not None:
+                kept = raw[:, :, few : few + recalled * unit]
+                self.prefetcher.keep(layer, chosen.found.entries, kept)
+            self.rope.apply_(raw[:1], angles)
+            return ()
+
+        if chosen.name is None:
+            finish()
+        else:
+            at = raw.data_ptr(), raw.stride(), angles[0].data_ptr(), chosen.found.entries.data_ptr()
+            self.replays(("finish", chosen.name, raw.shape), finish, at=at)
+        asked.seen = len(chosen.entries) if self.compact else self._count
+        return asked
+
+    def _choose(self, layer: int, query: Tensor) -> Chosen:
+        """By raw queries [H, n, D] of the question's words, and the hidden states that enter the layer, where the next
+        layer's query is predicted from them."""
+        more, budget = self._count - self._begin, self.budget
+        now = self.index.prepare(self._begin)
         reps = self._left[layer] if self._left else 0
-        again = away and len(now.entries) > budget
+        again = bool(self._first) and len(now.entries) > budget
         if again and self.replays.works and reps:
             # Clusters come and go with every question: a replay has places for some more, which nobody sees.
             reps = min(-(-reps // STEP) * STEP, self.index.room)
         last = layer + 1 == self.geometry.layers
-        coded = away and self._prefetcher.indexed
+        coded = bool(self._first) and self.prefetcher.indexed
         guessing, wide = self.prefetch != "off" and coded and not last, int(budget * AHEAD)
-        numbers = self._numbers
-        query, hidden = self._laid(asking)
+        numbers, query = self._numbers, self._laid("query", query)
+        hidden = None if self._entering is None else self._laid("hidden", self._entering)
         if hidden is not None:
             self.prediction.entered(layer)
 
@@ -155,49 +239,39 @@ class Retriever:
                 if not last:
                     # A mean goes through the projection as its rows do.
                     predicted = clusters.folded(self._model.norm(layer + 1, entering), numbers[:1], 1)
-            mean = self.folded(query, numbers[:1])
+            later = mean = self._folded(query, numbers[:1])
+            if predicted is not None:
+                rows = predicted[None, None].to(self.stream.dtype)
+                later = self._folded(self._model.query(layer + 1, rows)[0])
+            # Without a guess too: what else is computed beside it may change the last bit of a score.
+            queries = mean[None] if last else torch.stack([mean, later])
             late = clusters.Late(numbers[1:2], 1, more)
-            found, ahead = self._search(layer, mean, predicted, budget, 0 if last else wide, late)
+            found, ahead = self.index.search_ahead(layer, queries, budget, 0 if last else wide, late)
             made = list[Tensor]()
             if coded:
-                made.append(self._prefetcher.codes(layer, found.entries))
+                made.append(self.prefetcher.codes(layer, found.entries))
             if guessing and ahead is not None:
-                made.append(self._prefetcher.foretell(layer + 1, ahead))
+                made.append(self.prefetcher.foretell(layer + 1, ahead))
             return *found, *made
 
         name = None
         if again:
             sizes = layer, budget, wide, more, reps, now.lists.largest, query.shape[1]
-            name = sizes, compact, coded, self.prefetch, hidden is None
-            entries, picked, scores, *made = self.replays(name, choose)
-        else:
-            entries, picked, scores, *made = choose()
-        return Chosen(
-            Found(entries[: len(entries) - more], picked, scores),
-            entries,
-            made.pop(0) if coded else None,
-            made.pop(0) if guessing else None,
-            reps,
-            len(entries) if compact else end.units,
-            name,
-        )
+            name = sizes, self.compact, coded, self.prefetch, hidden is None
+        entries, picked, scores, *made = choose() if name is None else self.replays(name, choose)
+        found = Found(entries[: len(entries) - more], picked, scores)
+        code, coming = made.pop(0) if coded else None, made[-1] if guessing else None
+        return Chosen(found, entries, code, coming, reps, name)
 
-    def position(
-        self, layer: int, chosen: Chosen, out: Tensor, end: End, compact: bool
-    ) -> tuple[Angles, Tensor | None]:
+    def _stand(self, layer: int, chosen: Chosen, out: Tensor) -> tuple[Angles, Tensor | None]:
         """Summary tokens into the first columns of `out` [2, G, m + k * P, D]; the angles of all that is `chosen`, and a
         bias [h + m] of the scores of the head and the summary tokens, if any. Units need not have been brought."""
-        found, entries, reps, count, places = (
-            chosen.found,
-            chosen.entries,
-            chosen.reps,
-            end.units,
-            self.stream.places,
-        )
+        found, entries, reps, count = chosen.found, chosen.entries, chosen.reps, self._count
+        places, compact = self.stream.places, self.compact
         if not reps and (len(entries) == count or compact):
             # What all layers share is made once.
             name = "ranks", len(entries)
-            return self._rope.at(name, lambda: unit_positions(places, entries, count, compact)), None
+            return self.rope.at(name, lambda: unit_positions(places, entries, count, compact)), None
         # One room for all layers: a layer turns its keys before the next one is asked.
         room = self.replays.room("angles", (2, 1, 1, *out.shape[2:]), self.stream.dtype)
         left = self._numbers[2 + layer, None] if chosen.name is not None and self.replays.works else None
@@ -205,12 +279,11 @@ class Retriever:
         def stand() -> tuple[Tensor, ...]:
             parts, bias = [unit_positions(places, entries, count, compact)], list[Tensor]()
             if reps:
-                columns, head = out[:, :, :reps], self.stream.head
-                times, added = self.index.summarise(layer, found, columns, head, left)
+                times, added = self.index.summarise(layer, found, out[:, :, :reps], self.stream.head, left)
                 bias.append(added)
                 middle = self.stream.unit // 2
                 parts.insert(0, summary_positions(places, times, entries, count, compact, middle))
-            torch.stack(self._rope.angles(torch.cat(parts, -1)), out=room)
+            torch.stack(self.rope.angles(torch.cat(parts, -1)), out=room)
             return tuple(bias)
 
         if chosen.name is None:
@@ -221,157 +294,107 @@ class Retriever:
             made = self.replays(("stand", chosen.name, out.shape), stand, at=at)
         return (room[0], room[1]), made[0] if made and left is not None else None
 
-    def _laid(self, asking: Asking) -> Asking:
-        """`asking` where replays read it, with rows to a multiple of `ROWS` that may be anything."""
-        few = asking.query.shape[1]
-        rows = -(-few // ROWS) * ROWS
+    def _laid(self, name: str, x: Tensor) -> Tensor:
+        """`x` [a, n, b] where replays read it, with rows to a multiple of `ROWS` that may be anything."""
+        few = x.shape[1]
+        room = self.replays.room(name, (x.shape[0], -(-few // ROWS) * ROWS, x.shape[2]), x.dtype)
+        room[:, :few] = x
+        return room
 
-        def laid(name: str, x: Tensor) -> Tensor:
-            room = self.replays.room(name, (x.shape[0], rows, x.shape[2]), x.dtype)
-            room[:, :few] = x
-            return room
-
-        hidden = None if asking.hidden is None else laid("hidden", asking.hidden)
-        return Asking(laid("query", asking.query), hidden)
-
-    def folded(self, query: Tensor, count: Tensor | None = None) -> Tensor:
+    def _folded(self, query: Tensor, count: Tensor | None = None) -> Tensor:
         """[d]: the mean of raw queries [H, n, D] of the first `count` [1] rows, or of all, against keys of all heads: the
         heads of a group summed, for they share their keys."""
         return clusters.folded(query, count, self.geometry.kv_heads)
 
-    def _search(
-        self, layer: int, mean: Tensor, predicted: Tensor | None, budget: int, wide: int, late: clusters.Late
-    ) -> tuple[Found, Tensor | None]:
-        """What a layer retrieves by its folded query `mean` [d], and `late`; and `wide` units that the next will need, by
-        the mean hidden state `predicted` [E], or else by the same query; none of these for 0."""
-        if not wide:
-            return self.index.search_ahead(layer, mean[None], budget, 0, late)
-        later = mean
-        if predicted is not None:
-            entering = predicted[None, None].to(self.stream.dtype)
-            later = self.folded(self._model.query(layer + 1, entering)[0])
-        # Without a guess too: what else is computed beside it may change the last bit of a score.
-        return self.index.search_ahead(layer, torch.stack([mean, later]), budget, wide, late)
+    def _slot(self, layer: int, query: Tensor, piece: StreamPass) -> CacheSlot:
+        return replace(super()._slot(layer, query, piece), bias=self._summary_bias[layer])
 
+    @contextmanager
+    def question_scope(self) -> Iterator[None]:
+        try:
+            with super().question_scope():
+                yield
+        finally:
+            # A question that broke off may still be written to where the next one's columns go.
+            self.store.lanes.join()
+            self.prefetcher.drop()
+            self.prediction.settle()
+            self._entering = None
+            self._summary_bias = [None] * len(self._summary_bias)
+            # What was retrieved has been on the device: the splits that it owed are made, if passes of the stream make none.
+            found, self._found = self._found, {}
+            if found and (not self.encode_budget or self.index.retrievals_split):
+                self.index.touched(found)
+            self.prefetcher.settle()
+            # The next question need not wait for what this one split.
+            self.idle()
 
-def unit_positions(places: PositionIds, entries: Tensor, count: int, compact: bool) -> Tensor:
-    """[k * P] or [3, k * P]: the tokens of ascending units `entries` [k] of `count`, at their own times or closed up."""
-    if compact:
-        return places.units(0, len(entries))
-    if len(entries) == count:
-        return places.own(0, count)
-    return places.chosen(entries, count - 1, own=True)
+    def _looked(self) -> dict[int, Look]:
+        if not self._found:
+            return {}
+        entries = torch.stack([one.entries for one in self._found.values()]).cpu()
+        return {layer: (units, self._begin) for layer, units in zip(self._found, entries, strict=True)}
 
+    def _units_of(self, layer: int, shares: Tensor) -> Tensor:
+        found, begin = self._found[layer], self._begin
+        late = torch.arange(begin, self._count, device=shares.device)
+        entries, unit = torch.cat([found.entries, late]), self.stream.unit
+        few = shares.shape[1] - len(entries) * unit
+        own = shares[:, few:].view(len(shares), -1, unit).sum(2)
+        out = shares.new_zeros(len(shares), self._count).index_add_(1, entries, own)
+        if few:
+            out[:, :begin] += self.index.stood_for(layer, found, shares[:, :few])
+        return out
 
-def summary_positions(
-    places: PositionIds, time: Tensor, entries: Tensor, count: int, compact: bool, middle: int
-) -> Tensor:
-    """[k] or [3, k]: token `middle` of the unit at the mean unit numbers `time` [k]; `compact`: where `entries` are then."""
-    if compact and len(entries) < count:
-        numbers = torch.searchsorted(entries.to(time), time).clamp(max=len(entries) - 1)
-    else:
-        numbers = time.round().long()
-    # What is no cluster may have any time. (Not below `count`: that is another at the next question.)
-    numbers = numbers.clamp(0, places.known(count, not compact) - 1)
-    return places.chosen(numbers, count - 1, middle, not compact)
+    # The stream as a whole.
 
+    def checkpoint(self) -> Any:
+        index = self.index.checkpoint()
+        return super().checkpoint(), index
 
-class EncodeRetrieval:
-    """Each layer of a pass of the stream retrieves `budget` units that have left the window, by the mean query of the pass,
-    so that units are stored as they are after what came before (Mosaic VII-A).
+    def restore(self, mark: Any) -> None:
+        inner, index = mark
+        self._found, self._encoded = {}, []
+        self.prefetcher.drop()
+        # What a broken pass brought has crossed: counted while its codes mean the places that they did.
+        self.prefetcher.tally()
+        self.index.restore(index)
+        super().restore(inner)
+        self.index.refresh()
 
-    Nothing is read back: what was retrieved goes to the host with the pass's own keys. So what is stored follows from the
-    passes of the stream alone (a call of `watch` ends with a pass), not from questions, from what the cache holds, or from
-    the way by which units come. Nothing is fetched ahead: what a layer needs of 8 frames crosses the wire in less than a
-    hundredth of the time that it takes for a pass.
-    """
+    def reset(self) -> None:
+        self.index.clear()
+        self.prediction.clear()
+        super().restore((0, 0, 0, [None] * len(self._heads), [None] * len(self._rings)))
 
-    def __init__(self, budget: int, retriever: Retriever, prefetcher: Prefetcher, rope: Rope) -> None:
-        self.budget = budget
-        self._retriever, self._prefetcher, self._rope = retriever, prefetcher, rope
-        self._found: list[Tensor] = []
-        self._some = False
+    def _rewind(self, units: int, first: int) -> None:
+        # Units that were forgotten to make room do not come back.
+        self.index.cut(first)
+        self.prefetcher.cut(first)
+        self.store.cut(first)
 
-    def begin(self, first: int, look: Tensor | None) -> None:
-        """A pass begins, of units of mean visual embeddings `look` [n, E]; units from `first` on are in the window."""
-        index = self._retriever.index
-        self._found = []
-        self._some = bool(self.budget and first)
-        if self._some:
-            index.refresh()
-            self._some = len(index.prepare(first).entries) > 0
-        if self._some:
-            self._prefetcher.begin(first)
-            if look is not None and index.by_look:
-                index.by(look.mean(0))
+    def nbytes(self) -> int:
+        parts = self.index, self.prefetcher, self.store
+        return super().nbytes() + sum(part.nbytes() for part in parts)
 
-    def view(self, layer: int, query: Tensor, base: int, first: int) -> list[Pair]:
-        """Keys, turned for `base`, and values of what the queries [1, H, n, D] of a pass retrieve, if anything can be."""
-        if not self._some:
-            return []
-        # One launch for the thousands of rows of a pass, which a question's kernel would go through one after the other.
-        mean = query[0].mean(1, keepdim=True, dtype=torch.float32)
-        units = self._retriever.index.search(layer, self._retriever.folded(mean), self.budget, first).entries
-        self._found.append(units)
-        rows = self._prefetcher.recall(layer, units)
-        places = self._retriever.stream.places
-        # In slots, where the base is taken from these; units that do not come evenly are then all closed up.
-        numbers = _closed(units, base, places.slots(first), places.even) if base else units
-        where = places.chosen(numbers, places.slots(first), own=not base)
-        self._rope.apply_(rows[:1], self._rope.angles(where))
-        return [(rows[:1], rows[1:])]
+    def counters(self) -> dict[str, float]:
+        own = {
+            "recalled": float(self._recalled),
+            "questions": float(self._questions),
+            **self.index.counters(),
+            **{f"fetch_{name}": count for name, count in self.prefetcher.counts().items()},
+            "prefetch_coverage": self.prefetcher.coverage(),
+        }
+        host = {"host_" + name.removeprefix("host_"): n for name, n in self.store.counters().items()}
+        return {**super().counters(), **own, **host}
 
-    def retrieved(self) -> Tensor | None:
-        """[L, n] the units that the pass retrieved, still on the device; None where there were none."""
-        found, self._found = self._found, []
-        if not found:
-            return None
-        self._prefetcher.tally()
-        return torch.stack(found)
+    def _save(self, folder: Path) -> None:
+        self.index.save(folder)
+        self.store.save(folder / "store")
 
+    def _load(self, folder: Path) -> None:
+        self.index.load(folder, self._count)
+        self.store.load(folder / "store", self._count)
 
-def _closed(units: Tensor, base: int, first: int, even: bool) -> Tensor:
-    """[n] where ascending `units` [n], all below `first`, stand where `base` is taken from them: what lies before the base
-    is closed up behind it, so that its order is still seen. All stand before the window."""
-    rank = torch.arange(len(units), device=units.device)
-    room = first - base - 1 - rank[-1]
-    there = torch.maximum(units - base, rank) if even else rank + room
-    return torch.minimum(there, rank + room).clamp_min(0)
-
-
-class QueryPrediction:
-    """What each layer adds to the hidden states of a question's words, in the mean, as the last question showed it.
-
-    Questions go through the same template and the same layers: most of what a layer adds is alike for all. On both tiny
-    models the next layer's own query of states moved so far finds 84% of what that layer retrieves, with a quarter more
-    asked for, and the query of the states as they are 68%.
-
-    All of it lies on the device, where it stays, so that `next` can be replayed: known, seen [L, E] float32.
-    """
-
-    def __init__(self, layers: int, hidden: int, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self._known, self._seen = torch.zeros(2, layers, hidden, device=device)
-            self._before = torch.zeros(hidden, device=device)
-        self._reached = -1
-
-    def clear(self) -> None:
-        """Nothing was asked yet."""
-        self._known.zero_()
-        self._reached = -1
-
-    def next(self, layer: int, rows: Tensor, count: Tensor) -> Tensor:
-        """The hidden states that will enter the next layer, about, for those [1, n, E] of rows entering this one, of which
-        the first `count` [1] are a question's words. Notes what this layer shows of the one before."""
-        seen = self._seen[layer - 1] if layer else None
-        return clusters.moved(rows[0], count, self._known[layer], self._before, seen)[None]
-
-    def entered(self, layer: int) -> None:
-        """The states that enter a layer are given to `next`, or to what replays it."""
-        self._reached = layer if layer == self._reached + 1 else -1
-
-    def settle(self) -> None:
-        """The question is over: what it showed is known to the next."""
-        if self._reached > 0:
-            self._known[: self._reached] = self._seen[: self._reached]
-        self._reached = -1
+    def close(self) -> None:
+        self.store.close()

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mmaccel.core.errors import RecipeError, check_choice, check_least, shown
 from mmaccel.core.registry import register
-from mmaccel.policies.kv._archived import ArchivedPolicy
-from mmaccel.policies.kv._index import Former, IndexPolicy, renamed
-from mmaccel.policies.kv._retrieval import Prefetch
+from mmaccel.policies.kv._archived import ArchivedPolicy, Former, Prefetch, renamed
+from mmaccel.policies.kv._index import IndexPolicy
 from mmaccel.policies.kv.mosaic.index import ClusterIndex
 from mmaccel.policies.kv.mosaic.split import Rules
 

@@ -13,7 +13,7 @@ from mmaccel.contract.memory import Wheel
 from mmaccel.core.adapter import Geometry
 from mmaccel.core.kv import KVView, Stream, StreamPass
 from mmaccel.core.positions import PositionIds
-from mmaccel.policies.kv._archived import ArchivedMemory
+from mmaccel.policies.kv._retrieval import ArchivedMemory
 from mmaccel.policies.kv.mosaic import Clusters, Mosaic
 from tests.policies.kv.mosaic.scenes import runs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mmaccel.policies.kv._retrieval import QueryPrediction
+from mmaccel.policies.kv._prefetch import QueryPrediction
 
 LAYERS, WORDS = 3, 5
 COUNT = torch.tensor([WORDS])

@@ -54,7 +54,7 @@ def test_what_is_not_told_does_not_grow(family: str) -> None:
             index = state.index
             # The host's: clusters, summaries and slabs; counts of the index. Captures have rooms of a question's size.
             host = [index.tree, state.store._slabs, index.absent]
-            apart = [*host, *state.store._slabs.__dict__.values(), state.retriever.replays, index._ready]
+            apart = [*host, *state.store._slabs.__dict__.values(), state.replays, index._ready]
             slabs = reached([state.store._slabs], [])
             held = {at: size for at, size in reached(state, apart).items() if at not in slabs}
             told.append(session.counters()["bytes"])

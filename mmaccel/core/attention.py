@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -115,9 +115,7 @@ NOTE = "mmaccel_note"
 """The keyword under which a `Note` travels; no state is kept between the two calls."""
 
 
-@cache
-def _no_columns() -> TokenLayout:
-    return TokenLayout.text(1, 0)
+NO_COLUMNS = TokenLayout.text(1, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +136,7 @@ class ForwardPass:
 
     config: AttentionConfig
     state: KVState | None = None
-    layout: TokenLayout = field(default_factory=_no_columns)
+    layout: TokenLayout = NO_COLUMNS
     start: int = 0
     prefill: bool = True
     rest: int = 0
@@ -222,19 +220,25 @@ class ForwardPass:
         if query.dtype != value.dtype:
             # Under autocast queries and keys are turned in float32, and attention is in the type of the products.
             query, key = query.to(value.dtype), key.to(value.dtype)
-        rows = query.shape[2]
         for probe in self.probes:
             probe.attending(self, layer, query, key, value, scale)
         if self.branches is not None:
             return self._branching(self.branches, view, query, key, value, scale)
         plan, whole = None, view.column is None and view.window is None
-        sparse = whole and self.prefill and rows >= MIN_ROWS and self.config.sparse(layer)
+        sparse = whole and self.prefill and query.shape[2] >= MIN_ROWS and self.config.sparse(layer)
         if sparse and self.config.pays(layer, query, key.shape[2], self):
             plan = self._plan(layer, query, key, value)
-        if plan is not None:
-            return self._sparse(layer, plan, query, key, value, scale)
-        self._count(layer, rows, None, query)
-        return self._dense(view, query, key, value, scale)
+        self._count(layer, plan, query)
+        if plan is None:
+            return self._dense(view, query, key, value, scale)
+        assert self.config.kernel is not None
+        out, _ = attend_plan(plan, query, key, value, scale, self.config.kernel)
+        for some, begin, end in self._tails:
+            if begin < end:
+                q, valid = query[some, :, begin:end], self.layout.valid[some] if self.layout.padded else None
+                start = self.start + begin
+                out[some, :, begin:end] = dense_attend(q, key[some], value[some], scale, start, valid)
+        return out
 
     def _dense(self, view: KVView, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[B, H, n, D]: exact attention to what `view` shows."""
@@ -242,17 +246,20 @@ class ForwardPass:
         if view.bias is not None:
             columns = torch.arange(keys - rows, keys, device=key.device).expand(len(query), -1)
             return decode_attend(query, key, value, columns, scale, None, view.bias)
-        kernel, window = self.config.kernel if self.stream and view.column is None else None, view.window
+        kernel, window, one = self.config.kernel, view.window, self.stream and len(query) == 1
         if (
-            kernel is not None
+            one
+            and rows >= MIN_ROWS
+            and view.column is None
             and window is not None
             and window < keys
-            and rows >= MIN_ROWS
-            and len(query) == 1
+            and kernel
         ):
             plan = window_plan(rows, keys, view.sinks, window, heads, query.device)
             return attend_plan(plan, query, key, value, scale, kernel)[0]
-        start, valid = keys - rows if self.stream else self.start, self._valid(view.column)
+        start, valid = keys - rows if self.stream else self.start, None
+        if self.layout.padded:
+            valid = self.layout.valid if view.column is None else self.layout.valid[:, view.column]
         shown = view.sinks, window, view.column
         out: Tensor = dense_attend(query, key, value, scale, start, valid, *shown)
         return out
@@ -293,31 +300,11 @@ class ForwardPass:
         dense = replace(plan.dense, rows=max(heads)) if plan.dense is not None else None
         return replace(plan, parts=parts, dense=dense)
 
-    def _sparse(
-        self, layer: int, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, scale: float
-    ) -> Tensor:
-        self._count(layer, query.shape[2], plan, query)
-        assert self.config.kernel is not None
-        out, _ = attend_plan(plan, query, key, value, scale, self.config.kernel)
-        valid = self._valid(None)
-        for some, begin, end in self._tails:
-            if begin < end:
-                q, own = query[some, :, begin:end], None if valid is None else valid[some]
-                out[some, :, begin:end] = dense_attend(
-                    q, key[some], value[some], scale, self.start + begin, own
-                )
-        return out
-
-    def _valid(self, column: Tensor | None) -> Tensor | None:
-        if not self.layout.padded:
-            return None
-        return self.layout.valid if column is None else self.layout.valid[:, column]
-
-    def _count(self, layer: int, rows: int, plan: AttentionPlan | None, query: Tensor) -> None:
+    def _count(self, layer: int, plan: AttentionPlan | None, query: Tensor) -> None:
         if not self.prefill:
             return
         heads = query.shape[1]
-        new = slice(self.start, self.start + rows)
+        new = slice(self.start, self.start + query.shape[2])
         pairs = ((self.layout.position[:, new] + 1) * self.layout.valid[:, new]).double()
         causal = pairs.sum(1, keepdim=True)
         if plan is None:

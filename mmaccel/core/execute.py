@@ -18,7 +18,6 @@ from mmaccel.core.merge_heads import adjacent, joined
 from mmaccel.core.plan import (
     FAR,
     AttentionPlan,
-    DenseHeads,
     Part,
     head_runs,
     numbered,
@@ -92,8 +91,14 @@ def attend_plan(
         written.update(heads)
     if out is None or lse is None:
         out, lse = empty_output(query, value, n, n)
-    if plan.dense is not None:
-        _attend_dense(plan.dense, query, key, value, scale, out, lse)
+    if (dense := plan.dense) is not None:
+        rows, start = dense.rows, key.shape[2] - n
+        seen = slice(0, start + rows)
+        valid = dense.keys.valid[:, seen] if dense.keys.padded else None
+        for run in head_runs(dense.heads, query.shape[1] // key.shape[1]):
+            k, v = key[:, run.groups, seen], value[:, run.groups, seen]
+            q, at = run.of(query)[:, :, :rows], numbered(run.heads, query.device)
+            out[:, at, :rows], lse[:, at, :rows] = dense_attend(q, k, v, scale, start, valid), torch.nan
     return out, lse
 
 
@@ -127,20 +132,6 @@ def _same_rows(one: Part, other: Part) -> bool:
     if one.head_range is None or other.head_range is None:
         return True
     return bool({*one.head_range.heads} & {*other.head_range.heads})
-
-
-def _attend_dense(
-    dense: DenseHeads, query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor, lse: Tensor
-) -> None:
-    """Write the rows of the dense heads into `out` and `lse`; keys are views of whole groups."""
-    n, start = dense.rows, key.shape[2] - query.shape[2]
-    seen = slice(0, start + n)
-    valid = dense.keys.valid[:, seen] if dense.keys.padded else None
-    for run in head_runs(dense.heads, query.shape[1] // key.shape[1]):
-        k, v = key[:, run.groups, seen], value[:, run.groups, seen]
-        q, heads = run.of(query)[:, :, :n], numbered(run.heads, query.device)
-        out[:, heads, :n] = dense_attend(q, k, v, scale, start=start, valid=valid)
-        lse[:, heads, :n] = torch.nan
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

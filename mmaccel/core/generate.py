@@ -100,10 +100,15 @@ class Speculation:
             judged = first
         else:
             committed, kept, judged = self._round()
-        committed, self.ended = _cut(self.ids, committed, self._stop)
+        grown = torch.cat([self.ids, committed.to(self.ids.device)[None]], 1)
+        for length in range(self.ids.shape[1] + 1, grown.shape[1] + 1):
+            self.ended = self._stop(grown[:, :length])
+            if self.ended:
+                committed, grown = committed[: length - self.ids.shape[1]], grown[:, :length]
+                break
         if self._rows is not None:
             self._rows.append(judged[: committed.numel()].to(torch.float32, copy=True))
-        self.ids = torch.cat([self.ids, committed.to(self.ids.device)[None]], 1)
+        self.ids = grown
         run = self._origin + self.ids.shape[1] - 1
         if run < self._target.length():
             self._target.truncate(run)
@@ -185,14 +190,6 @@ class Speculation:
                 draft.close()
             except Exception as error:
                 self._failed(error)
-
-
-def _cut(ids: Tensor, committed: Tensor, stop: Callable[[Tensor], bool]) -> tuple[Tensor, bool]:
-    grown = torch.cat([ids, committed.to(ids.device)[None]], 1)
-    for i in range(1, committed.numel() + 1):
-        if stop(grown[:, : ids.shape[1] + i]):
-            return committed[:i], True
-    return committed, False
 
 
 class Ended(Exception):

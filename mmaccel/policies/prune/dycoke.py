@@ -65,19 +65,13 @@ class DyCoke(TokenPruner):
         for i in range(len(blocks)):
             if i and videos[i] != videos[i - 1]:
                 first = i
-            back = (0, 1, 2, 1)[(i - first) % 4]
-            if back and kinds[i] == VIDEO:
-                kept[i] = self._thinned(states, layout, blocks[i], blocks[i - back])
+            frame, before = blocks[i], blocks[i - (0, 1, 2, 1)[(i - first) % 4]]
+            if frame is before or kinds[i] != VIDEO or len(frame) != len(before):
+                continue
+            if all(torch.equal(cell[0, frame], cell[0, before]) for cell in (layout.row, layout.column)):
+                likeness = cosine_similarity(states[frame], states[before], dim=-1)
+                kept[i] = frame[best(-likeness, quota(1 - self.drop, len(frame)))]
         return staying(layout, *kept)
-
-    def _thinned(self, states: Tensor, layout: TokenLayout, frame: Tensor, before: Tensor) -> Tensor:
-        """The columns of `frame` least like those of the same cells of `before`."""
-        if len(frame) != len(before) or not all(
-            torch.equal(cell[0, frame], cell[0, before]) for cell in (layout.row, layout.column)
-        ):
-            return frame
-        likeness = cosine_similarity(states[frame], states[before], dim=-1)
-        return frame[best(-likeness, quota(1 - self.drop, len(frame)))]
 
     @property
     def glance(self) -> int | None:

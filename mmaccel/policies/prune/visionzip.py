@@ -65,29 +65,23 @@ class VisionZip(TokenPruner):
         states = signals["hidden"][0]
         chosen: list[Tensor] = []
         changed = states.clone()
-        for columns, count in self._counted(layout):
-            merged = 0 if count == columns.shape[1] else round(count * self.contextual)
-            score = signals["vision_attention"][columns].float()
-            ranked = score.sort(descending=True, stable=True).indices
-            chosen.append(columns.gather(1, ranked[:, : count - merged]).flatten())
-            if merged:
-                rest = columns.gather(1, ranked[:, count - merged :].sort().values)
-                steps = spread(merged, rest.shape[1], rest.device)
-                middle = rest[:, steps].flatten()
-                means = _joined(states[rest], signals["vision_key"][rest], steps)
-                changed[middle] = means.flatten(0, 1).to(states.dtype)
-                chosen.append(middle)
+        for frames in alike(layout):
+            counts = self.counts(*frames.shape)
+            for count in sorted(set(counts)):
+                columns = frames[[i for i, n in enumerate(counts) if n == count]]
+                merged = 0 if count == columns.shape[1] else round(count * self.contextual)
+                score = signals["vision_attention"][columns].float()
+                ranked = score.sort(descending=True, stable=True).indices
+                chosen.append(columns.gather(1, ranked[:, : count - merged]).flatten())
+                if merged:
+                    rest = columns.gather(1, ranked[:, count - merged :].sort().values)
+                    steps = spread(merged, rest.shape[1], rest.device)
+                    middle = rest[:, steps].flatten()
+                    means = _joined(states[rest], signals["vision_key"][rest], steps)
+                    changed[middle] = means.flatten(0, 1).to(states.dtype)
+                    chosen.append(middle)
         columns = staying(layout, *chosen)
         return Kept(columns, changed[columns])
-
-    def _counted(self, layout: TokenLayout) -> list[tuple[Tensor, int]]:
-        """Frames [n, size] of one size that keep one number of tokens, and that number."""
-        counted = [(columns, self.counts(*columns.shape)) for columns in alike(layout)]
-        return [
-            (columns[[i for i, n in enumerate(counts) if n == count]], count)
-            for columns, counts in counted
-            for count in sorted(set(counts))
-        ]
 
 
 def _joined(states: Tensor, keys: Tensor, own: Tensor) -> Tensor:

@@ -151,9 +151,7 @@ class QuotaPruner(TokenPruner):
     def keep(self, signals: Signals, layout: TokenLayout, stage: Stage, total: int | None = None) -> Tensor:
         at = candidates(layout)
         count = stage.count(at, total)
-        if count == at.numel():
-            return everything(layout)
-        return staying(layout, at[self.choose(signals, layout, at, count)])
+        return staying(layout, at if count == at.numel() else at[self.choose(signals, layout, at, count)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,11 +273,6 @@ def alike(layout: TokenLayout) -> list[Tensor]:
     return [torch.stack(same) for same in by_size.values()]
 
 
-def everything(layout: TokenLayout) -> Tensor:
-    """[S] all columns."""
-    return torch.arange(layout.length, device=layout.device)
-
-
 def staying(layout: TokenLayout, *chosen: Tensor) -> Tensor:
     """[n] ascending: the `chosen` candidates and every column that is no candidate."""
     stays = ~_may_go(layout)
@@ -307,7 +300,7 @@ def question(layout: TokenLayout) -> Tensor:
         return rows
     text, after = _text(layout)
     rows = text[after] if bool(after.any()) else text
-    return rows if rows.numel() else everything(layout)[-1:]
+    return rows if rows.numel() else rows.new_tensor([layout.length - 1])
 
 
 def observers(layout: TokenLayout) -> Tensor:
@@ -317,8 +310,7 @@ def observers(layout: TokenLayout) -> Tensor:
     All text where there is no visual token.
     """
     text, after = _text(layout)
-    rows = text[after]
-    return rows if rows.numel() else everything(layout)[-1:]
+    return text[after] if bool(after.any()) else text.new_tensor([layout.length - 1])
 
 
 def _text(layout: TokenLayout) -> tuple[Tensor, Tensor]:

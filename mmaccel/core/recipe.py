@@ -18,7 +18,7 @@ from mmaccel.core.draft import DraftStrategy
 from mmaccel.core.errors import QUIET, ModelError, RecipeError, UnknownName, shown
 from mmaccel.core.kv import KVPolicy, StreamPolicy
 from mmaccel.core.prune import TokenPruner
-from mmaccel.core.registry import BASES, DEFAULTS, policy, registry
+from mmaccel.core.registry import BASES, DEFAULTS, Policy, policy, registry
 from mmaccel.core.sparse import SparsePattern
 
 YAML_BYTES = 1 << 18
@@ -62,9 +62,7 @@ class Recipe:
             if isinstance(value, str | Mapping):
                 value = policy(name, value)
                 object.__setattr__(self, name, value)
-            if value is None and name == "prune":
-                continue
-            if not isinstance(value, base):
+            if not isinstance(value, base) and (value is not None or name != "prune"):
                 raise RecipeError(
                     f"{name}: {shown(value)} is not a {base.__name__}; give a name, a mapping with a name, or an instance."
                 )
@@ -209,12 +207,9 @@ def stream_policy(recipe: Recipe) -> StreamPolicy:
 
 def presets() -> dict[str, str]:
     """The named presets shipped with the package: name -> the first comment line of its file."""
-    found = {}
-    for file in resources.files("mmaccel").joinpath("recipes").iterdir():
-        if file.name.endswith(".yaml"):
-            first = file.read_text().splitlines()[0]
-            found[file.name.removesuffix(".yaml")] = first.removeprefix("#").strip()
-    return dict(sorted(found.items()))
+    files = resources.files("mmaccel").joinpath("recipes").iterdir()
+    texts = {f.name.removesuffix(".yaml"): f.read_text() for f in files if f.name.endswith(".yaml")}
+    return {name: text.splitlines()[0].removeprefix("#").strip() for name, text in sorted(texts.items())}
 
 
 def names() -> dict[str, str]:
@@ -225,7 +220,7 @@ def names() -> dict[str, str]:
 
 def endings() -> tuple[str, ...]:
     """Endings of the files that `Recipe.load` reads: YAML, and those that policies declare (`Policy.file`)."""
-    own = (cls.file for kind in BASES for cls in registry(kind).values())  # type: ignore[attr-defined]
+    own = (cls.file for kind in BASES for cls in _policies(kind).values())
     return (".yaml", ".yml", *(file[0] for file in own if file is not None))
 
 
@@ -235,24 +230,20 @@ def fields_of(source: str | Path) -> dict[str, Any]:
 
     Raises `UnknownName` with the nearest name and those of its kind, or `RecipeError` for a file that is no recipe.
     """
-    text = str(source)
-    folder = None
+    text, folder = str(source), None
+    where = f"recipe {shown(text, outside.PATH)}"
     for kind in BASES:
-        for name, cls in registry(kind).items():
-            own: tuple[str, str] | None = cls.file  # type: ignore[attr-defined]
-            if own is not None and text.endswith(own[0]):
-                return {kind: {"name": name, own[1]: text}}
+        for name, cls in _policies(kind).items():
+            if cls.file is not None and text.endswith(cls.file[0]):
+                return {kind: {"name": name, cls.file[1]: text}}
     if isinstance(source, Path) or text.endswith((".yaml", ".yml")):
-        path = Path(text)
-        folder = path.parent
-        if not os.path.exists(path):
+        folder = Path(text).parent
+        if not os.path.exists(text):
             raise RecipeError(
                 f"recipe: there is no file {shown(text, outside.PATH)}; give an existing YAML file, or a name "
                 "(`mmaccel list` has them)."
             )
-        content = outside.read_text(
-            path, f"recipe {shown(text, outside.PATH)}", RecipeError, most=YAML_BYTES, fix="give a YAML file"
-        )
+        content = outside.read_text(Path(text), where, RecipeError, most=YAML_BYTES, fix="give a YAML file")
     elif text in presets():
         content = resources.files("mmaccel").joinpath("recipes", f"{text}.yaml").read_text()
     else:
@@ -261,24 +252,25 @@ def fields_of(source: str | Path) -> dict[str, Any]:
                 return {kind: text}
         meant = next(filter(None, (registry(kind).meant(text) for kind in BASES)), None)
         raise UnknownName("recipe", text, names(), names(), own=True, meant=meant)
-    fields = outside.read_yaml(content, f"recipe {shown(text, outside.PATH)}")
+    fields = outside.read_yaml(content, where)
     example = f"sparse: {next(iter(registry('sparse')))}"
     if fields is None:
         raise RecipeError(
-            f"recipe {shown(text, outside.PATH)} is empty; write a mapping such as {example!r}, or name "
-            f"{DEFAULTS['sparse']!r}."
+            f"{where} is empty; write a mapping such as {example!r}, or name {DEFAULTS['sparse']!r}."
         )
     if not isinstance(fields, dict):
-        raise RecipeError(
-            f"recipe {shown(text, outside.PATH)} holds {type(fields).__name__}; write a mapping such as {example!r}."
-        )
+        raise RecipeError(f"{where} holds {type(fields).__name__}; write a mapping such as {example!r}.")
     if fields.get("draft") is False:
         fields["draft"] = DEFAULTS["draft"]  # YAML reads a bare off as false
     for kind in BASES if folder is not None else ():
         given = fields.get(kind)
         if isinstance(given, dict) and isinstance(given.get("name"), str) and given["name"] in registry(kind):
-            fields[kind] = registry(kind)[given["name"]].with_base_dir(given, folder)  # type: ignore[attr-defined]
+            fields[kind] = _policies(kind)[given["name"]].with_base_dir(given, folder)
     return fields
+
+
+def _policies(kind: str) -> Mapping[str, type[Policy]]:
+    return registry(kind)  # type: ignore[return-value]
 
 
 def _plain(value: Any) -> Any:
@@ -287,10 +279,9 @@ def _plain(value: Any) -> Any:
         return {"name": value.name, **fields}  # type: ignore[union-attr]
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
-    if isinstance(value, Path):
-        return str(value)
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    return type(value).__name__  # an object given from Python, such as a loaded model: told, not stored
+    # An object given from Python, such as a loaded model, is told and not stored.
+    return str(value) if isinstance(value, Path) else type(value).__name__

@@ -115,8 +115,8 @@ class Registry(Mapping[str, type]):
 
     def meant(self, name: str) -> str | None:
         """What a class of this kind declares that `name` means elsewhere; None where none does."""
-        found = (getattr(cls, "words", {}).get(name) for cls in self._classes.values())
-        return next((words for words in found if words is not None), None)
+        meanings = (getattr(cls, "words", {}).get(name) for cls in self._classes.values())
+        return next((meaning for meaning in meanings if meaning is not None), None)
 
     def build(self, name: str, fields: Mapping[str, Any] | None = None) -> Any:
         """An instance of class `name`, its dataclass fields set from `fields`.
@@ -128,11 +128,11 @@ class Registry(Mapping[str, type]):
         known = [f.name for f in dataclasses.fields(cls) if f.init]
         for field in given:
             if field not in known:
-                told = field if isinstance(field, str) else shown(field)
-                parts = [*registry("index").values()] if "index" in known else []
-                own = [one.name for part in parts for one in dataclasses.fields(part)]
+                unknown = field if isinstance(field, str) else shown(field)
+                indices = registry("index").values() if "index" in known else ()
+                own = [one.name for index in indices for one in dataclasses.fields(index)]
                 others = [*getattr(cls, "FORMER", ()), *own]
-                raise UnknownName(f"field of {self.kind} {name!r}", told, known, others=others)
+                raise UnknownName(f"field of {self.kind} {name!r}", unknown, known, others=others)
         _check_types(f"{self.kind} {name!r}", cls, given)
         try:
             return cls(**given)
@@ -150,8 +150,7 @@ def _check_types(who: str, cls: type, given: Mapping[str, Any]) -> None:
         kinds = typing.get_args(hints[field]) or (hints[field],)
         if not all(kind in _WORDS for kind in kinds):
             continue
-        fits = type(value) in kinds or (type(value) is int and float in kinds)
-        if not fits:
+        if type(value) not in kinds and not (type(value) is int and float in kinds):
             wanted = " or ".join(_WORDS[kind] for kind in kinds)
             text = "the text " if isinstance(value, str) else ""
             raise RecipeError(f"{who}: {field} is {text}{shown(value)}; give {wanted}.")

@@ -102,10 +102,8 @@ def counted(heads: Mapping[str, int]) -> str:
 
 def share(kept: float | None) -> str:
     """The share kept, for people; above 100% with the reason."""
-    if kept is None:
-        return "-"
-    told = f"{kept:.1%}"
-    return f"{told} (blocks count whole)" if kept > 1 and told != "100.0%" else told
+    percent = "-" if kept is None else f"{kept:.1%}"
+    return f"{percent} (blocks count whole)" if kept and kept > 1 and percent != "100.0%" else percent
 
 
 def _figure(name: str, value: float) -> str:
@@ -242,16 +240,15 @@ class Meter(Rounds):
 
     def kept_by_head(self) -> tuple[tuple[float, ...], ...]:
         """Listed over causal pairs of each layer and head, mean over sequences; reads the device."""
-        if not self.listed:
-            return ()
         shares: list[Tensor] = []
         for layer, parts in sorted(self.listed.items()):
-            listed = torch.stack([p.double() for p in parts]).sum(0)
-            causal = torch.stack([p.double() for p in self.causal[layer]]).sum(0)
+            listed, causal = (
+                torch.stack([p.double() for p in t]).sum(0) for t in (parts, self.causal[layer])
+            )
             mean = (listed / causal.clamp(min=1)).mean(0)
             # Layers of a model spread over devices tell from where they are.
             shares.append(mean if not shares else mean.to(shares[0].device))
-        return tuple(map(tuple, torch.stack(shares).tolist()))
+        return tuple(map(tuple, torch.stack(shares).tolist())) if shares else ()
 
     def report(
         self, recipe: dict[str, Any], backend: str, kv: dict[str, float], device: torch.device, why: str = ""

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmaccel.core.errors import ModelError
 from mmaccel.core.kv import KVState, KVView
 from mmaccel.core.layout import TokenLayout
-from mmaccel.core.prune import TokenPruner, thin
+from mmaccel.core.prune import TokenPruner, others, thin
 
 
 class ThinnedState(KVState):
@@ -99,15 +99,10 @@ class ThinnedState(KVState):
         if layer == self.pruner.glance:
             self.recall(query, view.key)
         elif self._shown is not None and layer > (self.pruner.glance or 0):
-            end = view.key.shape[2]
-            fresh = torch.arange(self.size(part, self.prompt), end, device=self._shown.device)
-            columns = torch.cat([self._shown, fresh])
-            return replace(
-                view,
-                key=view.key.index_select(2, columns),
-                value=view.value.index_select(2, columns),
-                column=columns,
-            )
+            prompt, end = self.size(part, self.prompt), view.key.shape[2]
+            columns = torch.cat([self._shown, torch.arange(prompt, end, device=self._shown.device)])
+            key, value = (t.index_select(2, columns) for t in (view.key, view.value))
+            return replace(view, key=key, value=value, column=columns)
         return view
 
     def recall(self, query: Tensor, key: Tensor) -> Tensor | None:
@@ -122,10 +117,8 @@ class ThinnedState(KVState):
         chosen = self.pruner.recall(attention, self._watched, self._before)
         self._before = attention
         if chosen is not None:
-            stays = torch.ones(self.size(0, self.prompt), dtype=torch.bool, device=key.device)
-            stays[self._watched] = False
-            stays[chosen] = True
-            self._shown = stays.nonzero()[:, 0]
+            rest = others(self._watched, self.size(0, self.prompt))
+            self._shown = torch.cat([rest, chosen]).sort().values
         return self._shown
 
     def lacks(self, layer: int) -> int:
@@ -186,13 +179,11 @@ class ThinnedState(KVState):
     def counters(self) -> dict[str, float]:
         """Beside the usual ones: `held_mean` over the layers (`held` is the most of one), `visual`, the tokens of the
         prompt that may go, and those left from each cut's layer on."""
-        told = super().counters()
-        told["held_mean"] = sum(self._parts[part].held() for part in self._owner) / len(self._owner)
-        told["visual"] = float(self._visual[0])
+        mean = sum(self._parts[part].held() for part in self._owner) / len(self._owner)
+        counters = {**super().counters(), "held_mean": mean, "visual": float(self._visual[0])}
         cuts = [stage.layer for stage in self.pruner.stages(len(self._owner))]
         for layer, count in zip(cuts, self._visual[1:], strict=False):
-            told[f"visual from layer {layer}"] = float(count)
+            counters[f"visual from layer {layer}"] = float(count)
         if self._shown is not None and self._watched is not None:
-            shown = int(torch.isin(self._watched, self._shown).sum())
-            told["visual seen decoding"] = float(shown)
-        return told
+            counters["visual seen decoding"] = float(torch.isin(self._watched, self._shown).sum())
+        return counters

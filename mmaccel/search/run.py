@@ -32,17 +32,14 @@ Progress = Callable[[str, int, int | None], None]
 PACKAGES = ("mmaccel", "torch", "transformers", "triton")
 """Packages whose versions a search depends on."""
 OPTIONS = {
-    "cost": "--cost",
-    "model": "model",
-    "block": "--block",
-    "context": "--context",
-    "boundaries": "--boundaries",
-    "extended": "--extended",
-    "backend": "--backend",
-    "device": "--device",
-    "dtype": "--dtype",
-    "tolerance": "tolerance",
-    "versions": "version of a package",
+    **{"cost": "--cost", "model": "model", "block": "--block", "context": "--context"},
+    **{"boundaries": "--boundaries", "extended": "--extended", "backend": "--backend"},
+    **{
+        "device": "--device",
+        "dtype": "--dtype",
+        "tolerance": "tolerance",
+        "versions": "version of a package",
+    },
 }
 """What a user gives, by its name in what a search is about; all else there follows from these and from the sample."""
 

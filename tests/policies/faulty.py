@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmaccel.core.layout import TEXT, TokenLayout
 from mmaccel.core.plan import FAR, AttentionPlan, Part, span_by_range, span_from_table
-from mmaccel.core.prune import Stage, TokenPruner, candidates, everything, staying
+from mmaccel.core.prune import Stage, TokenPruner, candidates, staying
 from mmaccel.core.sparse import SparsePattern
 from mmaccel.policies.sparse.orders import at_or_before, natural
 
@@ -216,7 +216,7 @@ class TooFar(Half):
     """A column behind the last."""
 
     def keep(self, signals: Any, layout: TokenLayout, *rest: Any) -> Tensor:
-        return everything(layout) + 1
+        return torch.arange(1, layout.length + 1)
 
 
 class AMask(Half):
